@@ -1,0 +1,42 @@
+# `make quickstart` and `make test` are the two commands of the README; `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help setup quickstart test test-all faults check format clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
+
+setup: $(INSTALLED)  ## make .venv with everything at the versions of constraints.txt
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; found %s. Try: make PYTHON=python3.11 setup" % sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+quickstart: setup  ## real text to a trained, evaluated, tracked model in a few minutes
+	$(BIN)/python benchmarks/quickstart.py
+
+test: setup      ## the test suite, under 8 minutes on 2 cores
+	$(BIN)/python -m pytest -m 'not slow and not fault'
+
+test-all: setup  ## with the exhaustive grids
+	$(BIN)/python -m pytest -m 'not fault'
+
+faults: setup    ## the faults: killed ranks, full disks, damaged files
+	$(BIN)/python -m pytest -m fault
+
+check: setup     ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: setup    ## rewrite to the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:           ## remove what the tools left (not data, not runs)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,23 @@
+"""Errors for people: each carries the exit code that scripts rely on.
+
+A message says what was found and where, what was expected, the likely cause and the next command.
+The command line prints it on standard error and exits with `exit_code`; nothing below it calls exit.
+"""
+
+
+class TxlError(Exception):
+    """Base of every error this project raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(TxlError):
+    """A command line or configuration that cannot be meant."""
+
+    exit_code = 2
+
+
+class DataError(TxlError):
+    """Input text, shards or a manifest that must not be trusted or used."""
+
+    exit_code = 3

@@ -1,0 +1,1 @@
+"""Transformer-XL: model, training, evaluation, checkpoint, tracking and the `txl` command line."""

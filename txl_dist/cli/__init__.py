@@ -1,0 +1,1 @@
+"""The `txl` command line: one module a family of commands; heavy imports stay inside commands."""

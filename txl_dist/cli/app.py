@@ -1,0 +1,28 @@
+"""`txl`: puts the commands together and turns errors into a message and an exit code."""
+
+import sys
+
+import typer
+
+from data_pipeline.errors import TxlError
+from txl_dist.cli import config, data
+
+app = typer.Typer(
+    name="txl",
+    help="Train, evaluate and run Transformer-XL language models on many ranks.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("prepare")(data.prepare)
+app.add_typer(data.app, name="data")
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Run `txl`; exit codes are those of shared errors (2 usage, 3 data, 4 checkpoint, ...)."""
+    try:
+        app(prog_name="txl")
+    except TxlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

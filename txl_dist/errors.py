@@ -1,0 +1,23 @@
+"""The errors of training, beside those of the data (`data_pipeline/errors.py`)."""
+
+from data_pipeline.errors import ConfigError, DataError, TxlError
+
+__all__ = ["CheckpointError", "ConfigError", "DataError", "DivergedError", "PreemptedError", "TxlError"]
+
+
+class CheckpointError(TxlError):
+    """A checkpoint that is damaged, incomplete or of another model."""
+
+    exit_code = 4
+
+
+class DivergedError(TxlError):
+    """The loss or a gradient is not finite; every rank stops before the optimizer step."""
+
+    exit_code = 5
+
+
+class PreemptedError(TxlError):
+    """The run was asked to stop, saved its state and can be resumed (EX_TEMPFAIL)."""
+
+    exit_code = 75

@@ -1,0 +1,76 @@
+"""The architecture of one Transformer-XL, as frozen data that checks itself once.
+
+Names follow the paper's code (arXiv:1901.02860) where it has one. Imports nothing of the project,
+so a model can be rebuilt from this file's dataclass and a state dict alone.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Everything that decides the parameters and the function of a model."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    vocab_size: int = 0
+    """Number of token ids. 0 in a run's YAML means: the data's vocabulary."""
+    n_layer: int = 4
+    d_model: int = 128
+    n_head: int = 4
+    d_head: int = 32
+    d_inner: int = 512
+    d_embed: int | None = None
+    """Width of the token table; None is `d_model`. Another width adds a projection at each end."""
+    mem_len: int = 128
+    """Tokens of memory per lane and layer. 0 turns recurrence off."""
+    clamp_len: int | None = None
+    """Distances above this share one encoding; None never clamps."""
+    same_length: bool = False
+    """Let every query see exactly `mem_len` keys, its own included."""
+    tie_weight: bool = True
+    """Share the token table with the softmax (the biases stay its own)."""
+    tie_projection: bool = False
+    """Share the two projections of a `d_embed` unlike `d_model`."""
+    pre_lnorm: bool = False
+    """Normalise before each sublayer instead of after it."""
+    dropout: float = 0.0
+    dropatt: float = 0.0
+    """Dropout of attention weights."""
+    attention: Literal["auto", "reference", "fast"] = "auto"
+    """Which implementation of the same equation; `reference` is the readable oracle."""
+    init_std: float = 0.02
+    proj_init_std: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("vocab_size", "mem_len"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("dropout", "dropatt"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        if self.d_model % 2:
+            raise ValueError(
+                f"d_model={self.d_model} must be even: distances are encoded as pairs of sine and "
+                f"cosine; use {self.d_model + 1}"
+            )
+        if self.d_embed is not None and self.d_embed < 1:
+            raise ValueError(f"d_embed={self.d_embed} must be at least 1, or null for d_model")
+        if self.clamp_len is not None and self.clamp_len < 1:
+            raise ValueError(f"clamp_len={self.clamp_len} must be at least 1, or null to switch it off")
+        if self.same_length and self.mem_len == 0:
+            raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
+        if self.tie_projection and not self.has_projection:
+            raise ValueError("tie_projection=true needs a d_embed that differs from d_model")
+
+    @property
+    def embedding_width(self) -> int:
+        return self.d_model if self.d_embed is None else self.d_embed
+
+    @property
+    def has_projection(self) -> bool:
+        return self.embedding_width != self.d_model

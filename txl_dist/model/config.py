@@ -61,7 +61,9 @@ class ModelConfig:
         if self.d_embed is not None and self.d_embed < 1:
             raise ValueError(f"d_embed={self.d_embed} must be at least 1, or null for d_model")
         if self.clamp_len is not None and self.clamp_len < 1:
-            raise ValueError(f"clamp_len={self.clamp_len} must be at least 1, or null to switch it off")
+            raise ValueError(
+                f"clamp_len={self.clamp_len} must be at least 1, or null to switch it off"
+            )
         if self.same_length and self.mem_len == 0:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
         if self.tie_projection and not self.has_projection:

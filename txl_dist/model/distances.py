@@ -1,0 +1,51 @@
+"""Distances between tokens: their sinusoidal encoding and their alignment with keys.
+
+Source: Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B; `clamp_len` is the option of
+that name in the paper's code.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+# Shapes: T segment tokens, S keys, D d_model
+
+
+def encode_distances(
+    num_keys: int,
+    d_model: int,
+    *,
+    clamp_len: int | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    """Encodings [S, D] of the distances S - 1, ..., 1, 0: sines, then cosines.
+
+    Computed in float64 and rounded once: in float32 the angle of a distance of thousands is coarse.
+    """
+    distance_S = torch.arange(num_keys - 1, -1, -1, dtype=torch.float64, device=device)
+    if clamp_len is not None:
+        distance_S = distance_S.clamp(max=clamp_len)
+    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
+    angle = distance_S[:, None] * 10000.0 ** -exponent[None, :]
+    return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
+
+
+def align_distances(by_distance: Tensor) -> Tensor:
+    """From scores by distance to scores by key: [..., T, S] -> [..., T, S] (the relative shift).
+
+    Column c of the input belongs to distance S - 1 - c. Row t of the output has at key s the score
+    of distance M + t - s. Entries of keys in a query's future are meaningless and must be masked.
+    """
+    return align_padded_distances(pad(by_distance, (1, 0)))
+
+
+def align_padded_distances(by_distance: Tensor) -> Tensor:
+    """`align_distances` for scores with a column to spare in front, [..., T, 1 + S], as a view.
+
+    With rows one longer than the keys, dropping the first T scores of the flattened rows moves row
+    t left by T - 1 - t, which is the shift.
+    """
+    num_queries, width = by_distance.shape[-2:]
+    flat = by_distance.flatten(-2)[..., num_queries:]
+    return flat.unflatten(-1, (num_queries, width - 1))

@@ -1,0 +1,36 @@
+"""Dropout whose draws come from outside, so that they can be the same for any number of ranks.
+
+The model names the place; whoever calls it brings `Draws` (training: `training/dropout_draws.py`),
+or none for evaluation. The model itself has no random state and no train/eval mode.
+"""
+
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+Place = Literal[
+    "embedding", "distances", "attention weights", "attention", "inner", "feed-forward", "output"
+]
+
+
+class Draws(Protocol):
+    """Masks of one step, a function of (seed, step, lane, layer, place) alone."""
+
+    def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
+        """0 or 1 / (1 - rate), shaped like `x`; `by_lane`: dimension 0 of `x` runs over lanes."""
+
+
+class Dropout(nn.Module):
+    """Zeroes a share `rate` of its input and scales the rest to keep the mean."""
+
+    def __init__(self, rate: float, *, layer: int, place: Place, by_lane: bool = True) -> None:
+        super().__init__()
+        self.rate, self.layer, self.by_lane = rate, layer, by_lane
+        self.place: Place = place
+
+    def forward(self, x: Tensor, draws: Draws | None) -> Tensor:
+        if draws is None or self.rate == 0:
+            return x
+        return x * draws.scale(
+            x, rate=self.rate, layer=self.layer, place=self.place, by_lane=self.by_lane
+        )

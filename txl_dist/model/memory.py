@@ -1,0 +1,55 @@
+"""Memory: the stop-gradient inputs of every layer at the previous `mem_len` tokens.
+
+Its shape never changes, so a compiled model sees one shape; at a stream's start it holds zeros that
+nothing reads, because `age` (visibility.py) says how far back a token may look.
+
+Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+# Shapes: B lanes, T segment tokens, M memory tokens, D d_model
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One tensor [B, M, D] a layer; `layers[l]` are past inputs of layer l."""
+
+    layers: tuple[Tensor, ...]
+
+    @classmethod
+    def empty(
+        cls,
+        *,
+        n_layer: int,
+        num_lanes: int,
+        mem_len: int,
+        d_model: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Zeros, to be used with ages that start at 0."""
+        shape = (num_lanes, mem_len, d_model)
+        return cls(tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)))
+
+    def after(self, inputs_BTD: Sequence[Tensor]) -> "Memory":
+        """The memory once a segment is read: the last M of (memory, that layer's inputs)."""
+        return Memory(
+            tuple(
+                _newest(old_BMD, new_BTD.detach())
+                for old_BMD, new_BTD in zip(self.layers, inputs_BTD, strict=True)
+            )
+        )
+
+
+def _newest(old_BMD: Tensor, new_BTD: Tensor) -> Tensor:
+    mem_len, tgt_len = old_BMD.shape[1], new_BTD.shape[1]
+    if tgt_len >= mem_len:
+        # A copy, not a view: a view would keep the whole segment's activations alive.
+        return new_BTD[:, tgt_len - mem_len :].clone()
+    return torch.cat([old_BMD[:, tgt_len:], new_BTD], dim=1)

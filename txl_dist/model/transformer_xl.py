@@ -1,0 +1,99 @@
+"""Transformer-XL: a language model whose layers attend to a memory of the tokens just before.
+
+    x_0     = table(tokens)
+    x_(l+1) = layer_l(x_l, memory_l)        memory_l: x_l of the previous mem_len tokens, no gradient
+    nats    = softmax(x_L, targets)
+
+The model keeps no state: memory comes in and goes out with every segment. Which tokens belong
+together is decided by the data (`age`), not here. Source: Dai et al. 2019, arXiv:1901.02860.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.distances import encode_distances
+from txl_dist.model.dropout import Draws, Dropout
+from txl_dist.model.initialisation import initialise
+from txl_dist.model.layers import Layer
+from txl_dist.model.memory import Memory
+from txl_dist.model.tokens import TokenSoftmax, TokenTable
+from txl_dist.model.visibility import visible_keys
+
+# Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
+
+
+class TransformerXL(nn.Module):
+    """forward(input_BT, target_BT, age_BT, memory, draws) -> (nats_BT, next memory)."""
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        if config.vocab_size < 1:
+            raise ValueError("ModelConfig.vocab_size must be set to build a model")
+        self.config = config
+        self.table = TokenTable(config)
+        self.content_bias_HK = nn.Parameter(torch.empty(config.n_head, config.d_head))  # u
+        self.distance_bias_HK = nn.Parameter(torch.empty(config.n_head, config.d_head))  # v
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layer))
+        self.softmax = TokenSoftmax(config)
+        self.embedding_dropout = Dropout(config.dropout, layer=0, place="embedding")
+        self.distance_dropout = Dropout(config.dropout, layer=0, place="distances", by_lane=False)
+        self.output_dropout = Dropout(config.dropout, layer=config.n_layer, place="output")
+        initialise(self, config, seed=seed)
+
+    def forward(
+        self,
+        input_BT: Tensor,
+        target_BT: Tensor,
+        age_BT: Tensor,
+        memory: Memory,
+        draws: Draws | None = None,
+    ) -> tuple[Tensor, Memory]:
+        """Score a segment. `target_BT` is IGNORED (-1) where nothing is to be scored."""
+        hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, draws)
+        return self.softmax.nats(hidden_BTD, target_BT, self.table), memory
+
+    def hidden(
+        self, input_BT: Tensor, age_BT: Tensor, memory: Memory, draws: Draws | None = None
+    ) -> tuple[Tensor, Memory]:
+        """The last layer's output [B, T, D] and the memory after the segment."""
+        config, mem_len = self.config, memory.layers[0].shape[1]
+        x_BTD = self.embedding_dropout(self.table(input_BT), draws)
+        distance_SD = encode_distances(
+            mem_len + input_BT.shape[1],
+            config.d_model,
+            clamp_len=config.clamp_len,
+            dtype=x_BTD.dtype,
+            device=x_BTD.device,
+        )
+        distance_SD = self.distance_dropout(distance_SD, draws)
+        visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=config.same_length)
+        inputs = []
+        for layer, memory_BMD in zip(self.layers, memory.layers, strict=True):
+            inputs.append(x_BTD)
+            x_BTD = layer(
+                x_BTD,
+                memory_BMD,
+                distance_SD,
+                visible_BTS,
+                self.content_bias_HK,
+                self.distance_bias_HK,
+                draws,
+            )
+        return self.output_dropout(x_BTD, draws), memory.after(inputs)
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Unnormalised log-probabilities of the next token, [B, T, V]."""
+        return self.softmax.logits(hidden_BTD, self.table)
+
+    def empty_memory(self, num_lanes: int) -> Memory:
+        """Memory at the start of `num_lanes` streams, like the parameters in dtype and device."""
+        weight, config = self.table.weight, self.config
+        return Memory.empty(
+            n_layer=config.n_layer,
+            num_lanes=num_lanes,
+            mem_len=config.mem_len,
+            d_model=config.d_model,
+            dtype=weight.dtype,
+            device=weight.device,
+        )

@@ -4,18 +4,24 @@ Reading files and command-line overrides is `config_file.py`; this module only s
 Every section refuses unknown keys. Nothing downstream edits a config or checks it again.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from txl_dist.model.config import ModelConfig
+from txl_dist.redaction import redact, redact_field
 
 
 class Section(BaseModel):
     """Frozen, no unknown keys, no silent conversion of types (an int may stand for a float)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        # A config reaches logs and tracebacks by its repr, and may hold a server's password.
+        return [(name, redact_field(name or "", value)) for name, value in super().__repr_args__()]
 
 
 class DataConfig(Section):
@@ -24,30 +30,30 @@ class DataConfig(Section):
     path: str
     """Directory that `txl prepare` wrote, relative to the working directory."""
     train_split: str = "train"
-    num_lanes: int = Field(16, ge=1)
+    num_lanes: int = Field(default=16, ge=1)
     """Rows of the global batch; fixed for a run, whatever the number of ranks."""
-    tgt_len: int = Field(128, ge=1)
+    tgt_len: int = Field(default=128, ge=1)
     """Tokens of one segment: what a step reads from each lane."""
     reset: Literal["document", "stream"] = "document"
     """`document`: no token sees another document. `stream`: the paper's behaviour."""
     shuffle: Literal["blocks", "none"] = "blocks"
     """`none`: the corpus in order, cut into lanes as the paper's code does."""
-    prefetch_segments: int = Field(4, ge=1)
+    prefetch_segments: int = Field(default=4, ge=1)
 
 
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(2.5e-4, gt=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    gradient_clipping: float = Field(0.25, ge=0)
+    lr: float = Field(default=2.5e-4, gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    gradient_clipping: float = Field(default=0.25, ge=0)
     """Largest global L2 norm of the gradient; 0 does not clip."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
-    min_lr: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
     """Where the cosine ends, at `training.num_steps`."""
 
 
@@ -55,13 +61,13 @@ class TrainingConfig(Section):
     """The loop: how long, in which pieces, and what is kept."""
 
     num_steps: int = Field(ge=1)
-    micro_batch_lanes: int | None = Field(None, ge=1)
-    """Lanes a rank computes at once; null is all of its lanes. Changes speed and memory, no number."""
-    log_interval_steps: int = Field(10, ge=1)
-    checkpoint_interval_steps: int = Field(500, ge=1)
-    keep_checkpoints: int = Field(2, ge=1)
+    micro_batch_lanes: int | None = Field(default=None, ge=1)
+    """Lanes a rank computes at once; null is all of its lanes. Changes speed and memory only."""
+    log_interval_steps: int = Field(default=10, ge=1)
+    checkpoint_interval_steps: int = Field(default=500, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept, beside the best one."""
-    rank_timeout_seconds: float = Field(300.0, gt=0)
+    rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a rank waits for the others before it gives up."""
 
 
@@ -70,10 +76,10 @@ class EvaluationConfig(Section):
 
     split: str | None = None
     """null: no evaluation."""
-    interval_steps: int = Field(500, ge=1)
-    batch_pieces: int = Field(8, ge=1)
+    interval_steps: int = Field(default=500, ge=1)
+    batch_pieces: int = Field(default=8, ge=1)
     """Pieces of the split scored at once per rank."""
-    max_tokens: int | None = Field(None, ge=2)
+    max_tokens: int | None = Field(default=None, ge=2)
     """Score only the beginning of the split; null scores all of it."""
 
 
@@ -83,7 +89,24 @@ class TrackingConfig(Section):
     enabled: bool = True
     uri: str | None = None
     """null: `sqlite:///mlflow.db` beside the run directories; else a server or sqlite URI."""
-    experiment: str = "txl"
+    experiment: str = Field(default="txl", max_length=250, pattern=r"^[\w/][\w .:@/+-]*$")
+
+    @field_validator("uri")
+    @classmethod
+    def _is_a_server_or_database(cls, uri: str | None) -> str | None:
+        if uri is not None and ("://" not in uri or uri.startswith("file:")):
+            raise ValueError(
+                f"{redact(uri)!r} is no tracking server or database; write null, "
+                "sqlite:///PATH/mlflow.db or http://HOST:PORT (MLflow has no file store any more)"
+            )
+        return uri
+
+    @field_validator("experiment")
+    @classmethod
+    def _names_no_other_directory(cls, experiment: str) -> str:
+        if ".." in experiment.split("/"):
+            raise ValueError(f"{experiment!r} must not hold '..'; it is a name, not a path")
+        return experiment
 
 
 class DeepSpeedConfig(Section):
@@ -97,7 +120,7 @@ class DeepSpeedConfig(Section):
 class RayConfig(Section):
     """Supervision of `--on ray`."""
 
-    max_restarts: int = Field(3, ge=0)
+    max_restarts: int = Field(default=3, ge=0)
     """Times a run is restarted from its newest checkpoint after a rank died."""
 
 
@@ -106,7 +129,7 @@ class RunConfig(Section):
 
     directory: str
     """Where the run keeps its config, metrics, logs and checkpoints."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     precision: Literal["fp32"] = "fp32"
     data: DataConfig
     model: ModelConfig = ModelConfig()
@@ -122,12 +145,12 @@ class RunConfig(Section):
         warmup, steps = self.optimizer.warmup_steps, self.training.num_steps
         if warmup > steps:
             raise ValueError(
-                f"optimizer.warmup_steps={warmup} is longer than training.num_steps={steps}; lower it"
+                f"optimizer.warmup_steps={warmup} is longer than training.num_steps={steps}; "
+                "lower it"
             )
-        if self.optimizer.min_lr > self.optimizer.lr:
-            raise ValueError(
-                f"optimizer.min_lr={self.optimizer.min_lr} is above optimizer.lr={self.optimizer.lr}"
-            )
+        min_lr, lr = self.optimizer.min_lr, self.optimizer.lr
+        if min_lr > lr:
+            raise ValueError(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")
         lanes, micro = self.data.num_lanes, self.training.micro_batch_lanes
         if micro is not None and micro > lanes:
             raise ValueError(

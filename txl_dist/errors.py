@@ -2,7 +2,14 @@
 
 from data_pipeline.errors import ConfigError, DataError, TxlError
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "DivergedError", "PreemptedError", "TxlError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
+    "PreemptedError",
+    "TxlError",
+]
 
 
 class CheckpointError(TxlError):

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from data_pipeline.errors import TxlError
-from txl_dist.cli import config, data
+from txl_dist.cli import checkpoint, config, data, evaluate, generate, train
 
 app = typer.Typer(
     name="txl",
@@ -17,6 +17,10 @@ app = typer.Typer(
 app.command("prepare")(data.prepare)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
+app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate)
+app.command("generate")(generate.generate)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main() -> None:

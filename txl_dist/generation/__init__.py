@@ -1,1 +1,1 @@
-"""generation"""
+"""Text from a model, token by token, with its memory."""

@@ -1,4 +1,4 @@
-"""The model alone: it imports torch and its own config, so it can be read, tested and exported by itself."""
+"""The model alone: imports torch and its own config; can be read, tested and exported by itself."""
 
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import Memory

@@ -1,7 +1,7 @@
 """The original's initialisation: normal weights, zero biases, norms around one.
 
-Facts from the paper's training script: every matrix and bias vector u, v is normal(0, init_std), the
-projections of `d_embed` normal(0, proj_init_std), LayerNorm gains normal(1, init_std), the rest 0.
+Facts from the paper's training script: every matrix and the vectors u, v are normal(0, init_std),
+the projections of `d_embed` normal(0, proj_init_std), norm gains normal(1, init_std), the rest 0.
 Drawn from one generator in the parameters' order, so every rank starts alike without a broadcast.
 """
 

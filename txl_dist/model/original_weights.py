@@ -36,7 +36,9 @@ _MODEL_NAMES = {
 
 def original_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Original name -> our names, whose tensors stand one below the other in the original's."""
-    names = {original: (ours,) for original, ours in _MODEL_NAMES.items()}
+    names: dict[str, tuple[str, ...]] = {
+        original: (ours,) for original, ours in _MODEL_NAMES.items()
+    }
     if config.tie_weight:
         del names["crit.out_layers.0.weight"]
     if not config.has_projection:

@@ -1,6 +1,6 @@
 """Token ids to vectors and back: the table at the input, the softmax at the output.
 
-Without clusters for now; `cutoffs` and `div_val` will open their clusters behind the same two calls.
+Without clusters for now; `cutoffs` and `div_val` will open theirs behind the same two calls.
 Both ends may share the table (`tie_weight`) and, if `d_embed` differs from `d_model`, the
 projection. Source: arXiv:1901.02860, section 4.1; weight tying: arXiv:1608.05859.
 """

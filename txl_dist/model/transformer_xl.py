@@ -1,7 +1,7 @@
 """Transformer-XL: a language model whose layers attend to a memory of the tokens just before.
 
     x_0     = table(tokens)
-    x_(l+1) = layer_l(x_l, memory_l)        memory_l: x_l of the previous mem_len tokens, no gradient
+    x_(l+1) = layer_l(x_l, memory_l)       memory_l: x_l of the previous mem_len tokens, no gradient
     nats    = softmax(x_L, targets)
 
 The model keeps no state: memory comes in and goes out with every segment. Which tokens belong

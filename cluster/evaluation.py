@@ -1,0 +1,104 @@
+"""Evaluation on Ray: pieces of a split dealt to actors, their sums added in the pieces' order.
+
+Every actor loads the model once. Pieces go out in small groups to whoever is free; what comes back
+is kept by piece, so the result does not depend on who was faster.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cluster.session import ray_session
+from data_pipeline.shard_reader import open_split
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.errors import TxlError
+from txl_dist.evaluation.evaluate import (
+    EvaluationJob,
+    EvaluationResult,
+    plan_evaluation,
+    summarise,
+)
+from txl_dist.evaluation.pieces import Piece
+from txl_dist.loss_sums import LossSums
+
+
+class EvaluationWorker:
+    """One actor: a model and a split, opened once."""
+
+    def __init__(self, job: EvaluationJob, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._job = job
+
+    def open(self) -> TxlError | None:
+        """Load everything; an error comes back as a value, whole, for the driver to raise."""
+        try:
+            self._scorer = self._job.open()
+        except TxlError as error:
+            return error
+        return None
+
+    def score(self, pieces: Sequence[Piece]) -> list[LossSums] | TxlError:
+        """The sums of some pieces, in order."""
+        try:
+            return list(self._scorer.scores(pieces))
+        except TxlError as error:
+            return error
+
+
+def evaluate_on_ray(
+    job: EvaluationJob,
+    *,
+    num_workers: int,
+    address: str | None,
+    on_progress: Callable[[int, int], None],
+) -> EvaluationResult:
+    """Score a split with `num_workers` actors. Raises the first TxlError of any of them."""
+    trained = load_checkpoint_manifest(job.checkpoint)
+    source = open_split(job.data, job.settings.split)
+    pieces = plan_evaluation(source, job.settings, n_layer=trained.model_config_of.n_layer)
+    absolute = EvaluationJob(
+        checkpoint=job.checkpoint.resolve(),
+        data=job.data.resolve(),
+        settings=job.settings,
+        batch_pieces=job.batch_pieces,
+    )
+    num_cpus = os.cpu_count() or 1
+    with ray_session(address, num_cpus=max(num_workers, num_cpus)):
+        scores = _score_all(
+            absolute,
+            pieces,
+            num_workers=num_workers,
+            num_threads=max(1, num_cpus // num_workers),
+            on_progress=on_progress,
+        )
+    return summarise(scores, pieces, job.settings)
+
+
+def _score_all(
+    job: EvaluationJob,
+    pieces: list[Piece],
+    *,
+    num_workers: int,
+    num_threads: int,
+    on_progress: Callable[[int, int], None],
+) -> list[LossSums]:
+    import ray
+    from ray.util import ActorPool
+
+    remote = ray.remote(num_cpus=1, num_gpus=int(torch.cuda.is_available()))(EvaluationWorker)
+    workers = [remote.remote(job, num_threads) for _ in range(num_workers)]
+    for error in ray.get([worker.open.remote() for worker in workers]):
+        if error is not None:
+            raise error
+    groups = [
+        pieces[first : first + job.batch_pieces]
+        for first in range(0, len(pieces), job.batch_pieces)
+    ]
+    scores: list[LossSums] = []
+    for outcome in ActorPool(workers).map(lambda worker, group: worker.score.remote(group), groups):
+        if isinstance(outcome, TxlError):
+            raise outcome
+        scores.extend(outcome)
+        on_progress(len(scores), len(pieces))
+    return scores

@@ -1,0 +1,59 @@
+"""A connection to Ray: one of our own on this machine, or to a running cluster.
+
+Our own listens on 127.0.0.1 only and asks for a token that nobody else has. Ray's variables must be
+set before Ray is imported, which is why this module imports it late.
+"""
+
+import logging
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from txl_dist.errors import TxlError
+
+
+@contextmanager
+def ray_session(address: str | None, *, num_cpus: int) -> Iterator[None]:
+    """Connect for the length of the context. `num_cpus` sizes a Ray of our own."""
+    # Deduplication cuts tracebacks in the middle.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    with tempfile.TemporaryDirectory(prefix="txl-ray-") as private:
+        if address is None:
+            _set_token(Path(private) / "token")
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        try:
+            if address is None:
+                ray.init(
+                    num_cpus=num_cpus,
+                    include_dashboard=True,  # without it Ray floods the log with complaints
+                    dashboard_host="127.0.0.1",
+                    _node_ip_address="127.0.0.1",
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+            else:
+                ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = "a local Ray" if address is None else f"the Ray cluster at {address}"
+            raise TxlError(
+                f"{where} could not be reached: {error}. Check the address and the token "
+                "(RAY_AUTH_TOKEN_PATH), or run without Ray: --on processes"
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _set_token(path: Path) -> None:
+    """A token of this session's own. The environment passes it to Ray's processes."""
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)

@@ -1,0 +1,179 @@
+"""Files that appear whole or not at all, and directories published in one motion.
+
+`write_file` is for one file. `StagedDirectory` is for a set of files that mean something only
+together: they are written in a hidden folder inside the target, synced, moved to their names, and
+the one that makes the set valid (a manifest) is moved last. A process killed at any moment leaves
+either no manifest or a complete set; the next claim removes what was left.
+
+Knows nothing of shards or checkpoints. The lock is the kernel's (flock on the directory), so a
+killed process never leaves a stale one.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from data_pipeline.errors import DataError
+
+STAGING = ".staging.tmp"
+"""The folder inside the target where files are written aside."""
+_MOVING = "moving.json"
+"""In the staging folder: names that may already stand in the target, written before any move."""
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make the renames inside `directory` survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write `data` to `path` and wait until it is on disk. Not atomic: for files still aside."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Put `data` at `path` in one step: a reader sees the old file or the whole new one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_synced(aside, data)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def explain_disk_errors(what: str, directory: Path) -> Iterator[None]:
+    """Turn an OSError while writing into a DataError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            usable = "unknown"
+            with contextlib.suppress(OSError):
+                usable = f"{shutil.disk_usage(directory).free:,}"
+            raise DataError(
+                f"{directory}: the disk is full while {what} ({usable} bytes free). Nothing "
+                "half-written was left; free some space, or choose another --out, and run it again."
+            ) from error
+        raise DataError(
+            f"{directory}: {what} failed: {error.strerror or error}"
+            f"{f' ({error.filename})' if error.filename else ''}. Check the permissions and the "
+            "space there, or choose another --out."
+        ) from error
+
+
+class StagedDirectory:
+    """Exclusive hold on `directory`, with a staging folder whose files `publish` moves out.
+
+    Use as a context manager: entering locks the directory, creating it if needed, and removes what
+    a killed process left; leaving removes the staging folder, and the directory itself if this
+    hold created it and nothing was published. Raises DataError when another process holds it.
+    """
+
+    def __init__(self, directory: Path, *, last: str) -> None:
+        self.directory = directory
+        self.last = last
+        self.path = directory / STAGING
+        self._descriptor = -1
+        self._created = False
+
+    def __enter__(self) -> Self:
+        with explain_disk_errors("opening the output directory", self.directory):
+            if self.directory.exists() and not self.directory.is_dir():
+                raise DataError(f"{self.directory} is a file; --out must name a directory.")
+            self._created = not self.directory.exists()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self._lock()
+                self._discard_leftovers()
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            # A full or failing disk must not hide the error that is on its way.
+            with contextlib.suppress(OSError):
+                self._discard_leftovers()
+            if self._created:
+                with contextlib.suppress(OSError):
+                    self.directory.rmdir()  # only succeeds on an empty one
+        finally:
+            os.close(self._descriptor)
+
+    def stage(self) -> Path:
+        """The empty staging folder; write the files there."""
+        self.path.mkdir(exist_ok=True)
+        return self.path
+
+    def publish(self) -> None:
+        """Move every staged file to its name, `last` after all others. The files are synced."""
+        names = sorted(entry.name for entry in self.path.iterdir())
+        if self.last not in names:
+            raise ValueError(f"publish needs {self.last} among the staged files {names}")
+        moving = [name for name in names if name != self.last]
+        write_synced(self.path / _MOVING, json.dumps(moving).encode())
+        fsync_directory(self.path)
+        for name in moving:
+            (self.path / name).replace(self.directory / name)
+        fsync_directory(self.directory)
+        (self.path / self.last).replace(self.directory / self.last)
+        fsync_directory(self.directory)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{self.directory}: another process is writing here. Wait for it, or choose "
+                "another --out."
+            ) from None
+        except OSError:
+            return  # a file system without locks; staging alone still keeps names whole
+
+    def _discard_leftovers(self) -> None:
+        if self.path.is_symlink() or not self.path.is_dir():
+            return
+        if not (self.directory / self.last).exists():
+            # Killed between the first move and the last: the moved files are ours to remove.
+            for name in self._names_in_motion():
+                (self.directory / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path)
+
+    def _names_in_motion(self) -> list[str]:
+        try:
+            names = json.loads((self.path / _MOVING).read_bytes())
+        except (OSError, ValueError):  # never got that far, or died writing it: nothing was moved
+            return []
+        if not isinstance(names, list):
+            return []
+        return [name for name in names if isinstance(name, str) and Path(name).name == name]

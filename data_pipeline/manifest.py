@@ -1,0 +1,268 @@
+"""The manifest: what a prepared dataset holds, and the only list that training trusts.
+
+`manifest.json` is strict, versioned and carries the digest of its own content, so an edit or a
+flipped bit in it is noticed before any shard is opened. Shard names are not free text: they follow
+from split and number, so a manifest cannot point outside its directory.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from data_pipeline.errors import DataError
+from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
+
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_NAME = "tokenizer.json"
+REJECTS_NAME = "rejects.jsonl"
+FORMAT = "txl-shards"
+VERSION = 1
+SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
+SHARD_SUFFIX, INDEX_SUFFIX = ".tar.zst", ".index.safetensors"
+MAX_MANIFEST_BYTES = 256 * 2**20
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+SplitName = Annotated[str, Field(pattern=rf"^{SPLIT_PATTERN}$")]
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:06d}{SHARD_SUFFIX}"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class PrepareSettings(_Strict):
+    """Every setting that decides the bytes of a dataset."""
+
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    text_key: str = "text"
+    """Key of a JSON line's object that holds the text."""
+    tokenizer: Literal["byte"] = "byte"
+    split: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = {}
+    """Fraction of the documents held out per split; the rest is `train`."""
+    shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Seed of the document-level shuffle; null keeps the order of the input."""
+    shard_bytes: int = Field(256 * 2**20, ge=1)
+    """Raw token bytes after which a new shard begins."""
+    block_bytes: int = Field(512 * 2**10, ge=512, le=8 * 2**20)
+    """Raw token bytes of a block of documents, and of a zstd frame."""
+
+    @model_validator(mode="after")
+    def _leaves_train(self) -> Self:
+        if "train" in self.split:
+            raise ValueError("train is what the other splits leave; do not give it a fraction")
+        if sum(self.split.values()) >= 1:
+            raise ValueError(f"the fractions sum to {sum(self.split.values())}, nothing is left")
+        return self
+
+
+class InputSummary(_Strict):
+    """The corpus as it was read."""
+
+    digest: Sha256
+    """Over every document's id and the sha256 of its text, in input order, and every reject."""
+    files: Count
+    documents: Count
+    empty: Count
+    """Documents without text: skipped."""
+    rejected: Count
+    """Records that could not be read: listed in rejects.jsonl."""
+
+
+class ShardEntry(_Strict):
+    """One shard and its sidecar index."""
+
+    name: str
+    bytes: Count
+    sha256: Sha256
+    raw_bytes: Count
+    raw_sha256: Sha256
+    """Of the tar stream inside."""
+    index_bytes: Count
+    index_sha256: Sha256
+    documents: Count
+    blocks: Count
+    tokens: Count
+    text_bytes: Count
+    """UTF-8 bytes of the documents' text."""
+
+    @property
+    def index_name(self) -> str:
+        return self.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX
+
+
+class SplitEntry(_Strict):
+    """The shards of one split in corpus order, and their totals."""
+
+    shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1)]
+    documents: Count
+    blocks: Count
+    tokens: Count
+    text_bytes: Count
+
+    @classmethod
+    def of(cls, shards: list[ShardEntry]) -> Self:
+        return cls(shards=tuple(shards), **_totals(shards))
+
+    @model_validator(mode="after")
+    def _totals_agree(self) -> Self:
+        for name, total in _totals(self.shards).items():
+            if getattr(self, name) != total:
+                raise ValueError(f"{name}={getattr(self, name)}, but its shards sum to {total}")
+        return self
+
+
+def _totals(shards: list[ShardEntry] | tuple[ShardEntry, ...]) -> dict[str, int]:
+    names = ("documents", "blocks", "tokens", "text_bytes")
+    return {name: sum(getattr(shard, name) for shard in shards) for name in names}
+
+
+class ShardManifest(_Strict):
+    """A complete dataset. `digest` is what runs and checkpoints remember it by."""
+
+    format: Literal["txl-shards"] = "txl-shards"
+    version: Literal[1] = 1
+    tokenizer_digest: Sha256
+    vocab_size: Annotated[int, Field(ge=1, le=2**32)]
+    end_of_document: Count
+    dtype: Literal["uint16", "uint32"]
+    settings: PrepareSettings
+    input: InputSummary
+    splits: Annotated[dict[SplitName, SplitEntry], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _names_and_ids_agree(self) -> Self:
+        for split, entry in self.splits.items():
+            for number, shard in enumerate(entry.shards):
+                if shard.name != shard_name(split, number):
+                    raise ValueError(f"shard {shard.name!r} must be {shard_name(split, number)!r}")
+        if self.dtype != token_dtype(self.vocab_size).name:
+            raise ValueError(f"dtype={self.dtype} does not fit vocab_size={self.vocab_size}")
+        if self.end_of_document >= self.vocab_size:
+            raise ValueError(f"end_of_document={self.end_of_document} is outside the vocabulary")
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Hex sha256 of the canonical content."""
+        return _digest(self.model_dump(mode="json"))
+
+    def to_bytes(self) -> bytes:
+        """The content of `manifest.json`."""
+        content = self.model_dump(mode="json")
+        text = json.dumps({"digest": _digest(content), **content}, sort_keys=True, indent=1)
+        return text.encode() + b"\n"
+
+    def split(self, name: str, directory: Path) -> SplitEntry:
+        """The entry of a split, or DataError with the ones there are."""
+        if name not in self.splits:
+            raise DataError(
+                f"{directory} has no split {name!r}; it has {', '.join(sorted(self.splits))}. "
+                "Use one of them, or prepare again with --split."
+            )
+        return self.splits[name]
+
+    def file_names(self) -> list[str]:
+        """Every file of the dataset, in a fixed order."""
+        shards = [shard for entry in self.splits.values() for shard in entry.shards]
+        names = [name for shard in shards for name in (shard.name, shard.index_name)]
+        return [MANIFEST_NAME, TOKENIZER_NAME, *sorted(names)]
+
+
+def _digest(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def load_manifest(directory: str | Path) -> ShardManifest:
+    """The checked manifest of a dataset directory; DataError says what is wrong and what to do."""
+    path = Path(directory) / MANIFEST_NAME
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise DataError(f"{path} is larger than {MAX_MANIFEST_BYTES:,} bytes: no manifest.")
+        content = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
+    except FileNotFoundError:
+        cause = "there is no such directory" if not path.parent.is_dir() else "it has no manifest"
+        raise DataError(
+            f"{path}: {cause}, so no complete dataset is here (an interrupted prepare leaves none)."
+            f" Create it: txl prepare INPUT --out {directory}"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON ({error}). {_again(directory)}") from error
+    return _checked(content, path)
+
+
+def _checked(content: object, path: Path) -> ShardManifest:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(
+            f'{path} is not the manifest of a txl dataset (no "format": "{FORMAT}"); it belongs to '
+            "another program. Give the directory that txl prepare wrote."
+        )
+    if content.get("version") != VERSION:
+        raise DataError(
+            f"{path} has format version {content.get('version')!r}, this txl reads {VERSION}. "
+            f"Upgrade txl, or prepare the corpus again into another directory."
+        )
+    recorded = content.pop("digest", None)
+    try:
+        manifest = ShardManifest.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise DataError(f"{path}: {where}: {first['msg']}. {_again(path.parent)}") from error
+    if manifest.digest != recorded:
+        raise DataError(
+            f"{path} says its digest is {recorded!r}, its content gives {manifest.digest!r}. "
+            f"{_again(path.parent)}"
+        )
+    return manifest
+
+
+def _again(directory: str | Path) -> str:
+    return (
+        f"It was edited or damaged; restore it, or remove {directory} and run txl prepare "
+        f"INPUT --out {directory}"
+    )
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) != len(keys):
+        repeated = sorted({key for key in keys if keys.count(key) > 1})
+        raise ValueError(f"key {repeated[0]!r} twice")
+    return dict(pairs)
+
+
+def open_tokenizer(directory: str | Path, manifest: ShardManifest | None = None) -> Tokenizer:
+    """The dataset's tokenizer, or DataError when it is not the one the shards were made with."""
+    manifest = manifest or load_manifest(directory)
+    path = Path(directory) / TOKENIZER_NAME
+    tokenizer = load_tokenizer(path)
+    if tokenizer.digest != manifest.tokenizer_digest:
+        raise DataError(
+            f"{path} has digest {tokenizer.digest}, the manifest expects "
+            f"{manifest.tokenizer_digest}. The tokenizer of another dataset was copied here; "
+            f"restore the right one or prepare again."
+        )
+    found = (tokenizer.vocab_size, tokenizer.end_of_document)
+    if found != (manifest.vocab_size, manifest.end_of_document):
+        raise DataError(
+            f"{path}: vocab_size and end_of_document are {found}, the manifest says "
+            f"{(manifest.vocab_size, manifest.end_of_document)}. {_again(directory)}"
+        )
+    return tokenizer
+
+
+def is_dataset_file(name: str) -> bool:
+    """Whether `name` is one that `txl prepare` gives to files in a dataset directory."""
+    shard = rf"{SPLIT_PATTERN}-\d{{6}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
+    return name in (MANIFEST_NAME, TOKENIZER_NAME, REJECTS_NAME) or bool(re.fullmatch(shard, name))

@@ -1,0 +1,371 @@
+"""Preparing: a corpus to a directory of shards with a manifest.
+
+Two passes. The first reads every record once, rejects what is no usable text and keeps 40 bytes per
+document; the second reads the documents again in their final order, tokenizes and writes. So the
+whole corpus is shuffled and split without holding its text. Finding and reading records is
+`documents.py`'s, packing `shard_writer.py`'s, appearing in one motion `atomic_files.py`'s.
+
+Splits and shuffle come from a fixed 64-bit hash, not from a library's generator whose stream may
+change: the same input and settings give the same bytes, always.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.atomic_files import (
+    STAGING,
+    StagedDirectory,
+    explain_disk_errors,
+    write_file,
+    write_synced,
+)
+from data_pipeline.documents import (
+    InputFile,
+    InputFiles,
+    Reject,
+    find_files,
+    printable,
+    read_again,
+    read_records,
+)
+from data_pipeline.errors import DataError
+from data_pipeline.manifest import (
+    MANIFEST_NAME,
+    REJECTS_NAME,
+    TOKENIZER_NAME,
+    InputSummary,
+    PrepareSettings,
+    ShardManifest,
+    SplitEntry,
+    load_manifest,
+)
+from data_pipeline.shard_writer import ShardWriter
+from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, token_dtype
+
+Progress = Callable[[str, int, int], None]
+"""progress(what, done bytes, total bytes), called often."""
+
+DEFAULT_MAX_REJECT_RATE = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What `prepare_dataset` did."""
+
+    manifest: ShardManifest
+    already_complete: bool
+    ignored: dict[str, int]
+    """Files of the input folders that were left out, by suffix."""
+
+
+@dataclass(slots=True)
+class _Corpus:
+    """The first pass: where every document stands, not its text."""
+
+    files: list[InputFile]
+    file: "array[int]" = field(default_factory=lambda: array("Q"))
+    offset: "array[int]" = field(default_factory=lambda: array("Q"))
+    size: "array[int]" = field(default_factory=lambda: array("Q"))
+    line: "array[int]" = field(default_factory=lambda: array("Q"))
+    check: "array[int]" = field(default_factory=lambda: array("Q"))
+    """First 8 bytes of the text's sha256: notices a file that changes between the passes."""
+    rejects: list[Reject] = field(default_factory=list)
+    empty: int = 0
+    digest: str = ""
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def document_id(self, number: int) -> str:
+        name, line = self.files[self.file[number]].name, self.line[number]
+        return f"{name}:{line}" if line else name
+
+    def summary(self) -> InputSummary:
+        return InputSummary(
+            digest=self.digest,
+            files=len(self.files),
+            documents=len(self),
+            empty=self.empty,
+            rejected=len(self.rejects),
+        )
+
+
+def prepare_dataset(
+    inputs: list[Path],
+    out: Path,
+    settings: PrepareSettings,
+    *,
+    max_reject_rate: float = DEFAULT_MAX_REJECT_RATE,
+    progress: Progress = lambda what, done, total: None,
+) -> Prepared:
+    """Write the dataset of `inputs` to `out`, or find it there already complete.
+
+    `max_reject_rate` is the fraction of records that may be unusable; they are listed in
+    `rejects.jsonl` either way. Raises DataError for input without usable text, too many rejects, an
+    `out` that holds something else, and a disk that is full or refuses.
+    """
+    found = find_files(inputs, format=settings.format, exclude=out)
+    tokenizer = ByteTokenizer()
+    with StagedDirectory(out, last=MANIFEST_NAME) as staged:
+        existing = _existing(out, settings, tokenizer)
+        corpus = _scan(found, settings.text_key, progress)
+        ignored = dict(+found.ignored)
+        if existing:
+            _require_same_input(existing, corpus.summary(), out)
+            return Prepared(existing, already_complete=True, ignored=ignored)
+        _require_usable(corpus, out, max_reject_rate)
+        order = _assign(corpus, settings)
+        with explain_disk_errors("writing shards", out):
+            manifest = _write(
+                corpus,
+                order,
+                settings=settings,
+                tokenizer=tokenizer,
+                staging=staged.stage(),
+                progress=progress,
+            )
+            if not corpus.rejects:
+                (out / REJECTS_NAME).unlink(missing_ok=True)  # of an earlier, failed run
+            staged.publish()
+    return Prepared(manifest, already_complete=False, ignored=ignored)
+
+
+def _existing(out: Path, settings: PrepareSettings, tokenizer: Tokenizer) -> ShardManifest | None:
+    """The manifest of a complete dataset with these settings; None for a free directory."""
+    names = sorted(entry.name for entry in out.iterdir() if entry.name != STAGING)
+    if MANIFEST_NAME not in names:
+        foreign = [name for name in names if not _is_reject_list(out / name)]
+        if foreign:
+            shown = ", ".join(printable(name) for name in foreign[:5])
+            more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
+            raise DataError(
+                f"{out} holds files that are not of a dataset: {shown}{more}. Nothing was "
+                "touched; choose an empty or new directory for --out."
+            )
+        return None
+    manifest = load_manifest(out)
+    before, now = manifest.settings.model_dump(), settings.model_dump()
+    changes = [f"{key}: {before[key]!r} there, {now[key]!r} now" for key in now]
+    changes = [text for text, key in zip(changes, now, strict=True) if before[key] != now[key]]
+    if manifest.tokenizer_digest != tokenizer.digest:
+        changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer.digest} now")
+    if changes:
+        raise _other_dataset(out, changes)
+    return manifest
+
+
+def _require_same_input(existing: ShardManifest, now: InputSummary, out: Path) -> None:
+    before = existing.input
+    if before != now:
+        changes = [
+            f"input {name}: {getattr(before, name)} there, {getattr(now, name)} now"
+            for name in type(now).model_fields
+            if getattr(before, name) != getattr(now, name)
+        ]
+        raise _other_dataset(out, changes)
+    missing = [name for name in existing.file_names() if not (out / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{out} has the manifest of this dataset but not {', '.join(missing[:5])}. Restore "
+            f"them, or remove {out} and run this again. To list all damage: txl data verify {out}"
+        )
+
+
+def _other_dataset(out: Path, changes: list[str]) -> DataError:
+    return DataError(
+        f"{out} holds another dataset: {'; '.join(changes)}. Nothing was touched; choose another "
+        f"--out, or remove {out} and run this again. To look inside: txl data inspect {out}"
+    )
+
+
+def _is_reject_list(path: Path) -> bool:
+    """Whether this is the list a failed run left; someone else's file of that name is not."""
+    if path.name != REJECTS_NAME or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        try:
+            return set(json.loads(file.readline())) == {"file", "line", "byte", "reason"}
+        except (ValueError, TypeError):
+            return False
+
+
+def _scan(found: InputFiles, text_key: str, progress: Progress) -> _Corpus:
+    """Read every record once."""
+    corpus, digest = _Corpus(found.files), hashlib.sha256()
+    sizes = [_size(file.path) for file in found.files]
+    total, before = sum(sizes), 0
+    for number, (file, size) in enumerate(zip(found.files, sizes, strict=True)):
+        for record in read_records(file, text_key):
+            if isinstance(record, Reject):
+                corpus.rejects.append(record)
+                digest.update(b"rejected\0" + record.to_json().encode() + b"\n")
+                continue
+            progress("reading", before + record.offset, total)
+            text_sha256 = hashlib.sha256(record.text.encode("utf-8")).digest()
+            id_ = f"{file.name}:{record.line}" if record.line else file.name
+            digest.update(b"document\0" + id_.encode() + b"\0" + text_sha256 + b"\n")
+            if not record.text:
+                corpus.empty += 1
+                continue
+            corpus.file.append(number)
+            corpus.offset.append(record.offset)
+            corpus.size.append(record.size)
+            corpus.line.append(record.line)
+            corpus.check.append(int.from_bytes(text_sha256[:8], "little"))
+        before += size
+    progress("reading", total, total)
+    corpus.digest = digest.hexdigest()
+    return corpus
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _require_usable(corpus: _Corpus, out: Path, max_reject_rate: float) -> None:
+    records = len(corpus) + corpus.empty + len(corpus.rejects)
+    rejected = len(corpus.rejects)
+    if rejected and (rejected > max_reject_rate * records or not len(corpus)):
+        with explain_disk_errors("writing the list of rejects", out):
+            write_file(out / REJECTS_NAME, _reject_list(corpus))
+        shown = "".join(f"\n  {reject}" for reject in corpus.rejects[:5])
+        more = f"\n  and {rejected - 5:,} more" if rejected > 5 else ""
+        advice = (
+            "or leave them out with a higher --max-reject-rate"
+            if len(corpus)
+            else "no usable document is left"
+        )
+        raise DataError(
+            f"{rejected:,} of {records:,} records cannot be used, the limit is "
+            f"{max_reject_rate:.4%}; no dataset was written.{shown}{more}\nAll are listed in "
+            f"{out / REJECTS_NAME}. Repair them and run this again, {advice}."
+        )
+    if not len(corpus):
+        raise DataError(
+            f"the input holds no text: {len(corpus.files)} files, {corpus.empty} empty documents "
+            "and no other. Give files with text in them."
+        )
+
+
+def _reject_list(corpus: _Corpus) -> bytes:
+    return "".join(reject.to_json() + "\n" for reject in corpus.rejects).encode()
+
+
+def _hash64(purpose: bytes, content: bytes) -> int:
+    digest = hashlib.blake2b(content, digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _assign(corpus: _Corpus, settings: PrepareSettings) -> dict[str, np.ndarray]:
+    """Per split, the numbers of its documents in their final order.
+
+    A document's split depends on its id alone, so it stays where it is when the corpus grows. A
+    split that would be empty takes the document with the smallest hash from the largest one.
+    """
+    held_out = sorted(settings.split)  # by name: the order they were given in decides nothing
+    names = ["train", *held_out]
+    if len(corpus) < len(names):
+        raise DataError(
+            f"{len(corpus)} documents cannot fill {len(names)} splits ({', '.join(names)}). Give "
+            "more documents, or ask for fewer splits with --split."
+        )
+    ids = (corpus.document_id(number).encode() for number in range(len(corpus)))
+    hashes = np.fromiter((_hash64(b"txl-split", id_) for id_ in ids), np.uint64, len(corpus))
+    widths = [int(settings.split[name] * 2**64) for name in held_out]
+    bounds = np.array(list(itertools.accumulate(widths)), dtype=np.uint64)
+    part = (np.searchsorted(bounds, hashes, side="right") + 1) % len(names)
+    for empty in range(len(names)):
+        sizes = np.bincount(part, minlength=len(names))
+        if not sizes[empty]:
+            donors = np.flatnonzero(part == sizes.argmax())
+            part[donors[hashes[donors].argmin()]] = empty
+    order = np.arange(len(corpus))
+    if settings.shuffle is not None:
+        seed = settings.shuffle.to_bytes(8, "little")
+        keys = (_hash64(b"txl-shuffle", seed + int(n).to_bytes(8, "little")) for n in order)
+        order = np.argsort(np.fromiter(keys, np.uint64, len(corpus)), kind="stable")
+    return {name: order[part[order] == number] for number, name in enumerate(names)}
+
+
+def _write(
+    corpus: _Corpus,
+    order: dict[str, np.ndarray],
+    *,
+    settings: PrepareSettings,
+    tokenizer: Tokenizer,
+    staging: Path,
+    progress: Progress,
+) -> ShardManifest:
+    """The second pass: write every file of the dataset to `staging`."""
+    dtype, written = token_dtype(tokenizer.vocab_size), 0
+    total, splits = sum(corpus.size), {}
+    for name, numbers in order.items():
+        writer = ShardWriter(
+            staging,
+            name,
+            dtype=dtype,
+            vocab_size=tokenizer.vocab_size,
+            block_bytes=settings.block_bytes,
+            shard_bytes=settings.shard_bytes,
+        )
+        try:
+            for number, text in _texts(corpus, numbers, settings.text_key):
+                tokens = tokenizer.encode(text)
+                opening = np.array([tokenizer.end_of_document], dtype=tokens.dtype)
+                num_bytes = len(text) if text.isascii() else len(text.encode())
+                opened = np.concatenate([opening, tokens])
+                writer.add(corpus.document_id(number), opened, text_bytes=num_bytes)
+                written += corpus.size[number]
+                progress("writing", written, total)
+            splits[name] = SplitEntry.of(writer.close())
+        except BaseException:
+            writer.abandon()
+            raise
+    manifest = ShardManifest(
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        dtype="uint16" if dtype.itemsize == 2 else "uint32",
+        settings=settings,
+        input=corpus.summary(),
+        splits=splits,
+    )
+    write_synced(staging / TOKENIZER_NAME, tokenizer.to_json().encode() + b"\n")
+    if corpus.rejects:
+        write_synced(staging / REJECTS_NAME, _reject_list(corpus))
+    write_synced(staging / MANIFEST_NAME, manifest.to_bytes())
+    return manifest
+
+
+def _texts(corpus: _Corpus, numbers: np.ndarray, text_key: str) -> Iterator[tuple[int, str]]:
+    """(document number, text) again from disk, refused if it is not the text of the first pass."""
+    for number in map(int, numbers):
+        file = corpus.files[corpus.file[number]]
+        try:
+            text = read_again(
+                file,
+                text_key,
+                offset=corpus.offset[number],
+                size=corpus.size[number],
+                line=corpus.line[number],
+            )
+            check = hashlib.sha256(text.encode("utf-8")).digest()[:8]
+            same = int.from_bytes(check, "little") == corpus.check[number]
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            raise DataError(
+                f"{printable(str(file.path))} changed while it was being read. Nothing was "
+                "written; run this again when nobody writes to the corpus."
+            )
+        yield number, text

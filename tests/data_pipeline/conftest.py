@@ -1,0 +1,59 @@
+"""Small corpora and datasets on disk, and the command line in this process."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from data_pipeline.manifest import PrepareSettings, ShardManifest
+from data_pipeline.prepare import prepare_dataset
+
+SENTENCE = "Gathering, the grey sea; 潮は満ちる. "
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def txl(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Ended]:
+    """txl("prepare", path, ...) runs the command line and returns how it ended."""
+
+    def run(*arguments: object) -> Ended:
+        from txl_dist.cli.app import main
+
+        monkeypatch.setattr(sys, "argv", ["txl", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Eleven text files of different lengths in two folders, one longer than a small block."""
+    folder = tmp_path / "corpus"
+    (folder / "sub").mkdir(parents=True)
+    for number in range(11):
+        place = folder / ("sub" if number % 2 else "") / f"{number:02d}.txt"
+        place.write_text(f"[{number}] " + SENTENCE * (3 + 7 * number), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def dataset(corpus: Path, tmp_path: Path) -> tuple[Path, ShardManifest]:
+    """The corpus in three train shards and one of valid, each of several blocks and frames."""
+    out = tmp_path / "data"
+    settings = PrepareSettings(split={"valid": 0.3}, shard_bytes=17_000, block_bytes=3_000)
+    return out, prepare_dataset([corpus], out, settings).manifest

@@ -1,0 +1,112 @@
+import io
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_pipeline.frames import MAX_FRAME_BYTES, Frame, FrameError, FrameWriter, decode_frame
+
+
+def write_units(units: list[bytes], *, frame_bytes: int, piece: int) -> tuple[bytes, FrameWriter]:
+    """The file of `units`, each announced, handed over in pieces as tarfile does: late and odd."""
+    file = io.BytesIO()
+    writer = FrameWriter(file, frame_bytes=frame_bytes)
+    for unit in units:
+        writer.next_unit(len(unit))
+    raw = b"".join(units)
+    for start in range(0, len(raw), piece):
+        writer.write(raw[start : start + piece])
+    writer.write(b"tail")
+    writer.finish()
+    return file.getvalue(), writer
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), max_size=6),
+    frame_bytes=st.integers(512, 3000),
+    piece=st.integers(1, 5000),
+)
+def test_frames_end_exactly_where_units_end_and_give_back_the_stream(
+    sizes: list[int], frame_bytes: int, piece: int
+) -> None:
+    units = [bytes([number]) * (size * 512) for number, size in enumerate(sizes)]
+    file, writer = write_units(units, frame_bytes=frame_bytes, piece=piece)
+
+    ends = {frame.raw_offset + frame.raw_size for frame in writer.frames}
+    assert set(np.cumsum([len(unit) for unit in units]).tolist()) <= ends
+    assert all(frame.raw_size <= max(1.5 * frame_bytes + 512, 4) for frame in writer.frames)
+    raw = b"".join(
+        decode_frame(file[f.compressed_offset : f.compressed_offset + f.compressed_size], f)
+        for f in writer.frames
+    )
+    assert raw == b"".join(units) + b"tail"
+
+
+def test_the_seek_table_is_the_one_of_zstds_seekable_format() -> None:
+    file, writer = write_units([b"a" * 1024, b"b" * 512], frame_bytes=512, piece=700)
+    count, descriptor, magic = struct.unpack("<IBI", file[-9:])
+    assert (count, descriptor, magic) == (len(writer.frames), 0x80, 0x8F92EAB1)
+    table = file[writer.frames[-1].compressed_offset + writer.frames[-1].compressed_size :]
+    assert struct.unpack("<II", table[:8]) == (0x184D2A5E, len(table) - 8)
+    entries = list(struct.iter_unpack("<III", table[8:-9]))
+    assert entries == [(f.compressed_size, f.raw_size, f.checksum) for f in writer.frames]
+
+
+@pytest.mark.skipif(not shutil.which("zstd"), reason="needs the zstd program")
+def test_the_zstd_program_reads_the_stream_whole(tmp_path: Path) -> None:
+    file, _ = write_units([b"a" * 5120, b"b" * 512], frame_bytes=1024, piece=700)
+    path = tmp_path / "x.zst"
+    path.write_bytes(file)
+    done = subprocess.run(["zstd", "-dcq", path], capture_output=True, check=True)
+    assert done.stdout == b"a" * 5120 + b"b" * 512 + b"tail"
+
+
+def frame_of(data: bytes, *, raw_size: int) -> Frame:
+    return Frame(0, len(data), 0, raw_size, int.from_bytes(data[-4:], "little"))
+
+
+def test_a_bomb_is_refused_before_it_is_decoded() -> None:
+    size = 4 * MAX_FRAME_BYTES
+    bomb = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(bytes(size))
+    assert len(bomb) < size / 1000
+    with pytest.raises(FrameError, match="limit"):
+        decode_frame(bomb, frame_of(bomb, raw_size=size))
+    with pytest.raises(FrameError, match="header declares 67,108,864"):
+        decode_frame(bomb, frame_of(bomb, raw_size=4096))
+
+
+def test_a_window_over_the_limit_is_refused() -> None:
+    parameters = zstandard.ZstdCompressionParameters(
+        window_log=27, write_checksum=True, write_content_size=True
+    )
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    data = stream.compress(b"x" * 5000) + stream.flush()
+    with pytest.raises(FrameError):
+        decode_frame(data, frame_of(data, raw_size=5000))
+
+
+def test_a_frame_without_a_checksum_is_refused() -> None:
+    data = zstandard.ZstdCompressor(level=3, write_checksum=False).compress(b"words " * 99)
+    with pytest.raises(FrameError, match="checksum"):
+        decode_frame(data, frame_of(data, raw_size=594))
+
+
+def test_a_sound_frame_of_other_content_is_refused() -> None:
+    """What a swapped shard looks like: valid in itself, of the right size, and not the one."""
+    compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+    expected, other = compressor.compress(b"a" * 999), compressor.compress(b"b" * 999)
+    assert len(expected) == len(other)
+    with pytest.raises(FrameError, match="checksum"):
+        decode_frame(other, frame_of(expected, raw_size=999))
+
+
+def test_more_than_one_frame_in_the_place_of_one_is_refused() -> None:
+    one = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"a" * 999)
+    with pytest.raises(FrameError):
+        decode_frame(one + one, frame_of(one + one, raw_size=999))

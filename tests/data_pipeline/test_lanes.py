@@ -1,0 +1,90 @@
+"""The plan of who reads what: exact cuts, in integers."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.lanes import LanePlan, Span
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> LanePlan:
+    num_lanes = draw(st.integers(1, 40))
+    num_tokens = draw(st.integers(2 * num_lanes, 3000))
+    return LanePlan(num_tokens=num_tokens, num_lanes=num_lanes, tgt_len=draw(st.integers(1, 50)))
+
+
+def test_lanes_cut_the_epoch_into_equal_slices() -> None:
+    plan = LanePlan(num_tokens=35, num_lanes=3, tgt_len=4)
+    assert plan.lane_tokens == 11
+    assert [plan.slice_start(lane) for lane in range(3)] == [0, 11, 22]
+
+
+def test_spans_are_cut_where_epochs_end() -> None:
+    plan = LanePlan(num_tokens=10, num_lanes=1, tgt_len=4)
+    assert plan.spans(8, 25) == [Span(0, 8, 10), Span(1, 0, 10), Span(2, 0, 5)]
+    assert plan.spans(10, 14) == [Span(1, 0, 4)]
+    assert plan.spans(10, 10) == []
+
+
+@given(plan=plans(), start=st.integers(0, 5000), num_tokens=st.integers(0, 200))
+def test_spans_cover_every_position_in_order(plan: LanePlan, start: int, num_tokens: int) -> None:
+    covered = [
+        (span.epoch, offset)
+        for span in plan.spans(start, start + num_tokens)
+        for offset in range(span.start, span.stop)
+    ]
+    positions = range(start, start + num_tokens)
+    assert covered == [divmod(position, plan.lane_tokens) for position in positions]
+
+
+@given(plan=plans(), position=st.integers(0, 5000))
+def test_only_the_last_input_of_a_slice_has_no_target(plan: LanePlan, position: int) -> None:
+    inputs = range(position, position + plan.tgt_len)
+    ends = [p for p in inputs if p % plan.lane_tokens == plan.lane_tokens - 1]
+    assert list(plan.slice_ends(position, position + plan.tgt_len)) == ends
+    assert plan.targets_in_step(position) == plan.num_lanes * (plan.tgt_len - len(ends))
+
+
+@given(plan=plans(), data=st.data())
+def test_ranks_share_the_lanes_out_with_equal_rows(plan: LanePlan, data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, plan.num_lanes))
+    lanes = [plan.lanes_of_rank(rank, num_ranks) for rank in range(num_ranks)]
+    assert [lane for part in lanes for lane in part] == list(range(plan.num_lanes))
+    sizes = {len(part) for part in lanes}
+    assert max(sizes) == plan.rows_per_rank(num_ranks)
+    assert max(sizes) - min(sizes) <= 1
+    assert min(sizes) >= 1
+
+
+def test_more_ranks_than_lanes_is_a_config_error_that_says_what_to_do() -> None:
+    plan = LanePlan(num_tokens=100, num_lanes=4, tgt_len=2)
+    for refused in (lambda: plan.lanes_of_rank(0, 5), lambda: plan.rows_per_rank(5)):
+        with pytest.raises(ConfigError, match=r"5 ranks for data.num_lanes=4.*at most 4 ranks"):
+            refused()
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(2, 2), (-1, 2), (0, 0)])
+def test_an_impossible_rank_is_refused(rank: int, num_ranks: int) -> None:
+    with pytest.raises(ValueError, match="num_ranks"):
+        LanePlan(num_tokens=100, num_lanes=4, tgt_len=2).lanes_of_rank(rank, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "says"),
+    [
+        (15, r"holds 15 tokens, num_lanes=8 needs at least 16 .*data.num_lanes to 7 or less"),
+        (1, r"holds 1 tokens, and a lane needs at least 2"),
+    ],
+)
+def test_too_little_data_says_what_was_found_and_needed(num_tokens: int, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        LanePlan(num_tokens=num_tokens, num_lanes=8, tgt_len=2)
+    LanePlan(num_tokens=16, num_lanes=8, tgt_len=2)
+
+
+@pytest.mark.parametrize("counts", [{"num_lanes": 0, "tgt_len": 2}, {"num_lanes": 2, "tgt_len": 0}])
+def test_a_plan_of_nothing_is_refused(counts: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        LanePlan(num_tokens=100, **counts)

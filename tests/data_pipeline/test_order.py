@@ -1,0 +1,80 @@
+"""The order of an epoch: a fixed hash, a permutation of whole blocks, and a place for any token."""
+
+import numpy as np
+import pytest
+
+from data_pipeline.order import GOLDEN_GAMMA, EpochOrder, hash_ids, splitmix64
+
+BLOCK_TOKENS = np.array([5, 1, 300, 7, 7, 40], np.int64)
+
+
+def order(*, seed: int = 0, epoch: int = 0, shuffle: str = "blocks") -> EpochOrder:
+    return EpochOrder.of(BLOCK_TOKENS, seed=seed, epoch=epoch, shuffle=shuffle)
+
+
+@pytest.mark.parametrize(
+    ("seed", "outputs"),
+    [
+        (0, [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]),
+        (
+            1234567,
+            [
+                6457827717110365317,
+                3203168211198807973,
+                9817491932198370423,
+                4593380528125082431,
+                16408922859458223821,
+            ],
+        ),
+    ],
+)
+def test_splitmix64_gives_the_published_numbers(seed: int, outputs: list[int]) -> None:
+    steps = np.arange(len(outputs), dtype=np.uint64)
+    states = np.uint64(seed) + steps * GOLDEN_GAMMA
+    assert splitmix64(states).tolist() == outputs
+
+
+def test_an_order_never_changes_between_versions() -> None:
+    # A change here makes every run that resumes read other text than it would have read.
+    assert hash_ids(7, 3, num_ids=2).tolist() == [11248596980798508817, 1173472824657711729]
+    assert order(seed=7, epoch=3).blocks.tolist() == [2, 1, 3, 4, 0, 5]
+    assert order(seed=7, epoch=3).document_order(2, 6).tolist() == [2, 5, 3, 4, 0, 1]
+
+
+def test_every_epoch_and_seed_has_a_permutation_of_its_own() -> None:
+    orders = [order(seed=seed, epoch=epoch) for seed in (0, 1, 2**63 - 1) for epoch in range(4)]
+    assert all(sorted(o.blocks.tolist()) == list(range(6)) for o in orders)
+    assert len({tuple(o.blocks.tolist()) for o in orders}) == len(orders)
+
+
+def test_documents_of_two_blocks_or_epochs_are_permuted_differently() -> None:
+    permutations = [
+        tuple(order(epoch=epoch).document_order(block, 20).tolist())
+        for epoch in range(3)
+        for block in range(3)
+    ]
+    assert all(sorted(p) == list(range(20)) for p in permutations)
+    assert len(set(permutations)) == len(permutations)
+
+
+def test_no_shuffle_is_corpus_order_in_every_epoch() -> None:
+    plain = order(seed=5, epoch=9, shuffle="none")
+    assert plain.blocks.tolist() == list(range(6))
+    assert plain.document_order(2, 20) is None
+
+
+@pytest.mark.parametrize("shuffle", ["blocks", "none"])
+def test_locate_finds_the_block_of_every_token(shuffle: str) -> None:
+    epoch = order(shuffle=shuffle)
+    by_hand = [
+        (block, start)
+        for block, start in zip(epoch.blocks.tolist(), epoch.starts[:-1].tolist(), strict=True)
+        for _ in range(BLOCK_TOKENS[block])
+    ]
+    assert [tuple(epoch.locate(p)) for p in range(epoch.num_tokens)] == by_hand
+
+
+@pytest.mark.parametrize("position", [-1, 360])
+def test_locate_refuses_a_position_outside_the_epoch(position: int) -> None:
+    with pytest.raises(ValueError, match=f"position={position} is outside the epoch's 360 tokens"):
+        order().locate(position)

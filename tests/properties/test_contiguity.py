@@ -1,0 +1,302 @@
+"""Promise 1, contiguity, and the age rule: the stream against a pure-Python list of every token.
+
+The oracle writes out an epoch token by token, cuts it into lanes and applies the definitions; it
+shares no code with the package. Every token of a corpus here is another number, so a token that is
+lost, doubled or misplaced shows.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from data_pipeline import pieces, segments
+from data_pipeline.lanes import LanePlan
+from data_pipeline.pieces import read_range
+from data_pipeline.segments import Segment, SegmentStream
+
+MASK_64 = 2**64 - 1
+FIELDS = ("input", "target", "age")
+
+
+class Token(NamedTuple):
+    id: int
+    document: int
+    document_age: int
+
+
+class MemorySource:
+    """A token source of numbered tokens: `blocks` lists the document lengths of every block."""
+
+    dtype = np.dtype(np.uint16)
+
+    def __init__(self, blocks: list[list[int]]) -> None:
+        self.blocks = blocks
+        self.block_tokens = np.array([sum(block) for block in blocks], np.int64)
+        self.first = np.cumsum(self.block_tokens) - self.block_tokens
+
+    def document_starts(self, block: int) -> np.ndarray:
+        return np.cumsum([0, *self.blocks[block][:-1]])
+
+    def read(self, block: int, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start < stop <= self.block_tokens[block]
+        return np.arange(self.first[block] + start, self.first[block] + stop).astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One corpus and one run over it."""
+
+    blocks: list[list[int]]
+    num_lanes: int
+    tgt_len: int
+    reset: Any
+    shuffle: Any
+    seed: int
+    piece_tokens: int
+
+    @cached_property
+    def source(self) -> MemorySource:
+        return MemorySource(self.blocks)
+
+    @cached_property
+    def plan(self) -> LanePlan:
+        num_tokens = sum(map(sum, self.blocks))
+        return LanePlan(num_tokens=num_tokens, num_lanes=self.num_lanes, tgt_len=self.tgt_len)
+
+    @contextmanager
+    def stream(
+        self, rank: int = 0, num_ranks: int = 1, *, position: int = 0, prefetch: int = 1
+    ) -> Iterator[SegmentStream]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pieces, "PIECE_TOKENS", self.piece_tokens)
+            patch.setattr(segments, "GROUP_TOKENS", 3 * self.num_lanes * self.tgt_len)
+            with SegmentStream(
+                self.source,
+                self.plan,
+                lanes=self.plan.lanes_of_rank(rank, num_ranks),
+                num_rows=self.plan.rows_per_rank(num_ranks),
+                reset=self.reset,
+                shuffle=self.shuffle,
+                seed=self.seed,
+                position=position,
+                prefetch_segments=prefetch,
+            ) as stream:
+                yield stream
+
+    def segments(self, num_segments: int, *where: int, **how: int) -> list[Segment]:
+        with self.stream(*where, **how) as stream:
+            return [next(stream) for _ in range(num_segments)]
+
+
+# --- the oracle ---------------------------------------------------------------------------------
+
+
+def splitmix64_of(*words: int) -> int:
+    """The published generator on Python integers, chained over words."""
+    state = 0
+    for word in words:
+        z = ((state ^ word) + 0x9E3779B97F4A7C15) & MASK_64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
+        state = z ^ (z >> 31)
+    return state
+
+
+def epoch_tokens(case: Case, epoch: int) -> list[Token]:
+    """One epoch in reading order, token by token."""
+    corpus: list[tuple[int, int, list[Token]]] = []  # block, document of the block, tokens
+    num_tokens = 0
+    for block, lengths in enumerate(case.blocks):
+        for document, length in enumerate(lengths):
+            number = len(corpus)
+            tokens = [Token(num_tokens + age, number, age) for age in range(length)]
+            corpus.append((block, document, tokens))
+            num_tokens += length
+    if case.shuffle == "blocks":
+        corpus.sort(
+            key=lambda entry: (
+                splitmix64_of(case.seed, epoch, entry[0]),
+                splitmix64_of(case.seed, epoch, entry[0], entry[1]),
+            )
+        )
+    return [token for _, _, tokens in corpus for token in tokens]
+
+
+def expected_lane(case: Case, lane: int, num_positions: int) -> list[tuple[int, int, int, int]]:
+    """(input, target, age, document) at every lane position from 0 on."""
+    lane_tokens = sum(map(sum, case.blocks)) // case.num_lanes
+    rows: list[tuple[int, int, int, int]] = []
+    epoch = 0
+    while len(rows) < num_positions:
+        order = epoch_tokens(case, epoch)
+        mine = order[lane * lane_tokens : (lane + 1) * lane_tokens]
+        for offset, token in enumerate(mine):
+            target = mine[offset + 1].id if offset + 1 < len(mine) else -1
+            age = min(offset, token.document_age) if case.reset == "document" else offset
+            rows.append((token.id, target, age, token.document))
+        epoch += 1
+    return rows[:num_positions]
+
+
+# --- strategies ---------------------------------------------------------------------------------
+
+documents = st.one_of(st.integers(1, 6), st.integers(20, 60))
+corpora = st.lists(st.lists(documents, min_size=1, max_size=5), min_size=1, max_size=8)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    blocks = draw(corpora.filter(lambda blocks: sum(map(sum, blocks)) >= 2))
+    num_lanes = draw(st.integers(1, min(7, sum(map(sum, blocks)) // 2)))
+    return Case(
+        blocks=blocks,
+        num_lanes=num_lanes,
+        tgt_len=draw(st.integers(1, 12)),
+        reset=draw(st.sampled_from(["document", "stream"])),
+        shuffle=draw(st.sampled_from(["blocks", "none"])),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        piece_tokens=draw(st.sampled_from([1, 4, 1000])),
+    )
+
+
+prefetches = st.integers(1, 9)
+quickly = settings(max_examples=150, deadline=None)
+
+
+# --- promise 1 ----------------------------------------------------------------------------------
+
+
+@quickly
+@given(case=cases(), data=st.data())
+def test_every_rank_reads_its_lanes_as_defined(case: Case, data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, case.num_lanes))
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    position = data.draw(st.integers(0, 3 * case.plan.lane_tokens))
+    num_segments, tgt_len = 5, case.tgt_len
+    stop = position + num_segments * tgt_len
+
+    lanes = case.plan.lanes_of_rank(rank, num_ranks)
+    prefetch = data.draw(prefetches)
+    found = case.segments(num_segments, rank, num_ranks, position=position, prefetch=prefetch)
+
+    for row in range(case.plan.rows_per_rank(num_ranks)):
+        got = zip(
+            *(np.concatenate([getattr(s, name)[row] for s in found]) for name in FIELDS),
+            strict=True,
+        )
+        if row < len(lanes):
+            expected = expected_lane(case, lanes[row], stop)[position:]
+            assert list(got) == [(i, t, a) for i, t, a, _ in expected]
+        else:
+            assert set(got) == {(0, -1, 0)}, "a row of padding"
+    assert [s.position for s in found] == list(range(position, stop, tgt_len))
+    assert found[-1].next_position == stop
+
+
+@quickly
+@given(case=cases(), prefetch=prefetches, stops=st.lists(st.integers(1, 6), max_size=4))
+def test_the_last_target_of_a_step_is_the_first_input_of_the_next(
+    case: Case, prefetch: int, stops: list[int]
+) -> None:
+    found: list[Segment] = []
+    for num_segments in [*stops, 3]:  # a resume after each
+        position = found[-1].next_position if found else 0
+        found += case.segments(num_segments, position=position, prefetch=prefetch)
+
+    for segment, following in pairwise(found):
+        assert following.position == segment.next_position
+        if following.position % case.plan.lane_tokens == 0:
+            assert (segment.target[:, -1] == -1).all()
+            assert (following.age[:, 0] == 0).all()
+        else:
+            assert_array_equal(segment.target[:, -1], following.input[:, 0])
+
+
+@quickly
+@given(case=cases(), prefetch=prefetches)
+def test_each_epoch_reads_every_token_once_but_the_remainder(case: Case, prefetch: int) -> None:
+    lane_tokens, num_epochs = case.plan.lane_tokens, 3
+    num_segments = -(-num_epochs * lane_tokens // case.tgt_len)
+    found = case.segments(num_segments, prefetch=prefetch)
+    inputs = np.concatenate([segment.input for segment in found], axis=1)
+    for epoch in range(num_epochs):
+        read = inputs[:, epoch * lane_tokens : (epoch + 1) * lane_tokens].ravel().tolist()
+        assert len(set(read)) == len(read) == case.num_lanes * lane_tokens
+        assert set(read) <= set(range(case.plan.num_tokens))
+
+
+@quickly
+@given(case=cases(), data=st.data())
+def test_a_new_number_of_ranks_goes_on_with_the_same_lanes(case: Case, data: st.DataObject) -> None:
+    worlds = data.draw(st.lists(st.integers(1, case.num_lanes), min_size=2, max_size=3))
+    at_once = case.segments(2 * len(worlds))
+    position = 0
+    for num_ranks in worlds:
+        parts = [case.segments(2, rank, num_ranks, position=position) for rank in range(num_ranks)]
+        position = parts[0][-1].next_position
+        for step in range(2):
+            expected = at_once.pop(0)
+            ranks = [part[step] for part in parts]
+            assert len({rank.input.shape for rank in ranks}) == 1, "the same rows on every rank"
+            for name in FIELDS:
+                rows = [
+                    getattr(rank, name)[: len(case.plan.lanes_of_rank(r, num_ranks))]
+                    for r, rank in enumerate(ranks)
+                ]
+                assert_array_equal(np.concatenate(rows), getattr(expected, name))
+
+
+@quickly
+@given(case=cases())
+def test_the_plan_knows_the_targets_of_a_step_before_it_is_read(case: Case) -> None:
+    for segment in case.segments(8, prefetch=4):
+        counted = int((segment.target != -1).sum())
+        assert case.plan.targets_in_step(segment.position) == counted
+
+
+# --- the age rule -------------------------------------------------------------------------------
+
+
+@quickly
+@given(case=cases())
+def test_age_reaches_back_to_the_document_or_slice_and_no_further(case: Case) -> None:
+    num_segments = -(-2 * case.plan.lane_tokens // case.tgt_len) + 1
+    found = case.segments(num_segments, prefetch=4)
+    document_of = {token.id: token.document for token in epoch_tokens(case, 0)}
+    inputs = np.concatenate([segment.input for segment in found], axis=1)
+    ages = np.concatenate([segment.age for segment in found], axis=1)
+    for row_inputs, row_ages in zip(inputs.tolist(), ages.tolist(), strict=True):
+        for i, age in enumerate(row_ages):
+            oldest = i - age
+            slice_start = i - i % case.plan.lane_tokens
+            assert oldest >= slice_start, "nothing of another epoch"
+            if case.reset == "document":
+                seen = {document_of[token] for token in row_inputs[oldest : i + 1]}
+                assert len(seen) == 1, "nothing of another document"
+                if oldest > slice_start:
+                    assert document_of[row_inputs[oldest - 1]] != document_of[row_inputs[i]]
+            else:
+                assert oldest == slice_start
+
+
+@quickly
+@given(case=cases(), data=st.data())
+def test_a_range_of_a_split_has_the_documents_true_ages(case: Case, data: st.DataObject) -> None:
+    num_tokens = case.plan.num_tokens
+    start = data.draw(st.integers(0, num_tokens))
+    stop = data.draw(st.integers(start, num_tokens))
+    corpus = epoch_tokens(replace(case, shuffle="none"), epoch=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE_TOKENS", case.piece_tokens)
+        tokens, document_age = read_range(case.source, start, stop)
+    assert tokens.tolist() == [token.id for token in corpus[start:stop]]
+    assert document_age.tolist() == [token.document_age for token in corpus[start:stop]]

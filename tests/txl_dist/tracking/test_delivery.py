@@ -1,0 +1,220 @@
+"""Delivery into a real MLflow: every point arrives, once, whatever the server does."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.tracking.mlflow_client import UnavailableError, clean_key
+from txl_dist.tracking.state import TrackingState
+
+from .conftest import (
+    START,
+    MlflowServer,
+    delivery_for,
+    recorded_steps,
+    run_ids,
+    status_of,
+    tags_of,
+    write_steps,
+)
+
+
+def _run_id(run_dir: Path) -> str:
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    assert state.run_id is not None
+    return state.run_id
+
+
+def _client(run_dir: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+
+
+def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "config.yaml").write_text("tracking:\n  uri: http://me:CANARY@host\n")
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text("{}")
+    write_steps(run_dir, range(1, 2501))
+    long = "x" * 7000
+    delivery = delivery_for(
+        run_dir, params={"a.b": "1", "long": long}, tags={"t": "v"}, data_manifest=str(manifest)
+    )
+    delivery.pump()
+    delivery.finish("finished")
+
+    run = _client(run_dir).get_run(_run_id(run_dir))
+    assert run.info.status == "FINISHED"
+    assert run.data.params["a.b"] == "1"
+    assert run.data.params["long"] + run.data.params["long.part2"] == long
+    assert run.data.tags["t"] == "v"
+    database = run_dir.parent / "mlflow.db"
+    assert recorded_steps(database, run.info.run_id) == list(range(1, 2501))
+    artifacts = run_dir.parent / "mlartifacts"
+    assert {path.name for path in artifacts.rglob("*") if path.is_file()} == {
+        "config.yaml",
+        "data-manifest.json",
+    }
+    stored = b"".join(path.read_bytes() for path in [database, *artifacts.rglob("*.yaml")])
+    assert b"CANARY" not in stored
+
+
+def test_a_resume_goes_on_in_the_same_run_and_repeats_no_step(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 41))
+    delivery_for(run_dir, params={"lr": "1"}).pump()  # killed here, without an end
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.truncate_after(30)
+    write_steps(run_dir, range(31, 51), since=START + 1000)
+
+    delivery = delivery_for(run_dir, params={"lr": "2"})
+    delivery.pump()
+    delivery.finish("preempted")
+
+    database = run_dir.parent / "mlflow.db"
+    assert run_ids(database) == [_run_id(run_dir)]
+    assert recorded_steps(database, _run_id(run_dir)) == list(range(1, 51))
+    tags = tags_of(database, _run_id(run_dir))
+    assert tags["txl.replayed_steps"] == "31 to 40; the first values are kept"
+    assert tags["txl.changed.lr"] == "2"
+    assert tags["txl.status"] == "preempted"
+    assert status_of(database, _run_id(run_dir)) == "KILLED"
+
+
+def test_a_delivery_follows_a_journal_that_is_replaced_under_it(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 41))
+    delivery = delivery_for(run_dir)
+    delivery.pump()
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.truncate_after(30)
+    write_steps(run_dir, range(31, 51))
+    delivery.pump()
+    steps = recorded_steps(run_dir.parent / "mlflow.db", _run_id(run_dir))
+    assert steps == list(range(1, 51))
+
+
+@pytest.mark.parametrize("when", ["before a resume", "while running"])
+def test_a_deleted_run_is_followed_by_a_whole_new_one(run_dir: Path, when: str) -> None:
+    write_steps(run_dir, range(1, 6))
+    delivery = delivery_for(run_dir)
+    delivery.pump()
+    deleted = _run_id(run_dir)
+    _client(run_dir).delete_run(deleted)
+    write_steps(run_dir, range(6, 9))
+    if when == "before a resume":
+        delivery = delivery_for(run_dir)
+    delivery.pump()
+    delivery.finish("finished")
+
+    database = run_dir.parent / "mlflow.db"
+    assert _run_id(run_dir) != deleted
+    assert recorded_steps(database, _run_id(run_dir)) == list(range(1, 9))
+    assert tags_of(database, _run_id(run_dir))["txl.parent"] == deleted
+    assert status_of(database, _run_id(run_dir)) == "FINISHED"
+
+
+def test_a_run_finished_by_someone_and_a_deleted_experiment_are_opened_again(
+    run_dir: Path,
+) -> None:
+    write_steps(run_dir, range(1, 6))
+    delivery_for(run_dir).pump()
+    client = _client(run_dir)
+    client.set_terminated(_run_id(run_dir))
+    write_steps(run_dir, range(6, 9))
+    delivery_for(run_dir).pump()
+    database = run_dir.parent / "mlflow.db"
+    assert status_of(database, _run_id(run_dir)) == "RUNNING"
+    assert recorded_steps(database, _run_id(run_dir)) == list(range(1, 9))
+
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    client.delete_experiment(experiment.experiment_id)
+    write_steps(run_dir, range(9, 11))
+    delivery_for(run_dir).pump()
+    assert recorded_steps(database, _run_id(run_dir)) == list(range(1, 11))
+
+
+def test_infinity_and_nan_become_tags_and_no_metric(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 3), grad=1.0)
+    write_steps(run_dir, range(3, 4), grad=float("inf"))
+    write_steps(run_dir, range(4, 5), grad=float("nan"))
+    delivery_for(run_dir).pump()
+    database = run_dir.parent / "mlflow.db"
+    assert recorded_steps(database, _run_id(run_dir), "grad") == [1, 2]
+    assert tags_of(database, _run_id(run_dir))["txl.not_finite.grad"] == "first at step 3"
+
+
+@pytest.mark.parametrize("fault", ["500", "401", "lost answer"])
+def test_points_arrive_once_although_calls_fail(
+    run_dir: Path, server: MlflowServer, fault: str
+) -> None:
+    """Every third call fails; with a lost answer it was carried out all the same."""
+    calls = 0
+
+    def every_third(path: str, body: bytes) -> str:
+        nonlocal calls
+        calls += 1
+        return fault if calls % 3 == 0 else ""
+
+    experiment = f"fails with {fault}"
+    server.open()
+    server.fault = every_third
+    delivery = delivery_for(run_dir, server.uri, experiment=experiment)
+    for last in (5, 10, 15):
+        write_steps(run_dir, range(last - 4, last + 1))
+        for _ in range(50):
+            try:
+                delivery.pump()
+                break
+            except UnavailableError:
+                continue
+    assert calls > 15
+    assert run_ids(server.database, experiment) == [_run_id(run_dir)]
+    assert recorded_steps(server.database, _run_id(run_dir)) == list(range(1, 16))
+
+
+def test_what_a_server_swallowed_is_sent_again_at_the_end(
+    run_dir: Path, server: MlflowServer
+) -> None:
+    server.open()
+    write_steps(run_dir, range(1, 6))
+    delivery = delivery_for(run_dir, server.uri)
+    delivery.pump()
+    server.fault = lambda path, body: "swallow" if b'"metrics"' in body else ""
+    write_steps(run_dir, range(6, 11))
+    delivery.pump()
+    assert recorded_steps(server.database, _run_id(run_dir)) == list(range(1, 6))
+    server.fault = None
+    delivery.finish("finished")
+    assert recorded_steps(server.database, _run_id(run_dir)) == list(range(1, 11))
+
+
+def test_a_point_that_is_refused_holds_up_no_other(run_dir: Path, server: MlflowServer) -> None:
+    server.open()
+    server.fault = lambda path, body: "400" if b"poison" in body else ""
+    write_steps(run_dir, range(1, 6))
+    write_steps(run_dir, range(6, 7), poison=1.0)
+    write_steps(run_dir, range(7, 10))
+    delivery_for(run_dir, server.uri).pump()
+    assert recorded_steps(server.database, _run_id(run_dir)) == list(range(1, 10))
+    assert recorded_steps(server.database, _run_id(run_dir), "poison") == []
+
+
+def test_metric_names_become_legal_and_lead_nowhere() -> None:
+    assert clean_key("valid/loss per byte") == "valid/loss per byte"
+    assert clean_key("../../etc/x") == "etc/x"
+    assert clean_key("/a//b/./c?") == "a/b/c_"
+    assert clean_key("..") == "_"
+    assert len(clean_key("k" * 999)) == 250
+
+
+def test_a_first_database_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_steps(run_dir, range(1, 3))
+    delivery_for(run_dir).pump()
+    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "run"}
+    with sqlite3.connect(tmp_path / "mlflow.db") as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert recorded_steps(tmp_path / "mlflow.db", _run_id(run_dir)) == [1, 2]

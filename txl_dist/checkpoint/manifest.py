@@ -1,0 +1,182 @@
+"""CheckpointManifest: what a checkpoint holds, where each slice lies, and every file's hash.
+
+Canonical means the content per parameter: a slice is named by parameter and range, so any number
+of ranks can read what any other number wrote. File names follow from rank numbers, so a manifest
+cannot point outside its directory. The digest of its own content betrays an edit or a flipped bit.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from txl_dist.errors import CheckpointError
+from txl_dist.model.config import ModelConfig
+
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_NAME = "tokenizer.json"
+MAX_MANIFEST_BYTES = 256 * 2**20
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
+FileName = Annotated[
+    str, Field(pattern=r"^(tokenizer\.json|(weights|optimizer|memory)-rank-\d{5}\.safetensors)\z")
+]
+Kind = Literal["weights", "optimizer", "memory"]
+
+
+def file_name(kind: Kind, rank: int) -> str:
+    """Where rank `rank` wrote its weights, optimizer state or memory."""
+    return f"{kind}-rank-{rank:05d}.safetensors"
+
+
+def lane_key(lane: int) -> str:
+    """Name of a lane's memory [L, M, D] inside a memory file."""
+    return f"lane-{lane:05d}"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class FileEntry(_Strict):
+    bytes: Count
+    sha256: Sha256
+
+
+class Slice(_Strict):
+    """Elements [start, stop) of a flattened parameter, in the files of rank `rank`."""
+
+    rank: Count
+    start: Count
+    stop: Count
+
+
+class ParameterEntry(_Strict):
+    shape: tuple[Count, ...]
+    slices: Annotated[tuple[Slice, ...], Field(min_length=1)]
+    """In rising order, without a gap; together the whole parameter."""
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        reached = 0
+        for part in self.slices:
+            if part.start != reached or part.stop <= part.start:
+                raise ValueError(f"slice [{part.start}, {part.stop}) does not follow {reached}")
+            reached = part.stop
+        if reached != self.num_elements:
+            raise ValueError(f"slices end at {reached}, shape {self.shape} has {self.num_elements}")
+        return self
+
+
+class BestScore(_Strict):
+    """The lowest validation loss of the run so far."""
+
+    step: Count
+    nats_per_token: float
+
+
+class TrainState(_Strict):
+    """What a run is at, apart from tensors. There is no random state: every draw follows from the
+    seed, the step and the lane (training/dropout_draws.py), the order from seed and position.
+    """
+
+    step: Count = 0
+    """Optimizer steps done."""
+    position: Count = 0
+    """Lane position of the next segment."""
+    tokens: Count = 0
+    """Targets trained on, over all lanes."""
+    best: BestScore | None = None
+    unreported: tuple[float, Count, Count] = (0.0, 0, 0)
+    """Nats, tokens and bytes since the last line of metrics.jsonl."""
+    unreported_steps: Count = 0
+
+
+class CheckpointManifest(_Strict):
+    """One complete checkpoint."""
+
+    format: Literal["txl-checkpoint"] = "txl-checkpoint"
+    version: Literal[1] = 1
+    written_by: str
+    state: TrainState
+    model: dict[str, Any]
+    run: dict[str, Any]
+    """The resolved config, by dotted key."""
+    tokenizer_digest: Sha256
+    data_digest: Sha256
+    vocab_size: Count
+    num_ranks: Count
+    zero_stage: Count
+    mlflow_run_id: str | None
+    rank_of_lane: tuple[Count, ...]
+    """Whose memory file holds lane l."""
+    optimizer_states: tuple[str, ...]
+    parameters: dict[str, ParameterEntry]
+    files: dict[FileName, FileEntry]
+
+    @property
+    def model_config_of(self) -> ModelConfig:
+        """The architecture, checked. Raises CheckpointError if this version cannot have it."""
+        try:
+            return TypeAdapter(ModelConfig).validate_python(self.model)
+        except ValidationError as error:
+            raise CheckpointError(
+                f"the checkpoint's model is not one of this txl: {error}"
+            ) from None
+
+    @property
+    def digest(self) -> str:
+        """Hex sha256 of the canonical content."""
+        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def to_json(self) -> bytes:
+        content = {"digest": self.digest, **self.model_dump(mode="json")}
+        return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
+    """The checked manifest of one checkpoint; CheckpointError says what is wrong with it."""
+    path = directory / MANIFEST_NAME
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"{path} is larger than {MAX_MANIFEST_BYTES:,} bytes: no manifest"
+            )
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); no complete checkpoint is there. List the "
+            f"good ones: txl checkpoint list {directory.parent.parent}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); it is damaged") from None
+    if not isinstance(content, dict) or content.get("format") != "txl-checkpoint":
+        raise CheckpointError(f"{path} is not the manifest of a txl checkpoint")
+    if content.get("version") != 1:
+        raise CheckpointError(
+            f"{path} has format version {content.get('version')!r}, this txl reads 1; upgrade txl"
+        )
+    recorded = content.pop("digest", None)
+    try:
+        manifest = CheckpointManifest.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{path}: {where}: {first['msg']}; it is damaged or edited") from None
+    if manifest.digest != recorded:
+        raise CheckpointError(
+            f"{path} says its digest is {recorded!r}, its content gives {manifest.digest!r}; it is "
+            "damaged or edited"
+        )
+    return manifest

@@ -1,0 +1,155 @@
+"""Reads a checkpoint: verified first, then every rank only what it needs.
+
+Works for any number of ranks, any ZeRO stage and any micro-batch, because slices are found by
+parameter and range, and memory by lane.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from data_pipeline.atomic_files import sha256_file
+from data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.checkpoint.manifest import (
+    TOKENIZER_NAME,
+    CheckpointManifest,
+    Kind,
+    file_name,
+    lane_key,
+    load_checkpoint_manifest,
+)
+from txl_dist.errors import CheckpointError
+from txl_dist.model import ModelConfig, TransformerXL
+
+
+def find_damage(directory: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
+    """What is wrong with the named files of a checkpoint; empty if nothing is."""
+    damage = []
+    for name in names:
+        entry, path = manifest.files[name], directory / name
+        try:
+            if (size := path.stat().st_size) != entry.bytes:
+                damage.append(f"{path} has {size:,} bytes, the manifest says {entry.bytes:,}")
+            elif (digest := sha256_file(path)) != entry.sha256:
+                damage.append(f"{path} has sha256 {digest}, the manifest says {entry.sha256}")
+        except OSError as error:
+            damage.append(f"{path} cannot be read ({error.strerror})")
+    return damage
+
+
+def verify_checkpoint(directory: Path, *, kinds: Sequence[str] = ()) -> CheckpointManifest:
+    """The manifest, after hashing all files (or those whose name starts with one of `kinds`).
+
+    Raises CheckpointError listing every damaged file.
+    """
+    manifest = load_checkpoint_manifest(directory)
+    names = [name for name in manifest.files if not kinds or name.startswith(tuple(kinds))]
+    if damage := find_damage(directory, manifest, names):
+        raise CheckpointError(
+            f"{directory} is damaged: {'; '.join(damage)}. Use another checkpoint: "
+            f"txl checkpoint list {directory.parent.parent}"
+        )
+    return manifest
+
+
+def load_model(
+    directory: Path, *, config: ModelConfig | None = None
+) -> tuple[TransformerXL, Tokenizer, CheckpointManifest]:
+    """The model for evaluation or generation, on the CPU, with its tokenizer.
+
+    `config` may change what carries no weights (mem_len, clamp_len, same_length, attention).
+    Hashes the weights before it reads them; raises CheckpointError.
+    """
+    manifest = verify_checkpoint(directory, kinds=("weights", "tokenizer"))
+    model = TransformerXL(config or manifest.model_config_of)
+    check_parameters(directory, manifest, model)
+    with _Slices(directory, manifest) as slices, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.view(-1).copy_(slices.weights(name, 0, parameter.numel()))
+    return model, load_tokenizer(directory / TOKENIZER_NAME), manifest
+
+
+def load_fragments(
+    directory: Path, manifest: CheckpointManifest, fragments: Iterable[Fragment]
+) -> None:
+    """Copy weights and optimizer state into `fragments`, whoever wrote which slice.
+
+    The files must have been verified and `check_parameters` passed.
+    """
+    with _Slices(directory, manifest) as slices, torch.no_grad():
+        for fragment in fragments:
+            where = (fragment.name, fragment.start, fragment.stop)
+            fragment.master.copy_(slices.weights(*where))
+            for state, tensor in fragment.states.items():
+                tensor.copy_(slices.optimizer(*where, state=state))
+
+
+def load_memory(
+    directory: Path, manifest: CheckpointManifest, lanes: Iterable[int]
+) -> dict[int, Tensor]:
+    """Lane -> memory [L, M, D] of the given lanes, whichever ranks wrote them."""
+    with _Slices(directory, manifest) as slices:
+        return {lane: slices.memory(lane) for lane in lanes}
+
+
+def check_parameters(directory: Path, manifest: CheckpointManifest, model: TransformerXL) -> None:
+    """Raises CheckpointError naming the parameters whose shapes differ."""
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = {name: entry.shape for name, entry in manifest.parameters.items()}
+    differing = [
+        f"{name}: checkpoint {found.get(name, 'none')}, model {expected.get(name, 'none')}"
+        for name in sorted(expected.keys() | found.keys())
+        if expected.get(name) != found.get(name)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{directory} is a checkpoint of another model: {'; '.join(differing[:8])}"
+            f"{f' and {len(differing) - 8} more' if len(differing) > 8 else ''}. Start a new run, "
+            "or set the model's options back to the checkpoint's (RUN/config.yaml)"
+        )
+
+
+class _Slices:
+    """Reads ranges of parameters and whole memories out of a checkpoint's files."""
+
+    def __init__(self, directory: Path, manifest: CheckpointManifest) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._open: dict[str, safe_open] = {}
+
+    def __enter__(self) -> "_Slices":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+
+    def weights(self, name: str, start: int, stop: int) -> Tensor:
+        return self._range("weights", name, name, start, stop)
+
+    def optimizer(self, name: str, start: int, stop: int, *, state: str) -> Tensor:
+        return self._range("optimizer", name, f"{name}/{state}", start, stop)
+
+    def memory(self, lane: int) -> Tensor:
+        rank = self._manifest.rank_of_lane[lane]
+        return self._file(file_name("memory", rank)).get_tensor(lane_key(lane))
+
+    def _range(self, kind: Kind, name: str, key: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of flattened parameter `name`, fp32."""
+        pieces = []
+        for part in self._manifest.parameters[name].slices:
+            low, high = max(start, part.start), min(stop, part.stop)
+            if low < high:
+                file = self._file(file_name(kind, part.rank))
+                pieces.append(file.get_slice(key)[low - part.start : high - part.start])
+        return torch.cat(pieces)
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self._directory / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self._directory / name} cannot be read: {error}") from None
+        return self._open[name]

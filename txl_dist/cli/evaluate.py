@@ -1,0 +1,98 @@
+"""`txl eval`: score a split with a checkpoint, exactly, on any number of workers."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
+
+
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    data: Annotated[Path, typer.Argument(help="Directory that txl prepare wrote.")],
+    split: Annotated[str, typer.Option(help="Which split to score.")] = "valid",
+    mode: Annotated[
+        Literal["exact", "fast"],
+        typer.Option(help="exact: the sequential score. fast: a shorter warm-up, not exact."),
+    ] = "exact",
+    tgt_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a segment; default: as trained.")
+    ] = None,
+    mem_len: Annotated[
+        int | None, typer.Option(min=0, help="Tokens of memory; default: as trained.")
+    ] = None,
+    clamp_len: Annotated[
+        int | None, typer.Option(help="Largest distance told apart; 0: all. Default: as trained.")
+    ] = None,
+    same_length: Annotated[
+        bool, typer.Option("--same-length", help="Exactly mem_len keys for every query.")
+    ] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Pieces scored side by side.")] = 8,
+    workers: Annotated[int, typer.Option(min=1, help="Workers; more than one run on Ray.")] = 1,
+    on: Annotated[
+        str | None, typer.Option(help="processes: here. ray, or an address: on Ray.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Score a split: every target once, as warm as in one sequential pass.
+
+    Example: txl eval runs/quickstart data/stdlib --split valid --workers 2
+    """
+    from txl_dist.checkpoint.directory import resolve_checkpoint
+    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+    from txl_dist.cli.progress import piece_progress
+    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+    from txl_dist.launchers import find_launcher
+
+    path = resolve_checkpoint(checkpoint)
+    manifest = load_checkpoint_manifest(path)
+    trained = manifest.model_config_of
+    new_mem_len = trained.mem_len if mem_len is None else mem_len
+    settings = EvaluationSettings(
+        split=split,
+        mode=mode,
+        tgt_len=tgt_len or manifest.run["data.tgt_len"],
+        mem_len=new_mem_len,
+        clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
+        same_length=same_length or (trained.same_length and new_mem_len > 0),
+        reset=manifest.run["data.reset"],
+    )
+    job = EvaluationJob(checkpoint=path, data=data, settings=settings, batch_pieces=batch)
+    job.model_config(trained)  # refuses impossible options before anything is started
+    launcher = find_launcher(on or ("processes" if workers == 1 else "ray"))
+    with piece_progress(quiet=as_json) as on_progress:
+        result = launcher.evaluate(job, num_workers=workers, on_progress=on_progress)
+    _log_to_mlflow(job, result)
+    if as_json:
+        print(json.dumps({**result.to_json(), "checkpoint": str(path), "workers": workers}))
+    else:
+        _print_table(job, result)
+
+
+def _log_to_mlflow(job: "EvaluationJob", result: "EvaluationResult") -> None:
+    """A child run of the training run, if the checkpoint still lies in its run directory."""
+    from txl_dist.tracking.evaluation import log_evaluation
+
+    run = job.checkpoint.parent.parent
+    if (run / "tracking.json").exists():
+        log_evaluation(run, {**result.to_json(), "checkpoint": job.checkpoint.name})
+
+
+def _print_table(job: "EvaluationJob", result: "EvaluationResult") -> None:
+    sums, settings = result.sums, result.settings
+    print(f"{job.checkpoint} on {job.data}, split {settings.split} ({settings.mode})")
+    print(f"  targets scored   {sums.num_tokens:,}")
+    print(f"  nats             {sums.nats:.4f}  ({sums.nats_per_token:.4f} a token)")
+    print(f"  perplexity       {sums.perplexity:.4f}")
+    if sums.num_bytes:
+        print(f"  bits per byte    {sums.bits_per_byte:.4f}")
+    print(
+        f"  tgt_len {settings.tgt_len}, mem_len {settings.mem_len}, clamp_len "
+        f"{settings.clamp_len}, same_length {settings.same_length}; {result.num_pieces} pieces, "
+        f"{result.overhead:.1%} more tokens read for warm-up"
+    )
+    if settings.mode == "fast":
+        print("  fast: warmed up for one memory length only; the exact score is a little lower")

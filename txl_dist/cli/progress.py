@@ -1,0 +1,51 @@
+"""Progress of long work: a live display on a terminal, plain lines elsewhere."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from txl_dist.training.follow import step_of
+
+
+@contextmanager
+def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Gives what to call with every line of a run's log.
+
+    On a terminal a step line replaces the one before it, beside a bar; other lines stay.
+    """
+    if quiet:
+        yield lambda line: None
+        return
+    if not sys.stdout.isatty():
+        yield lambda line: print(line, flush=True)
+        return
+    columns = (
+        TextColumn("{task.percentage:>3.0f}%"),
+        BarColumn(20),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns) as progress:
+        task = progress.add_task("starting the ranks", total=num_steps)
+
+        def on_line(line: str) -> None:
+            if (step := step_of(line)) is not None:
+                progress.update(task, completed=step, description=line)
+            else:
+                progress.console.print(line, markup=False, highlight=False)
+
+        yield on_line
+
+
+@contextmanager
+def piece_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Gives what to call with (pieces done, pieces); shown on standard error, terminals only."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda done, total: None
+        return
+    with Progress(*Progress.get_default_columns(), console=console) as progress:
+        task = progress.add_task("scoring")
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,174 @@
+"""Evaluation of one split: plan the pieces, have them scored somewhere, sum in a fixed order.
+
+Where pieces are scored is the caller's business: here in one process or over the ranks of a
+training run, on Ray in `cluster/evaluation.py`. The pieces' sums are added in the pieces' order.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_pipeline.manifest import load_manifest
+from data_pipeline.pieces import read_range
+from data_pipeline.segments import Reset
+from data_pipeline.shard_reader import TokenSource, open_split
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.reader import load_model
+from txl_dist.errors import DataError
+from txl_dist.evaluation.pieces import Mode, Piece, overhead, plan_pieces
+from txl_dist.evaluation.scoring import Scorer
+from txl_dist.loss_sums import LossSums
+from txl_dist.model import ModelConfig
+from txl_dist.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSettings:
+    """What decides the number, besides weights and text."""
+
+    split: str
+    mode: Mode
+    tgt_len: int
+    mem_len: int
+    clamp_len: int | None
+    same_length: bool
+    reset: Reset
+    max_tokens: int | None = None
+    """Score only the first so many tokens of the split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult:
+    """A score and everything needed to get it again."""
+
+    sums: LossSums
+    settings: EvaluationSettings
+    num_pieces: int
+    overhead: float
+    """Tokens read for warm-up as a share of the tokens scored."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The object `txl eval --json` prints."""
+        sums = self.sums
+        return {
+            "nats": sums.nats,
+            "tokens_scored": sums.num_tokens,
+            "bytes_scored": sums.num_bytes,
+            "nats_per_token": sums.nats_per_token,
+            "perplexity": sums.perplexity,
+            "bits_per_token": sums.bits_per_token,
+            "bits_per_byte": sums.bits_per_byte if sums.num_bytes else None,
+            **asdict(self.settings),
+            "num_pieces": self.num_pieces,
+            "warm_up_overhead": self.overhead,
+        }
+
+
+def plan_evaluation(
+    source: TokenSource, settings: EvaluationSettings, *, n_layer: int
+) -> list[Piece]:
+    """The pieces of a split. Raises DataError if it has no target."""
+    num_tokens = int(source.block_tokens.sum())
+    num_targets = min(num_tokens, settings.max_tokens or num_tokens) - 1
+    if num_targets < 1:
+        raise DataError(
+            f"split {settings.split} holds {num_tokens} tokens; scoring needs at least 2. Prepare "
+            f"more text, or give it a larger share: txl prepare ... --split {settings.split}=0.1"
+        )
+
+    def document_start(position: int) -> int:
+        _, age = read_range(source, position, position + 1)
+        return position - int(age[0])
+
+    return plan_pieces(
+        num_targets=num_targets,
+        tgt_len=settings.tgt_len,
+        mem_len=settings.mem_len,
+        n_layer=n_layer,
+        mode=settings.mode,
+        document_start=document_start if settings.reset == "document" else None,
+    )
+
+
+def summarise(
+    scores: Iterable[LossSums], pieces: list[Piece], settings: EvaluationSettings
+) -> EvaluationResult:
+    """Add up the pieces' sums, given in the pieces' order."""
+    return EvaluationResult(
+        sums=sum(scores, LossSums()),
+        settings=settings,
+        num_pieces=len(pieces),
+        overhead=overhead(pieces),
+    )
+
+
+def evaluate_on_ranks(
+    scorer: Scorer, settings: EvaluationSettings, *, n_layer: int, world: World
+) -> EvaluationResult:
+    """Every rank scores its share and gets the whole result; called by all ranks."""
+    pieces = plan_evaluation(scorer.source, settings, n_layer=n_layer)
+    mine = range(world.rank, len(pieces), world.num_ranks)
+    table = torch.zeros(len(pieces), 3, dtype=torch.float64)
+    for index, sums in zip(mine, scorer.scores([pieces[i] for i in mine]), strict=True):
+        table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes])
+    rows = world.sum(table).tolist()
+    scores = [LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows]
+    return summarise(scores, pieces, settings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationJob:
+    """What a worker needs to score pieces: paths and settings, nothing open. Safe to send."""
+
+    checkpoint: Path
+    data: Path
+    settings: EvaluationSettings
+    batch_pieces: int
+
+    def model_config(self, trained: ModelConfig) -> ModelConfig:
+        """The architecture with the memory options of this evaluation."""
+        settings = self.settings
+        return replace(
+            trained,
+            mem_len=settings.mem_len,
+            clamp_len=settings.clamp_len,
+            same_length=settings.same_length,
+        )
+
+    def open(self) -> Scorer:
+        """Load model and split. Raises CheckpointError, or DataError for another tokenizer."""
+        trained = load_checkpoint_manifest(self.checkpoint)
+        manifest = load_manifest(self.data)
+        if manifest.tokenizer_digest != trained.tokenizer_digest:
+            raise DataError(
+                f"{self.data} was prepared with tokenizer {manifest.tokenizer_digest} "
+                f"({manifest.vocab_size} ids), {self.checkpoint} was trained with "
+                f"{trained.tokenizer_digest} ({trained.vocab_size} ids): the same ids mean other "
+                "text. Prepare the text with the checkpoint's tokenizer"
+            )
+        config = self.model_config(trained.model_config_of)
+        model, tokenizer, _ = load_model(self.checkpoint, config=config)
+        return Scorer(
+            model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
+            source=open_split(self.data, self.settings.split, manifest=manifest),
+            tgt_len=self.settings.tgt_len,
+            reset=self.settings.reset,
+            batch_pieces=self.batch_pieces,
+            byte_counts_V=torch.from_numpy(tokenizer.token_bytes()),
+        )
+
+
+def evaluate_here(
+    job: EvaluationJob, *, on_progress: Callable[[int, int], None]
+) -> EvaluationResult:
+    """Score the whole split in this process."""
+    scorer = job.open()
+    pieces = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
+    scores = []
+    for sums in scorer.scores(pieces):
+        scores.append(sums)
+        on_progress(len(scores), len(pieces))
+    return summarise(scores, pieces, job.settings)

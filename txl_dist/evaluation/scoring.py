@@ -1,0 +1,93 @@
+"""Scores pieces of a split: several side by side, each with a memory of its own.
+
+Rows of a batch move in step, a segment at a time; a row that is done is padded, so the batch size
+changes no number but the order inside a matrix product. Sums are kept per piece, in float64.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_pipeline.pieces import read_range
+from data_pipeline.segments import IGNORED, Reset
+from data_pipeline.shard_reader import TokenSource
+from txl_dist.evaluation.pieces import Piece
+from txl_dist.loss_sums import LossSums
+from txl_dist.model import TransformerXL
+
+# Shapes: B pieces side by side, T segment tokens, V vocabulary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorer:
+    """Scores pieces of one split with one model."""
+
+    model: TransformerXL
+    source: TokenSource
+    tgt_len: int
+    reset: Reset
+    batch_pieces: int
+    byte_counts_V: Tensor
+    """UTF-8 bytes of every token id, on the CPU."""
+
+    def scores(self, pieces: Sequence[Piece]) -> Iterator[LossSums]:
+        """The sums of every piece, in order."""
+        remaining = iter(pieces)
+        while group := list(islice(remaining, self.batch_pieces)):
+            yield from self._score_group(group)
+
+    def _score_group(self, group: list[Piece]) -> list[LossSums]:
+        device = next(self.model.parameters()).device
+        memory = self.model.empty_memory(len(group))
+        sums = [LossSums() for _ in group]
+        for input_BT, target_BT, age_BT in self._segments(group):
+            with torch.no_grad():
+                nats_BT, memory = self.model(
+                    input_BT.to(device), target_BT.to(device), age_BT.to(device), memory
+                )
+            nats_BT = nats_BT.cpu()
+            for row in range(len(group)):
+                sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
+        return sums
+
+    def _segments(self, group: list[Piece]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Input, target and age [B, T] of each segment, from the warm-ups to the longest row's end.
+
+        Targets of warm-up are IGNORED; ages count from the warm-up's start at most, because the
+        memory is empty there.
+        """
+        rows = [self._row(piece) for piece in group]
+        num_segments = max(input_N.shape[0] for input_N, _, _ in rows) // self.tgt_len
+        stacked = [
+            torch.from_numpy(
+                np.stack([_padded(row[k], num_segments * self.tgt_len, fill) for row in rows])
+            )
+            for k, fill in ((0, 0), (1, IGNORED), (2, 0))
+        ]
+        for segment in range(num_segments):
+            here = slice(segment * self.tgt_len, (segment + 1) * self.tgt_len)
+            input_BT, target_BT, age_BT = (tensor[:, here] for tensor in stacked)
+            yield input_BT, target_BT, age_BT
+
+    def _row(self, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Input, target and age of one piece's tokens, padded to whole segments."""
+        tokens, document_age = read_range(self.source, piece.warm_start, piece.stop + 1)
+        input_N, target_N = tokens[:-1], tokens[1:].copy()
+        target_N[: piece.start - piece.warm_start] = IGNORED
+        age_N = np.arange(len(input_N), dtype=np.int32)
+        if self.reset == "document":
+            age_N = np.minimum(age_N, document_age[:-1])
+        whole = -(-len(input_N) // self.tgt_len) * self.tgt_len
+        return (
+            _padded(input_N, whole, 0),
+            _padded(target_N, whole, IGNORED),
+            _padded(age_N, whole, 0),
+        )
+
+
+def _padded(array: np.ndarray, length: int, fill: int) -> np.ndarray:
+    return np.pad(array, (0, length - len(array)), constant_values=fill)

@@ -1,0 +1,63 @@
+"""Generation: read the prompt in segments, then one token at a time, the memory carried along."""
+
+import codecs
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from data_pipeline.tokenizers import Tokenizer
+from txl_dist.generation.sampling import Sampling, next_token
+from txl_dist.model import Memory, TransformerXL
+
+
+def generate_tokens(
+    model: TransformerXL,
+    prompt: Sequence[int],
+    *,
+    tgt_len: int,
+    sampling: Sampling,
+    seed: int,
+    end: int | None = None,
+) -> Iterator[int]:
+    """Token ids after `prompt` (not empty), for ever or until `end` is drawn.
+
+    The prompt may be of any length: all of it passes the memory, `tgt_len` tokens at a time.
+    """
+    if not prompt:
+        raise ValueError("the prompt needs at least one token; an empty text has the document's")
+    generator = torch.Generator().manual_seed(seed)
+    memory, num_read = model.empty_memory(1), 0
+    pending = list(prompt)
+    while True:
+        while len(pending) > tgt_len:
+            _, memory = _read(model, pending[:tgt_len], num_read, memory)
+            pending, num_read = pending[tgt_len:], num_read + tgt_len
+        logits_V, memory = _read(model, pending, num_read, memory)
+        num_read += len(pending)
+        token = next_token(logits_V, sampling, generator)
+        if token == end:
+            return
+        yield token
+        pending = [token]
+
+
+def _read(
+    model: TransformerXL, tokens: Sequence[int], num_read: int, memory: Memory
+) -> tuple[torch.Tensor, Memory]:
+    """Read tokens after `num_read` others; the next token's logits [V] on the CPU, and memory."""
+    device = next(model.parameters()).device
+    input_BT = torch.tensor([tokens], device=device)
+    age_BT = torch.arange(num_read, num_read + len(tokens), device=device)[None]
+    with torch.no_grad():
+        hidden_BTD, memory = model.hidden(input_BT, age_BT, memory)
+        return model.logits(hidden_BTD[:, -1:])[0, 0].cpu(), memory
+
+
+def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Text of the tokens as soon as it is whole: never half a character."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        if text := decoder.decode(tokenizer.decode_bytes([token])):
+            yield text
+    if text := decoder.decode(b"", final=True):
+        yield text

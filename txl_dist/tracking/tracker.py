@@ -1,0 +1,196 @@
+"""Tracker: training's side of the tracking. Starts the sender, and tells it how the run ended.
+
+Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and a process
+of its own carries them on (`sender.py`). Whatever fails is warned of once in the training log.
+"""
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from txl_dist.errors import DivergedError, PreemptedError
+from txl_dist.tracking.sender import EXIT_UNDELIVERED, sync_command
+from txl_dist.tracking.state import (
+    LOG,
+    STATE,
+    TrackingRequest,
+    TrackingState,
+    as_text,
+    child_environment,
+)
+
+if TYPE_CHECKING:
+    from txl_dist.config import RunConfig
+
+CLOSE_SECONDS = 5.0
+"""How long the end of a run waits for the sender, which goes on by itself after that."""
+MAX_STARTS = 4
+"""A sender that dies is started again this often less one."""
+
+log = logging.getLogger("txl_dist.tracking")
+
+
+class Tracker:
+    """The tracking of one run, from rank 0. A context manager whose exit tells how the run ended.
+
+    Start it after the journal was cut back to the checkpoint (`MetricsJournal.truncate_after`).
+    """
+
+    def __init__(self, run_dir: Path, request: TrackingRequest | None) -> None:
+        self._run_dir = run_dir
+        self._request = request
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._status: str | None = None
+        self._thread = threading.Thread(target=self._supervise, name="tracking", daemon=True)
+
+    @classmethod
+    def start(
+        cls,
+        run_dir: Path,
+        config: "RunConfig",
+        *,
+        data_manifest: Path | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Begin sending RUN/metrics.jsonl, at once and in the background. Never raises.
+
+        `tags` are recorded as `txl.<name>`; a run directory tracked before goes on in its MLflow
+        run.
+        """
+        try:
+            enabled = config.tracking.enabled
+            request = _request(run_dir, config, data_manifest, tags or {}) if enabled else None
+            tracker = cls(run_dir, request)
+            if request is not None:
+                tracker._thread.start()
+        except Exception as error:
+            log.warning("tracking is off: %s: %s", type(error).__name__, error)
+            return cls(run_dir, None)
+        return tracker
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run, once there is one."""
+        state = TrackingState.load(self._run_dir / STATE) if self._request else None
+        return state.run_id if state else None
+
+    def close(self, status: str, *, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Say how the run ended: finished, preempted, diverged, failed or interrupted.
+
+        Waits at most `timeout_seconds` for the delivery of the rest; the sender then goes on alone
+        for a bounded time. Never raises; only the first call counts.
+        """
+        with self._lock:
+            if self._status is not None or self._request is None:
+                return
+            self._status = status
+            self._tell_end()
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            log.info("tracking: the rest is sent in the background")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(_status_of(error))
+
+    # --- in the background ----------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        try:
+            for _ in range(MAX_STARTS):
+                code = self._run_sender()
+                if code == EXIT_UNDELIVERED:
+                    log.warning(
+                        "tracking: not everything was delivered; it is in metrics.jsonl. Later: %s",
+                        sync_command(self._run_dir),
+                    )
+                if code in (0, EXIT_UNDELIVERED):
+                    return
+            log.warning("tracking: the sender failed %d times; see %s", MAX_STARTS, LOG)
+        except Exception as error:  # tracking never hurts
+            log.warning("tracking is off: %s: %s", type(error).__name__, error)
+
+    def _run_sender(self) -> int:
+        """One sender, from its start to its end; its notices go to the training log."""
+        assert self._request is not None
+        process = _spawn(self._run_dir)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(self._request.to_json().encode() + b"\n")
+            process.stdin.flush()
+        except OSError:
+            log.debug("the sender died early")
+        with self._lock:
+            self._process = process
+            if self._status is not None:
+                self._tell_end()
+        for line in process.stdout:
+            log.warning("tracking: %s", line.decode(errors="replace").strip())
+        return process.wait()
+
+    def _tell_end(self) -> None:
+        """With the lock held."""
+        if self._process is None or self._process.stdin is None:
+            return  # it is being started, and is told when it runs
+        try:
+            self._process.stdin.write(f"end {self._status}\n".encode())
+            self._process.stdin.close()
+        except OSError:
+            log.debug("the sender died before the end")
+
+
+def _spawn(run_dir: Path) -> subprocess.Popen[bytes]:
+    log_path = run_dir / LOG
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log_file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "txl_dist.tracking.sender", str(run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            env=child_environment(),
+            start_new_session=True,  # Ctrl-C and a job's SIGTERM are for training
+        )
+
+
+def _request(
+    run_dir: Path, config: "RunConfig", data_manifest: Path | None, tags: Mapping[str, str]
+) -> TrackingRequest:
+    from txl_dist.config_file import flatten_config
+
+    return TrackingRequest(
+        server=config.tracking.uri,
+        experiment=config.tracking.experiment,
+        params={name: as_text(value) for name, value in flatten_config(config).items()},
+        tags={
+            "txl.version": metadata.version("txl-dist"),
+            "txl.run_directory": str(run_dir),
+            **{f"txl.{name}": value for name, value in tags.items()},
+        },
+        data_manifest=str(data_manifest.resolve()) if data_manifest else None,
+    )
+
+
+def _status_of(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    if isinstance(error, PreemptedError):
+        return "preempted"
+    if isinstance(error, DivergedError):
+        return "diverged"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

@@ -1,0 +1,212 @@
+"""The one build chain: TrainJob -> data -> model -> engine -> loop. Every launcher ends up here."""
+
+import hashlib
+import logging
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from data_pipeline.atomic_files import write_file
+from data_pipeline.pipeline import segment_pipeline
+from data_pipeline.segments import SegmentStream
+from txl_dist.checkpoint.manifest import TrainState
+from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
+from txl_dist.config_file import dump_run_config, flatten_config
+from txl_dist.errors import ConfigError
+from txl_dist.evaluation.evaluate import EvaluationResult, EvaluationSettings, evaluate_on_ranks
+from txl_dist.evaluation.scoring import Scorer
+from txl_dist.model import TransformerXL
+from txl_dist.tracking.tracker import Tracker
+from txl_dist.training.data import TrainingData
+from txl_dist.training.engine import Engine
+from txl_dist.training.job import TrainJob
+from txl_dist.training.loop import Evaluate, Save, Training
+from txl_dist.training.report import Report, open_journal
+from txl_dist.training.resume import find_resume_point, restore
+from txl_dist.training.run_directory import RunDirectory, StopRequest
+from txl_dist.training.step import TrainStep
+from txl_dist.world import World
+
+log = logging.getLogger(__name__)
+
+
+class RankBuilder:
+    """Builds the parts of one rank; what it opens is closed when `stack` is."""
+
+    def __init__(self, job: TrainJob, world: World, directory: RunDirectory, stack: ExitStack):
+        self.job, self.config, self.world = job, job.config, world
+        self.directory, self.stack = directory, stack
+        self.data = TrainingData.open(job.config, num_ranks=world.num_ranks)
+
+    def training(self) -> Training:
+        """Everything, in order; collective from the first line on."""
+        self.world.join(timeout_seconds=self.config.training.rank_timeout_seconds)
+        self._check_same_job()
+        if self.world.is_first:
+            self.stack.enter_context(self.directory.locked())
+        point = find_resume_point(self.job, self.data.manifest, self.world)
+        engine, step = self._engine_and_step()
+        state = TrainState()
+        if point is not None:
+            restore(point, engine, step)
+            state = point.manifest.state
+        self._write_config()
+        journal = open_journal(self.directory, state) if self.world.is_first else None
+        report = Report(journal, num_steps=self.config.training.num_steps)
+        report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
+        return Training(
+            config=self.config,
+            plan=self.data.plan,
+            segments=segment_pipeline(self._stream(step, state)),
+            step=step,
+            report=report,
+            stop=StopRequest(Path(self.job.stop_file) if self.job.stop_file else None),
+            save=self._saver(engine, step),
+            evaluate=self._evaluator(engine.model),
+            state=state,
+        )
+
+    def _check_same_job(self) -> None:
+        """Every rank must run the same config on the same version."""
+        config = self.config.model_dump_json()
+        mine = (version("txl-dist"), hashlib.sha256(config.encode()).hexdigest())
+        others = self.world.gather(mine)
+        if any(other != others[0] for other in others):
+            told = "; ".join(
+                f"rank {r}: version {v}, config {c[:12]}" for r, (v, c) in enumerate(others)
+            )
+            raise ConfigError(
+                f"the ranks were not started alike ({told}). Install the same version on all "
+                "machines and start every rank with the same command"
+            )
+
+    def _engine_and_step(self) -> tuple[Engine, TrainStep]:
+        config, plan, world = self.config, self.data.plan, self.world
+        num_rows = plan.rows_per_rank(world.num_ranks)
+        micro_batch_rows = min(num_rows, config.training.micro_batch_lanes or num_rows)
+        num_micro_batches = -(-num_rows // micro_batch_rows)
+        shape = {"num_micro_batches": num_micro_batches, "micro_batch_rows": micro_batch_rows}
+        model = TransformerXL(self.data.model_config, seed=config.seed)
+        engine = Engine(model, config, world, **shape)
+        step = TrainStep(
+            engine,
+            world,
+            lanes=plan.lanes_of_rank(world.rank, world.num_ranks),
+            seed=config.seed,
+            byte_counts_V=torch.from_numpy(self.data.tokenizer.token_bytes()),
+            **shape,
+        )
+        return engine, step
+
+    def _stream(self, step: TrainStep, state: TrainState) -> SegmentStream:
+        data = self.config.data
+        source = self.data.open_split(self.config, data.train_split)
+        stream = SegmentStream(
+            source,
+            self.data.plan,
+            lanes=step.lanes,
+            num_rows=len(step.lane_of_row),
+            reset=data.reset,
+            shuffle=data.shuffle,
+            seed=self.config.seed,
+            position=state.position,
+            prefetch_segments=data.prefetch_segments,
+        )
+        return self.stack.enter_context(closing(stream))
+
+    def _evaluator(self, model: TransformerXL) -> Evaluate | None:
+        evaluation = self.config.evaluation
+        if evaluation.split is None:
+            return None
+        settings = EvaluationSettings(
+            split=evaluation.split,
+            mode="exact",
+            tgt_len=self.config.data.tgt_len,
+            mem_len=model.config.mem_len,
+            clamp_len=model.config.clamp_len,
+            same_length=model.config.same_length,
+            reset=self.config.data.reset,
+            max_tokens=evaluation.max_tokens,
+        )
+        scorer = Scorer(
+            model=model,
+            source=self.data.open_split(self.config, evaluation.split),
+            tgt_len=settings.tgt_len,
+            reset=settings.reset,
+            batch_pieces=evaluation.batch_pieces,
+            byte_counts_V=torch.from_numpy(self.data.tokenizer.token_bytes()),
+        )
+
+        def evaluate() -> EvaluationResult:
+            return evaluate_on_ranks(
+                scorer, settings, n_layer=model.config.n_layer, world=self.world
+            )
+
+        return evaluate
+
+    def _saver(self, engine: Engine, step: TrainStep) -> Save:
+        header = CheckpointHeader(
+            written_by=f"txl-dist {version('txl-dist')}",
+            model=asdict(self.data.model_config),
+            run=flatten_config(self.config),
+            tokenizer_json=self.data.tokenizer.to_json(),
+            tokenizer_digest=self.data.tokenizer.digest,
+            data_digest=self.data.manifest.digest,
+            vocab_size=self.data.manifest.vocab_size,
+            zero_stage=self.config.deepspeed.zero_stage,
+            num_lanes=self.config.data.num_lanes,
+        )
+        tracker = self._tracker()
+        keep = self.config.training.keep_checkpoints
+
+        def save(state: TrainState) -> None:
+            path = save_checkpoint(
+                self.directory.checkpoints,
+                header=header,
+                state=state,
+                fragments=engine.fragments(),
+                memory_of_lane=step.memory_of_lanes(),
+                mlflow_run_id=tracker.run_id if tracker else None,
+                world=self.world,
+            )
+            if self.world.is_first:
+                best_step = state.best.step if state.best else None
+                if best_step == state.step:
+                    self.directory.checkpoints.point("BEST", state.step)
+                self.directory.checkpoints.prune(keep=keep, best_step=best_step)
+                log.info("checkpoint at step %d | %s", state.step, path)
+
+        return save
+
+    def _tracker(self) -> Tracker | None:
+        """Starts sending to MLflow, from rank 0; its end status follows from how `stack` closes."""
+        if not (self.world.is_first and self.config.tracking.enabled):
+            return None
+        return self.stack.enter_context(
+            Tracker.start(
+                self.directory.path,
+                self.config,
+                data_manifest=Path(self.config.data.path) / "manifest.json",
+                tags={"num_ranks": str(self.world.num_ranks)},
+            )
+        )
+
+    def _write_config(self) -> None:
+        if self.world.is_first:
+            write_file(self.directory.config, dump_run_config(self.config).encode())
+
+    def _announcement(self, engine: Engine, state: TrainState, resumed_from: str | None) -> str:
+        config, world = self.config, self.world
+        num_parameters = sum(p.numel() for p in engine.model.parameters())
+        begin = (
+            f"resuming at step {state.step} from {resumed_from}" if resumed_from else "a new run"
+        )
+        return (
+            f"{begin} | {num_parameters:,} parameters | {world.num_ranks} ranks on "
+            f"{world.device.type} | ZeRO stage {config.deepspeed.zero_stage} | "
+            f"{config.data.num_lanes} lanes of {self.data.plan.lane_tokens:,} tokens an epoch | "
+            f"steps {state.step + 1} to {config.training.num_steps}"
+        )

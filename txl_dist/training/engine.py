@@ -1,0 +1,195 @@
+"""Engine: DeepSpeed ZeRO around the model; the only module that imports deepspeed.
+
+It turns losses into an optimizer step and knows which slice of every parameter and optimizer state
+this rank owns, so that a checkpoint can be written and read slice by slice. The traps avoided here
+are listed, measured, in docs/decisions/0003-deepspeed-by-its-fragments.md.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
+from txl_dist.config import OptimizerConfig, RunConfig
+from txl_dist.errors import DivergedError
+from txl_dist.model import Memory, TransformerXL
+from txl_dist.model.dropout import Draws
+from txl_dist.training.deepspeed_settings import deepspeed_settings
+from txl_dist.world import World
+
+
+class Engine:
+    """Forward, backward and step of one model on all ranks."""
+
+    def __init__(
+        self,
+        model: TransformerXL,
+        config: RunConfig,
+        world: World,
+        *,
+        num_micro_batches: int,
+        micro_batch_rows: int,
+    ) -> None:
+        settings = deepspeed_settings(
+            config,
+            num_ranks=world.num_ranks,
+            num_micro_batches=num_micro_batches,
+            micro_batch_rows=micro_batch_rows,
+        )
+        self._stage = config.deepspeed.zero_stage
+        self._world = world
+        model.to(world.device)
+        self._optimizer = _adamw(model, config.optimizer)
+        self._engine = _initialise_deepspeed(model, self._optimizer, settings)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._fill_optimizer_state()
+
+    @property
+    def model(self) -> TransformerXL:
+        """The bare model, for evaluation; at stages 0-2 every rank holds all weights."""
+        return self._engine.module
+
+    def forward(
+        self, input_BT: Tensor, target_BT: Tensor, age_BT: Tensor, memory: Memory, draws: Draws
+    ) -> tuple[Tensor, Memory]:
+        """The model's forward: nats [B, T] of the targets and the next memory."""
+        return self._engine(input_BT, target_BT, age_BT, memory, draws)
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """Before `forward`: whether this is the step's last micro-batch, so gradients are reduced."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of one micro-batch's share of the global mean loss."""
+        # DeepSpeed averages over ranks; a share of a global mean has to be summed.
+        self._engine.backward(loss * self._world.num_ranks, scale_wrt_gas=False)
+
+    def step(self, lr: float) -> float:
+        """Clip, update, clear; returns the global gradient norm before clipping.
+
+        Raises DivergedError on every rank, with the weights as they were, if it is not finite.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if self._stage == 0:
+            norm = self._full_gradient_norm()
+            _require_finite(norm)
+            self._engine.step()
+            return norm
+        self._engine.step()
+        # On overflow DeepSpeed reports infinity and has left the weights alone.
+        norm = float(self._engine.get_global_grad_norm())
+        _require_finite(norm)
+        return norm
+
+    def _full_gradient_norm(self) -> float:
+        """Stage 0: gradients are whole and reduced on every rank, but DeepSpeed gives no norm."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank owns of every parameter; over all ranks, everything exactly once."""
+        for name, parameter in self.model.named_parameters():
+            fragment = (
+                self._whole(name, parameter) if self._stage == 0 else _mapped(name, parameter)
+            )
+            if fragment is not None and fragment.master.numel():
+                yield fragment
+
+    def _whole(self, name: str, parameter: Tensor) -> Fragment:
+        """Stage 0: every rank has everything, so the ranks share out the writing."""
+        rank, num_ranks, size = self._world.rank, self._world.num_ranks, parameter.numel()
+        start, stop = rank * size // num_ranks, (rank + 1) * size // num_ranks
+        state = self._optimizer.state[parameter]
+        return Fragment(
+            name,
+            tuple(parameter.shape),
+            start,
+            parameter.detach().view(-1)[start:stop],
+            {key: state[key].view(-1)[start:stop] for key in OPTIMIZER_STATES},
+        )
+
+    def whole_parameters(self) -> Iterator[Fragment]:
+        """Stage 0 only: whole tensors to load into, because every rank keeps a full copy."""
+        for name, parameter in self.model.named_parameters():
+            state = self._optimizer.state[parameter]
+            states = {key: state[key].view(-1) for key in OPTIMIZER_STATES}
+            yield Fragment(name, tuple(parameter.shape), 0, parameter.detach().view(-1), states)
+
+    def fragments_to_load(self) -> Iterator[Fragment]:
+        """Where a checkpoint is to be copied to; `loaded` must follow."""
+        return self.whole_parameters() if self._stage == 0 else self.fragments()
+
+    def loaded(self, *, num_steps: int) -> None:
+        """After copying into `fragments_to_load`: set the optimizer's step, refresh the weights."""
+        for state in self._optimizer.state.values():
+            state["step"].fill_(num_steps)
+        if self._stage > 0:
+            self._engine.optimizer.update_lp_params()
+
+    def _fill_optimizer_state(self) -> None:
+        """Create AdamW's state now, as its first step would, so that it can be saved and loaded."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                self._optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    **{key: torch.zeros_like(parameter) for key in OPTIMIZER_STATES},
+                }
+        if self._stage > 0:
+            # Private and pinned to this version: links each parameter to its slice of the state.
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _mapped(name: str, parameter: Any) -> Fragment | None:
+    """Stages 1 and 2: DeepSpeed's own record of the slice; none where this rank owns nothing."""
+    mapping = parameter._hp_mapping
+    if mapping is None:
+        return None
+    return Fragment(
+        name,
+        tuple(parameter.shape),
+        mapping.lp_fragment_address.start,
+        mapping.get_hp_fragment().detach(),
+        {key: mapping.get_optim_state_fragment(key) for key in OPTIMIZER_STATES},
+    )
+
+
+def _adamw(model: TransformerXL, config: OptimizerConfig) -> torch.optim.AdamW:
+    # torch's own: DeepSpeed's variants compile for a minute at the first start.
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def _initialise_deepspeed(
+    model: TransformerXL, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+) -> Any:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # The shared-memory op would be compiled at every start and is never used in training.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
+
+
+def _require_finite(norm: float) -> None:
+    if not norm < float("inf"):
+        raise DivergedError(
+            f"the global gradient norm is {norm}; no rank has changed its weights. Resume from the "
+            "newest checkpoint with a lower optimizer.lr or a longer optimizer.warmup_steps "
+            "(txl train CONFIG optimizer.lr=... --allow-change optimizer.lr)"
+        )

@@ -1,0 +1,51 @@
+"""Follows the log of rank 0, which runs elsewhere, and hands on its lines as they come."""
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+POLL_SECONDS = 0.2
+_STEP = re.compile(r"^\S+ step (\d+) \| loss ")
+
+
+class LogFollower:
+    """Calls `on_line` with every line appended to `path` while the context is open."""
+
+    def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
+        self._path, self._on_line = path, on_line
+        self._position = path.stat().st_size if path.exists() else 0
+        self._rest = b""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._read()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(POLL_SECONDS):
+            self._read()
+
+    def _read(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            new = file.read()
+        self._position += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        for line in lines:
+            self._on_line(line.decode(errors="replace"))
+
+
+def step_of(line: str) -> int | None:
+    """The step a step line speaks of; None for other lines."""
+    match = _STEP.search(line)
+    return int(match[1]) if match else None

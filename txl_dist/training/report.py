@@ -1,0 +1,125 @@
+"""What a run says of itself: the step line, `metrics.jsonl`, and events, from rank 0.
+
+Sums collect in `unreported` until a line is due, and travel with the checkpoint; so the lines of a
+resumed run are those of a run that was never stopped.
+"""
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from txl_dist.checkpoint.manifest import TrainState
+from txl_dist.evaluation.evaluate import EvaluationResult
+from txl_dist.loss_sums import LossSums
+from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.training.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Where the time since the last line went. Monotonic: the wall clock may jump."""
+
+    since: float
+    data_wait_seconds: float = 0.0
+    other_seconds: float = 0.0
+    """Evaluation and checkpoints: not part of the training speed."""
+
+
+class Report:
+    """Writes lines; only rank 0 has a journal, other ranks stay silent."""
+
+    def __init__(self, journal: MetricsJournal | None, *, num_steps: int) -> None:
+        self._journal = journal
+        self._num_steps = num_steps
+        self._watch = Stopwatch(time.monotonic())
+
+    def waited(self, seconds: float) -> None:
+        self._watch.data_wait_seconds += seconds
+
+    def not_training(self, seconds: float) -> None:
+        self._watch.other_seconds += seconds
+
+    def step(
+        self, state: TrainState, *, lr: float, gradient_norm: float, memory_valid: float
+    ) -> None:
+        """One line for the steps since the last one."""
+        watch, now = self._watch, time.monotonic()
+        self._watch = Stopwatch(now)
+        if self._journal is None:
+            return
+        sums = LossSums(*state.unreported)
+        seconds = max(1e-9, now - watch.since - watch.other_seconds)
+        values = {
+            "loss": sums.nats_per_token,
+            "perplexity": sums.perplexity,
+            **({"bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
+            "lr": lr,
+            "gradient_norm": gradient_norm,
+            "tokens_per_second": sums.num_tokens / seconds,
+            "memory_valid": memory_valid,
+            "data_wait": watch.data_wait_seconds / seconds,
+        }
+        self._write(state, values)
+        tokens_a_step = sums.num_tokens / state.unreported_steps
+        left = (self._num_steps - state.step) * tokens_a_step / values["tokens_per_second"]
+        log.info("%s", step_line(state.step, values, eta_seconds=left))
+
+    def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
+        """The score of a split during training."""
+        if self._journal is None:
+            return
+        sums, split = result.sums, result.settings.split
+        values = {
+            f"{split}/loss": sums.nats_per_token,
+            f"{split}/perplexity": sums.perplexity,
+            f"{split}/tokens_scored": sums.num_tokens,
+        }
+        if sums.num_bytes:
+            values[f"{split}/bits_per_byte"] = sums.bits_per_byte
+        self._write(state, values)
+        per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes else ""
+        log.info(
+            "evaluation at step %d | %s loss %.4f | ppl %.2f%s | %s targets%s",
+            state.step,
+            split,
+            sums.nats_per_token,
+            sums.perplexity,
+            per_byte,
+            f"{sums.num_tokens:,}",
+            " | best so far" if improved else "",
+        )
+
+    def event(self, message: str, *values: Any) -> None:
+        """A line in the log, from rank 0."""
+        if self._journal is not None:
+            log.info(message, *values)
+
+    def _write(self, state: TrainState, values: dict[str, float]) -> None:
+        assert self._journal is not None
+        self._journal.write(
+            {"step": state.step, "tokens": state.tokens, "time": time.time(), **values}
+        )
+
+
+def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str:
+    """`step 1200 | loss 3.412 | ppl 30.3 | ... | eta 0:12:30`."""
+    bits = f" | bpb {values['bits_per_byte']:.3f}" if "bits_per_byte" in values else ""
+    minutes, seconds = divmod(math.ceil(eta_seconds), 60)
+    return (
+        f"step {step} | loss {values['loss']:.4f} | ppl {values['perplexity']:.2f}{bits}"
+        f" | lr {values['lr']:.2e} | grad {values['gradient_norm']:.3f}"
+        f" | tok/s {values['tokens_per_second']:,.0f} | mem valid {values['memory_valid']:.0%}"
+        f" | data wait {values['data_wait']:.1%}"
+        f" | eta {minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    )
+
+
+def open_journal(directory: RunDirectory, state: TrainState) -> MetricsJournal:
+    """The run's `metrics.jsonl`, without lines of steps that will be trained again."""
+    journal = MetricsJournal(directory.metrics)
+    journal.truncate_after(state.step)
+    return journal

@@ -1,0 +1,118 @@
+"""Which checkpoint a run goes on from, and putting it back into the engine and the memory.
+
+Verified before anything of it is used. If the newest is damaged, the one before it is taken, with a
+warning that names the steps lost, unless `--strict` forbids it.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.manifest import ShardManifest
+from txl_dist.checkpoint.compatibility import check_config, check_data
+from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
+from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
+from txl_dist.checkpoint.reader import (
+    check_parameters,
+    find_damage,
+    load_fragments,
+    load_memory,
+)
+from txl_dist.config_file import flatten_config
+from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.training.engine import Engine
+from txl_dist.training.job import TrainJob
+from txl_dist.training.step import TrainStep
+from txl_dist.world import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A verified checkpoint that this job may go on from."""
+
+    path: Path
+    manifest: CheckpointManifest
+
+
+def find_resume_point(job: TrainJob, data: ShardManifest, world: World) -> ResumePoint | None:
+    """The checkpoint to go on from, or None for a new run; all ranks call it and hash a share.
+
+    Raises CheckpointError (damaged with --strict, none good, or of another model), DataError (other
+    data), ConfigError (`never` in a directory that has checkpoints).
+    """
+    directory = CheckpointDirectory(job.run_path)
+    if job.resume == "never":
+        if directory.steps():
+            raise ConfigError(
+                f"{directory.run} holds a run up to step {directory.steps()[-1]}, and "
+                "--resume never would overwrite it. Choose another directory=PATH, move that one "
+                "away, or resume with --resume auto"
+            )
+        return None
+    if job.resume != "auto":
+        path = resolve_checkpoint(job.resume)
+        return _accepted(job, data, path, _verified(path, world))
+    return _newest_good(job, data, directory, world)
+
+
+def _newest_good(
+    job: TrainJob, data: ShardManifest, directory: CheckpointDirectory, world: World
+) -> ResumePoint | None:
+    steps = world.from_first(directory.steps())
+    damage: list[str] = []
+    for step in reversed(steps):
+        path = directory.at(step)
+        try:
+            manifest = _verified(path, world)
+        except CheckpointError as error:
+            if job.strict:
+                raise
+            damage.append(str(error))
+            continue
+        if damage and world.is_first:
+            log.warning(
+                "%s. Going on from step %d instead; %d steps are lost and will be trained again",
+                "; ".join(damage),
+                step,
+                steps[-1] - step,
+            )
+        return _accepted(job, data, path, manifest)
+    if damage:
+        raise CheckpointError(
+            f"no checkpoint of {directory.run} is whole: {'; '.join(damage)}. Restore one from a "
+            "backup, or start anew in another directory"
+        )
+    return None
+
+
+def _verified(path: Path, world: World) -> CheckpointManifest:
+    """The manifest once all files are hashed, by all ranks together; the same error on each."""
+    try:
+        manifest = load_checkpoint_manifest(path)
+        names = sorted(manifest.files)[world.rank :: world.num_ranks]
+        found = find_damage(path, manifest, names)
+    except CheckpointError as error:
+        found = [str(error)]
+    if damage := sorted({text for texts in world.gather(found) for text in texts}):
+        raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
+    return manifest
+
+
+def _accepted(
+    job: TrainJob, data: ShardManifest, path: Path, manifest: CheckpointManifest
+) -> ResumePoint:
+    check_data(manifest, data, allow_change=job.allow_data_change, where=str(path))
+    check_config(
+        manifest.run, flatten_config(job.config), allowed=job.allow_change, where=str(path)
+    )
+    return ResumePoint(path, manifest)
+
+
+def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
+    """Weights, optimizer state and the memory of this rank's lanes, whoever wrote them."""
+    check_parameters(point.path, point.manifest, engine.model)
+    load_fragments(point.path, point.manifest, engine.fragments_to_load())
+    engine.loaded(num_steps=point.manifest.state.step)
+    step.load_memory(load_memory(point.path, point.manifest, step.lanes))

@@ -1,0 +1,122 @@
+"""One training step: a segment of every lane through the model, in micro-batches over lanes.
+
+Gradients are accumulated over lanes, never over time, and every micro-batch has memory rows of its
+own. The loss is the sum of nats over the global number of scored targets, which is known before the
+first micro-batch; so no number depends on how lanes are dealt to ranks and micro-batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data_pipeline.segments import Segment
+from txl_dist.errors import DivergedError
+from txl_dist.loss_sums import LossSums
+from txl_dist.training.dropout_draws import LaneDraws
+from txl_dist.training.engine import Engine
+from txl_dist.world import World
+
+# Shapes: R rows of a micro-batch, T segment tokens, M memory tokens, D d_model, V vocabulary
+
+NO_LANE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step says of itself; the same on every rank."""
+
+    sums: LossSums
+    gradient_norm: float
+    stop_requested: bool
+
+
+class TrainStep:
+    """Computes steps on this rank's lanes and keeps their memory between steps."""
+
+    def __init__(
+        self, engine: Engine, world: World, *, lanes: Sequence[int], micro_batch_rows: int,
+        num_micro_batches: int, seed: int, byte_counts_V: Tensor,
+    ) -> None:  # fmt: skip
+        self.engine, self.world, self.seed, self.lanes = engine, world, seed, lanes
+        self.micro_batch_rows = micro_batch_rows
+        num_rows = micro_batch_rows * num_micro_batches
+        self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
+        self.byte_counts_V = byte_counts_V
+        self.memories = [
+            engine.model.empty_memory(micro_batch_rows) for _ in range(num_micro_batches)
+        ]
+
+    def __call__(
+        self, segment: Segment, *, step: int, num_targets: int, lr: float, stop_requested: bool
+    ) -> StepResult:
+        """Step number `step` (from 1) on `segment`, whose lanes hold `num_targets` on all ranks.
+
+        Raises DivergedError on every rank before the optimizer step if a loss is not finite.
+        """
+        local = LossSums()
+        for index in range(len(self.memories)):
+            local += self._micro_batch(index, segment, step=step, num_targets=num_targets)
+        shared = torch.tensor(
+            [local.nats, local.num_tokens, local.num_bytes, float(stop_requested)],
+            dtype=torch.float64,
+        )
+        nats, num_tokens, num_bytes, num_stops = self.world.sum(shared).tolist()
+        sums = LossSums(nats, int(num_tokens), int(num_bytes))
+        if not abs(nats) < float("inf"):
+            raise DivergedError(
+                f"the loss of step {step} is {nats} (segment position {segment.position}, this "
+                f"rank's lanes {self.lane_of_row}); no rank has changed its weights. Resume from "
+                "the newest checkpoint with a lower optimizer.lr"
+            )
+        return StepResult(sums, self.engine.step(lr), num_stops > 0)
+
+    def _micro_batch(
+        self, index: int, segment: Segment, *, step: int, num_targets: int
+    ) -> LossSums:
+        rows = slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
+        input_RT, target_RT, age_RT = (
+            torch.from_numpy(array[rows]).to(self.world.device)
+            for array in (segment.input, segment.target, segment.age)
+        )
+        self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
+        draws = LaneDraws(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
+        nats_RT, self.memories[index] = self.engine.forward(
+            input_RT, target_RT, age_RT, self.memories[index], draws
+        )
+        self.engine.backward(nats_RT.sum() / num_targets)
+        return LossSums.of(nats_RT, target_RT, self.byte_counts_V)
+
+    def memory_valid(self, segment: Segment) -> float:
+        """Share of this rank's memory that its segment's first tokens may look at."""
+        mem_len = self.memories[0].layers[0].shape[1]
+        if mem_len == 0:
+            return 0.0
+        ages = [
+            min(int(segment.age[row, 0]), mem_len)
+            for row, lane in enumerate(self.lane_of_row)
+            if lane != NO_LANE
+        ]
+        return sum(ages) / (mem_len * len(ages))
+
+    def memory_of_lanes(self) -> dict[int, Tensor]:
+        """Lane -> its memory [L, M, D], for the checkpoint."""
+        return {
+            lane: torch.stack([layer[row] for layer in self.memories[index].layers])
+            for index, row, lane in self._places()
+        }
+
+    def load_memory(self, memory_of_lane: dict[int, Tensor]) -> None:
+        """Put back what `memory_of_lanes` gave, for this rank's lanes."""
+        for index, row, lane in self._places():
+            for layer, rows in zip(memory_of_lane[lane], self.memories[index].layers, strict=True):
+                rows[row].copy_(layer)
+
+    def _places(self) -> list[tuple[int, int, int]]:
+        """(micro-batch, row in it, lane) of every lane of this rank."""
+        return [
+            (*divmod(row, self.micro_batch_rows), lane)
+            for row, lane in enumerate(self.lane_of_row)
+            if lane != NO_LANE
+        ]

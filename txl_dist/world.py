@@ -1,0 +1,99 @@
+"""World: which rank this process is, and the few things ranks say to one another.
+
+Training knows ranks only through this class, so plain processes, torchrun and Ray Train all look
+alike to it. Whoever starts the processes sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT, or hands over a process group that is already there.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from txl_dist.errors import ConfigError
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among `num_ranks`; collectives are called by every rank in the same order."""
+
+    rank: int
+    num_ranks: int
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """The variables torchrun sets. Raises ConfigError if they are missing or no numbers."""
+        missing = [name for name in RANK_VARIABLES if not environment.get(name)]
+        if missing:
+            raise ConfigError(
+                f"{', '.join(missing)} not set: a rank is started by torchrun, by Ray or by "
+                "`txl train CONFIG --on processes`, which set them"
+            )
+        try:
+            rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            return cls(rank, num_ranks, int(environment.get("LOCAL_RANK", rank)))
+        except ValueError as error:
+            raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        if torch.cuda.is_available():
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return torch.device("cpu")
+
+    def join(self, *, timeout_seconds: float) -> None:
+        """Meet the other ranks; does nothing if a process group exists already."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                rank=self.rank,
+                world_size=self.num_ranks,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        if self.num_ranks > 1:
+            self.sum(torch.zeros(1))
+
+    def leave(self) -> None:
+        """End the process group, if there is one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum over ranks, in place; `values` may be on any device."""
+        if self.num_ranks > 1:
+            shared = values.to(self.device)
+            dist.all_reduce(shared)
+            values.copy_(shared)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+        if self.num_ranks == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank."""
+        if self.num_ranks == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]

@@ -190,8 +190,12 @@ def read_records(file: InputFile, text_key: str) -> Iterator[Record | Reject]:
         yield Reject(file.name, 0, 0, f"cannot be read: {error.strerror}")
 
 
-def read_again(file: InputFile, text_key: str, *, offset: int, size: int, line: int) -> str:
-    """The text of a record found before. Raises OSError or ValueError when it is not there now."""
+def read_again(file: InputFile, text_key: str, place: tuple[int, int, int]) -> str:
+    """The text of the record at `place`, its offset, size and line.
+
+    Raises OSError or ValueError when there is none now.
+    """
+    offset, size, line = place
     with file.path.open("rb") as stream:
         stream.seek(offset)
         raw = stream.read(size)

@@ -102,6 +102,10 @@ class FrameWriter:
             self._end_frame(self.num_raw_bytes)
         self._emit(seek_table(self.frames))
 
+    def abandon(self) -> None:
+        """Write nothing more: tarfile flushes what it holds even when it is only collected."""
+        self._planned.clear()
+
     def _end_frame(self, raw_end: int) -> None:
         raw_size = raw_end - self._cut_at
         data = self._compressor.compress(bytes(self._held[:raw_size]))

@@ -1,21 +1,17 @@
 """Preparing: a corpus to a directory of shards with a manifest.
 
-Two passes. The first reads every record once, rejects what is no usable text and keeps 40 bytes per
-document; the second reads the documents again in their final order, tokenizes and writes. So the
-whole corpus is shuffled and split without holding its text. Finding and reading records is
-`documents.py`'s, packing `shard_writer.py`'s, appearing in one motion `atomic_files.py`'s.
+Two passes: `corpus.py` reads every record once and keeps where it stands; then the documents are
+read again in their final order, tokenized and written. So the whole corpus is shuffled and split
+without holding its text. Packing is `shard_writer.py`'s, appearing all at once `atomic_files.py`'s.
 
 Splits and shuffle come from a fixed 64-bit hash, not from a library's generator whose stream may
 change: the same input and settings give the same bytes, always.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
-from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +23,8 @@ from data_pipeline.atomic_files import (
     write_file,
     write_synced,
 )
-from data_pipeline.documents import (
-    InputFile,
-    InputFiles,
-    Reject,
-    find_files,
-    printable,
-    read_again,
-    read_records,
-)
+from data_pipeline.corpus import Corpus, Progress, scan_corpus
+from data_pipeline.documents import find_files, printable
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import (
     MANIFEST_NAME,
@@ -50,9 +39,6 @@ from data_pipeline.manifest import (
 from data_pipeline.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, token_dtype
 
-Progress = Callable[[str, int, int], None]
-"""progress(what, done bytes, total bytes), called often."""
-
 DEFAULT_MAX_REJECT_RATE = 0.001
 
 
@@ -64,38 +50,6 @@ class Prepared:
     already_complete: bool
     ignored: dict[str, int]
     """Files of the input folders that were left out, by suffix."""
-
-
-@dataclass(slots=True)
-class _Corpus:
-    """The first pass: where every document stands, not its text."""
-
-    files: list[InputFile]
-    file: "array[int]" = field(default_factory=lambda: array("Q"))
-    offset: "array[int]" = field(default_factory=lambda: array("Q"))
-    size: "array[int]" = field(default_factory=lambda: array("Q"))
-    line: "array[int]" = field(default_factory=lambda: array("Q"))
-    check: "array[int]" = field(default_factory=lambda: array("Q"))
-    """First 8 bytes of the text's sha256: notices a file that changes between the passes."""
-    rejects: list[Reject] = field(default_factory=list)
-    empty: int = 0
-    digest: str = ""
-
-    def __len__(self) -> int:
-        return len(self.file)
-
-    def document_id(self, number: int) -> str:
-        name, line = self.files[self.file[number]].name, self.line[number]
-        return f"{name}:{line}" if line else name
-
-    def summary(self) -> InputSummary:
-        return InputSummary(
-            digest=self.digest,
-            files=len(self.files),
-            documents=len(self),
-            empty=self.empty,
-            rejected=len(self.rejects),
-        )
 
 
 def prepare_dataset(
@@ -116,7 +70,7 @@ def prepare_dataset(
     tokenizer = ByteTokenizer()
     with StagedDirectory(out, last=MANIFEST_NAME) as staged:
         existing = _existing(out, settings, tokenizer)
-        corpus = _scan(found, settings.text_key, progress)
+        corpus = scan_corpus(found.files, settings.text_key, progress)
         ignored = dict(+found.ignored)
         if existing:
             _require_same_input(existing, corpus.summary(), out)
@@ -197,47 +151,12 @@ def _is_reject_list(path: Path) -> bool:
             return False
 
 
-def _scan(found: InputFiles, text_key: str, progress: Progress) -> _Corpus:
-    """Read every record once."""
-    corpus, digest = _Corpus(found.files), hashlib.sha256()
-    sizes = [_size(file.path) for file in found.files]
-    total, before = sum(sizes), 0
-    for number, (file, size) in enumerate(zip(found.files, sizes, strict=True)):
-        for record in read_records(file, text_key):
-            if isinstance(record, Reject):
-                corpus.rejects.append(record)
-                digest.update(b"rejected\0" + record.to_json().encode() + b"\n")
-                continue
-            progress("reading", before + record.offset, total)
-            text_sha256 = hashlib.sha256(record.text.encode("utf-8")).digest()
-            id_ = f"{file.name}:{record.line}" if record.line else file.name
-            digest.update(b"document\0" + id_.encode() + b"\0" + text_sha256 + b"\n")
-            if not record.text:
-                corpus.empty += 1
-                continue
-            corpus.file.append(number)
-            corpus.offset.append(record.offset)
-            corpus.size.append(record.size)
-            corpus.line.append(record.line)
-            corpus.check.append(int.from_bytes(text_sha256[:8], "little"))
-        before += size
-    progress("reading", total, total)
-    corpus.digest = digest.hexdigest()
-    return corpus
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0
-
-
-def _require_usable(corpus: _Corpus, out: Path, max_reject_rate: float) -> None:
+def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
     records = len(corpus) + corpus.empty + len(corpus.rejects)
     rejected = len(corpus.rejects)
     if rejected and (rejected > max_reject_rate * records or not len(corpus)):
         with explain_disk_errors("writing the list of rejects", out):
-            write_file(out / REJECTS_NAME, _reject_list(corpus))
+            write_file(out / REJECTS_NAME, corpus.reject_list())
         shown = "".join(f"\n  {reject}" for reject in corpus.rejects[:5])
         more = f"\n  and {rejected - 5:,} more" if rejected > 5 else ""
         advice = (
@@ -257,16 +176,12 @@ def _require_usable(corpus: _Corpus, out: Path, max_reject_rate: float) -> None:
         )
 
 
-def _reject_list(corpus: _Corpus) -> bytes:
-    return "".join(reject.to_json() + "\n" for reject in corpus.rejects).encode()
-
-
 def _hash64(purpose: bytes, content: bytes) -> int:
     digest = hashlib.blake2b(content, digest_size=8, person=purpose).digest()
     return int.from_bytes(digest, "little")
 
 
-def _assign(corpus: _Corpus, settings: PrepareSettings) -> dict[str, np.ndarray]:
+def _assign(corpus: Corpus, settings: PrepareSettings) -> dict[str, np.ndarray]:
     """Per split, the numbers of its documents in their final order.
 
     A document's split depends on its id alone, so it stays where it is when the corpus grows. A
@@ -298,7 +213,7 @@ def _assign(corpus: _Corpus, settings: PrepareSettings) -> dict[str, np.ndarray]
 
 
 def _write(
-    corpus: _Corpus,
+    corpus: Corpus,
     order: dict[str, np.ndarray],
     *,
     settings: PrepareSettings,
@@ -319,11 +234,9 @@ def _write(
             shard_bytes=settings.shard_bytes,
         )
         try:
-            for number, text in _texts(corpus, numbers, settings.text_key):
-                tokens = tokenizer.encode(text)
-                opening = np.array([tokenizer.end_of_document], dtype=tokens.dtype)
+            for number, text in corpus.texts(numbers, settings.text_key):
+                opened = _opened(tokenizer, text)
                 num_bytes = len(text) if text.isascii() else len(text.encode())
-                opened = np.concatenate([opening, tokens])
                 writer.add(corpus.document_id(number), opened, text_bytes=num_bytes)
                 written += corpus.size[number]
                 progress("writing", written, total)
@@ -342,30 +255,12 @@ def _write(
     )
     write_synced(staging / TOKENIZER_NAME, tokenizer.to_json().encode() + b"\n")
     if corpus.rejects:
-        write_synced(staging / REJECTS_NAME, _reject_list(corpus))
+        write_synced(staging / REJECTS_NAME, corpus.reject_list())
     write_synced(staging / MANIFEST_NAME, manifest.to_bytes())
     return manifest
 
 
-def _texts(corpus: _Corpus, numbers: np.ndarray, text_key: str) -> Iterator[tuple[int, str]]:
-    """(document number, text) again from disk, refused if it is not the text of the first pass."""
-    for number in map(int, numbers):
-        file = corpus.files[corpus.file[number]]
-        try:
-            text = read_again(
-                file,
-                text_key,
-                offset=corpus.offset[number],
-                size=corpus.size[number],
-                line=corpus.line[number],
-            )
-            check = hashlib.sha256(text.encode("utf-8")).digest()[:8]
-            same = int.from_bytes(check, "little") == corpus.check[number]
-        except (OSError, ValueError):
-            same = False
-        if not same:
-            raise DataError(
-                f"{printable(str(file.path))} changed while it was being read. Nothing was "
-                "written; run this again when nobody writes to the corpus."
-            )
-        yield number, text
+def _opened(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """A document's tokens behind the end-of-document token that opens it."""
+    tokens = tokenizer.encode(text)
+    return np.concatenate([np.array([tokenizer.end_of_document], dtype=tokens.dtype), tokens])

@@ -9,6 +9,7 @@ Same documents, same bytes: tar headers carry no time, user or group. The only m
 webdataset; what it writes, stock readers read.
 """
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -98,7 +99,9 @@ class _Shard:
         )
 
     def abandon(self) -> None:
-        self._file.close()
+        self._frames.abandon()
+        with contextlib.suppress(OSError):  # of a full disk; the first error is on its way
+            self._file.close()
 
     def _index(self) -> bytes:
         tokens, offsets, documents = zip(*self._blocks, strict=True)

@@ -8,13 +8,14 @@ member by member, against the index and the vocabulary.
 import hashlib
 import io
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from data_pipeline.atomic_files import sha256_file
+from data_pipeline.corpus import Progress
 from data_pipeline.documents import printable
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import (
@@ -27,8 +28,6 @@ from data_pipeline.manifest import (
     open_tokenizer,
 )
 from data_pipeline.shard_index import ShardIndex, read_frame, read_index
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def test_no_flipped_bit_changes_a_token_unnoticed(dataset: Dataset, name: str, f
     directory, _ = dataset
     expected, sound = tokens_of(directory), (directory / name).read_bytes()
     random_ = random.Random(7)
-    refused = 0
+    refusals = []
     for _ in range(flips):
         damaged = bytearray(sound)
         damaged[random_.randrange(len(sound))] ^= 1 << random_.randrange(8)
@@ -52,9 +52,10 @@ def test_no_flipped_bit_changes_a_token_unnoticed(dataset: Dataset, name: str, f
         try:
             assert tokens_of(directory) == expected
         except DataError as error:
-            assert name in str(error)
-            refused += 1
-    assert refused > 0.75 * flips  # blanks of the manifest and the seek table change no token
+            refusals.append(str(error))
+    assert all(name in refusal for refusal in refusals)
+    # The rest fell on the manifest's blanks or the seek table: no token changed.
+    assert len(refusals) > 0.75 * flips
 
 
 def test_verify_notices_every_flipped_bit_of_a_shard(dataset: Dataset) -> None:
@@ -82,7 +83,7 @@ def test_every_truncation_is_refused_with_both_sizes(dataset: Dataset, name: str
 
 
 def test_a_shard_overwritten_while_open_is_refused_at_the_next_frame(dataset: Dataset) -> None:
-    directory, manifest = dataset
+    directory, _ = dataset
     source = open_split(directory, "train", cache_frames=1)
     source.read(0, 0, 5)
     path = directory / "train-000000.tar.zst"
@@ -113,7 +114,7 @@ def swap(first: Path, second: Path) -> None:
 def test_a_shard_of_another_corpus_of_the_same_size_is_refused(
     txl: Callable[..., Any], tmp_path: Path
 ) -> None:
-    for name, text in (("one", "the cat sat"), ("two", "the dog ran")):
+    for name, text in (("one", "aaaaaaaaaaaa"), ("two", "bbbbbbbbbbbb")):
         (tmp_path / f"{name}.txt").write_text(text)
         assert txl("prepare", tmp_path / f"{name}.txt", "--out", tmp_path / name).code == 0
     shard = "train-000000.tar.zst"

@@ -1,11 +1,12 @@
 """Delivery: carries one run's journal into one MLflow run, each point once.
 
-Before anything is sent over a new connection, the server is asked which points it has; only others
-are sent, with the journal's own timestamps. A call that failed may have been recorded, so it ends
-the connection and the next one asks again. What a resume trains anew is therefore not recorded
-twice: the first value of a step stays, and tag `txl.replayed_steps` names such steps.
+Before a metric is first sent into a run that was there before, the server is asked which steps of
+it are recorded; only others are sent, with the journal's own timestamps. A call that failed may
+have been carried out, so its metrics are asked for again. What a resume trains anew is therefore
+not recorded twice: the first value of a step stays, and tag `txl.replayed_steps` names such steps.
 
-One step of work is `pump`; when to call it, and for how long, is `sender.py`'s.
+Every call that succeeds is progress that is kept, so that a server which fails often is still
+served. One step of work is `pump`; when to call it, and for how long, is `sender.py`'s.
 """
 
 import contextlib
@@ -24,9 +25,9 @@ from txl_dist.tracking.mlflow_client import (
     MAX_POINTS,
     MlflowStore,
     Point,
-    Recorded,
     RefusedError,
     RunGoneError,
+    Steps,
     UnavailableError,
     clean_key,
 )
@@ -100,10 +101,13 @@ class Delivery:
         self._tail = JournalTail(run_dir / JOURNAL)
         self._store: MlflowStore | None = None
         self._state = self._first_state()
-        self._described = False
+        self._open = False
+        self._to_describe: list[Callable[[], None]] = []
         self._files = self._all_files()
         self._waiting: list[Point] = []
-        self._recorded: Recorded = {}
+        self._recorded: dict[str, Steps] = {}
+        self._is_new = False
+        """The run was made just now: a metric that is not in `_recorded` has no point."""
         self._sent_up_to: dict[str, int] = {}
         self._replayed: set[int] = set()
         self._not_finite: dict[str, int] = {}
@@ -113,11 +117,15 @@ class Delivery:
         """Send everything that is in the journal now."""
         self._attempt(self._pump)
 
-    def finish(self, status: str) -> None:
-        """End the run, then make sure from the server's own answer that nothing is missing."""
+    def ends_with(self, status: str) -> None:
+        """Note how the run ended, for a later sync should the server not hear of it now."""
         self._state = replace(self._state, status=status)
+        self._save()
+
+    def finish(self) -> None:
+        """End the run, then make sure from the server's own answer that nothing is missing."""
         self._attempt(self._end_run)
-        self._store = None  # a new connection asks what is recorded
+        self._recorded, self._is_new = {}, False
         self._tail.rewind()
         self._sent_up_to.clear()
         self._attempt(self._pump)
@@ -132,8 +140,7 @@ class Delivery:
                 self._start_over()
                 self._pump()
                 work()
-        except (UnavailableError, RefusedError, RunGoneError) as error:
-            self._store = None
+        except (RefusedError, RunGoneError) as error:
             raise UnavailableError(str(error)) from error
 
     def _pump(self) -> None:
@@ -146,7 +153,6 @@ class Delivery:
         self._keep_files(store)
 
     def _end_run(self) -> None:
-        self._save()
         store = self._connect()
         store.set_tags(self._run_id(), {"txl.status": self._state.status})
         store.set_status(self._run_id(), RUN_STATUSES[self._state.status])
@@ -160,51 +166,54 @@ class Delivery:
             return TrackingState(key=uuid.uuid4().hex, server=server)
         if state.server != server:  # another server knows nothing of the old run
             return TrackingState(key=uuid.uuid4().hex, server=server, parent_run_id=state.run_id)
-        return replace(state, delivered=False)
+        return replace(state, delivered=False, status="running")
 
     def _connect(self) -> MlflowStore:
-        if self._store is not None:
-            return self._store
-        server = resolve_server(self._request.server, self._run_dir)
-        if server is None:
-            raise UnavailableError(
-                "the server's credentials are not stored; set MLFLOW_TRACKING_URI"
-            )
-        self._save()  # the key, before a run is made with it
-        store = MlflowStore(server, artifact_location(server))
-        if self._state.run_id is None:
-            self._find_or_create(store)
-        elif not store.is_active(self._state.run_id):
-            raise RunGoneError(self._state.run_id)
-        if not self._described:
-            self._describe(store)
-        self._recorded = store.recorded(self._run_id())
-        self._store = store
+        if self._store is None:
+            server = resolve_server(self._request.server, self._run_dir)
+            if server is None:
+                raise UnavailableError("its credentials are not stored; set MLFLOW_TRACKING_URI")
+            self._save()  # the key, before a run is made with it
+            self._store = MlflowStore(server, artifact_location(server))
+        store = self._store
+        if not self._open:
+            if self._state.run_id is None:
+                self._find_or_create(store)
+            elif not store.is_active(self._state.run_id):
+                raise RunGoneError(self._state.run_id)
+            self._open = True
+            self._to_describe = self._description(store, self._run_id())
+        while self._to_describe:
+            try:
+                self._to_describe[0]()
+            except RefusedError as error:
+                log.warning("tags or parameters not recorded: %s", error)
+            del self._to_describe[0]
         return store
 
     def _find_or_create(self, store: MlflowStore) -> None:
-        experiment_id = store.experiment(self._request.experiment)
+        experiment_id = self._state.experiment_id
+        if experiment_id is None:
+            experiment_id = store.experiment(self._request.experiment)
+            self._state = replace(self._state, experiment_id=experiment_id)
         run_id = store.find_run(experiment_id, self._state.key)
         if run_id is None:
             tags = {"txl.key": self._state.key}
             if self._state.parent_run_id:
                 tags["txl.parent"] = self._state.parent_run_id
             run_id = store.create_run(experiment_id, self._run_dir.resolve().name, tags)
-        self._state = replace(self._state, run_id=run_id, experiment_id=experiment_id)
+        self._state = replace(self._state, run_id=run_id)
+        self._is_new = True
         self._save()
         log.info("MLflow run %s", run_id)
 
-    def _describe(self, store: MlflowStore) -> None:
-        """Parameters and tags; what the server does not take of them is left out."""
-        run_id = self._run_id()
-        store.set_status(run_id, "RUNNING")
-        store.set_tags(run_id, {"txl.status": "running"})
-        try:
-            store.set_tags(run_id, self._request.tags)
-            store.log_params(run_id, self._request.params)
-        except RefusedError as error:
-            log.warning("tags or parameters not recorded: %s", error)
-        self._described = True
+    def _description(self, store: MlflowStore, run_id: str) -> list[Callable[[], None]]:
+        request = self._request
+        return [
+            lambda: store.set_status(run_id, "RUNNING"),
+            lambda: store.set_tags(run_id, {"txl.status": "running", **request.tags}),
+            lambda: store.log_params(run_id, request.params),
+        ]
 
     def _keep_files(self, store: MlflowStore) -> None:
         """Once, after the metrics: files may go to another store, and never hold these up."""
@@ -219,10 +228,14 @@ class Delivery:
         """A new run in place of a deleted one; the journal has everything it needs."""
         log.warning("MLflow run %s is gone; starting a new one", self._state.run_id)
         self._state = replace(
-            self._state, key=uuid.uuid4().hex, run_id=None, parent_run_id=self._state.run_id
+            self._state,
+            key=uuid.uuid4().hex,
+            run_id=None,
+            experiment_id=None,
+            parent_run_id=self._state.run_id,
         )
-        self._store = None
-        self._described = False
+        self._open = False
+        self._recorded.clear()
         self._files = self._all_files()
         self._waiting.clear()
         self._sent_up_to.clear()
@@ -271,7 +284,7 @@ class Delivery:
             if point.step <= sent_up_to.get(point.key, -1):
                 continue
             sent_up_to[point.key] = point.step
-            at = self._recorded.get(point.key, {}).get(point.step)
+            at = self._steps(store, point.key).get(point.step)
             if at is None:
                 new.append(point)
             elif at != point.milliseconds:
@@ -282,10 +295,20 @@ class Delivery:
             self._save()
         self._sent_up_to = sent_up_to
 
+    def _steps(self, store: MlflowStore, key: str) -> Steps:
+        if key not in self._recorded:
+            self._recorded[key] = {} if self._is_new else store.recorded(self._run_id(), key)
+        return self._recorded[key]
+
     def _log(self, store: MlflowStore, points: list[Point]) -> None:
         """One call; a batch that is refused is halved down to the points that cause it."""
         try:
             store.log_points(self._run_id(), points)
+        except UnavailableError:
+            for key in {point.key for point in points}:  # perhaps recorded, perhaps not
+                self._recorded.pop(key, None)
+            self._is_new = False
+            raise
         except RefusedError as error:
             if not store.is_active(self._run_id()):
                 raise RunGoneError(str(error)) from error

@@ -60,8 +60,8 @@ class Point:
     """Since the epoch. The journal's, so that the same point sent again is the same row."""
 
 
-Recorded = dict[str, dict[int, int]]
-"""For each metric, the steps recorded and their milliseconds."""
+Steps = dict[int, int]
+"""The steps of one metric that are recorded, and their milliseconds."""
 
 
 @contextlib.contextmanager
@@ -133,17 +133,11 @@ class MlflowStore:
             else:
                 self._client.set_terminated(run_id, status=status)
 
-    def recorded(self, run_id: str) -> Recorded:
-        """Every point the run has, asked from the server."""
+    def recorded(self, run_id: str, key: str) -> Steps:
+        """Every step of a metric that the run has, asked from the server."""
         with _translated():
-            keys = self._client.get_run(run_id).data.metrics
-            return {
-                key: {
-                    point.step: point.timestamp
-                    for point in self._client.get_metric_history(run_id, key)
-                }
-                for key in keys
-            }
+            history = self._client.get_metric_history(run_id, key)
+            return {point.step: point.timestamp for point in history}
 
     def log_points(self, run_id: str, points: Iterable[Point]) -> None:
         """At most MAX_POINTS points, all or none of them."""

@@ -113,13 +113,15 @@ def deliver(run_dir: Path, request: TrackingRequest, parent: Parent, *, poll: fl
 
     delivery = Delivery(run_dir, request)
     backoff = poll
-    troubled = False
+    troubled = ended = False
     while True:
-        ended = parent.gone.is_set()  # before the read: a last reading then sees every line
+        if not ended and parent.gone.is_set():  # before the read, which then sees every line
+            ended = True
+            delivery.ends_with(parent.status)
         try:
             delivery.pump()
             if ended:
-                delivery.finish(parent.status)
+                delivery.finish()
                 return True
             if troubled:
                 log.info("delivering again")
@@ -227,5 +229,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     with contextlib.suppress(OSError):
-        os.nice(10)  # training has the processor first
+        os.nice(5)  # training has the processor first
     sys.exit(main())

@@ -127,21 +127,20 @@ class Tracker:
     def _run_sender(self) -> int:
         """One sender, from its start to its end; its notices go to the training log."""
         assert self._request is not None
-        process = _spawn(self._run_dir)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(self._request.to_json().encode() + b"\n")
-            process.stdin.flush()
-        except OSError:
-            log.debug("the sender died early")
-        with self._lock:
-            self._process = process
-            if self._status is not None:
-                self._tell_end()
-        for line in process.stdout:
-            log.warning("tracking: %s", line.decode(errors="replace").strip())
-        return process.wait()
+        with _spawn(self._run_dir) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(self._request.to_json().encode() + b"\n")
+            except OSError:
+                log.debug("the sender died early")
+            with self._lock:
+                self._process = process
+                if self._status is not None:
+                    self._tell_end()
+            for line in process.stdout:
+                log.warning("tracking: %s", line.decode(errors="replace").strip())
+            return process.wait()
 
     def _tell_end(self) -> None:
         """With the lock held."""
@@ -150,8 +149,8 @@ class Tracker:
         try:
             self._process.stdin.write(f"end {self._status}\n".encode())
             self._process.stdin.close()
-        except OSError:
-            log.debug("the sender died before the end")
+        except (OSError, ValueError):  # ValueError: closed
+            log.debug("the sender died before the end; the next one is told")
 
 
 def _spawn(run_dir: Path) -> subprocess.Popen[bytes]:
@@ -163,6 +162,7 @@ def _spawn(run_dir: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_file,
+            bufsize=0,
             env=child_environment(),
             start_new_session=True,  # Ctrl-C and a job's SIGTERM are for training
         )

@@ -64,7 +64,7 @@ class MlflowServer:
         self._server = make_server(
             "127.0.0.1", self.port, self._answer, threaded=True, request_handler=Quiet
         )
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
         if self._server is not None:
@@ -153,7 +153,8 @@ def status_of(database: Path, run_id: str) -> str:
 def run_ids(database: Path, experiment: str = "tests") -> list[str]:
     with sqlite3.connect(database) as connection:
         rows = connection.execute(
-            "SELECT run_uuid FROM runs JOIN experiments USING (experiment_id) WHERE experiments.name = ?",
+            "SELECT run_uuid FROM runs WHERE experiment_id ="
+            " (SELECT experiment_id FROM experiments WHERE name = ?)",
             (experiment,),
         )
         return [run_id for (run_id,) in rows]

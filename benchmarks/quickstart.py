@@ -1,0 +1,126 @@
+"""Real text to a trained, evaluated, tracked model: every part of the system, in a few minutes.
+
+    make quickstart
+
+The text is the Python standard library's own sources, found through the running interpreter. Each
+step below is one `txl` command, printed as it is run, so that it can be run by hand. A second call
+keeps the prepared data; it resumes the run if that was stopped, and starts a new one if it was done.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+SOURCES, DATA, RUNS = Path("data/stdlib-sources"), Path("data/stdlib"), Path("runs")
+CONFIG = "configs/quickstart.yaml"
+PROMPT = "def read_lines(path):\n"
+
+
+def main() -> None:
+    """Run the commands and print the summary."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", help="settings of the run: k.e.y=value")
+    overrides = parser.parse_args().overrides
+    collect_sources()
+    txl("prepare", SOURCES, "--out", DATA, "--split", "valid=0.01,test=0.01",
+        "--shuffle", 1, "--max-reject-rate", 0.02)  # fmt: skip
+    run = choose_run()
+    began = time.monotonic()
+    txl("train", CONFIG, "--ranks", 2, f"directory={run}", *overrides)
+    seconds = time.monotonic() - began
+    say("the held-out split, with memory and without")
+    evaluate = ("eval", run, DATA, "--split", "valid", "--workers", 2, "--json")
+    with_memory = json.loads(txl(*evaluate, capture=True))
+    without = json.loads(txl(*evaluate, "--mem-len", 0, capture=True))
+    say("a sample")
+    txl("generate", run, "--prompt", PROMPT, "--max-tokens", 300, "--temperature", 0.7)
+    print_summary(run, seconds, with_memory, without)
+
+
+def say(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def txl(*words: object, capture: bool = False) -> str:
+    """Run one command, shown as it could be typed; stops here if it fails."""
+    arguments = [str(word) for word in words]
+    say(shlex.join(["txl", *arguments]))
+    command = [sys.executable, "-m", "txl_dist", *arguments]
+    # A stray launcher variable would make the command think that it is a rank.
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.run(
+        command, stdout=subprocess.PIPE if capture else None, text=True, env=environment
+    )
+    if process.returncode:
+        sys.exit(process.returncode)
+    return process.stdout or ""
+
+
+def collect_sources() -> None:
+    """Copy the standard library's .py files to `SOURCES`, once."""
+    if SOURCES.exists():
+        return
+    library = Path(sysconfig.get_paths()["stdlib"])
+    say(f"collecting the Python {sys.version.split()[0]} standard library's sources")
+    aside = SOURCES.with_suffix(".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    for path in library.rglob("*.py"):
+        name = path.relative_to(library)
+        if "site-packages" not in name.parts and path.stat().st_size > 0:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, aside / name)
+    aside.rename(SOURCES)
+
+
+def choose_run() -> Path:
+    """The run directory: the newest if it can be resumed, else the next free one."""
+    numbers = [int(p.name.rpartition("-")[2]) for p in RUNS.glob("quickstart-[0-9]*")]
+    newest = max(numbers, default=0)
+    run = RUNS / f"quickstart-{newest}"
+    if newest and (run / "LATEST").exists() and not (run / "summary.json").exists():
+        say(f"{run} was stopped before it was done: resuming it")
+        return run
+    if newest:
+        say(f"{run} is done: starting anew")
+    return RUNS / f"quickstart-{newest + 1}"
+
+
+def print_summary(
+    run: Path, seconds: float, with_memory: dict[str, object], without: dict[str, object]
+) -> None:
+    """What was just seen, in a few lines, and where to look next."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
+    latest = (run / "LATEST").read_text().strip()
+    summary = {
+        "bits_per_byte_with_memory": with_memory["bits_per_byte"],
+        "bits_per_byte_without_memory": without["bits_per_byte"],
+        "targets_scored": with_memory["tokens_scored"],
+        "tokens_per_second_median": rates[len(rates) // 2],
+        "training_seconds_with_start": seconds,
+        "checkpoint": str(run / latest),
+    }
+    (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    gain = float(summary["bits_per_byte_without_memory"]) - float(summary["bits_per_byte_with_memory"])
+    say("summary")
+    print(f"bits per byte, memory {with_memory['mem_len']:>4}   {with_memory['bits_per_byte']:.4f}")
+    print(f"bits per byte, memory    0   {without['bits_per_byte']:.4f}")
+    print(f"memory saves                {gain:.4f} bits per byte")
+    print(f"tokens per second           {summary['tokens_per_second_median']:,.0f} (median of the log)")
+    print(f"checkpoint                  {summary['checkpoint']}")
+    database = f"sqlite:///{(RUNS / 'mlflow.db')}"
+    print("MLflow page                 ", end="")
+    print(shlex.join([".venv/bin/mlflow", "ui", "--backend-store-uri", database, "--host", "127.0.0.1"]))
+    if gain <= 0:
+        sys.exit("memory did not help: this run was too short, or something is wrong")
+
+
+if __name__ == "__main__":
+    main()

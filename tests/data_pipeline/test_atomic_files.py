@@ -1,0 +1,70 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.atomic_files import STAGING, StagedDirectory, write_file, write_synced
+
+
+def test_a_file_that_could_not_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.json"
+    write_file(path, b"old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write_file(path, b"new")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("state.json", b"old")]
+
+
+def test_an_error_before_publishing_leaves_nothing_not_even_the_directory(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def fail() -> None:
+        with StagedDirectory(out, last="last") as staged:
+            write_synced(staged.stage() / "a", b"a")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not out.exists()
+
+
+def test_files_killed_between_their_moves_are_removed_by_the_next_claim(tmp_path: Path) -> None:
+    staging = tmp_path / STAGING
+    staging.mkdir()
+    (staging / "moving.json").write_text('["a", "b", "../victim", 3]')
+    for name in ("a", "mine"):
+        (tmp_path / name).write_text(name)
+    victim = tmp_path.parent / "victim"
+    victim.write_text("v")
+    with StagedDirectory(tmp_path, last="last"):
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert victim.read_text() == "v"
+
+
+def test_what_is_published_is_never_removed(tmp_path: Path) -> None:
+    staging = tmp_path / STAGING
+    staging.mkdir()
+    (staging / "moving.json").write_text('["a"]')
+    for name in ("a", "last"):
+        (tmp_path / name).write_text(name)
+    with StagedDirectory(tmp_path, last="last"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "last"]
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    program = """
+import sys
+import txl_dist.cli.data
+heavy = {"numpy", "pydantic", "torch", "webdataset", "zstandard", "safetensors"}
+sys.exit(", ".join(heavy & set(sys.modules)) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, b"")

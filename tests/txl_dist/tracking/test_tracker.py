@@ -1,0 +1,252 @@
+"""Training's side with real sender processes: nothing is late, lost, doubled or left running."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from txl_dist.config import DataConfig, RunConfig, TrackingConfig, TrainingConfig
+from txl_dist.errors import DivergedError, PreemptedError
+from txl_dist.tracking.evaluation import log_evaluation
+from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.tracking.state import TrackingState, child_environment
+from txl_dist.tracking.tracker import Tracker
+
+from .conftest import (
+    MlflowServer,
+    delivery_for,
+    recorded_steps,
+    request_for,
+    run_ids,
+    status_of,
+    tags_of,
+    write_steps,
+)
+
+SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]
+
+
+def _config(run_dir: Path, uri: str | None = None, *, enabled: bool = True) -> RunConfig:
+    return RunConfig(
+        directory=str(run_dir),
+        data=DataConfig(path="data/none"),
+        training=TrainingConfig(num_steps=10),
+        tracking=TrackingConfig(uri=uri, experiment="tests", enabled=enabled),
+    )
+
+
+def _wait_for(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came within the time"
+        time.sleep(0.05)
+
+
+def _senders(run_dir: Path) -> list[int]:
+    """The living sender processes of this run directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            continue
+        if b"txl_dist.tracking.sender" in arguments and str(run_dir).encode() in arguments:
+            found += [int(entry.name)] if state != "Z" else []
+    return found
+
+
+def _steps(run_dir: Path, tracker: Tracker) -> list[int]:
+    return recorded_steps(run_dir.parent / "mlflow.db", tracker.run_id or "")
+
+
+def test_a_killed_sender_is_replaced_and_no_point_is_doubled(run_dir: Path) -> None:
+    began = time.monotonic()
+    tracker = Tracker.start(run_dir, _config(run_dir), tags={"num_ranks": "2"})
+    assert time.monotonic() - began < 0.2
+    write_steps(run_dir, range(1, 101))
+    _wait_for(lambda: len(_steps(run_dir, tracker)) == 100)
+    (sender,) = _senders(run_dir)
+    os.kill(sender, signal.SIGKILL)
+    write_steps(run_dir, range(101, 201))
+
+    tracker.close("finished", timeout_seconds=60)
+
+    assert _steps(run_dir, tracker) == list(range(1, 201))
+    database = run_dir.parent / "mlflow.db"
+    assert run_ids(database) == [tracker.run_id]
+    assert status_of(database, tracker.run_id or "") == "FINISHED"
+    assert tags_of(database, tracker.run_id or "")["txl.num_ranks"] == "2"
+    assert _senders(run_dir) == []
+
+
+TRAINING = """
+import os, sys, time
+from pathlib import Path
+from txl_dist.config import *
+from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.tracking.tracker import Tracker
+run_dir = Path(sys.argv[1])
+config = RunConfig(directory=sys.argv[1], data=DataConfig(path="x"),
+    training=TrainingConfig(num_steps=9), tracking=TrackingConfig(experiment="tests"))
+tracker = Tracker.start(run_dir, config)
+journal = MetricsJournal(run_dir / "metrics.jsonl")
+for step in range(1, 51):
+    journal.write({"step": step, "tokens": step, "time": time.time(), "loss": 1.0})
+while tracker.run_id is None:
+    time.sleep(0.05)
+if os.fork() == 0:  # a worker that holds every open pipe and outlives its parent
+    time.sleep(20)
+    os._exit(0)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path) -> None:
+    """And the resume, started at once, goes on in the same MLflow run."""
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(run_dir)],
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+        start_new_session=True,
+    ) as training:
+        assert training.stdout is not None
+        assert training.stdout.readline() == b"ready\n"
+        training.kill()
+        with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+            journal.truncate_after(40)
+        tracker = Tracker.start(run_dir, _config(run_dir))
+        _wait_for(lambda: len(_senders(run_dir)) == 1)
+        os.killpg(training.pid, signal.SIGKILL)  # the worker
+    database = run_dir.parent / "mlflow.db"
+    write_steps(run_dir, range(41, 61))
+    tracker.close("preempted", timeout_seconds=60)
+
+    assert run_ids(database) == [tracker.run_id]
+    assert _steps(run_dir, tracker) == list(range(1, 61))
+    assert tags_of(database, tracker.run_id or "")["txl.status"] == "preempted"
+    assert _senders(run_dir) == []
+
+
+def test_a_server_that_is_down_costs_training_nothing_and_gets_everything_later(
+    run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        began = time.monotonic()
+        tracker = Tracker.start(run_dir, _config(run_dir, server.uri))
+        write_steps(run_dir, range(1, 1001))
+        assert time.monotonic() - began < 1.0
+        _wait_for(lambda: "cannot be reached" in caplog.text)
+        server.open()
+        _wait_for(lambda: tracker.run_id is not None)
+        _wait_for(lambda: len(recorded_steps(server.database, tracker.run_id or "")) == 1000)
+        server.fault = lambda path, body: "500"
+        write_steps(run_dir, range(1001, 1101))
+        time.sleep(1.2)
+        server.fault = None
+        tracker.close("diverged", timeout_seconds=60)
+    assert recorded_steps(server.database, tracker.run_id or "") == list(range(1, 1101))
+    assert status_of(server.database, tracker.run_id or "") == "FAILED"
+    assert len(caplog.records) == 1
+
+
+def test_what_could_not_be_delivered_is_synced_by_hand(run_dir: Path, server: MlflowServer) -> None:
+    write_steps(run_dir, range(1, 11))
+    request = request_for(server.uri.replace("://", "://user:CANARY@"))
+    ended = subprocess.run(
+        [*SENDER, str(run_dir), "--poll-seconds", "0.1", "--flush-seconds", "0.2"],
+        input=f"{request.to_json()}\nend preempted\n".encode(),
+        env=child_environment(),
+        check=False,
+        capture_output=True,
+    )
+    assert ended.returncode == 75
+    assert all(b"CANARY" not in path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
+
+    server.open()
+    subprocess.run(
+        [*SENDER, str(run_dir), "--sync"],
+        env={**child_environment(), "MLFLOW_TRACKING_URI": server.uri},
+        check=True,
+        capture_output=True,
+    )
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    assert state.delivered
+    assert recorded_steps(server.database, state.run_id or "") == list(range(1, 11))
+    assert tags_of(server.database, state.run_id or "")["txl.status"] == "preempted"
+
+
+def test_an_evaluation_is_a_child_run_and_a_dead_server_only_a_warning(
+    run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not log_evaluation(run_dir, {"nats": 1.0})  # never tracked
+    server.open()
+    delivery_for(run_dir, server.uri).pump()
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    result = {"nats": 12.5, "tokens_scored": 4, "bits_per_byte": None, "split": "valid"}
+    assert log_evaluation(run_dir, result)
+    (child,) = [run for run in run_ids(server.database) if _parent(server, run) == state.run_id]
+    assert recorded_steps(server.database, child, "nats") == [0]
+    assert status_of(server.database, child) == "FINISHED"
+
+    server.close()
+    with caplog.at_level(logging.WARNING):
+        assert not log_evaluation(run_dir, result, timeout_seconds=0.2)
+    assert "was not recorded" in caplog.text
+
+
+def _parent(server: MlflowServer, run_id: str) -> str | None:
+    return tags_of(server.database, run_id).get("mlflow.parentRunId")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, "finished"),
+        (PreemptedError(), "preempted"),
+        (DivergedError(), "diverged"),
+        (KeyboardInterrupt(), "interrupted"),
+        (RuntimeError(), "failed"),
+    ],
+)
+def test_how_a_run_ends_is_told_by_what_ends_it(
+    run_dir: Path, error: BaseException | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Tracker, "close", lambda self, status: told.append(status))
+    tracker = Tracker.start(run_dir, _config(run_dir, enabled=False))
+    tracker.__exit__(type(error), error, None)
+    assert told == [status]
+
+
+def test_tracking_that_is_off_or_cannot_start_is_no_trouble(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Tracker.start(run_dir, _config(run_dir, enabled=False)) as tracker:
+        assert tracker.run_id is None
+    assert not list(run_dir.iterdir())
+
+    (run_dir / "logs").write_text("a file where the directory should be")
+    with caplog.at_level(logging.WARNING):
+        tracker = Tracker.start(run_dir, _config(run_dir))
+        tracker.close("finished")
+        tracker.close("finished")
+    assert "tracking is off" in caplog.text
+
+
+def test_importing_the_training_side_imports_no_mlflow() -> None:
+    code = (
+        "import sys, txl_dist.tracking.tracker, txl_dist.tracking.journal,"
+        " txl_dist.tracking.evaluation;"
+        "assert not {'mlflow', 'pydantic', 'torch'} & set(sys.modules), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], env=child_environment(), check=True)

@@ -99,9 +99,8 @@ class SegmentReader:
         age_KBT = np.empty(shape_KBT, np.int32)
 
         slice_age_KT = self._slice_age(position, stop).reshape(shape_KT)
-        spans = self._plan.spans(
-            position, stop + 1
-        )  # a token more than the inputs: the last target
+        # One token more than the inputs, for the last target.
+        spans = self._plan.spans(position, stop + 1)
         orders = self._orders_of(spans)
         for row in range(len(self._cursors)):
             tokens, document_age = self._read_lane(row, spans, orders)

@@ -16,7 +16,8 @@ _SECRET_WORDS = frozenset(
     | {"apikey", "apikeys", "credential", "credentials", "authorization"}
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#]*@")
+# A password may hold '/' and '@', though it should not.
+_URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^/\s?#@]*:[^\s?#]*|[^/\s?#@]*)@")
 _SECRET_NAME = r"[\w.-]*(?:key|token|secret|passw(?:or)?d|pwd|passphrase|credentials?|signature)"
 _URL_QUERY = re.compile(rf"(?i)([?&;]{_SECRET_NAME}=)[^&;\s#]+")
 _ASSIGNMENT = re.compile(

@@ -90,6 +90,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # PyYAML writes these line ends unescaped between single quotes and reads them as spaces.
+        style = '"' if any(end in text for end in "\x85\u2028\u2029") else None
+        return self.represent_scalar(_TEXT, text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 for _tag, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):

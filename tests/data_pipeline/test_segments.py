@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from numpy.testing import assert_array_equal
 from data_pipeline import pieces
 from data_pipeline.errors import DataError
 from data_pipeline.lanes import LanePlan
+from data_pipeline.manifest import ShardManifest
 from data_pipeline.pieces import read_range
 from data_pipeline.segments import IGNORED, Segment, SegmentReader, SegmentStream
+from data_pipeline.shard_reader import open_split
 
 
 class MemorySource:
@@ -110,6 +113,29 @@ def test_a_range_of_the_split_keeps_ages_from_before_its_start() -> None:
     assert document_age.tolist() == [1, 2, 0, 1, 0, 1, 2, 3]
     with pytest.raises(ValueError, match="not a range of 13 tokens"):
         read_range(source, 1, 14)
+
+
+@pytest.mark.parametrize("shuffle", ["blocks", "none"])
+def test_an_epoch_of_real_shards_is_every_document_whole(
+    dataset: tuple[Path, ShardManifest], shuffle: Any
+) -> None:
+    directory, manifest = dataset
+    source = open_split(directory, "train", manifest=manifest)
+    tokens, document_age = read_range(source, 0, source.num_tokens)
+    assert (tokens[document_age == 0] == manifest.end_of_document).all()
+
+    plan = LanePlan(num_tokens=source.num_tokens, num_lanes=1, tgt_len=64)
+    with SegmentStream(source, plan, lanes=range(1), shuffle=shuffle) as stream:
+        read = list(itertools.islice(stream, -(-source.num_tokens // 64)))
+    read_tokens = np.concatenate([s.input[0] for s in read])[: source.num_tokens]
+    read_age = np.concatenate([s.age[0] for s in read])[: source.num_tokens]
+    stored, found = documents_of(tokens, document_age), documents_of(read_tokens, read_age)
+    assert sorted(found) == sorted(stored)
+    assert (found == stored) is (shuffle == "none")
+
+
+def documents_of(tokens: np.ndarray, age: np.ndarray) -> list[list[int]]:
+    return [part.tolist() for part in np.split(tokens, np.flatnonzero(age == 0)[1:])]
 
 
 # --- what a seek costs --------------------------------------------------------------------------

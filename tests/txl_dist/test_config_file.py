@@ -1,7 +1,6 @@
 """Config files: strict in, complete out, and every problem said at once."""
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def test_numbers_are_read_as_people_write_them(load: Any, text: str, value: floa
 @pytest.mark.parametrize("text", ["yes", "on", "No", "0x10", "010", "1:30", "2024-01-01", ".inf"])
 def test_what_yaml_1_1_would_convert_stays_text(load: Any, text: str) -> None:
     assert read_yaml(f"a: {text}").value == {"a": text}
-    if text[0] not in ".":
+    if text[0] != ".":  # the name of an experiment begins with a letter or a digit
         assert load(SMALL, f"tracking.experiment={text}").tracking.experiment == text
 
 
@@ -141,7 +140,7 @@ def test_an_alias_bomb_is_refused_at_once(load: Any) -> None:
         ("tracking.experiment=a/../b", "must not hold '..'"),
         ("tracking.uri=./mlruns", "no tracking server or database"),
         ("model=3", "model is a section; write its keys below it, found 3"),
-        ("model.d_model.x=3", "unknown key"),
+        ("model.d_model.x=3", "model.d_model is"),
         ("data.path.x=3", "override data.path.x: data.path is text, not a section"),
         ("seed", "override seed: write it as section.key=value"),
         ("=1", "write it as section.key=value"),
@@ -153,8 +152,6 @@ def test_an_alias_bomb_is_refused_at_once(load: Any) -> None:
 def test_a_wrong_override_says_what_is_legal(load: Any, override: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(SMALL, override)
-    if override.startswith("model.d_model.x"):
-        expected = "model.d_model is"
     assert expected in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -164,7 +161,7 @@ def test_all_problems_are_said_at_once_each_with_its_place(load: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         load(text, "optimizer.lrr=3", "oops")
     message = str(caught.value)
-    assert "8 problems" in message
+    assert "9 problems" in message
     for part in (
         "run.yaml:2: data.num_lanes is 0",
         "run.yaml:4: unknown key model.n_layers",
@@ -272,20 +269,19 @@ def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) ->
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("see postgresql://u:p/w@db/x now", None),
+        ("see postgresql://u:p/w@db/x now", "see postgresql://***@db/x now"),
         ("http://u:pw@h/a", "http://***@h/a"),
         ("http://h/a?api_key=abc&x=1", "http://h/a?api_key=***&x=1"),
         ("password = 'my word' x", "password = *** x"),
-        ("Authorization: Bearer abcdefgh12", "Authorization: ***"),
+        ("Authorization: Bearer abcdefgh12", "Authorization: Bearer ***"),
         ("AWS_SECRET_ACCESS_KEY=abc", "AWS_SECRET_ACCESS_KEY=***"),
         ("max_tokens=512 tokens: 12 key: 3", "max_tokens=512 tokens: 12 key: 3"),
         ("runs/keys and tokens", "runs/keys and tokens"),
     ],
 )
-def test_text_is_redacted_where_it_holds_a_secret(text: str, expected: str | None) -> None:
-    redacted = redact(text)
-    assert expected is None or redacted == expected
-    assert redact(redacted) == redacted
+def test_text_is_redacted_where_it_holds_a_secret(text: str, expected: str) -> None:
+    assert redact(text) == expected
+    assert redact(expected) == expected
 
 
 def test_counts_are_no_secrets() -> None:
@@ -297,4 +293,3 @@ def test_counts_are_no_secrets() -> None:
         "a": {"secret": "***"},
         "key": None,
     }
-    assert not math.isnan(redact({"loss": 1.0})["loss"])

@@ -44,6 +44,7 @@ class Engine:
         self._world = world
         model.to(world.device)
         self._optimizer = _adamw(model, config.optimizer)
+        os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed insists
         self._engine = _initialise_deepspeed(model, self._optimizer, settings)
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._fill_optimizer_state()

@@ -1,0 +1,34 @@
+"""What every test may use: groups of ranks, and a small dataset of real text."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.manifest import PrepareSettings
+from data_pipeline.prepare import prepare_dataset
+from tests.gloo_ranks import RankGroups
+
+MODULES = ("abc.py", "bisect.py", "colorsys.py", "copy.py", "heapq.py", "keyword.py", "this.py")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankGroups]:
+    """`ranks(2).run(function, ...)` calls `function(world, ...)` on two real gloo ranks."""
+    groups = RankGroups()
+    yield groups
+    groups.close()
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of a few modules of the standard library: `train` and `valid`, bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in MODULES:
+        (folder / name).write_bytes((library / name).read_bytes())
+    out = tmp_path_factory.mktemp("dataset") / "stdlib"
+    settings = PrepareSettings(split={"valid": 0.3}, block_bytes=4096)
+    prepare_dataset([folder], out, settings)
+    return out

@@ -9,10 +9,8 @@ Every call that succeeds is progress that is kept, so that a server which fails 
 served. One step of work is `pump`; when to call it, and for how long, is `sender.py`'s.
 """
 
-import contextlib
 import logging
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.redaction import redact
-from txl_dist.tracking.journal import JOURNAL, parse_line
+from txl_dist.tracking.journal import JOURNAL, JournalTail
 from txl_dist.tracking.mlflow_client import (
     MAX_POINTS,
     MlflowStore,
@@ -42,54 +40,6 @@ from txl_dist.tracking.state import (
 )
 
 log = logging.getLogger(__name__)
-
-LINES_A_READ = 2000
-
-
-class JournalTail:
-    """The whole lines of a journal from its beginning, as they come.
-
-    Follows the file when it is replaced (a resume takes steps back) or cut, from the beginning.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = -1
-        self._offset = 0
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """What is there and was not yet given, at most about LINES_A_READ lines."""
-        if self._descriptor < 0 or self._replaced():
-            self.rewind()
-        if self._descriptor < 0:
-            return
-        data = os.pread(self._descriptor, 256 * LINES_A_READ, self._offset)
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for raw in whole.split(b"\n"):
-            line = parse_line(raw)
-            if line is not None:
-                yield line
-
-    def rewind(self) -> None:
-        """Begin again, with the file that has the name now."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor, self._offset = -1, 0
-        with contextlib.suppress(FileNotFoundError):  # training has not written yet
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def _replaced(self) -> bool:
-        mine = os.fstat(self._descriptor)
-        if mine.st_size < self._offset:
-            return True
-        if mine.st_size > self._offset:
-            return False  # read to the end first
-        try:
-            named = self._path.stat()
-        except OSError:
-            return False
-        return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
 
 
 class Delivery:
@@ -161,11 +111,13 @@ class Delivery:
 
     def _first_state(self) -> TrackingState:
         server = public_server(self._request.server)
+        new_key = self._request.new_run_key
         state = TrackingState.load(self._run_dir / STATE)
-        if state is None:
-            return TrackingState(key=uuid.uuid4().hex, server=server)
-        if state.server != server:  # another server knows nothing of the old run
-            return TrackingState(key=uuid.uuid4().hex, server=server, parent_run_id=state.run_id)
+        old_run_id = state.run_id if state else None
+        # Another server knows nothing of the old run; training begun anew has other values.
+        if state is None or state.server != server or new_key not in (None, state.key):
+            key = new_key or uuid.uuid4().hex
+            return TrackingState(key=key, server=server, parent_run_id=old_run_id)
         return replace(state, delivered=False, status="running")
 
     def _connect(self) -> MlflowStore:

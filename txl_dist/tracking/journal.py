@@ -6,6 +6,7 @@ the order of its steps. NaN and the infinities, which JSON lacks, are written as
 "inf" and "-inf"; `read_metrics` gives them back as floats. Sending is `sender.py`'s.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -23,6 +24,8 @@ JOURNAL = "metrics.jsonl"
 SUPERSEDED = "logs/metrics-superseded.jsonl"
 MAX_HELD_LINES = 10_000
 """Lines kept in memory while the disk takes none; beyond it the oldest are lost."""
+
+BYTES_A_READ = 1 << 19
 
 _log = logging.getLogger("txl_dist.tracking")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -127,6 +130,52 @@ class MetricsJournal:
                 os.ftruncate(self._file, before)
         if written != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class JournalTail:
+    """The whole lines of a journal from its beginning, as they come.
+
+    Follows the file when it is replaced (a resume takes steps back) or cut, from the beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._offset = 0
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """What is there and was not yet given, at most BYTES_A_READ of it."""
+        if self._descriptor < 0 or self._replaced():
+            self.rewind()
+        if self._descriptor < 0:
+            return
+        data = os.pread(self._descriptor, BYTES_A_READ, self._offset)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for raw in whole.split(b"\n"):
+            line = parse_line(raw)
+            if line is not None:
+                yield line
+
+    def rewind(self) -> None:
+        """Begin again, with the file that has the name now."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._offset = -1, 0
+        with contextlib.suppress(FileNotFoundError):  # training has not written yet
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _replaced(self) -> bool:
+        mine = os.fstat(self._descriptor)
+        if mine.st_size < self._offset:
+            return True
+        if mine.st_size > self._offset:
+            return False  # read to the end first
+        try:
+            named = self._path.stat()
+        except OSError:
+            return False
+        return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -24,6 +24,8 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from txl_dist.redaction import redact
+
 MAX_POINTS = 1000
 MAX_ITEMS = 100
 MAX_PARAM_LENGTH = 6000
@@ -69,16 +71,19 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
-        text = str(error).splitlines()[0][:300]
+        text = _first_line(error)
         if error.error_code in _REFUSED:
-            raise RefusedError(text) from error
+            raise RefusedError(text) from None
         if error.error_code in _GONE:
-            raise RunGoneError(text) from error
-        raise UnavailableError(text) from error
+            raise RunGoneError(text) from None
+        raise UnavailableError(text) from None
     except Exception as error:  # requests, sqlalchemy and the operating system each have their own
-        raise UnavailableError(
-            f"{type(error).__name__}: {str(error).splitlines()[:1]}"[:300]
-        ) from error
+        raise UnavailableError(f"{type(error).__name__}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return redact(lines[0])[:300] if lines else ""  # the URI is in it, with its password
 
 
 class MlflowStore:

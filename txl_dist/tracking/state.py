@@ -78,6 +78,8 @@ class TrackingRequest(_JsonFile):
     tags: dict[str, str] = field(default_factory=dict)
     data_manifest: str | None = None
     """File to keep as an artifact."""
+    new_run_key: str | None = None
+    """Set where training begins anew: go on in the MLflow run of this key, not in an older one."""
 
     def without_secrets(self) -> "TrackingRequest":
         return dataclasses.replace(self, server=public_server(self.server))

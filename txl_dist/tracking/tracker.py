@@ -8,7 +8,9 @@ import logging
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -58,15 +60,18 @@ class Tracker:
         *,
         data_manifest: Path | None = None,
         tags: Mapping[str, str] | None = None,
+        new_run: bool = False,
     ) -> Self:
         """Begin sending RUN/metrics.jsonl, at once and in the background. Never raises.
 
-        `tags` are recorded as `txl.<name>`; a run directory tracked before goes on in its MLflow
-        run.
+        `tags` are recorded as `txl.<name>`. A run directory tracked before goes on in its MLflow
+        run; `new_run` begins another there, for training that does not go on from a checkpoint.
         """
         try:
             enabled = config.tracking.enabled
             request = _request(run_dir, config, data_manifest, tags or {}) if enabled else None
+            if request is not None and new_run:
+                request = replace(request, new_run_key=uuid.uuid4().hex)
             tracker = cls(run_dir, request)
             if request is not None:
                 tracker._thread.start()

@@ -85,6 +85,20 @@ def test_a_resume_goes_on_in_the_same_run_and_repeats_no_step(run_dir: Path) -> 
     assert status_of(database, _run_id(run_dir)) == "KILLED"
 
 
+def test_training_begun_anew_in_the_same_directory_is_another_run(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 6))
+    delivery_for(run_dir).pump()
+    old = _run_id(run_dir)
+    (run_dir / "metrics.jsonl").unlink()
+    write_steps(run_dir, range(1, 4), since=START + 1000)
+    for _ in range(2):  # the sender's second life goes on in the same one
+        delivery_for(run_dir, new_run_key="anew").pump()
+    database = run_dir.parent / "mlflow.db"
+    assert len(run_ids(database)) == 2
+    assert recorded_steps(database, _run_id(run_dir)) == [1, 2, 3]
+    assert tags_of(database, _run_id(run_dir))["txl.parent"] == old
+
+
 def test_a_delivery_follows_a_journal_that_is_replaced_under_it(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 41))
     delivery = delivery_for(run_dir)

@@ -168,6 +168,8 @@ def test_what_could_not_be_delivered_is_synced_by_hand(run_dir: Path, server: Ml
         capture_output=True,
     )
     assert ended.returncode == 75
+    assert b"***" in ended.stdout
+    assert b"CANARY" not in ended.stdout + ended.stderr
     assert all(b"CANARY" not in path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
 
     server.open()

@@ -1,0 +1,58 @@
+"""Running `txl` as a user does, in processes of its own."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def txl(
+    *words: object, timeout_seconds: float = 120, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end; the finished process, with its output as text."""
+    command = [sys.executable, "-m", "txl_dist", *map(str, words)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_seconds, env=ENVIRONMENT, cwd=cwd
+    )
+
+
+def start_txl(*words: object, environment: Mapping[str, str] = {}) -> subprocess.Popen[str]:
+    """Start one command; the caller ends it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "txl_dist", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**ENVIRONMENT, **environment},
+    )
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_seconds: float = 60) -> None:
+    """Poll `condition`; AssertionError if it does not come true in time."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.02)
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def children_of(pid: int) -> list[int]:
+    """Pids of the direct children of a process."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(word) for word in path.read_text().split()] if path.exists() else []
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

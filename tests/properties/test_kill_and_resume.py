@@ -1,0 +1,80 @@
+"""Promise 3, under a kill: the losses are those of the run that was never killed, bit for bit."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import TINY, losses, metrics, tiny_job, train
+
+NUM_STEPS = 300
+SETTINGS = (
+    f"training.num_steps={NUM_STEPS}",
+    "training.checkpoint_interval_steps=40",
+    "evaluation.interval_steps=100",
+    "evaluation.max_tokens=500",
+    "model.dropout=0.1",
+)
+
+
+def command(dataset: Path, run: Path) -> tuple[object, ...]:
+    given = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
+    return ("train", TINY, *given, "--on", "processes", "--ranks", 2)
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody killed."""
+    run = tmp_path_factory.mktemp("straight")
+    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
+    return run
+
+
+def kill_and_resume(dataset: Path, run: Path, *, victim: str) -> None:
+    process = start_txl(*command(dataset, run))
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 60)
+    ranks = children_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(process.pid if victim == "launcher" else ranks[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    if victim == "rank":
+        assert process.returncode == 1
+        assert "rank 1 was killed by SIGKILL" in output
+        assert "resumes from the newest checkpoint" in output
+    wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
+    assert num_lines(run / "metrics.jsonl") < NUM_STEPS
+
+    finished = txl(*command(dataset, run))
+    assert finished.returncode == 0, finished.stderr + finished.stdout
+    assert "resuming at step" in finished.stdout
+
+
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_losses_after_a_sigkill_are_those_of_a_straight_run(
+    dataset: Path, straight: Path, tmp_path: Path, victim: str
+) -> None:
+    kill_and_resume(dataset, tmp_path, victim=victim)
+    assert losses(tmp_path) == losses(straight)
+    evaluations = [line for line in metrics(tmp_path) if "valid/loss" in line]
+    expected = [line for line in metrics(straight) if "valid/loss" in line]
+    assert [e["valid/loss"] for e in evaluations] == [e["valid/loss"] for e in expected]
+
+
+def test_sigterm_saves_and_exits_75_and_the_run_goes_on(
+    dataset: Path, straight: Path, tmp_path: Path
+) -> None:
+    process = start_txl(*command(dataset, tmp_path))
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    stopped_at = metrics(tmp_path)[-1]["step"]
+    assert (tmp_path / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
+
+    finished = txl(*command(dataset, tmp_path))
+    assert finished.returncode == 0, finished.stderr
+    assert f"resuming at step {stopped_at}" in finished.stdout
+    assert losses(tmp_path) == losses(straight)

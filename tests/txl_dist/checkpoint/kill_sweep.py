@@ -1,0 +1,85 @@
+"""Kills a process at every file operation of a save, and checks what is left. Run by its test.
+
+One clean process forks a child a kill point, so that a kill is a kill and yet costs milliseconds.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.txl_dist.checkpoint.saving import model, save
+from txl_dist.checkpoint import writer
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.reader import load_model, verify_checkpoint
+
+KILLED = 137
+
+
+def main(run: Path) -> None:
+    torch.set_num_threads(1)
+    save(run, step=1)
+    seen_new = seen_old = 0
+    for kill_at in range(1, 200):
+        child = os.fork()
+        if child == 0:
+            count_down(kill_at)
+            save(run, step=2)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        newest = CheckpointDirectory(run).steps()[-1]
+        assert_whole(run, newest)
+        if code == 0:
+            assert newest == 2
+            assert seen_old >= 8 and seen_new >= 2, (seen_old, seen_new)
+            assert not CheckpointDirectory(run).aside.exists()
+            print(f"{kill_at - 1} kill points")
+            return
+        assert code == KILLED, code
+        seen_old, seen_new = seen_old + (newest == 1), seen_new + (newest == 2)
+        if newest == 2:  # both are accepted; go back to before the save
+            remove(run, step=2)
+    raise AssertionError("the save never ended")
+
+
+def assert_whole(run: Path, step: int) -> None:
+    """The newest checkpoint is one of the two, complete and with its own values."""
+    directory = CheckpointDirectory(run).at(step)
+    assert verify_checkpoint(directory).state.step == step
+    loaded, _, _ = load_model(directory)
+    for name, parameter in model(step).named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+def remove(run: Path, step: int) -> None:
+    directory = CheckpointDirectory(run).at(step)
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
+
+
+def count_down(kill_at: int) -> None:
+    """From now on the `kill_at`-th file operation, before it is done, ends this process."""
+    done = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == kill_at:
+                os._exit(KILLED)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    for name in ("rename", "replace", "mkdir", "unlink", "open"):
+        setattr(Path, name, counted(getattr(Path, name)))
+    os.fsync = counted(os.fsync)
+    writer.save_file = counted(writer.save_file)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,57 @@
+"""Checkpoints of a tiny model without an engine: what the tests here save, load and damage."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from data_pipeline.tokenizers import ByteTokenizer
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
+from txl_dist.checkpoint.manifest import BestScore, TrainState
+from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
+from txl_dist.model import ModelConfig, TransformerXL
+from txl_dist.world import World
+
+NUM_LANES = 3
+CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d_inner=7, mem_len=5)
+
+
+def save(run: Path, *, step: int) -> Path:
+    """A checkpoint whose weights, states and memory all follow from `step`."""
+    tokenizer = ByteTokenizer()
+    header = CheckpointHeader(
+        written_by="tests",
+        model=asdict(CONFIG),
+        run={"data.tgt_len": 4, "data.reset": "document"},
+        tokenizer_json=tokenizer.to_json(),
+        tokenizer_digest=tokenizer.digest,
+        data_digest="0" * 64,
+        vocab_size=tokenizer.vocab_size,
+        zero_stage=1,
+        num_lanes=NUM_LANES,
+    )
+    return save_checkpoint(
+        CheckpointDirectory(run),
+        header=header,
+        state=TrainState(step=step, position=4 * step, best=BestScore(step=1, nats_per_token=2.5)),
+        fragments=[whole(name, p.detach()) for name, p in model(step).named_parameters()],
+        memory_of_lane={lane: memory(step, lane) for lane in range(NUM_LANES)},
+        mlflow_run_id=None,
+        world=World(0, 1),
+    )
+
+
+def model(step: int) -> TransformerXL:
+    return TransformerXL(CONFIG, seed=step)
+
+
+def memory(step: int, lane: int) -> torch.Tensor:
+    return torch.full((CONFIG.n_layer, CONFIG.mem_len, CONFIG.d_model), step + lane / 8)
+
+
+def whole(name: str, parameter: torch.Tensor) -> Fragment:
+    """A parameter in one piece, with optimizer states that can be told apart."""
+    flat = parameter.reshape(-1).clone()
+    states = {state: flat * (number + 2) for number, state in enumerate(OPTIMIZER_STATES)}
+    return Fragment(name, tuple(parameter.shape), 0, flat, states)

@@ -1,0 +1,179 @@
+"""A checkpoint comes back as it was saved, or is refused by name."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.txl_dist.checkpoint.saving import CONFIG, NUM_LANES, memory, model, save, whole
+from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
+from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.reader import (
+    check_parameters,
+    load_fragments,
+    load_memory,
+    load_model,
+    verify_checkpoint,
+)
+from txl_dist.errors import CheckpointError
+from txl_dist.model import ModelConfig, TransformerXL
+
+
+def test_weights_states_memory_and_progress_come_back(tmp_path: Path) -> None:
+    directory = save(tmp_path, step=3)
+    manifest = verify_checkpoint(directory)
+    expected = {name: whole(name, p.detach()) for name, p in model(3).named_parameters()}
+    loaded = {
+        name: Fragment(name, f.shape, 0, torch.zeros_like(f.master), zeros(f))
+        for name, f in expected.items()
+    }
+    load_fragments(directory, manifest, loaded.values())
+
+    assert (manifest.state.step, manifest.state.position) == (3, 12)
+    for name, fragment in expected.items():
+        assert torch.equal(loaded[name].master, fragment.master)
+        for state, tensor in fragment.states.items():
+            assert torch.equal(loaded[name].states[state], tensor)
+    for lane, found in load_memory(directory, manifest, range(NUM_LANES)).items():
+        assert torch.equal(found, memory(3, lane))
+
+
+def zeros(fragment: Fragment) -> dict[str, torch.Tensor]:
+    return {state: torch.zeros_like(tensor) for state, tensor in fragment.states.items()}
+
+
+def test_any_range_of_a_parameter_can_be_read(tmp_path: Path) -> None:
+    directory = save(tmp_path, step=3)
+    manifest = load_checkpoint_manifest(directory)
+    full = whole("table.weight", model(3).table.weight.detach())
+    for start, stop in ((0, 1), (7, 11), (0, full.stop), (full.stop - 1, full.stop)):
+        part = Fragment("table.weight", full.shape, start, torch.zeros(stop - start), {})
+        load_fragments(directory, manifest, [part])
+        assert torch.equal(part.master, full.master[start:stop])
+
+
+def test_every_flipped_bit_is_noticed_before_use(tmp_path: Path) -> None:
+    directory = save(tmp_path, step=3)
+    files = sorted(directory.iterdir())
+    draw = random.Random(5)
+    for _ in range(150):
+        path = draw.choice(files)
+        original = path.read_bytes()
+        damaged = bytearray(original)
+        damaged[draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=path.name):
+            verify_checkpoint(directory)
+        path.write_bytes(original)
+    verify_checkpoint(directory)
+
+
+@pytest.mark.parametrize("kind", ["manifest.json", "weights", "optimizer", "memory", "tokenizer"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+def test_every_missing_or_shortened_file_is_named(tmp_path: Path, kind: str, damage: str) -> None:
+    directory = save(tmp_path, step=3)
+    (path,) = [path for path in directory.iterdir() if path.name.startswith(kind)]
+    if damage == "missing":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=path.name):
+        verify_checkpoint(directory)
+
+
+def test_a_manifest_cannot_point_outside_its_directory(tmp_path: Path) -> None:
+    directory = save(tmp_path, step=3)
+    path = directory / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"]["../../escape"] = content["files"]["tokenizer.json"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="files"):
+        load_checkpoint_manifest(directory)
+
+
+def test_an_edited_manifest_is_refused_though_it_is_well_formed(tmp_path: Path) -> None:
+    directory = save(tmp_path, step=3)
+    path = directory / "manifest.json"
+    content = json.loads(path.read_text())
+    content["state"]["position"] += 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="digest"):
+        load_checkpoint_manifest(directory)
+
+
+def test_another_models_checkpoint_is_refused_with_the_parameters_that_differ(
+    tmp_path: Path,
+) -> None:
+    directory = save(tmp_path, step=3)
+    other = ModelConfig(vocab_size=257, n_layer=2, d_model=8, n_head=3, d_head=2, d_inner=7)
+    with pytest.raises(CheckpointError, match=r"another model.*content_bias|attention"):
+        check_parameters(directory, load_checkpoint_manifest(directory), TransformerXL(other))
+
+
+def test_a_loaded_model_scores_like_the_saved_one(tmp_path: Path) -> None:
+    directory = save(tmp_path, step=3)
+    loaded, tokenizer, _ = load_model(directory)
+    token_BT, age_BT = torch.tensor([[256, 104, 105]]), torch.arange(3)[None]
+    given = (token_BT, token_BT.roll(-1, 1), age_BT)
+    expected, _ = model(3)(*given, model(3).empty_memory(1))
+    found, _ = loaded(*given, loaded.empty_memory(1))
+    assert torch.equal(found, expected)
+    assert loaded.config == CONFIG
+    assert tokenizer.decode([104, 105]) == "hi"
+
+
+def test_a_kill_at_any_file_operation_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
+    sweep = [sys.executable, "-m", "tests.txl_dist.checkpoint.kill_sweep", str(tmp_path)]
+    done = subprocess.run(sweep, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kill points" in done.stdout
+
+
+def test_a_full_disk_names_the_place_and_keeps_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, step=1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("txl_dist.checkpoint.writer.save_file", full)
+    with pytest.raises(CheckpointError, match=r"checkpoints.*No space left"):
+        save(tmp_path, step=2)
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.steps() == [1]
+    assert not directory.aside.exists()
+    verify_checkpoint(directory.at(1))
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step=step)
+    directory = CheckpointDirectory(tmp_path)
+    directory.prune(keep=2, best_step=3)
+    assert directory.steps() == [3, 5, 6]
+
+
+def test_a_checkpoint_is_found_from_itself_its_run_or_its_pointer(tmp_path: Path) -> None:
+    for step in (2, 11):
+        save(tmp_path, step=step)
+    CheckpointDirectory(tmp_path).point("BEST", 2)
+    assert resolve_checkpoint(tmp_path).name == "step-00000011"
+    assert resolve_checkpoint(tmp_path / "LATEST").name == "step-00000011"
+    assert resolve_checkpoint(tmp_path / "BEST").name == "step-00000002"
+    assert resolve_checkpoint(tmp_path / "checkpoints" / "step-00000002").name == "step-00000002"
+
+
+@pytest.mark.parametrize("content", ["", "checkpoints/../../etc", "step-1", "\x00"])
+def test_a_damaged_pointer_is_refused(tmp_path: Path, content: str) -> None:
+    save(tmp_path, step=2)
+    (tmp_path / "LATEST").write_text(content)
+    with pytest.raises(CheckpointError, match="names no checkpoint"):
+        resolve_checkpoint(tmp_path / "LATEST")
+    assert resolve_checkpoint(tmp_path).name == "step-00000002"

@@ -3,8 +3,9 @@
     make quickstart
 
 The text is the Python standard library's own sources, found through the running interpreter. Each
-step below is one `txl` command, printed as it is run, so that it can be run by hand. A second call
-keeps the prepared data; it resumes the run if that was stopped, and starts a new one if it was done.
+step below is one `txl` command, printed as it is run, so that it can be run by hand. A second
+call keeps the prepared data; it resumes a run that was stopped, and starts a new one after one that
+was done.
 """
 
 import argparse
@@ -56,7 +57,11 @@ def txl(*words: object, capture: bool = False) -> str:
     # A stray launcher variable would make the command think that it is a rank.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     process = subprocess.run(
-        command, stdout=subprocess.PIPE if capture else None, text=True, env=environment
+        command,
+        check=False,
+        stdout=subprocess.PIPE if capture else None,
+        text=True,
+        env=environment,
     )
     if process.returncode:
         sys.exit(process.returncode)
@@ -108,16 +113,23 @@ def print_summary(
         "checkpoint": str(run / latest),
     }
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    gain = float(summary["bits_per_byte_without_memory"]) - float(summary["bits_per_byte_with_memory"])
+    gain = float(summary["bits_per_byte_without_memory"]) - float(
+        summary["bits_per_byte_with_memory"]
+    )
     say("summary")
     print(f"bits per byte, memory {with_memory['mem_len']:>4}   {with_memory['bits_per_byte']:.4f}")
     print(f"bits per byte, memory    0   {without['bits_per_byte']:.4f}")
     print(f"memory saves                {gain:.4f} bits per byte")
-    print(f"tokens per second           {summary['tokens_per_second_median']:,.0f} (median of the log)")
+    rate = summary["tokens_per_second_median"]
+    print(f"tokens per second           {rate:,.0f} (median of the log)")
     print(f"checkpoint                  {summary['checkpoint']}")
     database = f"sqlite:///{(RUNS / 'mlflow.db')}"
     print("MLflow page                 ", end="")
-    print(shlex.join([".venv/bin/mlflow", "ui", "--backend-store-uri", database, "--host", "127.0.0.1"]))
+    print(
+        shlex.join(
+            [".venv/bin/mlflow", "ui", "--backend-store-uri", database, "--host", "127.0.0.1"]
+        )
+    )
     if gain <= 0:
         sys.exit("memory did not help: this run was too short, or something is wrong")
 

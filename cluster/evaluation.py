@@ -65,7 +65,7 @@ def evaluate_on_ray(
     )
     num_cpus = os.cpu_count() or 1
     with ray_session(address, num_cpus=max(num_workers, num_cpus)):
-        scores = _score_all(
+        scores = score_on_ray(
             absolute,
             pieces,
             num_workers=num_workers,
@@ -75,7 +75,7 @@ def evaluate_on_ray(
     return summarise(scores, pieces, job.settings)
 
 
-def _score_all(
+def score_on_ray(
     job: EvaluationJob,
     pieces: list[Piece],
     *,
@@ -83,6 +83,7 @@ def _score_all(
     num_threads: int,
     on_progress: Callable[[int, int], None],
 ) -> list[LossSums]:
+    """The sums of `pieces`, in order, from inside a `ray_session`; `job` has absolute paths."""
     import ray
     from ray.util import ActorPool
 

@@ -1,7 +1,7 @@
 """Errors for people: each carries the exit code that scripts rely on.
 
 A message says what was found and where, what was expected, the likely cause and the next command.
-The command line prints it on standard error and exits with `exit_code`; nothing below it calls exit.
+The command line prints it on standard error and exits with `exit_code`; nothing else calls exit.
 """
 
 

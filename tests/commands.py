@@ -16,7 +16,13 @@ def txl(
     """Run one command to its end; the finished process, with its output as text."""
     command = [sys.executable, "-m", "txl_dist", *map(str, words)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_seconds, env=ENVIRONMENT, cwd=cwd
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        env=ENVIRONMENT,
+        cwd=cwd,
     )
 
 

@@ -9,9 +9,9 @@ from tests.gloo_ranks import RankGroups
 from tests.training_runs import DROPOUT, NO_EVALUATION, losses, metrics, tiny_job, train
 
 STEPS = 20
-# float32 has 24 bits: one sum in another order moves a loss of about 5 by a few 1e-7. Twenty steps of
-# AdamW at lr 1e-2 carry that into the weights; seen here: up to 1e-7. A wrong scale, a lost lane or
-# a memory row of another lane moves the loss by more than 1e-3 within three steps.
+# float32 has 24 bits: one sum in another order moves a loss of about 5 by a few 1e-7. Twenty steps
+# of AdamW at lr 1e-2 carry that into the weights; seen here: up to 1e-7. A wrong scale, a lost lane
+# or a memory row of another lane moves the loss by more than 1e-3 within three steps.
 TOLERANCE = 2e-6
 
 

@@ -23,7 +23,8 @@ from txl_dist.checkpoint.manifest import (
     load_checkpoint_manifest,
 )
 from txl_dist.errors import CheckpointError
-from txl_dist.model import ModelConfig, TransformerXL
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
 
 
 def find_damage(directory: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:

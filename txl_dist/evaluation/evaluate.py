@@ -21,7 +21,7 @@ from txl_dist.errors import DataError
 from txl_dist.evaluation.pieces import Mode, Piece, overhead, plan_pieces
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.loss_sums import LossSums
-from txl_dist.model import ModelConfig
+from txl_dist.model.config import ModelConfig
 from txl_dist.world import World
 
 

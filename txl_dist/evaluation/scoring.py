@@ -17,7 +17,7 @@ from data_pipeline.segments import IGNORED, Reset
 from data_pipeline.shard_reader import TokenSource
 from txl_dist.evaluation.pieces import Piece
 from txl_dist.loss_sums import LossSums
-from txl_dist.model import TransformerXL
+from txl_dist.model.transformer_xl import TransformerXL
 
 # Shapes: B pieces side by side, T segment tokens, V vocabulary
 

@@ -7,7 +7,8 @@ import torch
 
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.generation.sampling import Sampling, next_token
-from txl_dist.model import Memory, TransformerXL
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import TransformerXL
 
 
 def generate_tokens(

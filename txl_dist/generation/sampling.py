@@ -29,8 +29,9 @@ def next_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator)
         return int(logits_V.argmax())
     scaled_V = logits_V.double() / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scaled_V.numel():
-        threshold = scaled_V.topk(sampling.top_k).values[-1]
-        scaled_V = scaled_V.masked_fill(scaled_V < threshold, -torch.inf)
+        # By index, not by value: of tokens as likely as the last kept one, no more than k stay.
+        logits, tokens = scaled_V.topk(sampling.top_k)
+        scaled_V = torch.full_like(scaled_V, -torch.inf).scatter(-1, tokens, logits)
     probability_V = scaled_V.softmax(dim=-1)
     if sampling.top_p is not None:
         probability_V = _nucleus(probability_V, sampling.top_p)

@@ -18,7 +18,7 @@ from txl_dist.config_file import dump_run_config, flatten_config
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.evaluate import EvaluationResult, EvaluationSettings, evaluate_on_ranks
 from txl_dist.evaluation.scoring import Scorer
-from txl_dist.model import TransformerXL
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
@@ -55,6 +55,7 @@ class RankBuilder:
             state = point.manifest.state
         self._write_config()
         journal = open_journal(self.directory, state) if self.world.is_first else None
+        tracker = self._tracker(new_run=point is None)
         report = Report(journal, num_steps=self.config.training.num_steps)
         report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
         return Training(
@@ -64,7 +65,7 @@ class RankBuilder:
             step=step,
             report=report,
             stop=StopRequest(Path(self.job.stop_file) if self.job.stop_file else None),
-            save=self._saver(engine, step),
+            save=self._saver(engine, step, tracker),
             evaluate=self._evaluator(engine.model),
             state=state,
         )
@@ -147,7 +148,7 @@ class RankBuilder:
 
         return evaluate
 
-    def _saver(self, engine: Engine, step: TrainStep) -> Save:
+    def _saver(self, engine: Engine, step: TrainStep, tracker: Tracker | None) -> Save:
         header = CheckpointHeader(
             written_by=f"txl-dist {version('txl-dist')}",
             model=asdict(self.data.model_config),
@@ -159,7 +160,6 @@ class RankBuilder:
             zero_stage=self.config.deepspeed.zero_stage,
             num_lanes=self.config.data.num_lanes,
         )
-        tracker = self._tracker()
         keep = self.config.training.keep_checkpoints
 
         def save(state: TrainState) -> None:
@@ -181,7 +181,7 @@ class RankBuilder:
 
         return save
 
-    def _tracker(self) -> Tracker | None:
+    def _tracker(self, *, new_run: bool) -> Tracker | None:
         """Starts sending to MLflow, from rank 0; its end status follows from how `stack` closes."""
         if not (self.world.is_first and self.config.tracking.enabled):
             return None
@@ -191,6 +191,7 @@ class RankBuilder:
                 self.config,
                 data_manifest=Path(self.config.data.path) / "manifest.json",
                 tags={"num_ranks": str(self.world.num_ranks)},
+                new_run=new_run,
             )
         )
 

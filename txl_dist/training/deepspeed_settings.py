@@ -12,8 +12,12 @@ _OURS = {
     "train_batch_size": "data.num_lanes",
     "train_micro_batch_size_per_gpu": "training.micro_batch_lanes",
     "gradient_accumulation_steps": "training.micro_batch_lanes",
+    "managed_gradient_accumulation": "training.micro_batch_lanes",
+    "gradient_allreduce_op": "data.num_lanes",
     "fp16": "precision",
     "bf16": "precision",
+    "bfloat16": "precision",  # DeepSpeed still reads the old name
+    "data_types": "precision",
     "torch_autocast": "precision",
     "checkpoint": "training",
 }

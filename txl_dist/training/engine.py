@@ -16,8 +16,9 @@ from torch import Tensor
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
 from txl_dist.config import OptimizerConfig, RunConfig
 from txl_dist.errors import DivergedError
-from txl_dist.model import Memory, TransformerXL
 from txl_dist.model.dropout import Draws
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.deepspeed_settings import deepspeed_settings
 from txl_dist.world import World
 
@@ -61,7 +62,7 @@ class Engine:
         return self._engine(input_BT, target_BT, age_BT, memory, draws)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Before `forward`: whether this is the step's last micro-batch, so gradients are reduced."""
+        """Before `forward`; after the step's last micro-batch gradients are reduced."""
         self._engine.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: Tensor) -> None:

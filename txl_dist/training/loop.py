@@ -145,5 +145,6 @@ class Training:
 
     def _save(self) -> None:
         began = time.monotonic()
+        self.report.sync()
         self.save(self.state)
         self.report.not_training(time.monotonic() - began)

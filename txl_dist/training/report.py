@@ -98,6 +98,11 @@ class Report:
         if self._journal is not None:
             log.info(message, *values)
 
+    def sync(self) -> None:
+        """Put every line so far on disk, before a checkpoint that counts on them."""
+        if self._journal is not None:
+            self._journal.sync()
+
     def _write(self, state: TrainState, values: dict[str, float]) -> None:
         assert self._journal is not None
         self._journal.write(

@@ -34,7 +34,8 @@ def main(run: Path) -> None:
         assert_whole(run, newest)
         if code == 0:
             assert newest == 2
-            assert seen_old >= 8 and seen_new >= 2, (seen_old, seen_new)
+            assert seen_old >= 8
+            assert seen_new >= 2
             assert not CheckpointDirectory(run).aside.exists()
             print(f"{kill_at - 1} kill points")
             return

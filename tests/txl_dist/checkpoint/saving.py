@@ -10,7 +10,8 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
 from txl_dist.checkpoint.manifest import BestScore, TrainState
 from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
-from txl_dist.model import ModelConfig, TransformerXL
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.world import World
 
 NUM_LANES = 3

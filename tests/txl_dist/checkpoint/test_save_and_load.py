@@ -21,7 +21,8 @@ from txl_dist.checkpoint.reader import (
     verify_checkpoint,
 )
 from txl_dist.errors import CheckpointError
-from txl_dist.model import ModelConfig, TransformerXL
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
 
 
 def test_weights_states_memory_and_progress_come_back(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_loaded_model_scores_like_the_saved_one(tmp_path: Path) -> None:
 
 def test_a_kill_at_any_file_operation_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
     sweep = [sys.executable, "-m", "tests.txl_dist.checkpoint.kill_sweep", str(tmp_path)]
-    done = subprocess.run(sweep, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(sweep, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kill points" in done.stdout
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from txl_dist.model import Memory, ModelConfig, TransformerXL
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import Memory
 from txl_dist.model.original_weights import from_original, to_original
+from txl_dist.model.transformer_xl import TransformerXL
 
 GOLDEN = Path(os.environ.get("TXL_GOLDEN_DIR", Path(__file__).parents[2] / "golden"))
 NAMES = [

@@ -1,0 +1,120 @@
+"""Ray, for real: training under Ray Train, evaluation with actors, and a killed rank."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.evaluation import score_on_ray
+from cluster.session import ray_session
+from cluster.training import train_on_ray
+from data_pipeline.manifest import load_manifest
+from data_pipeline.shard_reader import open_split
+from tests.commands import num_lines, start_txl, wait_until
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from txl_dist.evaluation.evaluate import (
+    EvaluationJob,
+    EvaluationSettings,
+    evaluate_here,
+    plan_evaluation,
+    summarise,
+)
+
+NUM_STEPS = 400
+LONG = (NO_EVALUATION, f"training.num_steps={NUM_STEPS}", "training.checkpoint_interval_steps=50")
+
+
+@pytest.fixture(scope="module")
+def trained(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run trained by two ranks under Ray Train."""
+    run = tmp_path_factory.mktemp("ray") / "run"
+    lines: list[str] = []
+    train_on_ray(tiny_job(dataset, run), num_ranks=2, address=None, on_line=lines.append)
+    assert any("step 20 | loss" in line for line in lines)
+    assert any("2 ranks on cpu" in line for line in lines)
+    return run
+
+
+def test_a_run_on_ray_has_the_losses_of_plain_processes(
+    ranks: RankGroups, dataset: Path, trained: Path, tmp_path: Path
+) -> None:
+    assert ranks(2).run(train, tiny_job(dataset, tmp_path)) == [0, 0]
+    assert losses(trained) == losses(tmp_path)
+
+
+def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
+    dataset: Path, trained: Path
+) -> None:
+    settings = EvaluationSettings(
+        split="valid",
+        mode="exact",
+        tgt_len=6,
+        mem_len=8,
+        clamp_len=None,
+        same_length=False,
+        reset="document",
+    )
+    job = EvaluationJob(
+        checkpoint=trained / "checkpoints" / "step-00000020",
+        data=dataset,
+        settings=settings,
+        batch_pieces=3,
+    )
+    expected = evaluate_here(job, on_progress=lambda done, total: None)
+    assert expected.sums.num_tokens == load_manifest(dataset).splits["valid"].tokens - 1
+    pieces = plan_evaluation(open_split(dataset, "valid"), settings, n_layer=2)
+    assert len(pieces) > 12  # so that three workers all have something to do
+    with ray_session(None, num_cpus=3):
+        for num_workers, batch_pieces in ((1, 5), (2, 1), (3, 4)):
+            scores = score_on_ray(
+                replace(job, batch_pieces=batch_pieces),
+                pieces,
+                num_workers=num_workers,
+                num_threads=1,
+                on_progress=lambda done, total: None,
+            )
+            found = summarise(scores, pieces, settings)
+            assert found.sums.num_tokens == expected.sums.num_tokens
+            assert found.sums.nats == pytest.approx(expected.sums.nats, rel=1e-6)
+
+
+@pytest.mark.fault
+def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
+    given = (f"data.path={dataset}", f"directory={run}", *LONG)
+    process = start_txl("train", TINY, *given, "--ranks", 2)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 80)
+    (victim, *_) = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "TrainWorker" in " ".join(child.cmdline())
+    ]
+    os.kill(victim.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    assert "resuming at step" in output
+    assert losses(run) == losses(straight)
+
+
+@pytest.mark.fault
+def test_sigterm_to_the_launcher_saves_and_exits_75_and_leaves_no_process(
+    dataset: Path, tmp_path: Path
+) -> None:
+    given = (f"data.path={dataset}", f"directory={tmp_path}", *LONG)
+    process = start_txl("train", TINY, *given, "--ranks", 2)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    stopped_at = max(losses(tmp_path))
+    assert (tmp_path / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive

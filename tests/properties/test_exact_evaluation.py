@@ -1,0 +1,219 @@
+"""Promise 5, exact evaluation: pieces scored anywhere add up to one sequential pass.
+
+The oracle is that pass: one lane, segment after segment from the split's start, ages by their
+definition. It shares with the package only the model.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline import pieces as token_pieces
+from data_pipeline.segments import Reset
+from tests.small_models import VOCAB_SIZE, small_model
+from tests.token_sources import TextSource, random_corpus
+from txl_dist.errors import DataError
+from txl_dist.evaluation import pieces as evaluation_pieces
+from txl_dist.evaluation.evaluate import EvaluationSettings, plan_evaluation, summarise
+from txl_dist.evaluation.pieces import Piece
+from txl_dist.evaluation.scoring import Scorer
+from txl_dist.loss_sums import LossSums
+from txl_dist.model.transformer_xl import TransformerXL
+
+BYTE_COUNTS_V = torch.arange(VOCAB_SIZE) % 4
+"""UTF-8 bytes of every token; the opener has none."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A split, a model, and how pieces of it are cut and batched."""
+
+    lengths: list[list[int]]
+    tgt_len: int
+    model_options: dict[str, Any]
+    reset: Reset
+    batch_pieces: int = 2
+    pieces_wanted: int = 100
+    min_overhead: int = 0
+    max_tokens: int | None = None
+
+    @property
+    def source(self) -> TextSource:
+        return random_corpus(self.lengths, vocab_size=VOCAB_SIZE, seed=2)
+
+    @property
+    def model(self) -> TransformerXL:
+        return small_model(seed=4, **self.model_options)
+
+    @property
+    def settings(self) -> EvaluationSettings:
+        config = self.model.config
+        return EvaluationSettings(
+            split="valid",
+            mode="exact",
+            tgt_len=self.tgt_len,
+            mem_len=config.mem_len,
+            clamp_len=config.clamp_len,
+            same_length=config.same_length,
+            reset=self.reset,
+            max_tokens=self.max_tokens,
+        )
+
+    @property
+    def scorer(self) -> Scorer:
+        return Scorer(
+            model=self.model,
+            source=self.source,
+            tgt_len=self.tgt_len,
+            reset=self.reset,
+            batch_pieces=self.batch_pieces,
+            byte_counts_V=BYTE_COUNTS_V,
+        )
+
+    def plan(self) -> list[Piece]:
+        """Pieces of this tiny split; left alone, the package would cut it into one or two."""
+        with small_pieces(self):
+            return plan_evaluation(self.source, self.settings, n_layer=self.model.config.n_layer)
+
+
+@contextmanager
+def small_pieces(case: Case) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation_pieces, "NUM_PIECES_WANTED", case.pieces_wanted)
+        patch.setattr(evaluation_pieces, "MIN_OVERHEAD", case.min_overhead)
+        patch.setattr(token_pieces, "PIECE_TOKENS", 5)
+        yield
+
+
+def sequential_nats(case: Case) -> list[float]:
+    """Nats of every target of the split, from one pass."""
+    tokens = [token for document in case.source.documents for token in document]
+    ages = list(range(len(tokens)))
+    if case.reset == "document":
+        ages = [age for document in case.source.documents for age in range(len(document))]
+    model, nats = case.model, []
+    memory = model.empty_memory(1)
+    for start in range(0, len(tokens) - 1, case.tgt_len):
+        stop = min(start + case.tgt_len, len(tokens) - 1)
+        columns = (tokens[start:stop], tokens[start + 1 : stop + 1], ages[start:stop])
+        with torch.no_grad():
+            nats_BT, memory = model(*(torch.tensor([column]) for column in columns), memory)
+        nats += nats_BT[0].tolist()
+    return nats
+
+
+document_lengths = st.lists(
+    st.lists(st.one_of(st.integers(1, 4), st.integers(10, 30)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=3,
+).filter(lambda lengths: sum(map(sum, lengths)) >= 2)
+
+
+cases = st.builds(
+    Case,
+    lengths=document_lengths,
+    tgt_len=st.integers(1, 5),
+    model_options=st.fixed_dictionaries(
+        {
+            "n_layer": st.integers(1, 3),
+            "mem_len": st.integers(1, 8),
+            "clamp_len": st.sampled_from([None, 3]),
+            "same_length": st.booleans(),
+        }
+    )
+    | st.just({"mem_len": 0}),
+    reset=st.sampled_from(["document", "stream"]),
+    batch_pieces=st.integers(1, 5),
+    pieces_wanted=st.integers(1, 50),
+    min_overhead=st.integers(0, 2),
+    max_tokens=st.none() | st.integers(2, 40),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=cases)
+def test_the_pieces_add_up_to_one_sequential_pass(case: Case) -> None:
+    pieces = case.plan()
+    with small_pieces(case):
+        result = summarise(case.scorer.scores(pieces), pieces, case.settings)
+
+    tokens = [token for document in case.source.documents for token in document]
+    num_tokens = min(len(tokens), case.max_tokens or len(tokens))
+    expected = sequential_nats(case)[: num_tokens - 1]
+    assert result.sums.num_tokens == num_tokens - 1, "every target once"
+    assert result.sums.num_bytes == int(BYTE_COUNTS_V[tokens[1:num_tokens]].sum())
+    assert result.sums.nats == pytest.approx(sum(expected), rel=1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases)
+def test_every_piece_is_as_warm_as_in_the_sequential_pass(case: Case) -> None:
+    pieces, nats = case.plan(), sequential_nats(case)
+    for piece, sums in zip(pieces, case.scorer.scores(pieces), strict=True):
+        assert sums.num_tokens == piece.stop - piece.start
+        assert sums.nats == pytest.approx(sum(nats[piece.start : piece.stop]), rel=1e-10)
+
+
+LONG_DOCUMENT = Case([[60]], tgt_len=3, model_options={"n_layer": 2, "mem_len": 6}, reset="stream")
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 30])
+@pytest.mark.parametrize("reset", ["document", "stream"])
+def test_any_number_of_workers_gives_the_same_sums(num_workers: int, reset: Reset) -> None:
+    case = replace(LONG_DOCUMENT, lengths=[[20, 3], [40]], reset=reset, batch_pieces=1)
+    pieces = case.plan()
+    scores = [LossSums()] * len(pieces)
+    for worker in range(num_workers):
+        mine = range(worker, len(pieces), num_workers)
+        for index, sums in zip(mine, case.scorer.scores([pieces[i] for i in mine]), strict=True):
+            scores[index] = sums
+    assert len(pieces) == 21
+    assert scores == list(case.scorer.scores(pieces)), "to the last bit"
+
+
+@pytest.mark.parametrize("batch_pieces", [2, 5, 100])
+def test_any_batch_size_gives_the_same_sums(batch_pieces: int) -> None:
+    one, many = (replace(LONG_DOCUMENT, batch_pieces=size) for size in (1, batch_pieces))
+    pieces = one.plan()
+    for alone, together in zip(one.scorer.scores(pieces), many.scorer.scores(pieces), strict=True):
+        assert together.nats == pytest.approx(alone.nats, rel=1e-12)
+        assert (together.num_tokens, together.num_bytes) == (alone.num_tokens, alone.num_bytes)
+
+
+@pytest.mark.parametrize("reset", ["document", "stream"])
+@pytest.mark.parametrize("n_layer", [1, 2, 3])
+def test_one_segment_less_of_warm_up_is_not_enough(n_layer: int, reset: Reset) -> None:
+    """So the warm-up is no longer than it must be, and the tests above can fail."""
+    options = {"n_layer": n_layer, "mem_len": 6}
+    case = replace(LONG_DOCUMENT, model_options=options, reset=reset)
+    pieces = case.plan()
+    warm = [piece for piece in pieces if piece.start - piece.warm_start == n_layer * 6]
+    assert len(warm) > 5
+    colder = [replace(piece, warm_start=piece.warm_start + case.tgt_len) for piece in warm]
+    nats = sequential_nats(case)
+    for piece, sums in zip(colder, case.scorer.scores(colder), strict=True):
+        assert abs(sums.nats - sum(nats[piece.start : piece.stop])) > 1e-6
+
+
+def test_a_warm_up_off_the_segment_grid_is_not_exact() -> None:
+    """As many tokens, cut elsewhere: a token's context depends on where its segment begins."""
+    case, nats = LONG_DOCUMENT, sequential_nats(LONG_DOCUMENT)
+    shifted = [
+        Piece(piece.warm_start + 1, piece.start + 1, piece.stop + 1)
+        for piece in case.plan()
+        if piece.warm_start > 0 and piece.stop < len(nats)
+    ]
+    for piece, sums in zip(shifted, case.scorer.scores(shifted), strict=True):
+        assert abs(sums.nats - sum(nats[piece.start : piece.stop])) > 1e-6
+
+
+@pytest.mark.parametrize("lengths", [[[1]], [[5, 3], [7]]], ids=["one token", "max_tokens=1"])
+def test_a_split_without_a_target_is_refused_with_the_way_out(lengths: list[list[int]]) -> None:
+    with pytest.raises(DataError, match="txl prepare"):
+        replace(LONG_DOCUMENT, lengths=lengths, max_tokens=1).plan()

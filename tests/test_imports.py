@@ -1,0 +1,100 @@
+"""Who may import what: the house of the design, read off the sources."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ALLOWED = {
+    "data_pipeline": {"data_pipeline"},
+    "txl_dist": {"data_pipeline", "txl_dist"},
+    "cluster": {"data_pipeline", "txl_dist", "cluster"},
+}
+HEAVY = {"torch", "deepspeed", "ray", "mlflow", "numpy", "pydantic", "webdataset"}
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Path of a module -> every module it imports, at its top or inside a function."""
+    found = {}
+    for package in ALLOWED:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            names = set()
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Import):
+                    names |= {alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    assert node.level == 0, f"{path}: imports are written out in full"
+                    names.add(node.module)
+            found[path.relative_to(ROOT).as_posix()] = names
+    assert len(found) > 40
+    return found
+
+
+def importers_of(library: str) -> list[str]:
+    return [path for path, names in imports().items() if library in top_levels(names)]
+
+
+def top_levels(names: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_imports_go_one_way(package: str) -> None:
+    for path, names in imports().items():
+        if path.startswith(f"{package}/"):
+            assert top_levels(names) & set(ALLOWED) <= ALLOWED[package], path
+
+
+@pytest.mark.parametrize(
+    ("library", "most"), [("deepspeed", 1), ("mlflow", 1), ("webdataset", 2), ("zstandard", 2)]
+)
+def test_a_library_with_traps_is_imported_in_few_places(library: str, most: int) -> None:
+    assert 1 <= len(importers_of(library)) <= most, importers_of(library)
+
+
+def test_ray_is_imported_in_cluster_only() -> None:
+    assert {path.split("/")[0] for path in importers_of("ray")} == {"cluster"}
+
+
+def test_the_model_imports_torch_and_itself_only() -> None:
+    for path, names in imports().items():
+        if path.startswith("txl_dist/model/"):
+            foreign = top_levels(names) - sys.stdlib_module_names - {"torch", "txl_dist"}
+            ours = {name for name in names if name.startswith("txl_dist")}
+            assert not foreign, path
+            assert all(name.startswith("txl_dist.model") for name in ours), path
+
+
+def test_every_library_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    declared = {normal(re.split(r"[^\w.-]", line)[0]) for line in project["dependencies"]}
+    used = set().union(*map(top_levels, imports().values()))
+    distributions = packages_distributions()
+    for library in used - sys.stdlib_module_names - set(ALLOWED):
+        assert declared & set(map(normal, distributions[library])), library
+
+
+def normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "txl_dist", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {line.rsplit("|", 1)[-1].strip() for line in ended.stderr.splitlines()}
+    assert "Usage" in ended.stdout
+    assert "typer" in loaded, "the list is read rightly"
+    assert not top_levels(loaded) & HEAVY

@@ -1,0 +1,114 @@
+"""Generation: the memory stands for everything read, and text comes out whole."""
+
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from data_pipeline.tokenizers import ByteTokenizer
+from tests.small_models import VOCAB_SIZE, random_text, small_model
+from txl_dist.generation import generate
+from txl_dist.generation.generate import generate_tokens, stream_text
+from txl_dist.generation.sampling import Sampling
+from txl_dist.model.transformer_xl import TransformerXL
+
+TGT_LEN = 4
+FREELY, GREEDILY = Sampling(), Sampling(temperature=0)
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    return random_text(1, num_tokens)[0].tolist()
+
+
+def generated(model: TransformerXL, prompt: list[int], num_tokens: int = 9, **how) -> list[int]:
+    how = {"tgt_len": TGT_LEN, "sampling": FREELY, "seed": 0} | how
+    return list(islice(generate_tokens(model, prompt, **how), num_tokens))
+
+
+def logits_at_once(model: TransformerXL, text: list[int]) -> Tensor:
+    """[N, V]: after each token of a text that is one segment, without any memory."""
+    memory = small_model(mem_len=0).empty_memory(1)
+    with torch.no_grad():
+        hidden_BTD, _ = model.hidden(torch.tensor([text]), torch.arange(len(text))[None], memory)
+        return model.logits(hidden_BTD)[0]
+
+
+@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 8, 9, 14], ids="prompt of {}".format)
+def test_memory_gives_the_same_distributions_as_reading_all_again(
+    num_prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = small_model(mem_len=30), prompt_of(num_prompt)
+    seen = []
+
+    def noting_next_token(logits_V: Tensor, *how) -> int:
+        seen.append(logits_V)
+        return next_token(logits_V, *how)
+
+    next_token = generate.next_token
+    monkeypatch.setattr(generate, "next_token", noting_next_token)
+    tokens = generated(model, prompt)
+    at_once_NV = logits_at_once(model, prompt + tokens)
+    assert_close(torch.stack(seen), at_once_NV[num_prompt - 1 : -1])
+
+
+def test_temperature_0_is_the_likeliest_token_each_time() -> None:
+    model, prompt = small_model(mem_len=30), prompt_of(6)
+    tokens = generated(model, prompt, sampling=GREEDILY)
+    assert tokens == logits_at_once(model, prompt + tokens)[5:-1].argmax(-1).tolist()
+
+
+def test_the_same_seed_gives_the_same_text_whatever_was_drawn_before() -> None:
+    model, prompt = small_model(), prompt_of(6)
+    first = generated(model, prompt, 20, seed=1)
+    torch.rand(3)
+    assert generated(model, prompt, 20, seed=1) == first
+    assert generated(model, prompt, 20, seed=2) != first
+
+
+def test_it_stops_at_the_end_token_without_giving_it() -> None:
+    model, prompt = small_model(), prompt_of(6)
+    free = generated(model, prompt, 40)
+    end = free[7]
+    assert generated(model, prompt, 40, end=end) == free[: free.index(end)]
+
+
+def test_a_prompt_needs_a_token() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        generated(small_model(), [])
+
+
+def test_every_token_can_follow() -> None:
+    assert set(generated(small_model(), prompt_of(3), 300)) == set(range(VOCAB_SIZE))
+
+
+# --- text ---------------------------------------------------------------------------------------
+
+
+def streamed(data: bytes) -> list[str]:
+    return list(stream_text(iter(data), ByteTokenizer()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=30))
+def test_text_comes_character_by_character_as_soon_as_each_is_whole(text: str) -> None:
+    assert streamed(text.encode()) == list(text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=30))
+def test_bytes_that_are_no_text_are_marked_and_lose_nothing_else(data: bytes) -> None:
+    assert "".join(streamed(data)) == data.decode(errors="replace")
+
+
+def test_text_that_ends_inside_a_character_says_so() -> None:
+    assert streamed("潮".encode()[:2]) == ["\N{REPLACEMENT CHARACTER}"]
+
+
+def test_the_end_of_a_document_is_no_text() -> None:
+    tokenizer = ByteTokenizer()
+    tokens = [ord("a"), tokenizer.end_of_document, ord("b")]
+    assert list(stream_text(iter(tokens), tokenizer)) == ["a", "b"]

@@ -1,0 +1,112 @@
+"""Dropout: masks that belong to (seed, step, lane, layer, place) and to nothing else."""
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.small_models import random_text, small_model
+from txl_dist.model.dropout import Dropout, Place
+from txl_dist.training.dropout_draws import LaneDraws
+
+PLACES = get_args(Place)
+BASE: dict[str, Any] = {"seed": 3, "step": 5, "lane": 7, "layer": 1, "place": "inner"}
+
+
+def mask_of(*, seed: int, step: int, lane: int, layer: int, place: Place) -> Tensor:
+    draws = LaneDraws(seed=seed, step=step, lanes=[lane])
+    return draws.scale(torch.ones(1, 9, 11), rate=0.3, layer=layer, place=place, by_lane=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lanes=st.permutations(range(7)), cut=st.integers(1, 6))
+def test_a_lanes_mask_is_the_same_in_any_row_of_any_micro_batch(lanes: list[int], cut: int) -> None:
+    for micro_batch in (lanes[:cut], lanes[cut:]):
+        draws = LaneDraws(seed=3, step=5, lanes=micro_batch)
+        x = torch.ones(len(micro_batch), 9, 11)
+        masks = draws.scale(x, rate=0.3, layer=1, place="inner", by_lane=True)
+        for row, lane in enumerate(micro_batch):
+            assert torch.equal(masks[row : row + 1], mask_of(**BASE | {"lane": lane}))
+
+
+@pytest.mark.parametrize("mem_len", [0, 5])
+def test_a_model_gives_each_lane_the_same_nats_in_any_micro_batch(mem_len: int) -> None:
+    model, text_BN = small_model(dropout=0.3, dropatt=0.2, mem_len=mem_len), random_text(4, 7)
+    age_BT = torch.arange(6).expand(4, 6)
+
+    def nats(lanes: list[int]) -> Tensor:
+        draws = LaneDraws(seed=3, step=5, lanes=lanes)
+        text = text_BN[lanes]
+        memory = model.empty_memory(len(lanes))
+        return model(text[:, :-1], text[:, 1:], age_BT[lanes], memory, draws)[0]
+
+    whole = nats([0, 1, 2, 3])
+    assert_close(torch.cat([nats([0, 1, 2]), nats([3])]), whole)
+    assert_close(nats([2, 0, 3, 1]), whole[[2, 0, 3, 1]])
+    assert (whole - nats_without_draws(model, text_BN)).abs().max() > 1e-3
+
+
+def nats_without_draws(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
+    age_BT = torch.arange(text_BN.shape[1] - 1).expand(len(text_BN), -1)
+    memory = model.empty_memory(len(text_BN))
+    return model(text_BN[:, :-1], text_BN[:, 1:], age_BT, memory)[0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({name: value} for name in ("seed", "step", "lane", "layer") for value in (2, 2**31)),
+        *({"place": place} for place in PLACES if place != "inner"),
+        {"lane": -1},
+        {"seed": BASE["step"], "step": BASE["seed"]},
+        {"lane": BASE["layer"], "layer": BASE["lane"]},
+    ],
+    ids=str,
+)
+def test_another_seed_step_lane_layer_or_place_draws_another_mask(other: dict) -> None:
+    assert not torch.equal(mask_of(**BASE), mask_of(**BASE | other))
+    assert torch.equal(mask_of(**BASE), mask_of(**BASE)), "and the same ones the same"
+
+
+def test_every_dropout_of_a_model_has_a_mask_of_its_own() -> None:
+    modules = [m for m in small_model(n_layer=3).modules() if isinstance(m, Dropout)]
+    assert len({(m.layer, m.place) for m in modules}) == len(modules) == 3 + 3 * 4
+    assert {m.place for m in modules} == set(PLACES)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+def test_the_rate_and_the_mean_are_kept(rate: float) -> None:
+    draws = LaneDraws(seed=3, step=5, lanes=[0, 1])
+    scale = draws.scale(
+        torch.ones(2, 300, 400).double(), rate=rate, layer=0, place="output", by_lane=True
+    )
+    five_sigmas = 5 * (rate * (1 - rate) / scale.numel()) ** 0.5
+    assert abs((scale == 0).double().mean() - rate) < five_sigmas
+    assert abs(scale.mean() - 1) < five_sigmas / (1 - rate)
+    assert_close(scale[scale > 0].unique().item(), 1 / (1 - rate), rtol=1e-4, atol=0)
+
+
+def test_a_mask_for_all_lanes_does_not_depend_on_them() -> None:
+    masks = [
+        LaneDraws(seed=3, step=5, lanes=lanes).scale(
+            torch.ones(9, 11), rate=0.3, layer=0, place="distances", by_lane=False
+        )
+        for lanes in ([0], [4, 2, 6])
+    ]
+    assert torch.equal(*masks)
+
+
+def test_without_draws_nothing_is_dropped() -> None:
+    text_BN = random_text(2, 7)
+    dropped, plain = small_model(dropout=0.3, dropatt=0.2), small_model()
+    assert torch.equal(nats_without_draws(dropped, text_BN), nats_without_draws(plain, text_BN))
+
+
+def test_the_masks_are_those_of_every_earlier_version() -> None:
+    """A resumed run must go on with the masks it began with; these bits may never change."""
+    kept = (mask_of(**BASE) > 0).flatten()[:24].int().tolist()
+    assert "".join(map(str, kept)) == "100011111011111011111101"

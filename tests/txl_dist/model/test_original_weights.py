@@ -1,0 +1,45 @@
+"""Names of the original: there and back again, and nothing left out."""
+
+import pytest
+import torch
+
+from tests.small_models import small_model
+from txl_dist.model.original_weights import from_original, original_names, to_original
+
+OPTIONS = [
+    {},
+    {"tie_weight": False, "n_layer": 3},
+    {"d_embed": 3},
+    {"d_embed": 3, "tie_projection": True},
+    {"d_embed": 3, "tie_weight": False, "pre_lnorm": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_weights_survive_the_originals_names(options: dict) -> None:
+    model = small_model(**options)
+    original = to_original(model.state_dict(), model.config)
+    back = from_original(original, model.config)
+    assert set(back) == set(model.state_dict())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(back[name], weight), name
+    assert set(original) == set(original_names(model.config))
+
+
+def test_queries_keys_and_values_stand_below_each_other() -> None:
+    model = small_model()
+    attention = model.layers[1].attention
+    qkv = to_original(model.state_dict(), model.config)["layers.1.dec_attn.qkv_net.weight"]
+    width = 3 * 4
+    assert torch.equal(qkv[:width], attention.query.weight)
+    assert torch.equal(qkv[width:], attention.key_value.weight)
+
+
+def test_names_the_original_repeats_for_tied_tensors_are_read_once() -> None:
+    model = small_model(d_embed=3, tie_projection=True)
+    original = to_original(model.state_dict(), model.config)
+    repeated = original | {
+        "crit.out_layers.0.weight": original["word_emb.emb_layers.0.weight"],
+        "crit.out_projs.0": original["word_emb.emb_projs.0"],
+    }
+    model.load_state_dict(from_original(repeated, model.config))

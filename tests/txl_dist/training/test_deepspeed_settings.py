@@ -1,0 +1,87 @@
+"""DeepSpeed's JSON: all of ours in it, and nothing that contradicts us."""
+
+import json
+from typing import Any
+
+import pytest
+
+from txl_dist.config import (
+    DataConfig,
+    DeepSpeedConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from txl_dist.errors import ConfigError
+from txl_dist.training.deepspeed_settings import deepspeed_settings
+
+SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}
+
+
+def config_with(*, gradient_clipping: float = 0.25, **deepspeed: Any) -> RunConfig:
+    return RunConfig(
+        directory="runs/none",
+        data=DataConfig(path="data/none"),
+        training=TrainingConfig(num_steps=10),
+        optimizer=OptimizerConfig(gradient_clipping=gradient_clipping),
+        deepspeed=DeepSpeedConfig(**deepspeed),
+    )
+
+
+def test_the_three_batch_sizes_are_those_of_the_plan() -> None:
+    settings = deepspeed_settings(config_with(), **SHAPE)
+    assert settings["train_micro_batch_size_per_gpu"] == 7
+    assert settings["gradient_accumulation_steps"] == 5
+    assert settings["train_batch_size"] == 3 * 5 * 7
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.25, 3.0])
+def test_clipping_is_always_written_for_deepspeed_clips_at_1_otherwise(clipping: float) -> None:
+    settings = deepspeed_settings(config_with(gradient_clipping=clipping), **SHAPE)
+    assert settings["gradient_clipping"] == clipping
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_stage_is_ours_and_other_keys_of_its_section_pass_through(stage: int) -> None:
+    extra = {"zero_optimization": {"reduce_bucket_size": 11}, "dump_state": True}
+    settings = deepspeed_settings(config_with(zero_stage=stage, extra=extra), **SHAPE)
+    assert settings["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 11}
+    assert settings["dump_state"] is True
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("optimizer", "optimizer"),
+        ("scheduler", "optimizer.schedule"),
+        ("gradient_clipping", "optimizer.gradient_clipping"),
+        ("train_batch_size", "data.num_lanes"),
+        ("train_micro_batch_size_per_gpu", "training.micro_batch_lanes"),
+        ("gradient_accumulation_steps", "training.micro_batch_lanes"),
+        ("managed_gradient_accumulation", "training.micro_batch_lanes"),
+        ("gradient_allreduce_op", "data.num_lanes"),
+        ("fp16", "precision"),
+        ("bf16", "precision"),
+        ("bfloat16", "precision"),
+        ("data_types", "precision"),
+        ("torch_autocast", "precision"),
+        ("checkpoint", "training"),
+    ],
+)
+def test_a_key_that_we_decide_is_refused_and_the_right_one_named(key: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"deepspeed\.extra\.{key} .* set {ours}$"):
+        deepspeed_settings(config_with(extra={key: {}}), **SHAPE)
+
+
+def test_so_is_the_stage() -> None:
+    extra = {"zero_optimization": {"stage": 1}}
+    with pytest.raises(ConfigError, match=r"deepspeed\.zero_stage"):
+        deepspeed_settings(config_with(zero_stage=1, extra=extra), **SHAPE)
+
+
+def test_it_is_json_the_same_every_time_and_changes_no_config() -> None:
+    config = config_with(extra={"zero_optimization": {"reduce_bucket_size": 11}})
+    before = config.model_dump_json()
+    first, second = (deepspeed_settings(config, **SHAPE) for _ in range(2))
+    assert json.loads(json.dumps(first)) == first == second
+    assert config.model_dump_json() == before

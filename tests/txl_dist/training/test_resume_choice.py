@@ -1,0 +1,132 @@
+"""What a run goes on from: the newest good checkpoint, or a refusal that names what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, losses, tiny_job, train
+from txl_dist.training.run_directory import RunDirectory
+
+SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
+
+
+@pytest.fixture
+def run(ranks: RankGroups, dataset: Path, tmp_path: Path) -> Path:
+    """A finished run of 20 steps with checkpoints at 5, 10, 15 and 20."""
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path / "run", *SETTINGS)) == [0]
+    return tmp_path / "run"
+
+
+def flip(run: Path, step: int, kind: str) -> None:
+    (path,) = (run / "checkpoints" / f"step-{step:08d}").glob(f"{kind}*")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def message(run: Path) -> str:
+    error = RunDirectory(run).failure()
+    assert error is not None
+    return str(error)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_counts_the_lost_steps(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
+    expected = losses(run)
+    flip(run, 20, "weights")
+    flip(run, 15, "memory")
+    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert "step-00000020/weights-rank-00000.safetensors has sha256" in log
+    assert "Going on from step 10 instead; 10 steps are lost" in log
+    assert losses(run) == pytest.approx(expected, rel=2e-6)
+
+
+def test_strict_refuses_to_fall_back(ranks: RankGroups, dataset: Path, run: Path) -> None:
+    flip(run, 20, "optimizer")
+    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, strict=True)) == [4, 4]
+    assert "optimizer-rank-00000.safetensors" in message(run)
+
+
+def test_a_half_written_checkpoint_is_never_chosen(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
+    aside = run / "checkpoints" / ".saving.tmp"
+    (run / "checkpoints" / "step-00000020").rename(aside)
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
+    assert "resuming at step 15" in (run / "logs" / "rank-0.log").read_text()
+    assert not aside.exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.d_model=18", "model.d_model: checkpoint 16, now 18 -> cannot change"),
+        ("data.num_lanes=7", "data.num_lanes: checkpoint 5, now 7 -> cannot change"),
+        ("seed=4", "seed: checkpoint 3, now 4 -> cannot change"),
+        ("optimizer.lr=0.1", "optimizer.lr: checkpoint 0.01, now 0.1 -> --allow-change"),
+    ],
+)
+def test_another_models_or_runs_checkpoint_is_refused_with_what_differs(
+    ranks: RankGroups, dataset: Path, run: Path, override: str, told: str
+) -> None:
+    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, override)) == [4, 4]
+    assert told in message(run)
+
+
+def test_a_change_that_was_allowed_is_made(ranks: RankGroups, dataset: Path, run: Path) -> None:
+    more = ("training.num_steps=23", "optimizer.schedule=constant")
+    allowed = ("training.num_steps", "optimizer.schedule")
+    job = tiny_job(dataset, run, *SETTINGS, *more, allow_change=allowed)
+    assert ranks(1).run(train, job) == [0]
+    assert max(losses(run)) == 23
+
+
+def test_other_data_is_refused_unless_it_is_allowed(
+    ranks: RankGroups, run: Path, tmp_path: Path
+) -> None:
+    other = prepare_other_data(tmp_path)
+    longer = ("training.num_steps=21",)
+    options = {"allow_change": ("training.num_steps",)}
+    refused = tiny_job(other, run, *SETTINGS, *longer, **options)
+    assert ranks(1).run(train, refused) == [3]
+    assert "--allow-data-change" in message(run)
+    allowed = tiny_job(other, run, *SETTINGS, *longer, allow_data_change=True, **options)
+    assert ranks(1).run(train, allowed) == [0]
+
+
+def prepare_other_data(tmp_path: Path) -> Path:
+    from data_pipeline.manifest import PrepareSettings
+    from data_pipeline.prepare import prepare_dataset
+
+    text = tmp_path / "other.txt"
+    text.write_text("Another text, long enough for five lanes of a few tokens each. " * 20)
+    prepare_dataset([text], tmp_path / "other", PrepareSettings())
+    return tmp_path / "other"
+
+
+def test_never_resuming_does_not_touch_a_directory_with_a_run(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, resume="never")) == [2]
+    assert "--resume auto" in message(run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_is_left_as_it_is(ranks: RankGroups, dataset: Path, run: Path) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_lines_of_steps_trained_again_are_kept_aside(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
+    flip(run, 20, "weights")
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
+    aside = (run / "logs" / "metrics-superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in aside] == [16, 17, 18, 19, 20]

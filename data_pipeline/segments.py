@@ -242,6 +242,8 @@ class SegmentStream:
         )
         thread.start()
         self._finalizer = weakref.finalize(self, _end_thread, thread, self._channel)
+        if self._channel.closed:  # by another thread or a signal handler, too early to see it
+            self._finalizer()
 
     def close(self) -> None:
         """End the thread. `next` then raises ValueError; `position` still says where to go on."""

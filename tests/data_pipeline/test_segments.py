@@ -240,12 +240,25 @@ def test_closing_wakes_a_consumer_that_waits() -> None:
         except ValueError as error:
             raised.append(error)
 
-    consumer = threading.Thread(target=consume)
+    consumer = threading.Thread(target=consume, daemon=True)
     consumer.start()
     threading.Timer(0.05, waits.set).start()
     stream.close()
     consumer.join(5)
     assert "closed" in str(raised[0])
+
+
+def test_closing_while_the_thread_starts_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = stream_of(MemorySource([1000]))
+    start = threading.Thread.start
+
+    def close_and_start(thread: threading.Thread) -> None:
+        stream.close()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", close_and_start)
+    with pytest.raises(ValueError, match="closed"):
+        next(stream)
 
 
 def test_a_forgotten_stream_ends_its_thread() -> None:

@@ -1,5 +1,7 @@
 """Pieces: every target in one of them, warm enough, on the grid, and not wasteful."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +33,7 @@ def test_the_pieces_score_every_target_exactly_once_in_order(shape: dict) -> Non
     pieces = plan_pieces(**shape)
     assert pieces[0].start == 0
     assert pieces[-1].stop == shape["num_targets"]
-    assert all(a.stop == b.start for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(pieces))
     assert all(piece.start < piece.stop for piece in pieces)
 
 

@@ -5,28 +5,25 @@ directory's newest good checkpoint. Ray Train runs ranks in threads, where no si
 so this process catches SIGTERM and SIGINT and leaves a stop file, which the ranks look for.
 """
 
-import logging
 import os
 import signal
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cluster.session import ray_session
-from txl_dist.errors import TxlError
+from txl_dist.errors import DivergedError, PreemptedError, TxlError
 from txl_dist.launchers import OnLine
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.world import World
-
-log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 
@@ -119,12 +116,10 @@ def _train_loop(settings: dict[str, Any]) -> None:
         job = job.model_copy(update={"resume": "auto"})
     world.meet()
     started_file.touch()
-    try:
+    # An error of one rank makes Ray end the others; the next attempt finds it recorded and returns.
+    # Errors that all ranks raise at the same step need no such round.
+    with suppress(PreemptedError, DivergedError):
         train_rank(job, world)
-    except TxlError:
-        # Recorded. Raising makes Ray end the other ranks; the next attempt sees it and returns.
-        log.exception("rank %d", world.rank)
-        raise
 
 
 @contextmanager

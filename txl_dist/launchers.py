@@ -1,7 +1,7 @@
 """Launchers: who starts the processes of a run and waits for them.
 
-`txl_dist` knows two ways by itself, plain processes and being a rank under torchrun. Others are
-found by entry point, group `txl.launchers`; so `cluster` brings Ray without being imported here.
+Found by entry point, group `txl.launchers`: plain processes are this package's own, and `cluster`
+brings Ray without being imported here. Under torchrun no launcher of ours is needed.
 """
 
 from collections.abc import Callable
@@ -31,16 +31,14 @@ class Launcher(Protocol):
 
 
 def find_launcher(on: str) -> Launcher:
-    """The launcher for `--on`: `processes`, `ray`, or the address of a running Ray cluster."""
-    if on == "processes":
-        from txl_dist.processes import ProcessLauncher
-
-        return ProcessLauncher()
+    """The launcher for `--on`: the name of one, or the address of a running Ray cluster."""
     found = {entry.name: entry for entry in entry_points(group="txl.launchers")}
-    if "ray" not in found:
+    is_address = on == "auto" or ":" in on
+    name, address = ("ray", on) if is_address else (on, None)
+    if name not in found:
         raise ConfigError(
-            f"--on {on} needs the package `cluster`, which is not installed. Install this project "
-            "with `make setup`, or train without Ray: --on processes"
+            f"--on {on} is neither the address of a Ray cluster (host:port, ray://host:port or "
+            f"auto) nor an installed launcher ({', '.join(sorted(found)) or 'none: make setup'})"
         )
-    launcher: Launcher = found["ray"].load()(address=None if on == "ray" else on)
+    launcher: Launcher = found[name].load()(address=address)
     return launcher

@@ -28,6 +28,9 @@ POLL_SECONDS = 0.1
 class ProcessLauncher:
     """Trains with `num_ranks` processes; evaluates in this one."""
 
+    def __init__(self, address: str | None = None) -> None:
+        assert address is None, "plain processes are always here"
+
     def train(self, job: TrainJob, *, num_ranks: int, on_line: OnLine) -> None:
         """Raises the error of the first rank that failed, or PreemptedError."""
         directory = RunDirectory(job.run_path)

@@ -136,7 +136,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(case=cases)
 def test_the_pieces_add_up_to_one_sequential_pass(case: Case) -> None:
     pieces = case.plan()
@@ -151,7 +151,7 @@ def test_the_pieces_add_up_to_one_sequential_pass(case: Case) -> None:
     assert result.sums.nats == pytest.approx(sum(expected), rel=1e-10)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=cases)
 def test_every_piece_is_as_warm_as_in_the_sequential_pass(case: Case) -> None:
     pieces, nats = case.plan(), sequential_nats(case)

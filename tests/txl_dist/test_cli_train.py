@@ -89,6 +89,13 @@ def test_the_score_as_json_has_the_promised_keys(dataset: Path, run: Path) -> No
         assert key in found
 
 
+def test_a_checkpoint_of_another_model_ends_training_with_4(dataset: Path, run: Path) -> None:
+    given = (f"data.path={dataset}", f"directory={run}", "model.d_inner=48")
+    done = txl("train", TINY, *given, "--on", "processes", "--ranks", 2)
+    assert done.returncode == 4
+    assert "model.d_inner: checkpoint 32, now 48" in done.stderr
+
+
 @pytest.mark.parametrize("option", [("--mem-len", 0), ("--tgt-len", 11), ("--clamp-len", 2)])
 def test_memory_options_of_an_evaluation_change_the_score(
     dataset: Path, run: Path, option: tuple[str, int]

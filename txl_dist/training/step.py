@@ -43,7 +43,7 @@ class TrainStep:
         self.micro_batch_rows = micro_batch_rows
         num_rows = micro_batch_rows * num_micro_batches
         self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
-        self.byte_counts_V = byte_counts_V
+        self.byte_counts_V = byte_counts_V.to(world.device)
         self.memories = [
             engine.model.empty_memory(micro_batch_rows) for _ in range(num_micro_batches)
         ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from data_pipeline.tokenizers import ByteTokenizer
-from tests.small_models import VOCAB_SIZE, random_text, small_model
+from tests.small_models import VOCAB_SIZE, random_text, read_stream, small_model
 from txl_dist.generation import generate
 from txl_dist.generation.generate import generate_tokens, stream_text
 from txl_dist.generation.sampling import Sampling
@@ -37,22 +37,37 @@ def logits_at_once(model: TransformerXL, text: list[int]) -> Tensor:
         return model.logits(hidden_BTD)[0]
 
 
-@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 8, 9, 14], ids="prompt of {}".format)
-def test_memory_gives_the_same_distributions_as_reading_all_again(
-    num_prompt: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, prompt = small_model(mem_len=30), prompt_of(num_prompt)
-    seen = []
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The logits [V] that every token was drawn from."""
+    seen, next_token = [], generate.next_token
 
     def noting_next_token(logits_V: Tensor, *how) -> int:
         seen.append(logits_V)
         return next_token(logits_V, *how)
 
-    next_token = generate.next_token
     monkeypatch.setattr(generate, "next_token", noting_next_token)
+    return seen
+
+
+@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 8, 9, 14], ids="prompt of {}".format)
+def test_memory_gives_the_same_distributions_as_reading_all_again(
+    num_prompt: int, seen: list[Tensor]
+) -> None:
+    model, prompt = small_model(mem_len=30), prompt_of(num_prompt)
     tokens = generated(model, prompt)
     at_once_NV = logits_at_once(model, prompt + tokens)
     assert_close(torch.stack(seen), at_once_NV[num_prompt - 1 : -1])
+
+
+@pytest.mark.parametrize("num_prompt", [3, 4, 5, 8, 9, 14], ids="prompt of {}".format)
+def test_a_prompt_is_read_in_segments_as_in_training(num_prompt: int, seen: list[Tensor]) -> None:
+    """With a memory too short for all of it, where the segments end shows."""
+    model, prompt = small_model(mem_len=3), prompt_of(num_prompt)
+    first_target = generated(model, prompt, 1)
+    text_BN = torch.tensor([prompt + first_target])
+    nats_BN, _ = read_stream(model, text_BN, tgt_len=TGT_LEN)
+    assert_close(-seen[0].log_softmax(-1)[first_target], nats_BN[0, -1:])
 
 
 def test_temperature_0_is_the_likeliest_token_each_time() -> None:

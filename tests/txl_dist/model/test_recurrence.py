@@ -16,15 +16,11 @@ OPTIONS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    num_tokens=st.integers(2, 14),
-    tgt_len=st.integers(1, 9),
-    spare=st.integers(0, 5),
-    options=st.sampled_from(OPTIONS),
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@settings(max_examples=20, deadline=None)
+@given(num_tokens=st.integers(2, 14), tgt_len=st.integers(1, 9), spare=st.integers(0, 5))
 def test_segments_with_enough_memory_equal_the_text_at_once(
-    num_tokens: int, tgt_len: int, spare: int, options: dict
+    options: dict, num_tokens: int, tgt_len: int, spare: int
 ) -> None:
     model, text_BN = small_model(n_layer=3, **options), random_text(2, num_tokens)
     at_once_BN, all_inputs = read_stream(model, text_BN, tgt_len=num_tokens, mem_len=num_tokens)

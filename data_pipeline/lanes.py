@@ -23,7 +23,7 @@ that one target is masked, and the age of the tokens counts from zero again (`se
 Ranks come last, and own whole lanes. What a lane reads never depends on how many ranks there are;
 that is why a run can stop on 8 ranks and go on, with its memory, on 3.
 
-Pure integers. The order of an epoch is `order.py`; reading is `pieces.py` and `segments.py`.
+Pure integers. The order of an epoch is `order.py`; reading is `cursor.py` and `segments.py`.
 
 Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2. The cut into
 equal slices is the batchify of the paper's code, here per epoch and over any order.

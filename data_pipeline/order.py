@@ -5,7 +5,7 @@ hash of (seed, epoch, block), the documents inside a block by a hash of (seed, e
 document). So any place of any epoch is found from integers alone, in O(log blocks), and the order
 depends on no library's random generator, whose stream may change with its version.
 
-This module opens no files (`pieces.py` reads) and knows nothing of lanes (`lanes.py` cuts).
+This module opens no files (`cursor.py` reads) and knows nothing of lanes (`lanes.py` cuts).
 
 Source: splitmix64, Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators",
 doi:10.1145/2660193.2660195, with the constants of Vigna's public-domain splitmix64.c.

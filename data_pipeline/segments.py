@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.cursor import MAX_AGE, LaneCursor
 from data_pipeline.lanes import LanePlan, Span
 from data_pipeline.order import EpochOrder, Shuffle
-from data_pipeline.pieces import MAX_AGE, LaneCursor
 
 if TYPE_CHECKING:
     from data_pipeline.shard_reader import TokenSource
@@ -59,7 +59,7 @@ class Segment:
 
 
 class SegmentReader:
-    """Cuts segments of some lanes. Moving forwards is fast, a jump costs one piece a lane."""
+    """Cuts segments of some lanes. Moving forwards is fast, a jump costs one chunk a lane."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class DataConfig(Section):
     """`document`: no token sees another document. `stream`: the paper's behaviour."""
     shuffle: Literal["blocks", "none"] = "blocks"
     """`none`: the corpus in order, cut into lanes as the paper's code does."""
-    prefetch_segments: int = Field(default=4, ge=1)
+    prefetch_segments: int = Field(default=16, ge=1)
 
 
 class OptimizerConfig(Section):

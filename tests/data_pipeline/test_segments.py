@@ -18,11 +18,11 @@ import pytest
 import webdataset as wds
 from numpy.testing import assert_array_equal
 
-from data_pipeline import pieces
+from data_pipeline import cursor
+from data_pipeline.cursor import read_range
 from data_pipeline.errors import DataError
 from data_pipeline.lanes import LanePlan
 from data_pipeline.manifest import ShardManifest
-from data_pipeline.pieces import read_range
 from data_pipeline.segments import IGNORED, Segment, SegmentReader, SegmentStream
 from data_pipeline.shard_reader import open_split
 
@@ -154,8 +154,8 @@ def test_a_seek_anywhere_reads_a_block_a_lane(shuffle: Any) -> None:
         assert len(source.reads) <= 2 * plan.num_lanes, "a block, or two where a segment meets both"
 
 
-def test_a_giant_document_is_read_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_TOKENS", 100)
+def test_a_giant_document_is_read_in_bounded_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cursor, "CHUNK_TOKENS", 100)
     source = MemorySource([10_000])
     with stream_of(source, num_lanes=1, tgt_len=32, position=5_040) as stream:
         read = np.concatenate([s.input[0] for s in itertools.islice(stream, 100)])

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from data_pipeline import pieces, segments
+from data_pipeline import cursor, segments
+from data_pipeline.cursor import read_range
 from data_pipeline.lanes import LanePlan
-from data_pipeline.pieces import read_range
 from data_pipeline.segments import Segment, SegmentStream
 
 MASK_64 = 2**64 - 1
@@ -61,7 +61,7 @@ class Case:
     reset: Any
     shuffle: Any
     seed: int
-    piece_tokens: int
+    chunk_tokens: int
 
     @cached_property
     def source(self) -> MemorySource:
@@ -77,7 +77,7 @@ class Case:
         self, rank: int = 0, num_ranks: int = 1, *, position: int = 0, prefetch: int = 1
     ) -> Iterator[SegmentStream]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pieces, "PIECE_TOKENS", self.piece_tokens)
+            patch.setattr(cursor, "CHUNK_TOKENS", self.chunk_tokens)
             patch.setattr(segments, "GROUP_TOKENS", 3 * self.num_lanes * self.tgt_len)
             with SegmentStream(
                 self.source,
@@ -164,7 +164,7 @@ def cases(draw: st.DrawFn) -> Case:
         reset=draw(st.sampled_from(["document", "stream"])),
         shuffle=draw(st.sampled_from(["blocks", "none"])),
         seed=draw(st.integers(0, 2**63 - 1)),
-        piece_tokens=draw(st.sampled_from([1, 4, 1000])),
+        chunk_tokens=draw(st.sampled_from([1, 4, 1000])),
     )
 
 
@@ -296,7 +296,7 @@ def test_a_range_of_a_split_has_the_documents_true_ages(case: Case, data: st.Dat
     stop = data.draw(st.integers(start, num_tokens))
     corpus = epoch_tokens(replace(case, shuffle="none"), epoch=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE_TOKENS", case.piece_tokens)
+        patch.setattr(cursor, "CHUNK_TOKENS", case.chunk_tokens)
         tokens, document_age = read_range(case.source, start, stop)
     assert tokens.tolist() == [token.id for token in corpus[start:stop]]
     assert document_age.tolist() == [token.document_age for token in corpus[start:stop]]

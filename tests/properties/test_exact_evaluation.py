@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import pieces as token_pieces
+from data_pipeline import cursor
 from data_pipeline.segments import Reset
 from tests.small_models import VOCAB_SIZE, small_model
 from tests.token_sources import TextSource, random_corpus
@@ -86,8 +86,8 @@ class Case:
 def small_pieces(case: Case) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation_pieces, "NUM_PIECES_WANTED", case.pieces_wanted)
-        patch.setattr(evaluation_pieces, "MIN_OVERHEAD", case.min_overhead)
-        patch.setattr(token_pieces, "PIECE_TOKENS", 5)
+        patch.setattr(evaluation_pieces, "SHORTEST_IN_WARM_UPS", case.min_overhead)
+        patch.setattr(cursor, "CHUNK_TOKENS", 5)
         yield
 
 

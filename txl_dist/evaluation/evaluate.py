@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from data_pipeline.cursor import read_range
 from data_pipeline.manifest import load_manifest
-from data_pipeline.pieces import read_range
 from data_pipeline.segments import Reset
 from data_pipeline.shard_reader import TokenSource, open_split
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest

@@ -14,10 +14,14 @@ from typing import Literal
 
 Mode = Literal["exact", "fast"]
 
-MAX_OVERHEAD = 8
-"""Pieces are at most this many times as long as their warm-up: no more than an eighth is spent."""
-MIN_OVERHEAD = 2
+LONGEST_IN_WARM_UPS = 8
+"""A piece is at most this many times as long as its warm-up, which then costs an eighth more."""
+SHORTEST_IN_WARM_UPS = 2
+"""And at least this many times, so that at most half as much again is read."""
 NUM_PIECES_WANTED = 16
+"""Between the two, a split is cut into about this many pieces, to be shared out."""
+LONGEST_WITHOUT_WARM_UP = 64
+"""Segments of a piece where warm-up sets no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ def plan_pieces(
 
 def _piece_segments(num_segments: int, warm_segments: int) -> int:
     """Segments a piece: enough pieces to share out, few enough to keep the overhead low."""
-    shortest, longest = max(1, MIN_OVERHEAD * warm_segments), max(64, MAX_OVERHEAD * warm_segments)
+    shortest = max(1, SHORTEST_IN_WARM_UPS * warm_segments)
+    longest = max(LONGEST_WITHOUT_WARM_UP, LONGEST_IN_WARM_UPS * warm_segments)
     return min(max(-(-num_segments // NUM_PIECES_WANTED), shortest), longest)
 
 

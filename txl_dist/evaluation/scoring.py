@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.pieces import read_range
+from data_pipeline.cursor import read_range
 from data_pipeline.segments import IGNORED, Reset
 from data_pipeline.shard_reader import TokenSource
 from txl_dist.evaluation.pieces import Piece

@@ -8,10 +8,11 @@ hold one against the other. Source: Dai et al. 2019, arXiv:1901.02860, section 3
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, einsum, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.distances import align_distances, align_padded_distances
@@ -61,12 +62,26 @@ SCORES: dict[str, ScoreFunction] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is the same for all layers of one segment."""
+
+    distance_SD: Tensor
+    """Encoded distances S - 1 .. 0."""
+    visible_BTS: Tensor
+    """Which keys each query may see (visibility.py)."""
+    u_HK: Tensor
+    v_HK: Tensor
+    draws: Draws | None
+    """Dropout masks; none when evaluating."""
+
+
 class RelativeAttention(nn.Module):
     """Multi-head attention of a segment over [stop-gradient memory ; segment].
 
-    forward(x_BTD, memory_BMD, distance_SD, visible_BTS, u_HK, v_HK, draws) -> out_BTD, without the
-    residual. Keys and values of the memory pass through the current weights; no gradient passes on
-    to the memory's own past, because `Memory.after` cut it off.
+    forward(x_BTD, memory_BMD, around) -> out_BTD, without the residual. Keys and values of the
+    memory pass through the current weights; no gradient passes on to the memory's own past, because
+    `Memory.after` cut it off.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -80,23 +95,14 @@ class RelativeAttention(nn.Module):
         self.weight_dropout = Dropout(config.dropatt, layer=layer, place="attention weights")
         self.scores = SCORES[config.attention]
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        memory_BMD: Tensor,
-        distance_SD: Tensor,
-        visible_BTS: Tensor,
-        u_HK: Tensor,
-        v_HK: Tensor,
-        draws: Draws | None,
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, memory_BMD: Tensor, around: Surroundings) -> Tensor:
         context_BSD = torch.cat([memory_BMD, x_BTD], dim=1)
         q_BTHK = self.query(x_BTD).unflatten(-1, self.heads)
         k_BSHK, v_BSHK = self.key_value(context_BSD).unflatten(-1, (2, *self.heads)).unbind(-3)
-        r_SHK = linear(distance_SD, self.distance.weight).unflatten(-1, self.heads)
+        r_SHK = self.distance(around.distance_SD).unflatten(-1, self.heads)
 
-        score_BHTS = self.scores(q_BTHK, k_BSHK, r_SHK, u_HK, v_HK)
-        score_BHTS = score_BHTS.masked_fill(~visible_BTS[:, None], -torch.inf)
-        weight_BHTS = self.weight_dropout(score_BHTS.softmax(dim=-1), draws)
+        score_BHTS = self.scores(q_BTHK, k_BSHK, r_SHK, around.u_HK, around.v_HK)
+        score_BHTS = score_BHTS.masked_fill(~around.visible_BTS[:, None], -torch.inf)
+        weight_BHTS = self.weight_dropout(score_BHTS.softmax(dim=-1), around.draws)
         mixed_BTHK = (weight_BHTS @ v_BSHK.transpose(1, 2)).transpose(1, 2)
         return self.out(mixed_BTHK.flatten(-2))

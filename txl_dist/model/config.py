@@ -51,8 +51,8 @@ class ModelConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("dropout", "dropatt"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+            if not 0 <= getattr(self, name) <= 0.99:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 0.99]")
         if self.d_model % 2:
             raise ValueError(
                 f"d_model={self.d_model} must be even: distances are encoded as pairs of sine and "

@@ -7,7 +7,7 @@ the norm too. Source: arXiv:1901.02860, section 3.3.
 import torch
 from torch import Tensor, nn
 
-from txl_dist.model.attention import RelativeAttention
+from txl_dist.model.attention import RelativeAttention, Surroundings
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Draws, Dropout
 
@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """forward(x_BTD, memory_BMD, ...) -> the next layer's input, [B, T, D]."""
+    """forward(x_BTD, memory_BMD, around) -> the next layer's input, [B, T, D]."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -40,24 +40,15 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
         self.feed_forward_dropout = Dropout(config.dropout, layer=layer, place="feed-forward")
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        memory_BMD: Tensor,
-        distance_SD: Tensor,
-        visible_BTS: Tensor,
-        u_HK: Tensor,
-        v_HK: Tensor,
-        draws: Draws | None,
-    ) -> Tensor:
-        given = (distance_SD, visible_BTS, u_HK, v_HK, draws)
+    def forward(self, x_BTD: Tensor, memory_BMD: Tensor, around: Surroundings) -> Tensor:
+        draws = around.draws
         if self.pre_lnorm:
             norm = self.attention_norm
-            mixed = self.attention(norm(x_BTD), norm(memory_BMD), *given)
+            mixed = self.attention(norm(x_BTD), norm(memory_BMD), around)
             x_BTD = x_BTD + self.attention_dropout(mixed, draws)
             mixed = self.feed_forward(self.feed_forward_norm(x_BTD), draws)
             return x_BTD + self.feed_forward_dropout(mixed, draws)
-        mixed = self.attention(x_BTD, memory_BMD, *given)
+        mixed = self.attention(x_BTD, memory_BMD, around)
         x_BTD = self.attention_norm(x_BTD + self.attention_dropout(mixed, draws))
         mixed = self.feed_forward(x_BTD, draws)
         return self.feed_forward_norm(x_BTD + self.feed_forward_dropout(mixed, draws))

@@ -11,6 +11,7 @@ together is decided by the data (`age`), not here. Source: Dai et al. 2019, arXi
 import torch
 from torch import Tensor, nn
 
+from txl_dist.model.attention import Surroundings
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.distances import encode_distances
 from txl_dist.model.dropout import Draws, Dropout
@@ -57,30 +58,32 @@ class TransformerXL(nn.Module):
         self, input_BT: Tensor, age_BT: Tensor, memory: Memory, draws: Draws | None = None
     ) -> tuple[Tensor, Memory]:
         """The last layer's output [B, T, D] and the memory after the segment."""
-        config, mem_len = self.config, memory.layers[0].shape[1]
         x_BTD = self.embedding_dropout(self.table(input_BT), draws)
+        around = self._surroundings(x_BTD, age_BT, memory.layers[0].shape[1], draws)
+        inputs = []
+        for layer, memory_BMD in zip(self.layers, memory.layers, strict=True):
+            inputs.append(x_BTD)
+            x_BTD = layer(x_BTD, memory_BMD, around)
+        return self.output_dropout(x_BTD, draws), memory.after(inputs)
+
+    def _surroundings(
+        self, x_BTD: Tensor, age_BT: Tensor, mem_len: int, draws: Draws | None
+    ) -> Surroundings:
+        config = self.config
         distance_SD = encode_distances(
-            mem_len + input_BT.shape[1],
+            mem_len + x_BTD.shape[1],
             config.d_model,
             clamp_len=config.clamp_len,
             dtype=x_BTD.dtype,
             device=x_BTD.device,
         )
-        distance_SD = self.distance_dropout(distance_SD, draws)
-        visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=config.same_length)
-        inputs = []
-        for layer, memory_BMD in zip(self.layers, memory.layers, strict=True):
-            inputs.append(x_BTD)
-            x_BTD = layer(
-                x_BTD,
-                memory_BMD,
-                distance_SD,
-                visible_BTS,
-                self.content_bias_HK,
-                self.distance_bias_HK,
-                draws,
-            )
-        return self.output_dropout(x_BTD, draws), memory.after(inputs)
+        return Surroundings(
+            distance_SD=self.distance_dropout(distance_SD, draws),
+            visible_BTS=visible_keys(age_BT, mem_len=mem_len, same_length=config.same_length),
+            u_HK=self.content_bias_HK,
+            v_HK=self.distance_bias_HK,
+            draws=draws,
+        )
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Unnormalised log-probabilities of the next token, [B, T, V]."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_dist.evaluation.pieces import MIN_OVERHEAD, Mode, Piece, overhead, plan_pieces
+from txl_dist.evaluation.pieces import SHORTEST_IN_WARM_UPS, Mode, Piece, overhead, plan_pieces
 
 shapes = st.fixed_dictionaries(
     {
@@ -72,7 +72,7 @@ def test_it_goes_no_further_than_the_segment_of_the_documents_start(
 @quickly
 @given(shape=shapes)
 def test_warm_up_never_costs_more_than_its_share(shape: dict) -> None:
-    assert 0 <= overhead(plan_pieces(**shape)) <= 1 / MIN_OVERHEAD
+    assert 0 <= overhead(plan_pieces(**shape)) <= 1 / SHORTEST_IN_WARM_UPS
 
 
 def test_the_overhead_is_warm_up_over_scored() -> None:

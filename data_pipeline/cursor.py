@@ -1,10 +1,10 @@
-"""Pieces: reads runs of tokens, with the age of each, anywhere in an epoch's order.
+"""The cursor: reads runs of tokens, with the age of each, anywhere in an epoch's order.
 
-A piece is what is read at once: a whole block if its documents are permuted, else up to
-`PIECE_TOKENS` of it, so that a document larger than memory is never read whole. A cursor keeps one
-piece and serves runs from it without a copy; a jump anywhere reads one piece, no more.
+A chunk is what is read at once: a whole block if its documents are permuted, else up to
+`CHUNK_TOKENS` of it, so that a document larger than memory is never read whole. A cursor keeps one
+chunk and serves runs from it without a copy; a jump anywhere reads one chunk, no more.
 
-Where a piece comes from is the token source's business (`shard_reader.py`), which piece comes next
+Where a chunk comes from is the token source's business (`shard_reader.py`), which chunk comes next
 the order's (`order.py`), and which run a lane wants the plan's (`lanes.py`).
 """
 
@@ -21,13 +21,13 @@ from data_pipeline.order import EpochOrder
 if TYPE_CHECKING:
     from data_pipeline.shard_reader import TokenSource
 
-PIECE_TOKENS = 1 << 18
+CHUNK_TOKENS = 1 << 18
 MAX_AGE = int(np.iinfo(np.int32).max)
 """Ages stop here. No memory is that long, so no token can tell."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Chunk:
     """Tokens [start, stop) of the order of `epoch`, and tokens since each one's document began."""
 
     epoch: int
@@ -39,8 +39,8 @@ class Piece:
     """[stop - start]. 0 at a document's first token, counted from its true start."""
 
 
-def read_piece(source: TokenSource, order: EpochOrder, position: int) -> Piece:
-    """The piece that holds token `position` of the order; reads from one block only."""
+def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> Chunk:
+    """The chunk that holds token `position` of the order; reads from one block only."""
     block, block_start = order.locate(position)
     num_tokens = int(source.block_tokens[block])
     starts = source.document_starts(block)
@@ -52,20 +52,20 @@ def read_piece(source: TokenSource, order: EpochOrder, position: int) -> Piece:
     else:
         # Stops on a fixed grid, so that two readers of a giant document cut it alike.
         first = position - block_start
-        stop = min((first // PIECE_TOKENS + 1) * PIECE_TOKENS, num_tokens)
+        stop = min((first // CHUNK_TOKENS + 1) * CHUNK_TOKENS, num_tokens)
         tokens, age = source.read(block, first, stop), _document_age(starts, first, stop)
-    return Piece(order.epoch, block_start + first, block_start + stop, tokens, age)
+    return Chunk(order.epoch, block_start + first, block_start + stop, tokens, age)
 
 
 class LaneCursor:
     """Reads runs of tokens for one lane, fastest when each run starts where the last one stopped.
 
-    Holds one piece of about `PIECE_TOKENS` tokens. Not for use by two threads at once.
+    Holds one chunk of about `CHUNK_TOKENS` tokens. Not for use by two threads at once.
     """
 
     def __init__(self, source: TokenSource) -> None:
         self._source = source
-        self._piece = Piece(-1, 0, 0, np.empty(0, source.dtype), np.empty(0, np.int32))
+        self._chunk = Chunk(-1, 0, 0, np.empty(0, source.dtype), np.empty(0, np.int32))
 
     def read(
         self, order: EpochOrder, start: int, stop: int
@@ -74,27 +74,27 @@ class LaneCursor:
 
         Both may be views of what the cursor holds: read them, never write to them.
         """
-        piece = self._piece
-        if piece.epoch == order.epoch and piece.start <= start and stop <= piece.stop:
-            here = slice(start - piece.start, stop - piece.start)
-            return piece.tokens[here], piece.document_age[here]
+        chunk = self._chunk
+        if chunk.epoch == order.epoch and chunk.start <= start and stop <= chunk.stop:
+            here = slice(start - chunk.start, stop - chunk.start)
+            return chunk.tokens[here], chunk.document_age[here]
 
         tokens = np.empty(stop - start, self._source.dtype)
         age = np.empty(stop - start, np.int32)
         position = start
         while position < stop:
-            piece = self._piece_at(order, position)
-            here = slice(position - piece.start, min(stop, piece.stop) - piece.start)
-            there = slice(position - start, min(stop, piece.stop) - start)
-            tokens[there], age[there] = piece.tokens[here], piece.document_age[here]
+            chunk = self._chunk_at(order, position)
+            here = slice(position - chunk.start, min(stop, chunk.stop) - chunk.start)
+            there = slice(position - start, min(stop, chunk.stop) - start)
+            tokens[there], age[there] = chunk.tokens[here], chunk.document_age[here]
             position = start + there.stop
         return tokens, age
 
-    def _piece_at(self, order: EpochOrder, position: int) -> Piece:
-        piece = self._piece
-        if piece.epoch != order.epoch or not piece.start <= position < piece.stop:
-            piece = self._piece = read_piece(self._source, order, position)
-        return piece
+    def _chunk_at(self, order: EpochOrder, position: int) -> Chunk:
+        chunk = self._chunk
+        if chunk.epoch != order.epoch or not chunk.start <= position < chunk.stop:
+            chunk = self._chunk = read_chunk(self._source, order, position)
+        return chunk
 
 
 def read_range(

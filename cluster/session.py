@@ -4,12 +4,15 @@ Our own listens on 127.0.0.1 only and asks for a token that nobody else has. Ray
 set before Ray is imported, which is why this module imports it late.
 """
 
+import atexit
 import logging
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from txl_dist.errors import TxlError
@@ -21,39 +24,45 @@ def ray_session(address: str | None, *, num_cpus: int) -> Iterator[None]:
     # Deduplication cuts tracebacks in the middle.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    with tempfile.TemporaryDirectory(prefix="txl-ray-") as private:
+    if address is None:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(_own_token())
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
         if address is None:
-            _set_token(Path(private) / "token")
-        import ray
-
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        try:
-            if address is None:
-                ray.init(
-                    num_cpus=num_cpus,
-                    include_dashboard=True,  # without it Ray floods the log with complaints
-                    dashboard_host="127.0.0.1",
-                    _node_ip_address="127.0.0.1",
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
-            else:
-                ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = "a local Ray" if address is None else f"the Ray cluster at {address}"
-            raise TxlError(
-                f"{where} could not be reached: {error}. Check the address and the token "
-                "(RAY_AUTH_TOKEN_PATH), or run without Ray: --on processes"
-            ) from error
-        try:
-            yield
-        finally:
-            ray.shutdown()
+            ray.init(
+                num_cpus=num_cpus,
+                include_dashboard=True,  # without it Ray floods the log with complaints
+                dashboard_host="127.0.0.1",
+                _node_ip_address="127.0.0.1",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        else:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = "a local Ray" if address is None else f"the Ray cluster at {address}"
+        raise TxlError(
+            f"{where} could not be reached: {error}. Check the address and the token "
+            "(RAY_AUTH_TOKEN_PATH), or run without Ray: --on processes"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
-def _set_token(path: Path) -> None:
-    """A token of this session's own. The environment passes it to Ray's processes."""
+@cache
+def _own_token() -> Path:
+    """A file with a token of this process's own, which Ray's processes get by the environment.
+
+    One a process, because Ray reads it once and never again.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="txl-ray-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    path = directory / "token"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+    return path

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="settings of the run: k.e.y=value")
     overrides = parser.parse_args().overrides
     collect_sources()
-    txl("prepare", SOURCES, "--out", DATA, "--split", "valid=0.01,test=0.01",
+    txl("prepare", SOURCES, "--out", DATA, "--split", "valid=0.02,test=0.01",
         "--shuffle", 1, "--max-reject-rate", 0.02)  # fmt: skip
     run = choose_run()
     began = time.monotonic()

@@ -17,10 +17,13 @@ import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from pathlib import Path
 
 SOURCES, DATA, RUNS = Path("data/stdlib-sources"), Path("data/stdlib"), Path("runs")
 CONFIG = "configs/quickstart.yaml"
+STOPPED = 75
+"""Exit code of a run that was asked to stop."""
 PROMPT = "def read_lines(path):\n"
 
 
@@ -56,16 +59,19 @@ def txl(*words: object, capture: bool = False) -> str:
     command = [sys.executable, "-m", "txl_dist", *arguments]
     # A stray launcher variable would make the command think that it is a rank.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.run(
-        command,
-        check=False,
-        stdout=subprocess.PIPE if capture else None,
-        text=True,
-        env=environment,
-    )
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE if capture else None, text=True, env=environment
+    ) as process:
+        output = None
+        while process.returncode is None:
+            # Ctrl-C reaches the command too, which saves and stops; so wait for it.
+            with suppress(KeyboardInterrupt):
+                output, _ = process.communicate()
+    if process.returncode == STOPPED:
+        say("stopped and saved; make quickstart goes on from there")
     if process.returncode:
         sys.exit(process.returncode)
-    return process.stdout or ""
+    return output or ""
 
 
 def collect_sources() -> None:

@@ -34,7 +34,7 @@ def train_rank(job: TrainJob, world: World) -> TrainState:
             log.info("finished at step %d", state.step)
             return state
         except TxlError as error:
-            log.error("%s: %s", type(error).__name__, error)
+            log.error("stopped by %s", type(error).__name__)  # whoever started us shows the rest
             directory.record_failure(world.rank, error)
             raise
         except Exception:

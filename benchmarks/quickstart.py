@@ -11,6 +11,7 @@ was done.
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -59,6 +60,7 @@ def txl(*words: object, capture: bool = False) -> str:
     command = [sys.executable, "-m", "txl_dist", *arguments]
     # A stray launcher variable would make the command think that it is a rank.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on the CPU, whatever else there is
     with subprocess.Popen(
         command, stdout=subprocess.PIPE if capture else None, text=True, env=environment
     ) as process:
@@ -68,7 +70,7 @@ def txl(*words: object, capture: bool = False) -> str:
             with suppress(KeyboardInterrupt):
                 output, _ = process.communicate()
     if process.returncode == STOPPED:
-        say("stopped and saved; make quickstart goes on from there")
+        say("stopped; make quickstart goes on from the newest checkpoint")
     if process.returncode:
         sys.exit(process.returncode)
     return output or ""
@@ -92,11 +94,16 @@ def collect_sources() -> None:
 
 def choose_run() -> Path:
     """The run directory: the newest if it can be resumed, else the next free one."""
-    numbers = [int(p.name.rpartition("-")[2]) for p in RUNS.glob("quickstart-[0-9]*")]
-    newest = max(numbers, default=0)
+    found = (re.fullmatch(r"quickstart-(\d+)", path.name) for path in RUNS.glob("quickstart-*"))
+    newest = max((int(match[1]) for match in found if match), default=0)
     run = RUNS / f"quickstart-{newest}"
-    if newest and (run / "LATEST").exists() and not (run / "summary.json").exists():
-        say(f"{run} was stopped before it was done: resuming it")
+    if newest and not (run / "summary.json").exists():
+        at = (
+            "its newest checkpoint"
+            if (run / "LATEST").exists()
+            else "the beginning: none was saved"
+        )
+        say(f"{run} was stopped before it was done: going on from {at}")
         return run
     if newest:
         say(f"{run} is done: starting anew")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cluster.session import ray_session
+from cluster.session import ray_session, uses_gpus
 from data_pipeline.shard_reader import open_split
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import TxlError
@@ -87,7 +87,7 @@ def score_on_ray(
     import ray
     from ray.util import ActorPool
 
-    remote = ray.remote(num_cpus=1, num_gpus=int(torch.cuda.is_available()))(EvaluationWorker)
+    remote = ray.remote(num_cpus=1, num_gpus=int(uses_gpus(num_workers)))(EvaluationWorker)
     workers = [remote.remote(job, num_threads) for _ in range(num_workers)]
     for error in ray.get([worker.open.remote() for worker in workers]):
         if error is not None:

@@ -10,7 +10,7 @@ from txl_dist.training.job import TrainJob
 class RayLauncher:
     """Trains under Ray Train and evaluates with Ray actors. `address` None: a Ray of our own."""
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None = None) -> None:
         self._address = address
 
     def train(self, job: TrainJob, *, num_ranks: int, on_line: OnLine) -> None:

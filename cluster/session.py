@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from txl_dist.errors import TxlError
+from txl_dist.errors import ConfigError, TxlError
 
 
 @contextmanager
@@ -24,6 +24,7 @@ def ray_session(address: str | None, *, num_cpus: int) -> Iterator[None]:
     # Deduplication cuts tracebacks in the middle.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(_own_token())
@@ -52,6 +53,23 @@ def ray_session(address: str | None, *, num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def uses_gpus(num_workers: int) -> bool:
+    """Whether `num_workers` get a GPU each: what the cluster has decides, not this machine.
+
+    Raises ConfigError if there are some, but too few: the workers would be waited for for ever.
+    """
+    import ray
+
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if 0 < num_gpus < num_workers:
+        raise ConfigError(
+            f"{num_workers} ranks or workers for the {num_gpus} GPUs that Ray sees: each needs "
+            f"one. Ask for at most {num_gpus}, or compute on the CPU with CUDA_VISIBLE_DEVICES= "
+            "before the command"
+        )
+    return num_gpus > 0
 
 
 @cache

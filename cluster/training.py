@@ -8,7 +8,6 @@ so this process catches SIGTERM and SIGINT and leaves a stop file, which the ran
 import os
 import signal
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cluster.session import ray_session
+from cluster.session import ray_session, uses_gpus
 from txl_dist.errors import DivergedError, PreemptedError, TxlError
 from txl_dist.launchers import OnLine
 from txl_dist.training.follow import LogFollower
@@ -32,20 +31,22 @@ def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line:
     """Run `job` to its end. Raises the TxlError that ended it."""
     directory = RunDirectory(job.run_path)
     directory.create()
-    directory.clear_failures()
-    attempt = directory.path.resolve() / f".attempt-{uuid.uuid4().hex}"
-    stop_file, started_file = attempt.with_suffix(".stop"), attempt.with_suffix(".started")
-    described = job.model_copy(update={"stop_file": str(stop_file)})
+    with directory.locked():
+        for left in directory.path.glob(".attempt-*"):  # of a launcher that was killed
+            left.unlink(missing_ok=True)
+    attempt = directory.path.resolve() / f".attempt-{job.attempt}"
+    stop_file, saved_file = attempt.with_suffix(".stop"), attempt.with_suffix(".saved")
+    job = job.model_copy(update={"stop_file": str(stop_file), "saved_file": str(saved_file)})
     try:
         with ExitStack() as stack:
+            stack.enter_context(_signals_to(stop_file))
             stack.enter_context(ray_session(address, num_cpus=max(num_ranks, os.cpu_count() or 1)))
             stack.enter_context(LogFollower(directory.log(0), on_line))
-            stack.enter_context(_signals_to(stop_file))
-            failure = _fit(described, num_ranks, started_file)
+            failure = _fit(job, num_ranks)
     finally:
         stop_file.unlink(missing_ok=True)
-        started_file.unlink(missing_ok=True)
-    if error := directory.failure():
+        saved_file.unlink(missing_ok=True)
+    if error := directory.failure(job.attempt):
         raise error
     if failure is not None:
         raise TxlError(
@@ -55,18 +56,17 @@ def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line:
         ) from failure
 
 
-def _fit(job: TrainJob, num_ranks: int, started_file: Path) -> Exception | None:
+def _fit(job: TrainJob, num_ranks: int) -> Exception | None:
     """Run Ray Train; returns what ended it, if it was a failure."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
-    use_gpu = torch.cuda.is_available()
+    use_gpu = uses_gpus(num_ranks)
     trainer = TorchTrainer(
         _train_loop,
         train_loop_config={
             "job": job.to_json(),
-            "started_file": str(started_file),
             "working_directory": str(Path.cwd()),
             "num_threads": max(1, (os.cpu_count() or 1) // num_ranks),
         },
@@ -109,13 +109,11 @@ def _train_loop(settings: dict[str, Any]) -> None:
     world = World(context.get_world_rank(), context.get_world_size(), context.get_local_rank())
     job = TrainJob.from_json(settings["job"])
     directory = RunDirectory(job.run_path)
-    if directory.failure() is not None:
+    if directory.failure(job.attempt) is not None:
         return
-    started_file = Path(settings["started_file"])
-    if started_file.exists():
+    if job.saved_file and Path(job.saved_file).exists():
+        # A restart: what this attempt saved comes before what the command line named.
         job = job.model_copy(update={"resume": "auto"})
-    world.meet()
-    started_file.touch()
     # An error of one rank makes Ray end the others; the next attempt finds it recorded and returns.
     # Errors that all ranks raise at the same step need no such round.
     with suppress(PreemptedError, DivergedError):

@@ -160,19 +160,19 @@ def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
         shown = "".join(f"\n  {reject}" for reject in corpus.rejects[:5])
         more = f"\n  and {rejected - 5:,} more" if rejected > 5 else ""
         advice = (
-            "or leave them out with a higher --max-reject-rate"
+            ", or leave them out with a higher --max-reject-rate"
             if len(corpus)
-            else "no usable document is left"
+            else "; no usable document is left"
         )
         raise DataError(
             f"{rejected:,} of {records:,} records cannot be used, the limit is "
             f"{max_reject_rate:.4%}; no dataset was written.{shown}{more}\nAll are listed in "
-            f"{out / REJECTS_NAME}. Repair them and run this again, {advice}."
+            f"{out / REJECTS_NAME}. Repair them and run this again{advice}."
         )
     if not len(corpus):
         raise DataError(
             f"the input holds no text: {len(corpus.files)} files, {corpus.empty} empty documents "
-            "and no other. Give files with text in them."
+            f"and no other. Give files with text in them: txl prepare INPUT --out {out}"
         )
 
 

@@ -5,8 +5,8 @@ sentence a member made the tar 19 times its tokens), and a giant document is a b
 tar goes through `frames.FrameWriter`, so frames end where blocks end and a reader decodes only what
 it needs. Every document opens with the end-of-document token, put there by the caller.
 
-Same documents, same bytes: tar headers carry no time, user or group. The only module that imports
-webdataset; what it writes, stock readers read.
+Same documents, same bytes: tar headers carry no time, user or group. Imports webdataset, with
+`pipeline.py` alone; what it writes, stock readers read.
 """
 
 import contextlib

@@ -109,12 +109,48 @@ class TrackingConfig(Section):
         return experiment
 
 
+_DECIDED_BY = {
+    "optimizer": "optimizer",
+    "scheduler": "optimizer.schedule",
+    "gradient_clipping": "optimizer.gradient_clipping",
+    "train_batch_size": "data.num_lanes",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_lanes",
+    "gradient_accumulation_steps": "training.micro_batch_lanes",
+    "managed_gradient_accumulation": "training.micro_batch_lanes",
+    "gradient_allreduce_op": "data.num_lanes",
+    "fp16": "precision",
+    "bf16": "precision",
+    "bfloat16": "precision",  # DeepSpeed still reads the old name
+    "data_types": "precision",
+    "torch_autocast": "precision",
+    "checkpoint": "training",
+}
+"""Keys of DeepSpeed's JSON, and the setting of ours that decides each."""
+
+
 class DeepSpeedConfig(Section):
     """ZeRO and a passthrough for keys this project does not own."""
 
     zero_stage: Literal[0, 1, 2] = 1
     extra: dict[str, Any] = {}
     """Merged into DeepSpeed's JSON; keys that the run's own settings decide are refused."""
+
+    @model_validator(mode="after")
+    def _contradicts_nothing(self) -> Self:
+        for key in self.extra:
+            if key in _DECIDED_BY:
+                raise ValueError(
+                    f"extra.{key} would contradict {_DECIDED_BY[key]}, which decides it; remove it "
+                    f"and set {_DECIDED_BY[key]}"
+                )
+        zero = self.extra.get("zero_optimization", {})
+        if not isinstance(zero, dict):
+            raise ValueError(f"extra.zero_optimization={zero!r} must be a mapping")
+        if "stage" in zero:
+            raise ValueError(
+                "extra.zero_optimization.stage would contradict deepspeed.zero_stage; remove it"
+            )
+        return self
 
 
 class RayConfig(Section):

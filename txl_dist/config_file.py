@@ -62,6 +62,17 @@ def flatten_config(config: RunConfig) -> dict[str, Scalar]:
     return _flatten(redact(config.model_dump(mode="json")))
 
 
+def default_settings() -> dict[str, Scalar]:
+    """Every setting that has a default, by dotted key."""
+    required = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
+    settings = flatten_config(RunConfig.model_validate(required))
+    return {
+        key: value
+        for key, value in settings.items()
+        if key not in ("directory", "data.path", "training.num_steps")
+    }
+
+
 def _flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
     flat: dict[str, Scalar] = {}
     for name, value in values.items():
@@ -243,7 +254,7 @@ def _nearest_key(path: KeyPath) -> str:
     here = [key[-1] for key in legal if key[:-1] == section]
     nearest = difflib.get_close_matches(name, here, n=1)
     if nearest:
-        return f"did you mean {nearest[0]}?"
+        return f"did you mean {dotted((*section, nearest[0]))}?"
     elsewhere = {".".join(key): key[-1] for key in legal}
     same = [full for full, last in elsewhere.items() if name in (last, full)]
     if same:

@@ -28,3 +28,9 @@ class PreemptedError(TxlError):
     """The run was asked to stop, saved its state and can be resumed (EX_TEMPFAIL)."""
 
     exit_code = 75
+
+
+def error_of(name: str, message: str) -> TxlError:
+    """The error of that class name, as another process raised it."""
+    classes = (ConfigError, DataError, CheckpointError, DivergedError, PreemptedError)
+    return {c.__name__: c for c in classes}.get(name, TxlError)(message)

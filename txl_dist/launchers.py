@@ -40,5 +40,6 @@ def find_launcher(on: str) -> Launcher:
             f"--on {on} is neither the address of a Ray cluster (host:port, ray://host:port or "
             f"auto) nor an installed launcher ({', '.join(sorted(found)) or 'none: make setup'})"
         )
-    launcher: Launcher = found[name].load()(address=address)
+    options = {} if address is None else {"address": address}
+    launcher: Launcher = found[name].load()(**options)
     return launcher

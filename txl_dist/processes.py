@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from txl_dist.errors import TxlError
+import torch
+
+from txl_dist.errors import ConfigError, PreemptedError, TxlError
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_here
 from txl_dist.launchers import OnLine
 from txl_dist.training.follow import LogFollower
@@ -28,21 +30,22 @@ POLL_SECONDS = 0.1
 class ProcessLauncher:
     """Trains with `num_ranks` processes; evaluates in this one."""
 
-    def __init__(self, address: str | None = None) -> None:
-        assert address is None, "plain processes are always here"
-
     def train(self, job: TrainJob, *, num_ranks: int, on_line: OnLine) -> None:
         """Raises the error of the first rank that failed, or PreemptedError."""
         directory = RunDirectory(job.run_path)
+        _check_devices(num_ranks)
         directory.create()
-        directory.clear_failures()
+        with directory.locked():
+            pass  # refuses a directory in use before anything is started
         with ExitStack() as stack:
             stack.enter_context(LogFollower(directory.log(0), on_line))
             ranks = stack.enter_context(_started(job, directory, num_ranks))
-            stack.enter_context(_signals_forwarded(ranks))
+            signalled = stack.enter_context(_signals_forwarded(ranks))
             codes = _wait(ranks)
-        if error := directory.failure():
+        if error := directory.failure(job.attempt):
             raise error
+        if signalled and any(-code in signalled for code in codes):
+            raise PreemptedError("stopped on request before the first step; nothing is lost")
         failed = {rank: code for rank, code in enumerate(codes) if code}
         if failed:
             raise TxlError(_explain(failed, directory))
@@ -50,8 +53,23 @@ class ProcessLauncher:
     def evaluate(
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> EvaluationResult:
-        """One process computes as fast as several would: they would share the same cores."""
+        """Scores in this process, whose threads use all cores."""
+        if num_workers != 1:
+            raise ConfigError(
+                f"--on processes scores in one process, not with {num_workers} workers; leave "
+                "--workers out, or use --on ray"
+            )
         return evaluate_here(job, on_progress=on_progress)
+
+
+def _check_devices(num_ranks: int) -> None:
+    num_devices = torch.cuda.device_count()
+    if 0 < num_devices < num_ranks:
+        raise ConfigError(
+            f"{num_ranks} ranks for {num_devices} GPUs: every rank needs one of its own. Start at "
+            f"most {num_devices} ranks, or train on the CPU with CUDA_VISIBLE_DEVICES= before the "
+            "command"
+        )
 
 
 @contextmanager
@@ -94,17 +112,19 @@ def _started(
 
 
 @contextmanager
-def _signals_forwarded(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """SIGTERM and SIGINT to this process ask every rank to save and stop."""
+def _signals_forwarded(ranks: list[subprocess.Popen[bytes]]) -> Iterator[set[int]]:
+    """SIGTERM and SIGINT to this process ask every rank to save and stop; gives those that came."""
+    signalled: set[int] = set()
 
     def forward(number: int, _frame: object) -> None:
+        signalled.add(number)
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(number)
 
     previous = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield signalled
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -6,15 +6,17 @@ MASTER_PORT, or hands over a process group that is already there.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, TxlError
+
+T = TypeVar("T")
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -64,11 +66,6 @@ class World:
                 timeout=timedelta(seconds=timeout_seconds),
             )
 
-    def meet(self) -> None:
-        """Wait until every rank is here."""
-        if self.num_ranks > 1:
-            self.sum(torch.zeros(1))
-
     def leave(self) -> None:
         """End the process group, if there is one."""
         if dist.is_initialized():
@@ -89,6 +86,30 @@ class World:
         gathered: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(gathered, value)
         return gathered
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Every rank does `work`; each rank's result on every rank.
+
+        If it fails anywhere, every rank raises the lowest failing rank's error, so that none is
+        left waiting. An error that is no TxlError becomes one that names the rank.
+        """
+        error: TxlError | None = None
+        result: T | None = None
+        try:
+            result = work()
+        except TxlError as ours:
+            error = ours
+        except Exception as other:
+            error = TxlError(f"rank {self.rank}: {type(other).__name__}: {other}")
+        outcomes = self.gather((result, error))
+        for _, failure in outcomes:
+            if failure is not None:
+                raise failure
+        return [value for value, _ in outcomes]
+
+    def first_does(self, work: Callable[[], object]) -> None:
+        """Rank 0 does `work`, the others wait; all raise if it fails."""
+        self.together(work if self.is_first else lambda: None)
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank."""

@@ -103,7 +103,6 @@ def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
     assert losses(run) == losses(straight)
 
 
-@pytest.mark.fault
 def test_sigterm_to_the_launcher_saves_and_exits_75_and_leaves_no_process(
     dataset: Path, tmp_path: Path
 ) -> None:

@@ -62,11 +62,51 @@ def test_a_missing_split_lists_the_splits_there_are(dataset: Path, tmp_path: Pat
 
 
 def test_a_dry_run_writes_no_run(dataset: Path, tmp_path: Path) -> None:
-    given = (f"data.path={dataset}", f"directory={tmp_path}", "--on", "processes", "--dry-run")
+    run = tmp_path / "run"
+    given = (f"data.path={dataset}", f"directory={run}", "--on", "processes", "--dry-run")
     code, told = run_txl("train", TINY, *given)
     assert code == 0
     assert "ready" in told
-    assert not (tmp_path / "config.yaml").exists()
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("options", [("--same-length", "--mem-len", 0), ("--workers", 3)])
+def test_impossible_evaluations_are_usage_errors(
+    dataset: Path, run: Path, options: tuple[object, ...]
+) -> None:
+    assert run_txl("eval", run, dataset, "--on", "processes", *options)[0] == 2
+
+
+def test_a_misspelt_allow_change_names_the_nearest_setting(dataset: Path, tmp_path: Path) -> None:
+    given = (f"data.path={dataset}", f"directory={tmp_path}", "--allow-change", "optimizer.lrr")
+    code, told = run_txl("train", TINY, *given)
+    assert code == 2
+    assert "did you mean optimizer.lr?" in told
+
+
+def test_a_directory_in_use_is_refused_and_its_run_not_disturbed(
+    dataset: Path, tmp_path: Path
+) -> None:
+    from txl_dist.training.run_directory import RunDirectory
+
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    given = (f"data.path={dataset}", f"directory={tmp_path}", "--on", "processes")
+    with directory.locked():
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        code, told = run_txl("train", TINY, *given)
+        assert code == 2
+        assert "in use by another run" in told
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_an_evaluation_on_ray_is_that_of_one_process(dataset: Path, run: Path) -> None:
+    one = json.loads(run_txl("eval", run, dataset, "--json")[1])
+    done = txl("eval", run, dataset, "--json", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    two = json.loads(done.stdout)
+    assert two["tokens_scored"] == one["tokens_scored"]
+    assert two["nats"] == pytest.approx(one["nats"], rel=1e-6)
 
 
 def test_a_run_directory_that_cannot_be_written_is_refused_first(

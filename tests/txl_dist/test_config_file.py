@@ -124,7 +124,7 @@ def test_an_alias_bomb_is_refused_at_once(load: Any) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("model.n_layers=3", "unknown key model.n_layers; did you mean n_layer?"),
+        ("model.n_layers=3", "unknown key model.n_layers; did you mean model.n_layer?"),
         ("n_layer=3", "unknown key n_layer; did you mean model.n_layer?"),
         ("zzz=3", "unknown key zzz; legal here: directory, seed"),
         ("data.reset=documnt", "'document' or 'stream'; did you mean document?"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from data_pipeline.manifest import ShardManifest
 from txl_dist.checkpoint.manifest import CheckpointManifest
+from txl_dist.config_file import default_settings
 from txl_dist.errors import CheckpointError, DataError
 
 _FREE = (
@@ -36,6 +37,8 @@ def check_config(
 ) -> None:
     """Compare resolved configs by dotted key; CheckpointError has a table of what differs."""
     lines = []
+    # A setting that came later had its default when the checkpoint was written.
+    old = {**default_settings(), **old}
     for key in sorted(old.keys() | new.keys()):
         before, now = old.get(key), new.get(key)
         on_request = key.startswith(_ON_REQUEST)

@@ -66,8 +66,27 @@ class CheckpointDirectory:
         fsync_directory(self.path)
         return final
 
+    def rewind(self, step: int) -> list[int]:
+        """Take checkpoints of later steps out of the way, as a run goes on from `step`.
+
+        They are of another past, or damaged; they stay on disk as `superseded-step-NNNNNNNN`, and
+        nothing here looks at them again. Returns their steps.
+        """
+        later = [found for found in self.steps() if found > step]
+        for found in later:
+            aside = self.path / f"superseded-{self.at(found).name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            self.at(found).rename(aside)
+        if later:
+            fsync_directory(self.path)
+            if self.at(step).exists():
+                self.point("LATEST", step)
+            else:
+                (self.run / "LATEST").unlink(missing_ok=True)
+        return later
+
     def prune(self, *, keep: int, best_step: int | None) -> None:
-        """Remove all but the newest `keep` and the best."""
+        """Remove all but the newest `keep` and the best. `rewind` left none of another past."""
         steps = self.steps()
         for step in steps[:-keep]:
             if step != best_step:

@@ -83,6 +83,15 @@ class BestScore(_Strict):
 
     step: Count
     nats_per_token: float
+    split: str
+    max_tokens: Count | None
+    """What was scored; losses on other text are not compared."""
+
+    def improves_on(self, other: "BestScore | None") -> bool:
+        """Lower than the best so far, or the first on this text."""
+        if other is None or (self.split, self.max_tokens) != (other.split, other.max_tokens):
+            return True
+        return self.nats_per_token < other.nats_per_token
 
 
 class TrainState(_Strict):

@@ -7,13 +7,12 @@
 A kill at any moment leaves the older checkpoints as they were. No rank holds more than its part.
 """
 
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -34,10 +33,8 @@ from txl_dist.checkpoint.manifest import (
     file_name,
     lane_key,
 )
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.world import World
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,26 +66,39 @@ def save_checkpoint(
 
     Raises CheckpointError on every rank, with what was written removed, if any rank fails.
     """
-
-    def begin() -> None:
+    mine = _RankContent(list(fragments), memory_of_lane)
+    try:
+        need = sum(world.gather(mine.num_bytes))
+        world.first_does(lambda: _begin(directory, need))
+        parts = world.together(lambda: mine.write(directory.aside, world.rank))
+        world.first_does(lambda: _finish(directory, header, state, parts, mlflow_run_id))
+    except TxlError as error:
         if world.is_first:
-            directory.begin()
-
-    _on_all_ranks(world, directory, begin)
-    parts = _on_all_ranks(
-        world,
-        directory,
-        lambda: _write_rank(directory.aside, list(fragments), memory_of_lane, world.rank),
-    )
-
-    def finish() -> None:
-        if world.is_first:
-            _write_manifest(directory.aside, header, state, parts, mlflow_run_id)
-            directory.finish(state.step)
-            directory.point("LATEST", state.step)
-
-    _on_all_ranks(world, directory, finish)
+            shutil.rmtree(directory.aside, ignore_errors=True)
+        raise CheckpointError(
+            f"{directory.path}: the checkpoint could not be written: {error}. The previous one is "
+            "untouched. Free space or mend the directory, then run the same command again to "
+            "resume from it"
+        ) from error
     return directory.at(state.step)
+
+
+def _begin(directory: CheckpointDirectory, need: int) -> None:
+    free = shutil.disk_usage(directory.begin()).free
+    if free < need:
+        raise CheckpointError(f"disk full: {need:,} bytes needed, {free:,} are free")
+
+
+def _finish(
+    directory: CheckpointDirectory,
+    header: CheckpointHeader,
+    state: TrainState,
+    parts: list["_RankPart"],
+    mlflow_run_id: str | None,
+) -> None:
+    _write_manifest(directory.aside, header, state, parts, mlflow_run_id)
+    directory.finish(state.step)
+    directory.point("LATEST", state.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,29 +112,35 @@ class _RankPart:
     """Name -> bytes, sha256."""
 
 
-def _write_rank(
-    aside: Path, fragments: list[Fragment], memory_of_lane: Mapping[int, Tensor], rank: int
-) -> _RankPart:
-    tensors: dict[Kind, dict[str, np.ndarray]] = {
-        "weights": {f.name: _to_numpy(f.master) for f in fragments},
-        "optimizer": {
-            f"{f.name}/{state}": _to_numpy(f.states[state])
-            for f in fragments
-            for state in OPTIMIZER_STATES
-        },
-        "memory": {lane_key(lane): _to_numpy(m) for lane, m in memory_of_lane.items()},
-    }
-    need = sum(array.nbytes for arrays in tensors.values() for array in arrays.values())
-    if (free := shutil.disk_usage(aside).free) < need:
-        raise OSError(errno.ENOSPC, f"disk full: this rank needs {need:,} bytes, {free:,} are free")
-    files = {}
-    for kind, arrays in tensors.items():
-        path = aside / file_name(kind, rank)
-        save_file(arrays, path)
-        _sync(path)
-        files[path.name] = (path.stat().st_size, sha256_file(path))
-    slices = {f.name: (f.shape, f.start, f.stop) for f in fragments}
-    return _RankPart(slices, sorted(memory_of_lane), files)
+class _RankContent:
+    """What one rank has to write, copied to the CPU."""
+
+    def __init__(self, fragments: list[Fragment], memory_of_lane: Mapping[int, Tensor]) -> None:
+        self._slices = {f.name: (f.shape, f.start, f.stop) for f in fragments}
+        self._lanes = sorted(memory_of_lane)
+        self._tensors: dict[Kind, dict[str, np.ndarray]] = {
+            "weights": {f.name: _to_numpy(f.master) for f in fragments},
+            "optimizer": {
+                f"{f.name}/{state}": _to_numpy(f.states[state])
+                for f in fragments
+                for state in OPTIMIZER_STATES
+            },
+            "memory": {lane_key(lane): _to_numpy(m) for lane, m in memory_of_lane.items()},
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for kind in self._tensors.values() for array in kind.values())
+
+    def write(self, aside: Path, rank: int) -> _RankPart:
+        """Write, sync and hash this rank's files."""
+        files = {}
+        for kind, arrays in self._tensors.items():
+            path = aside / file_name(kind, rank)
+            save_file(arrays, path)
+            _sync(path)
+            files[path.name] = (path.stat().st_size, sha256_file(path))
+        return _RankPart(self._slices, self._lanes, files)
 
 
 def _write_manifest(
@@ -173,26 +189,6 @@ def _join_slices(parts: list[_RankPart]) -> dict[str, ParameterEntry]:
         )
         for name, found in slices.items()
     }
-
-
-def _on_all_ranks(world: World, directory: CheckpointDirectory, work: Callable[[], T]) -> list[T]:
-    """Each rank's result on every rank; if one rank fails, all raise and the attempt is removed."""
-    outcome: tuple[T | None, str | None]
-    try:
-        outcome = (work(), None)
-    except OSError as error:
-        outcome = (None, f"rank {world.rank}: {error}")
-    outcomes = world.gather(outcome)
-    failures = [failure for _, failure in outcomes if failure]
-    if failures:
-        if world.is_first:
-            shutil.rmtree(directory.aside, ignore_errors=True)
-        raise CheckpointError(
-            f"{directory.path}: the checkpoint could not be written: {'; '.join(failures)}. The "
-            "previous checkpoint is untouched. Free space or mend the directory, then run the same "
-            "command again to resume from it"
-        )
-    return [result for result, _ in outcomes]
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:

@@ -25,7 +25,7 @@ def evaluate(
         int | None, typer.Option(min=0, help="Tokens of memory; default: as trained.")
     ] = None,
     clamp_len: Annotated[
-        int | None, typer.Option(help="Largest distance told apart; 0: all. Default: as trained.")
+        int | None, typer.Option(min=0, help="Largest distance told apart; 0: all. As trained.")
     ] = None,
     same_length: Annotated[
         bool, typer.Option("--same-length", help="Exactly mem_len keys for every query.")
@@ -44,6 +44,7 @@ def evaluate(
     from txl_dist.checkpoint.directory import resolve_checkpoint
     from txl_dist.checkpoint.manifest import load_checkpoint_manifest
     from txl_dist.cli.progress import piece_progress
+    from txl_dist.errors import ConfigError
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
     from txl_dist.launchers import find_launcher
 
@@ -61,7 +62,10 @@ def evaluate(
         reset=manifest.run["data.reset"],
     )
     job = EvaluationJob(checkpoint=path, data=data, settings=settings, batch_pieces=batch)
-    job.model_config(trained)  # refuses impossible options before anything is started
+    try:
+        job.model_config(trained)
+    except ValueError as error:
+        raise ConfigError(f"txl eval: {error}") from None
     launcher = find_launcher(on or ("processes" if workers == 1 else "ray"))
     with piece_progress(quiet=as_json) as on_progress:
         result = launcher.evaluate(job, num_workers=workers, on_progress=on_progress)
@@ -76,7 +80,7 @@ def _log_to_mlflow(job: "EvaluationJob", result: "EvaluationResult") -> None:
     """A child run of the training run, if the checkpoint still lies in its run directory."""
     from txl_dist.tracking.evaluation import log_evaluation
 
-    run = job.checkpoint.parent.parent
+    run = job.checkpoint.resolve().parent.parent
     if (run / "tracking.json").exists():
         log_evaluation(run, {**result.to_json(), "checkpoint": job.checkpoint.name})
 

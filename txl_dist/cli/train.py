@@ -58,19 +58,35 @@ def train(
     if all(os.environ.get(name) for name in RANK_VARIABLES):
         _train_as_rank(job, World.from_environment())
         return
+    _check_allowed(job)
     launcher = find_launcher(on)
     data = TrainingData.open(job.config, num_ranks=ranks)
-    RunDirectory(job.run_path).create()
     if dry_run:
         print(
             f"{config}: ready. {data.plan.num_tokens:,} training tokens in {data.plan.num_lanes} "
             f"lanes on {ranks} ranks; the run would write to {job.run_path}"
         )
         return
+    RunDirectory(job.run_path).create()
     with run_progress(job.config.training.num_steps, quiet=quiet) as on_line:
         launcher.train(job, num_ranks=ranks, on_line=on_line)
     if not quiet:
         print(f"done: {job.run_path} (checkpoints, metrics.jsonl, logs)")
+
+
+def _check_allowed(job: "TrainJob") -> None:
+    """A misspelt --allow-change would allow nothing, and be noticed only on the ranks."""
+    import difflib
+
+    from txl_dist.config_file import flatten_config
+    from txl_dist.errors import ConfigError
+
+    legal = flatten_config(job.config)
+    for key in job.allow_change:
+        if key not in legal:
+            nearest = difflib.get_close_matches(key, legal, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "see txl config show CONFIG"
+            raise ConfigError(f"--allow-change {key}: there is no such setting; {hint}")
 
 
 def _train_as_rank(job: "TrainJob", world: "World") -> None:

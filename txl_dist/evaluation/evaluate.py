@@ -106,10 +106,9 @@ def summarise(
 
 
 def evaluate_on_ranks(
-    scorer: Scorer, settings: EvaluationSettings, *, n_layer: int, world: World
+    scorer: Scorer, pieces: list[Piece], settings: EvaluationSettings, *, world: World
 ) -> EvaluationResult:
     """Every rank scores its share and gets the whole result; called by all ranks."""
-    pieces = plan_evaluation(scorer.source, settings, n_layer=n_layer)
     mine = range(world.rank, len(pieces), world.num_ranks)
     table = torch.zeros(len(pieces), 3, dtype=torch.float64)
     for index, sums in zip(mine, scorer.scores([pieces[i] for i in mine]), strict=True):

@@ -28,6 +28,7 @@ def generate_tokens(
         raise ValueError("the prompt needs at least one token; an empty text has the document's")
     generator = torch.Generator().manual_seed(seed)
     memory, num_read = model.empty_memory(1), 0
+    has_memory = model.config.mem_len > 0
     pending = list(prompt)
     while True:
         while len(pending) > tgt_len:
@@ -39,7 +40,10 @@ def generate_tokens(
         if token == end:
             return
         yield token
-        pending = [token]
+        if has_memory:
+            pending = [token]
+        else:  # what it was trained on is the segment, so that is read again
+            pending, num_read = [*pending, token][-tgt_len:], 0
 
 
 def _read(

@@ -27,7 +27,8 @@ def next_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator)
     """Draw one token id from unnormalised log-probabilities [V]."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    scaled_V = logits_V.double() / sampling.temperature
+    # The maximum goes first, so that no small temperature overflows.
+    scaled_V = (logits_V.double() - logits_V.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scaled_V.numel():
         # By index, not by value: of tokens as likely as the last kept one, no more than k stay.
         logits, tokens = scaled_V.topk(sampling.top_k)

@@ -53,10 +53,15 @@ class MetricsJournal:
         """
         values = {name: _to_json(value) for name, value in line.items()}
         self._held.append(json.dumps(values, allow_nan=False).encode() + b"\n")
+        self._write_held(sync=False)
+
+    def _write_held(self, *, sync: bool) -> None:
         try:
             while self._held:
                 self._append(self._held[0])
                 self._held.popleft()
+            if sync:
+                os.fsync(self._file)
         except OSError as error:
             if not self._warned:
                 _log.warning(
@@ -93,8 +98,11 @@ class MetricsJournal:
         self._file = self._open()
 
     def sync(self) -> None:
-        """Wait until the lines are on disk, so that they outlive a power cut with a checkpoint."""
-        os.fsync(self._file)
+        """Wait until the lines are on disk, so that they outlive a power cut with a checkpoint.
+
+        Tries again what a full disk refused; like `write` it warns and never raises.
+        """
+        self._write_held(sync=True)
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""

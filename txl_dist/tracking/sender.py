@@ -164,10 +164,15 @@ def only_sender(run_dir: Path, parent: Parent) -> Iterator[bool]:
 
 
 def git_commit() -> str | None:
-    """The commit of the repository in the working directory, if it is one."""
+    """The commit of this code, if it is run from a repository."""
     try:
         answer = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

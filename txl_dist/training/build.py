@@ -16,19 +16,27 @@ from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
 from txl_dist.config_file import dump_run_config, flatten_config
 from txl_dist.errors import ConfigError
-from txl_dist.evaluation.evaluate import EvaluationResult, EvaluationSettings, evaluate_on_ranks
+from txl_dist.evaluation.evaluate import (
+    EvaluationResult,
+    EvaluationSettings,
+    evaluate_on_ranks,
+    plan_evaluation,
+)
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Evaluate, Save, Training
-from txl_dist.training.report import Report, open_journal
+from txl_dist.training.report import Report
 from txl_dist.training.resume import find_resume_point, restore
 from txl_dist.training.run_directory import RunDirectory, StopRequest
 from txl_dist.training.step import TrainStep
 from txl_dist.world import World
+
+LOCK_PATIENCE_SECONDS = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -39,24 +47,25 @@ class RankBuilder:
     def __init__(self, job: TrainJob, world: World, directory: RunDirectory, stack: ExitStack):
         self.job, self.config, self.world = job, job.config, world
         self.directory, self.stack = directory, stack
+        self.stop = StopRequest(Path(job.stop_file) if job.stop_file else None)
         self.data = TrainingData.open(job.config, num_ranks=world.num_ranks)
+        self.journal: MetricsJournal | None = None
+        """Rank 0's."""
 
     def training(self) -> Training:
         """Everything, in order; collective from the first line on."""
         self.world.join(timeout_seconds=self.config.training.rank_timeout_seconds)
         self._check_same_job()
-        if self.world.is_first:
-            self.stack.enter_context(self.directory.locked())
+        self.world.first_does(self._lock)
         point = find_resume_point(self.job, self.data.manifest, self.world)
         engine, step = self._engine_and_step()
         state = TrainState()
         if point is not None:
             restore(point, engine, step)
             state = point.manifest.state
-        self._write_config()
-        journal = open_journal(self.directory, state) if self.world.is_first else None
+        self.world.first_does(lambda: self._open_run(state))
         tracker = self._tracker(new_run=point is None)
-        report = Report(journal, num_steps=self.config.training.num_steps)
+        report = Report(self.journal, num_steps=self.config.training.num_steps)
         report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
         return Training(
             config=self.config,
@@ -64,11 +73,23 @@ class RankBuilder:
             segments=segment_pipeline(self._stream(step, state)),
             step=step,
             report=report,
-            stop=StopRequest(Path(self.job.stop_file) if self.job.stop_file else None),
+            stop=self.stop,
             save=self._saver(engine, step, tracker),
             evaluate=self._evaluator(engine.model),
             state=state,
         )
+
+    def _lock(self) -> None:
+        # A rank 0 that Ray is just replacing may hold it a little longer.
+        self.stack.enter_context(self.directory.locked(patience_seconds=LOCK_PATIENCE_SECONDS))
+
+    def _open_run(self, state: TrainState) -> None:
+        """Bring the run directory to where the run goes on from; on rank 0."""
+        for step in self.directory.checkpoints.rewind(state.step):
+            log.warning("the checkpoint at step %d is set aside as superseded-*", step)
+        write_file(self.directory.config, dump_run_config(self.config).encode())
+        self.journal = self.stack.enter_context(MetricsJournal(self.directory.metrics))
+        self.journal.truncate_after(state.step)
 
     def _check_same_job(self) -> None:
         """Every rank must run the same config on the same version."""
@@ -141,10 +162,10 @@ class RankBuilder:
             byte_counts_V=torch.from_numpy(self.data.tokenizer.token_bytes()),
         )
 
+        pieces = plan_evaluation(scorer.source, settings, n_layer=model.config.n_layer)
+
         def evaluate() -> EvaluationResult:
-            return evaluate_on_ranks(
-                scorer, settings, n_layer=model.config.n_layer, world=self.world
-            )
+            return evaluate_on_ranks(scorer, pieces, settings, world=self.world)
 
         return evaluate
 
@@ -160,7 +181,6 @@ class RankBuilder:
             zero_stage=self.config.deepspeed.zero_stage,
             num_lanes=self.config.data.num_lanes,
         )
-        keep = self.config.training.keep_checkpoints
 
         def save(state: TrainState) -> None:
             path = save_checkpoint(
@@ -172,14 +192,20 @@ class RankBuilder:
                 mlflow_run_id=tracker.run_id if tracker else None,
                 world=self.world,
             )
-            if self.world.is_first:
-                best_step = state.best.step if state.best else None
-                if best_step == state.step:
-                    self.directory.checkpoints.point("BEST", state.step)
-                self.directory.checkpoints.prune(keep=keep, best_step=best_step)
-                log.info("checkpoint at step %d | %s", state.step, path)
+            self.world.first_does(lambda: self._saved(state, path))
 
         return save
+
+    def _saved(self, state: TrainState, path: Path) -> None:
+        """What follows a checkpoint, on rank 0: pointers, and the old ones go."""
+        checkpoints = self.directory.checkpoints
+        best_step = state.best.step if state.best else None
+        if best_step == state.step:
+            checkpoints.point("BEST", state.step)
+        checkpoints.prune(keep=self.config.training.keep_checkpoints, best_step=best_step)
+        if self.job.saved_file:
+            Path(self.job.saved_file).touch()
+        log.info("checkpoint at step %d | %s", state.step, path)
 
     def _tracker(self, *, new_run: bool) -> Tracker | None:
         """Starts sending to MLflow, from rank 0; its end status follows from how `stack` closes."""
@@ -194,10 +220,6 @@ class RankBuilder:
                 new_run=new_run,
             )
         )
-
-    def _write_config(self) -> None:
-        if self.world.is_first:
-            write_file(self.directory.config, dump_run_config(self.config).encode())
 
     def _announcement(self, engine: Engine, state: TrainState, resumed_from: str | None) -> str:
         config, world = self.config, self.world

@@ -1,9 +1,10 @@
 """TrainJob: all a rank needs to know to take part in a run. Plain data, safe to send anywhere."""
 
+import uuid
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from txl_dist.config import RunConfig
 from txl_dist.errors import ConfigError
@@ -22,6 +23,10 @@ class TrainJob(BaseModel):
     allow_data_change: bool = False
     strict: bool = False
     """Do not fall back to an older checkpoint when the newest is damaged."""
+    attempt: str = Field(default_factory=lambda: uuid.uuid4().hex[:12])
+    """Names this start of the run among all; restarts by Ray belong to the same attempt."""
+    saved_file: str | None = None
+    """Appears once this attempt has saved a checkpoint; a restart then resumes from the newest."""
     stop_file: str | None = None
     """When this file appears, the ranks save and end with exit code 75."""
 

@@ -134,10 +134,14 @@ class Training:
         assert self.evaluate is not None
         began = time.monotonic()
         result = self.evaluate()
-        loss = result.sums.nats_per_token
-        improved = self.state.best is None or loss < self.state.best.nats_per_token
+        best = BestScore(
+            step=self.state.step,
+            nats_per_token=result.sums.nats_per_token,
+            split=result.settings.split,
+            max_tokens=result.settings.max_tokens,
+        )
+        improved = best.improves_on(self.state.best)
         if improved:
-            best = BestScore(step=self.state.step, nats_per_token=loss)
             self.state = self.state.model_copy(update={"best": best})
         self.report.evaluation(self.state, result, improved=improved)
         self.report.not_training(time.monotonic() - began)

@@ -34,8 +34,10 @@ def train_rank(job: TrainJob, world: World) -> TrainState:
             log.info("finished at step %d", state.step)
             return state
         except TxlError as error:
-            log.error("stopped by %s", type(error).__name__)  # whoever started us shows the rest
-            directory.record_failure(world.rank, error)
+            log.error(
+                "stopped by %s; see failure-%s-*.json here", type(error).__name__, job.attempt
+            )
+            directory.record_failure(job.attempt, world.rank, error)
             raise
         except Exception:
             log.exception("rank %d failed", world.rank)
@@ -69,9 +71,13 @@ def _die_with_launcher() -> None:
 
 def main() -> int:
     """Read the job, train, return the exit code."""
-    job = TrainJob.from_json(sys.stdin.buffer.readline())
+    try:
+        job = TrainJob.from_json(sys.stdin.buffer.readline())
+        world = World.from_environment()
+    except TxlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
     threading.Thread(target=_die_with_launcher, daemon=True).start()
-    world = World.from_environment()
     try:
         train_rank(job, world)
     except TxlError as error:

@@ -14,7 +14,6 @@ from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.loss_sums import LossSums
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.training.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +120,3 @@ def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str
         f" | data wait {values['data_wait']:.1%}"
         f" | eta {minutes // 60}:{minutes % 60:02}:{seconds:02}"
     )
-
-
-def open_journal(directory: RunDirectory, state: TrainState) -> MetricsJournal:
-    """The run's `metrics.jsonl`, without lines of steps that will be trained again."""
-    journal = MetricsJournal(directory.metrics)
-    journal.truncate_after(state.step)
-    return journal

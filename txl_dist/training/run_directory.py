@@ -6,13 +6,17 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from data_pipeline.atomic_files import write_file
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import ConfigError, TxlError, error_of
+
+LOCK_POLL_SECONDS = 0.2
 
 
 class RunDirectory:
@@ -42,18 +46,22 @@ class RunDirectory:
             ) from None
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the directory against a second run. The kernel lets go when this process dies."""
+    def locked(self, *, patience_seconds: float = 0.0) -> Iterator[None]:
+        """Hold the directory against a second run. The kernel lets go when this process dies.
+
+        Raises ConfigError naming the holder if it does not let go within `patience_seconds`.
+        """
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-                raise ConfigError(
-                    f"{self.path} is in use by another run ({owner or 'unknown'}). Wait for it to "
-                    "end or stop that process, then run the same command again"
-                ) from None
+            deadline = time.monotonic() + patience_seconds
+            while not _try_lock(descriptor):
+                if time.monotonic() >= deadline:
+                    owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                    raise ConfigError(
+                        f"{self.path} is in use by another run ({owner or 'unknown'}). Wait for it "
+                        "to end or stop that process, then run the same command again"
+                    )
+                time.sleep(LOCK_POLL_SECONDS)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
             yield
@@ -62,28 +70,31 @@ class RunDirectory:
 
     # --- how a failed rank tells the launcher why -----------------------------------------------
 
-    def _failure(self, rank: int) -> Path:
-        return self.logs / f"rank-{rank}.failure.json"
+    def record_failure(self, attempt: str, rank: int, error: TxlError) -> None:
+        """Leave `error` for the launcher of this attempt, and for whoever looks later."""
+        content = {"type": type(error).__name__, "message": str(error)}
+        write_file(self._failure(attempt, rank), json.dumps(content).encode())
 
-    def clear_failures(self) -> None:
-        for path in self.logs.glob("rank-*.failure.json"):
-            path.unlink(missing_ok=True)
-
-    def record_failure(self, rank: int, error: TxlError) -> None:
-        content = {
-            "type": type(error).__name__,
-            "exit_code": error.exit_code,
-            "message": str(error),
-        }
-        self._failure(rank).write_text(json.dumps(content))
-
-    def failure(self) -> TxlError | None:
-        """The error of the lowest rank that recorded one, as an exception to raise."""
-        for path in sorted(self.logs.glob("rank-*.failure.json")):
+    def failure(self, attempt: str) -> TxlError | None:
+        """The error of the lowest rank that recorded one in this attempt."""
+        for path in sorted(self.logs.glob(self._failure(attempt, "*").name)):
             content = json.loads(path.read_text())
-            error = type(content["type"], (TxlError,), {"exit_code": content["exit_code"]})
-            return error(content["message"])
+            return error_of(content["type"], content["message"])
         return None
+
+    def _failure(self, attempt: str, rank: int | str) -> Path:
+        number = f"{rank:05d}" if isinstance(rank, int) else rank
+        return self.logs / f"failure-{attempt}-rank-{number}.json"
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks
+    return True
 
 
 class StopRequest:

@@ -15,6 +15,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.world import World
 
 NUM_LANES = 3
+BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)
 CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d_inner=7, mem_len=5)
 
 
@@ -35,7 +36,7 @@ def save(run: Path, *, step: int) -> Path:
     return save_checkpoint(
         CheckpointDirectory(run),
         header=header,
-        state=TrainState(step=step, position=4 * step, best=BestScore(step=1, nats_per_token=2.5)),
+        state=TrainState(step=step, position=4 * step, best=BEST),
         fragments=[whole(name, p.detach()) for name, p in model(step).named_parameters()],
         memory_of_lane={lane: memory(step, lane) for lane in range(NUM_LANES)},
         mlflow_run_id=None,

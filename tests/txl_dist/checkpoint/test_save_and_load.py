@@ -153,6 +153,29 @@ def test_a_full_disk_names_the_place_and_keeps_the_previous_checkpoint(
     verify_checkpoint(directory.at(1))
 
 
+def test_a_file_that_cannot_grow_is_reported_like_a_full_disk(tmp_path: Path) -> None:
+    """safetensors' own error, from a real limit, in a process of its own."""
+    script = f"""
+import resource, signal, sys
+from pathlib import Path
+from tests.txl_dist.checkpoint.saving import save
+from txl_dist.errors import CheckpointError
+save(Path({str(tmp_path)!r}), step=1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+try:
+    save(Path({str(tmp_path)!r}), step=2)
+except CheckpointError as error:
+    sys.exit("could not be written" not in str(error))
+sys.exit(2)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert done.returncode == 0
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.steps() == [1]
+    assert not directory.aside.exists()
+
+
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in range(1, 7):
         save(tmp_path, step=step)

@@ -7,7 +7,8 @@ import pytest
 
 from tests.gloo_ranks import RankGroups
 from tests.training_runs import NO_EVALUATION, losses, tiny_job, train
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.errors import CheckpointError
 
 SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
 
@@ -27,9 +28,11 @@ def flip(run: Path, step: int, kind: str) -> None:
 
 
 def message(run: Path) -> str:
-    error = RunDirectory(run).failure()
-    assert error is not None
-    return str(error)
+    """Of the newest refusal."""
+    failures = (run / "logs").glob("failure-*-rank-00000.json")
+    return json.loads(max(failures, key=lambda path: path.stat().st_mtime_ns).read_text())[
+        "message"
+    ]
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_counts_the_lost_steps(
@@ -130,3 +133,40 @@ def test_lines_of_steps_trained_again_are_kept_aside(
     assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
     aside = (run / "logs" / "metrics-superseded.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in aside] == [16, 17, 18, 19, 20]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(
+    ranks: RankGroups, dataset: Path, run: Path, keep: int
+) -> None:
+    settings = (*SETTINGS, "optimizer.schedule=constant", f"training.keep_checkpoints={keep}")
+    back = run / "checkpoints" / "step-00000005"
+    job = tiny_job(
+        dataset,
+        run,
+        *settings,
+        "training.num_steps=12",
+        resume=str(back),
+        allow_change=("training.num_steps", "optimizer.schedule"),
+    )
+    assert ranks(1).run(train, job) == [0]
+    directory = CheckpointDirectory(run)
+    assert directory.steps() == [10, 12][-keep:]
+    assert (run / "LATEST").read_text() == "checkpoints/step-00000012\n"
+    aside = sorted(path.name for path in directory.path.glob("superseded-*"))
+    assert aside == [f"superseded-step-{step:08d}" for step in (10, 15, 20)]
+
+
+def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
+    from txl_dist.checkpoint.compatibility import check_config
+    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+    from txl_dist.config_file import flatten_config
+
+    old = load_checkpoint_manifest(run / "checkpoints" / "step-00000020").run
+    older = {key: value for key, value in old.items() if key != "model.pre_lnorm"}
+    new = flatten_config(tiny_job(dataset, run, *SETTINGS).config)
+    check_config(older, new, allowed=(), where="here")
+    with pytest.raises(CheckpointError, match="pre_lnorm: checkpoint False, now True"):
+        check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), where="here")

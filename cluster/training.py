@@ -41,6 +41,7 @@ def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line:
         with ExitStack() as stack:
             stack.enter_context(_signals_to(stop_file))
             stack.enter_context(ray_session(address, num_cpus=max(num_ranks, os.cpu_count() or 1)))
+            stack.enter_context(_signals_to(stop_file))  # again: ray.init took SIGTERM for itself
             stack.enter_context(LogFollower(directory.log(0), on_line))
             failure = _fit(job, num_ranks)
     finally:

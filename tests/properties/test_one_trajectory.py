@@ -54,5 +54,20 @@ def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
     assert norms == pytest.approx([line["gradient_norm"] for line in metrics(straight)], rel=1e-5)
 
 
+def test_nor_with_clusters_of_the_vocabulary_that_are_empty_on_some_ranks(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """Ids from 128 on are rare in this text: most steps have none of the last cluster anywhere."""
+    settings = (NO_EVALUATION, "model.cutoffs=[60, 128]", "model.div_val=2")
+    one = tmp_path / "one"
+    job = tiny_job(dataset, one, *settings, "deepspeed.zero_stage=0")
+    assert ranks(1).run(train, job) == [0]
+    for stage in (0, 1, 2):
+        two = tmp_path / f"two-{stage}"
+        job = tiny_job(dataset, two, *settings, f"deepspeed.zero_stage={stage}")
+        assert ranks(2).run(train, job) == [0, 0]
+        assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
+
+
 def test_tokens_count_every_lane_once_a_step(straight: Path) -> None:
     assert [line["tokens"] for line in metrics(straight)] == [15 * step for step in range(1, 21)]

@@ -70,8 +70,8 @@ class Surroundings:
     """Encoded distances S - 1 .. 0."""
     visible_BTS: Tensor
     """Which keys each query may see (visibility.py)."""
-    u_HK: Tensor
-    v_HK: Tensor
+    biases_HK: tuple[Tensor, Tensor] | None
+    """u and v of equation 5; none if every layer has its own (`untie_r`)."""
     draws: Draws | None
     """Dropout masks; none when evaluating."""
 
@@ -92,6 +92,9 @@ class RelativeAttention(nn.Module):
         self.key_value = nn.Linear(config.d_model, 2 * width, bias=False)
         self.distance = nn.Linear(config.d_model, width, bias=False)
         self.out = nn.Linear(width, config.d_model, bias=False)
+        if config.untie_r:
+            self.content_bias_HK = nn.Parameter(torch.empty(self.heads))  # u of this layer
+            self.distance_bias_HK = nn.Parameter(torch.empty(self.heads))  # v of this layer
         self.weight_dropout = Dropout(config.dropatt, layer=layer, place="attention weights")
         self.scores = SCORES[config.attention]
 
@@ -101,7 +104,8 @@ class RelativeAttention(nn.Module):
         k_BSHK, v_BSHK = self.key_value(context_BSD).unflatten(-1, (2, *self.heads)).unbind(-3)
         r_SHK = self.distance(around.distance_SD).unflatten(-1, self.heads)
 
-        score_BHTS = self.scores(q_BTHK, k_BSHK, r_SHK, around.u_HK, around.v_HK)
+        u_HK, v_HK = around.biases_HK or (self.content_bias_HK, self.distance_bias_HK)
+        score_BHTS = self.scores(q_BTHK, k_BSHK, r_SHK, u_HK, v_HK)
         score_BHTS = score_BHTS.masked_fill(~around.visible_BTS[:, None], -torch.inf)
         weight_BHTS = self.weight_dropout(score_BHTS.softmax(dim=-1), around.draws)
         mixed_BTHK = (weight_BHTS @ v_BSHK.transpose(1, 2)).transpose(1, 2)

@@ -5,6 +5,7 @@ so a model can be rebuilt from this file's dataclass and a state dict alone.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 
@@ -31,8 +32,14 @@ class ModelConfig:
     """Let every query see exactly `mem_len` keys, its own included."""
     tie_weight: bool = True
     """Share the token table with the softmax (the biases stay its own)."""
-    tie_projection: bool = False
-    """Share the two projections of a `d_embed` unlike `d_model`."""
+    cutoffs: tuple[int, ...] = ()
+    """Token ids where the adaptive softmax opens its next, cheaper cluster; () is plain softmax."""
+    div_val: int = 1
+    """Cluster i has a token table `div_val ** i` times narrower; 1 is one table for all."""
+    tie_projs: tuple[bool, ...] = ()
+    """Per cluster: share the projection between `d_model` and the table's width at both ends."""
+    untie_r: bool = False
+    """Give every layer position biases u and v of its own, instead of one pair for all."""
     pre_lnorm: bool = False
     """Normalise before each sublayer instead of after it."""
     dropout: float = 0.0
@@ -66,8 +73,58 @@ class ModelConfig:
             )
         if self.same_length and self.mem_len == 0:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
-        if self.tie_projection and not self.has_projection:
-            raise ValueError("tie_projection=true needs a d_embed that differs from d_model")
+        self._check_clusters()
+
+    def _check_clusters(self) -> None:
+        bounds = (0, *self.cutoffs, self.vocab_size or max(self.cutoffs, default=0) + 1)
+        if any(low >= high for low, high in pairwise(bounds)):
+            raise ValueError(
+                f"cutoffs={list(self.cutoffs)} must rise from above 0 to below the vocabulary's "
+                f"size{f', {self.vocab_size}' if self.vocab_size else ''}; drop the entry out of "
+                "order"
+            )
+        if self.div_val < 1 or (self.div_val > 1 and not self.cutoffs):
+            raise ValueError(
+                f"div_val={self.div_val} must be 1, or more than 1 with cutoffs to narrow at"
+            )
+        if self.table_widths[-1] < 1:
+            raise ValueError(
+                f"div_val={self.div_val} narrows {self.embedding_width} to nothing in cluster "
+                f"{len(self.cutoffs)}; lower div_val or give fewer cutoffs"
+            )
+        if len(self.tie_projs) > self.num_clusters:
+            raise ValueError(
+                f"tie_projs has {len(self.tie_projs)} entries, {self.num_clusters} legal"
+            )
+        if any(self.tie_projs) and not self.has_projection:
+            raise ValueError("tie_projs needs a d_embed that differs from d_model, or div_val > 1")
+
+    @property
+    def num_clusters(self) -> int:
+        """Clusters of the vocabulary, the shortlist of frequent tokens included."""
+        return len(self.cutoffs) + 1
+
+    @property
+    def cluster_bounds(self) -> tuple[tuple[int, int], ...]:
+        """Token ids [start, stop) of every cluster."""
+        return tuple(pairwise((0, *self.cutoffs, self.vocab_size)))
+
+    @property
+    def table_bounds(self) -> tuple[tuple[int, int], ...]:
+        """Token ids [start, stop) of every token table: one a cluster if they differ in width."""
+        return self.cluster_bounds if self.div_val > 1 else ((0, self.vocab_size),)
+
+    @property
+    def table_widths(self) -> tuple[int, ...]:
+        """Width of every token table."""
+        width = self.embedding_width
+        if self.div_val == 1:
+            return (width,)
+        return tuple(width // self.div_val**cluster for cluster in range(self.num_clusters))
+
+    def is_tied(self, cluster: int) -> bool:
+        """Whether a cluster's projection is shared between input and output."""
+        return cluster < len(self.tie_projs) and self.tie_projs[cluster]
 
     @property
     def embedding_width(self) -> int:
@@ -75,4 +132,5 @@ class ModelConfig:
 
     @property
     def has_projection(self) -> bool:
-        return self.embedding_width != self.d_model
+        """Whether tables pass a projection: always if they differ in width."""
+        return self.div_val > 1 or self.embedding_width != self.d_model

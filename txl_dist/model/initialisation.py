@@ -1,7 +1,7 @@
 """The original's initialisation: normal weights, zero biases, norms around one.
 
 Facts from the paper's training script: every matrix and the vectors u, v are normal(0, init_std),
-the projections of `d_embed` normal(0, proj_init_std), norm gains normal(1, init_std), the rest 0.
+the projections of tables normal(0, proj_init_std), norm gains normal(1, init_std), the rest 0.
 Drawn from one generator in the parameters' order, so every rank starts alike without a broadcast.
 """
 
@@ -16,11 +16,11 @@ def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         with torch.no_grad():
-            if name.endswith("projection"):
+            if "projections." in name:
                 parameter.normal_(0.0, config.proj_init_std, generator=generator)
             elif name.endswith("norm.weight"):
                 parameter.normal_(1.0, config.init_std, generator=generator)
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "cluster_bias")):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, config.init_std, generator=generator)

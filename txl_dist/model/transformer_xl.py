@@ -18,7 +18,8 @@ from txl_dist.model.dropout import Draws, Dropout
 from txl_dist.model.initialisation import initialise
 from txl_dist.model.layers import Layer
 from txl_dist.model.memory import Memory
-from txl_dist.model.tokens import TokenSoftmax, TokenTable
+from txl_dist.model.softmax import TokenSoftmax
+from txl_dist.model.tokens import TokenTable
 from txl_dist.model.visibility import visible_keys
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
@@ -33,8 +34,10 @@ class TransformerXL(nn.Module):
             raise ValueError("ModelConfig.vocab_size must be set to build a model")
         self.config = config
         self.table = TokenTable(config)
-        self.content_bias_HK = nn.Parameter(torch.empty(config.n_head, config.d_head))  # u
-        self.distance_bias_HK = nn.Parameter(torch.empty(config.n_head, config.d_head))  # v
+        if not config.untie_r:
+            heads = (config.n_head, config.d_head)
+            self.content_bias_HK = nn.Parameter(torch.empty(heads))  # u of all layers
+            self.distance_bias_HK = nn.Parameter(torch.empty(heads))  # v of all layers
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layer))
         self.softmax = TokenSoftmax(config)
         self.embedding_dropout = Dropout(config.dropout, layer=0, place="embedding")
@@ -80,8 +83,7 @@ class TransformerXL(nn.Module):
         return Surroundings(
             distance_SD=self.distance_dropout(distance_SD, draws),
             visible_BTS=visible_keys(age_BT, mem_len=mem_len, same_length=config.same_length),
-            u_HK=self.content_bias_HK,
-            v_HK=self.distance_bias_HK,
+            biases_HK=(None if config.untie_r else (self.content_bias_HK, self.distance_bias_HK)),
             draws=draws,
         )
 
@@ -91,7 +93,7 @@ class TransformerXL(nn.Module):
 
     def empty_memory(self, num_lanes: int) -> Memory:
         """Memory at the start of `num_lanes` streams, like the parameters in dtype and device."""
-        weight, config = self.table.weight, self.config
+        weight, config = self.table.weights[0], self.config
         return Memory.empty(
             n_layer=config.n_layer,
             num_lanes=num_lanes,

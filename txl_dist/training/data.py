@@ -8,7 +8,7 @@ from data_pipeline.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shard_reader import SplitReader, open_split
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config import RunConfig
-from txl_dist.errors import DataError
+from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
 
 
@@ -46,7 +46,10 @@ class TrainingData:
             num_tokens=train.tokens, num_lanes=config.data.num_lanes, tgt_len=config.data.tgt_len
         )
         plan.rows_per_rank(num_ranks)  # refuses more ranks than lanes
-        model_config = replace(config.model, vocab_size=manifest.vocab_size)
+        try:
+            model_config = replace(config.model, vocab_size=manifest.vocab_size)
+        except ValueError as error:
+            raise ConfigError(f"model, with the vocabulary of {where}: {error}") from None
         return cls(manifest, tokenizer, plan, model_config)
 
     def open_split(self, config: RunConfig, name: str) -> SplitReader:

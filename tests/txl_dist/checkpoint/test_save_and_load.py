@@ -51,9 +51,9 @@ def zeros(fragment: Fragment) -> dict[str, torch.Tensor]:
 def test_any_range_of_a_parameter_can_be_read(tmp_path: Path) -> None:
     directory = save(tmp_path, step=3)
     manifest = load_checkpoint_manifest(directory)
-    full = whole("table.weight", model(3).table.weight.detach())
+    full = whole("table.weights.0", model(3).table.weights[0].detach())
     for start, stop in ((0, 1), (7, 11), (0, full.stop), (full.stop - 1, full.stop)):
-        part = Fragment("table.weight", full.shape, start, torch.zeros(stop - start), {})
+        part = Fragment("table.weights.0", full.shape, start, torch.zeros(stop - start), {})
         load_fragments(directory, manifest, [part])
         assert torch.equal(part.master, full.master[start:stop])
 

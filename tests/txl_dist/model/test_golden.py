@@ -25,6 +25,8 @@ NAMES = [
     "samelen_mem10",
     "prelnorm_mem10",
     "dembed16_mem10",
+    "adapt_div1_tied",
+    "adapt_div2_tied_tieproj",
 ]
 SEGMENTS = range(3)
 
@@ -64,6 +66,9 @@ def load(name: str, attention: str) -> Golden:
     config = ModelConfig(
         **{key: original[key] for key in (*kept, "same_length", "tie_weight", "pre_lnorm")},
         vocab_size=original["n_token"],
+        cutoffs=tuple(original["cutoffs"]),
+        div_val=original["div_val"],
+        tie_projs=tuple(original["tie_projs"]) if original["div_val"] > 1 else (),
         clamp_len=original["clamp_len"] if original["clamp_len"] > 0 else None,
         attention=attention,
     )

@@ -8,17 +8,17 @@ from txl_dist.model.transformer_xl import TransformerXL
 
 CONFIG = ModelConfig(
     vocab_size=301, n_layer=2, d_model=64, n_head=3, d_head=40, d_inner=96, d_embed=50,
-    tie_weight=False, init_std=0.02, proj_init_std=0.01,
+    tie_weight=False, init_std=0.02, proj_init_std=0.01, cutoffs=(100, 200),
 )  # fmt: skip
 
 
 def expected_distribution(name: str) -> tuple[float, float]:
     """Mean and standard deviation, as the paper's training script sets them."""
-    if name.endswith("projection"):
+    if "projections." in name:
         return 0.0, 0.01
     if name.endswith("norm.weight"):
         return 1.0, 0.02
-    return 0.0, 0.0 if name.endswith(".bias") else 0.02
+    return 0.0, 0.0 if name.endswith((".bias", "cluster_bias")) else 0.02
 
 
 def test_every_parameter_is_drawn_as_in_the_original() -> None:
@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> Non
     other = TransformerXL(CONFIG, seed=6).state_dict()
     for name, weight in first.items():
         assert torch.equal(weight, second[name]), name
-        assert torch.equal(weight, other[name]) == name.endswith(".bias"), name
+        assert torch.equal(weight, other[name]) == name.endswith((".bias", "cluster_bias")), name
 
 
 def test_a_model_needs_a_vocabulary() -> None:

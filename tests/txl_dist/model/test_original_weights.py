@@ -4,14 +4,19 @@ import pytest
 import torch
 
 from tests.small_models import small_model
-from txl_dist.model.original_weights import from_original, original_names, to_original
+from txl_dist.model.original_weights import from_original, to_original
 
 OPTIONS = [
     {},
     {"tie_weight": False, "n_layer": 3},
     {"d_embed": 3},
-    {"d_embed": 3, "tie_projection": True},
+    {"d_embed": 3, "tie_projs": (True,)},
     {"d_embed": 3, "tie_weight": False, "pre_lnorm": True},
+    {"untie_r": True},
+    {"cutoffs": (2, 7)},
+    {"cutoffs": (2, 7), "tie_weight": False, "d_embed": 3},
+    {"cutoffs": (2, 7), "div_val": 2, "tie_projs": (False, True, True)},
+    {"cutoffs": (4,), "div_val": 2, "tie_weight": False},
 ]
 
 
@@ -23,7 +28,6 @@ def test_weights_survive_the_originals_names(options: dict) -> None:
     assert set(back) == set(model.state_dict())
     for name, weight in model.state_dict().items():
         assert torch.equal(back[name], weight), name
-    assert set(original) == set(original_names(model.config))
 
 
 def test_queries_keys_and_values_stand_below_each_other() -> None:
@@ -35,8 +39,14 @@ def test_queries_keys_and_values_stand_below_each_other() -> None:
     assert torch.equal(qkv[width:], attention.key_value.weight)
 
 
+def test_the_originals_cluster_columns_run_backwards() -> None:
+    model = small_model(cutoffs=(2, 7))
+    model.softmax.cluster_bias.data = torch.tensor([1.0, 2.0])
+    assert to_original(model.state_dict(), model.config)["crit.cluster_bias"].tolist() == [2, 1]
+
+
 def test_names_the_original_repeats_for_tied_tensors_are_read_once() -> None:
-    model = small_model(d_embed=3, tie_projection=True)
+    model = small_model(d_embed=3, tie_projs=(True,))
     original = to_original(model.state_dict(), model.config)
     repeated = original | {
         "crit.out_layers.0.weight": original["word_emb.emb_layers.0.weight"],

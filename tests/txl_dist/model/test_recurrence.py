@@ -12,7 +12,8 @@ OPTIONS = [
     {},
     {"pre_lnorm": True},
     {"attention": "reference", "clamp_len": 3},
-    {"d_embed": 3, "tie_projection": True},
+    {"d_embed": 3, "tie_projs": (True,)},
+    {"untie_r": True, "cutoffs": (3, 6), "div_val": 2},
 ]
 
 

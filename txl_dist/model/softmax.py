@@ -1,0 +1,114 @@
+"""Scores of the next token: one softmax, or a shortlist and clusters of rarer tokens.
+
+The adaptive softmax first chooses among the shortlist's tokens and the clusters, then, where it
+chose a cluster, among its tokens. Both ends may share the tables (`tie_weight`) and projections
+(`tie_projs`). Clusters are numbered in the vocabulary's order at both ends; the original reads
+their columns in reverse, which its loader undoes (original_weights.py).
+
+Sources: Grave et al. 2017, arXiv:1609.04309; weight tying: Press & Wolf 2017, arXiv:1608.05859.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.tokens import TokenTable
+
+# Shapes: B lanes, T segment tokens, N = B T, D d_model, E a table's width, V vocabulary, C clusters
+# beside the shortlist
+
+IGNORED = -1
+"""Target of a position that is not scored."""
+
+
+class TokenSoftmax(nn.Module):
+    """Nats and log-probabilities of tokens. Holds only what it does not share with the table."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.bounds = config.cluster_bounds
+        self.bias = nn.Parameter(torch.empty(config.vocab_size))
+        self.weights = nn.ParameterList(
+            torch.empty(stop - start, width)
+            for (start, stop), width in zip(config.table_bounds, config.table_widths, strict=True)
+            if not config.tie_weight
+        )
+        widths = config.table_widths * (config.num_clusters if config.div_val == 1 else 1)
+        self.projections = nn.ParameterDict(
+            {
+                str(cluster): torch.empty(config.d_model, width)
+                for cluster, width in enumerate(widths)
+                if config.has_projection and not config.is_tied(cluster)
+            }
+        )
+        if config.cutoffs:
+            self.cluster_weight = nn.Parameter(torch.empty(len(config.cutoffs), widths[0]))
+            self.cluster_bias = nn.Parameter(torch.empty(len(config.cutoffs)))
+
+    def nats(self, hidden_BTD: Tensor, target_BT: Tensor, table: TokenTable) -> Tensor:
+        """Negative log-likelihood [B, T] in nats, in token order; 0 where the target is IGNORED."""
+        hidden_ND, target_N = hidden_BTD.flatten(0, 1), target_BT.flatten()
+        # In the head, a rare token's target is its cluster's column.
+        head_target_N = target_N
+        for number, (start, stop) in self._clusters():
+            column = self.bounds[0][1] + number - 1
+            inside_N = (target_N >= start) & (target_N < stop)
+            head_target_N = torch.where(inside_N, column, head_target_N)
+        nats_N = _cross_entropy(self._head(hidden_ND, table), head_target_N)
+        for number, (start, stop) in self._clusters():
+            # With no rows if need be: every rank touches every parameter at every step.
+            row_N = ((target_N >= start) & (target_N < stop)).nonzero().squeeze(1)
+            logits = self._tail(number, hidden_ND[row_N], table)
+            nats_N = nats_N.index_add(0, row_N, _cross_entropy(logits, target_N[row_N] - start))
+        return nats_N.view(target_BT.shape)
+
+    def logits(self, hidden_BTD: Tensor, table: TokenTable) -> Tensor:
+        """Log-probabilities of all tokens [B, T, V]; unnormalised without clusters."""
+        head = self._head(hidden_BTD, table)
+        if len(self.bounds) == 1:
+            return head
+        shortlist = self.bounds[0][1]
+        head = head.log_softmax(dim=-1)
+        tails = [
+            head[..., [shortlist + number - 1]]
+            + self._tail(number, hidden_BTD, table).log_softmax(dim=-1)
+            for number, _ in self._clusters()
+        ]
+        return torch.cat([head[..., :shortlist], *tails], dim=-1)
+
+    def _clusters(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Number, from 1, and bounds of the clusters beside the shortlist."""
+        return enumerate(self.bounds[1:], start=1)
+
+    def _head(self, hidden: Tensor, table: TokenTable) -> Tensor:
+        """Logits of the shortlist, then of the clusters: [..., shortlist + C]."""
+        weight, bias = self._weight(0, table), self.bias[: self.bounds[0][1]]
+        if len(self.bounds) > 1:
+            weight = torch.cat([weight, self.cluster_weight])
+            bias = torch.cat([bias, self.cluster_bias])
+        return linear(self._project(0, hidden, table), weight, bias)
+
+    def _tail(self, number: int, hidden: Tensor, table: TokenTable) -> Tensor:
+        """Logits of one cluster's tokens, given that it was chosen."""
+        bias = self.bias[slice(*self.bounds[number])]
+        return linear(self._project(number, hidden, table), self._weight(number, table), bias)
+
+    def _weight(self, number: int, table: TokenTable) -> Tensor:
+        weights = self.weights if len(self.weights) else table.weights
+        if len(weights) == len(self.bounds):
+            return weights[number]
+        return weights[0][slice(*self.bounds[number])]
+
+    def _project(self, number: int, hidden: Tensor, table: TokenTable) -> Tensor:
+        if str(number) in self.projections:
+            return linear(hidden, self.projections[str(number)].t())
+        if not len(table.projections):
+            return hidden
+        return linear(hidden, table.projections[min(number, len(table.projections) - 1)].t())
+
+
+def _cross_entropy(logits: Tensor, target_N: Tensor) -> Tensor:
+    return cross_entropy(logits, target_N, ignore_index=IGNORED, reduction="none")

@@ -23,6 +23,7 @@ from txl_dist.evaluation.evaluate import (
     plan_evaluation,
 )
 from txl_dist.evaluation.scoring import Scorer
+from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
@@ -34,6 +35,7 @@ from txl_dist.training.report import Report
 from txl_dist.training.resume import find_resume_point, restore
 from txl_dist.training.run_directory import RunDirectory, StopRequest
 from txl_dist.training.step import TrainStep
+from txl_dist.training.utilisation import measure_peak_flops
 from txl_dist.world import World
 
 LOCK_PATIENCE_SECONDS = 30.0
@@ -65,7 +67,11 @@ class RankBuilder:
             state = point.manifest.state
         self.world.first_does(lambda: self._open_run(state))
         tracker = self._tracker(new_run=point is None)
-        report = Report(self.journal, num_steps=self.config.training.num_steps)
+        report = Report(
+            self.journal,
+            num_steps=self.config.training.num_steps,
+            utilisation_per_rate=self._flops_per_step() / measure_peak_flops(self.world),
+        )
         report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
         return Training(
             config=self.config,
@@ -122,6 +128,12 @@ class RankBuilder:
             **shape,
         )
         return engine, step
+
+    def _flops_per_step(self) -> int:
+        data = self.config.data
+        return training_flops(
+            self.data.model_config, num_lanes=data.num_lanes, tgt_len=data.tgt_len
+        )
 
     def _stream(self, step: TrainStep, state: TrainState) -> SegmentStream:
         data = self.config.data

@@ -23,6 +23,8 @@ class Stopwatch:
     """Where the time since the last line went. Monotonic: the wall clock may jump."""
 
     since: float
+    num_steps: int = 0
+    """Less than the sums cover, on the first line after a resume."""
     data_wait_seconds: float = 0.0
     other_seconds: float = 0.0
     """Evaluation and checkpoints: not part of the training speed."""
@@ -31,12 +33,18 @@ class Stopwatch:
 class Report:
     """Writes lines; only rank 0 has a journal, other ranks stay silent."""
 
-    def __init__(self, journal: MetricsJournal | None, *, num_steps: int) -> None:
+    def __init__(
+        self, journal: MetricsJournal | None, *, num_steps: int, utilisation_per_rate: float
+    ) -> None:
+        """`utilisation_per_rate`: share of the machine that one step a second would use."""
         self._journal = journal
         self._num_steps = num_steps
+        self._utilisation_per_rate = utilisation_per_rate
         self._watch = Stopwatch(time.monotonic())
 
     def waited(self, seconds: float) -> None:
+        """Once a step: how long its segment took to come."""
+        self._watch.num_steps += 1
         self._watch.data_wait_seconds += seconds
 
     def not_training(self, seconds: float) -> None:
@@ -51,6 +59,7 @@ class Report:
         if self._journal is None:
             return
         sums = LossSums(*state.unreported)
+        tokens_a_step = sums.num_tokens / state.unreported_steps
         seconds = max(1e-9, now - watch.since - watch.other_seconds)
         values = {
             "loss": sums.nats_per_token,
@@ -58,12 +67,12 @@ class Report:
             **({"bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
             "lr": lr,
             "gradient_norm": gradient_norm,
-            "tokens_per_second": sums.num_tokens / seconds,
+            "tokens_per_second": tokens_a_step * watch.num_steps / seconds,
+            "mfu": self._utilisation_per_rate * watch.num_steps / seconds,
             "memory_valid": memory_valid,
             "data_wait": watch.data_wait_seconds / seconds,
         }
         self._write(state, values)
-        tokens_a_step = sums.num_tokens / state.unreported_steps
         left = (self._num_steps - state.step) * tokens_a_step / values["tokens_per_second"]
         log.info("%s", step_line(state.step, values, eta_seconds=left))
 
@@ -116,7 +125,7 @@ def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str
     return (
         f"step {step} | loss {values['loss']:.4f} | ppl {values['perplexity']:.2f}{bits}"
         f" | lr {values['lr']:.2e} | grad {values['gradient_norm']:.3f}"
-        f" | tok/s {values['tokens_per_second']:,.0f} | mem valid {values['memory_valid']:.0%}"
-        f" | data wait {values['data_wait']:.1%}"
+        f" | tok/s {values['tokens_per_second']:,.0f} | mfu {values['mfu']:.0%}"
+        f" | mem valid {values['memory_valid']:.0%} | data wait {values['data_wait']:.1%}"
         f" | eta {minutes // 60}:{minutes % 60:02}:{seconds:02}"
     )

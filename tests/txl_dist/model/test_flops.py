@@ -1,0 +1,31 @@
+"""The formula counts what torch counts."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.small_models import random_text, small_model
+from txl_dist.model.flops import forward_flops, training_flops
+
+OPTIONS = [
+    {},
+    {"mem_len": 0},
+    {"mem_len": 9, "n_layer": 3, "tie_weight": False},
+    {"d_embed": 3, "pre_lnorm": True},
+    {"cutoffs": (4, 9)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_formula_equals_torchs_counter(options: dict) -> None:
+    model = small_model(attention="reference", **options)
+    # All targets on the shortlist: tails have no rows.
+    text_BT = random_text(2, 7) % 4
+    given = (text_BT, text_BT, torch.full_like(text_BT, 100), model.empty_memory(2))
+    shape = {"num_lanes": 2, "tgt_len": 7}
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        model(*given)
+    with FlopCounterMode(display=False) as training:
+        model(*given)[0].sum().backward()
+    assert forward.get_total_flops() == forward_flops(model.config, **shape)
+    assert training.get_total_flops() == training_flops(model.config, **shape)

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from data_pipeline.errors import TxlError
-from txl_dist.cli import checkpoint, config, data, evaluate, generate, train
+from txl_dist.cli import checkpoint, config, data, evaluate, foreign, generate, train
 
 app = typer.Typer(
     name="txl",
@@ -21,6 +21,8 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("import")(foreign.import_)
+app.command("export")(foreign.export)
 
 
 def main() -> None:

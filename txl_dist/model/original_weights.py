@@ -77,11 +77,17 @@ def _ends(config: ModelConfig) -> dict[str, tuple[_Rows, ...]]:
     return names
 
 
-def from_original(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our state dict from the original's; what is tied is read once."""
+def from_original(
+    tensors: Mapping[str, Tensor], config: ModelConfig, *, clusters_reversed: bool = True
+) -> dict[str, Tensor]:
+    """Our state dict from the original's; what is tied is read once.
+
+    `clusters_reversed=False` for those of its descendants that count clusters forwards.
+    """
     found: dict[str, list[tuple[int, Tensor]]] = {}
     for original, rows in _originals(config).items():
-        tensor = tensors[original].flip(0) if original in _REVERSED else tensors[original]
+        reverse = clusters_reversed and original in _REVERSED
+        tensor = tensors[original].flip(0) if reverse else tensors[original]
         first = 0
         for part in rows:
             length = len(tensor) if part.stop is None else part.stop - part.start

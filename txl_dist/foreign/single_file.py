@@ -1,0 +1,101 @@
+"""The format to hand a model on in: model.safetensors, config.json and, if known, tokenizer.json.
+
+config.json is our ModelConfig and the hash of the weights that belong to it; written last, so a
+directory without it is no model. Parameters have this project's names and are fp32.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from data_pipeline.atomic_files import (
+    StagedDirectory,
+    explain_disk_errors,
+    sha256_file,
+    write_synced,
+)
+from data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.foreign.architecture import checked_config, read_json
+from txl_dist.foreign.tensors import check_tensors, empty_model, fill
+from txl_dist.model.transformer_xl import TransformerXL
+
+FORMAT, VERSION = "txl-model", 1
+CONFIG_NAME, WEIGHTS_NAME, TOKENIZER_NAME = "config.json", "model.safetensors", "tokenizer.json"
+
+
+def write_exported(directory: Path, model: TransformerXL, tokenizer: Tokenizer | None) -> None:
+    """Write a model to a directory that is new or empty; it is there whole or not at all.
+
+    Raises CheckpointError if a parameter is not finite, ConfigError if something is there already.
+    """
+    state = model.state_dict()
+    weights = check_tensors(state, state, where="the model to write")
+    with StagedDirectory(directory, last=CONFIG_NAME) as staged:
+        if there := sorted(entry.name for entry in directory.iterdir()):
+            raise ConfigError(
+                f"{directory} is not empty (it holds {there[0]}); choose another --out, or "
+                "remove what is there"
+            )
+        with explain_disk_errors("writing the model", directory):
+            aside = staged.stage()
+            _write_weights(aside / WEIGHTS_NAME, weights)
+            if tokenizer is not None:
+                write_synced(aside / TOKENIZER_NAME, tokenizer.to_json().encode())
+            config = {
+                "format": FORMAT,
+                "version": VERSION,
+                "weights_sha256": sha256_file(aside / WEIGHTS_NAME),
+                "model": asdict(model.config),
+            }
+            write_synced(aside / CONFIG_NAME, (json.dumps(config, indent=1) + "\n").encode())
+            staged.publish()
+
+
+def load_exported(directory: Path) -> tuple[TransformerXL, Tokenizer | None]:
+    """The model, on the CPU in fp32, and its tokenizer if one was exported with it.
+
+    Raises CheckpointError naming what is damaged, ConfigError for an impossible config.
+    """
+    where = directory / CONFIG_NAME
+    described = read_json(where)
+    if not is_exported(described):
+        raise CheckpointError(f"{where} describes no exported model; make one with txl export")
+    if described.get("version") != VERSION:
+        raise CheckpointError(
+            f"{where} has format version {described.get('version')!r}, this txl reads {VERSION}; "
+            "upgrade txl"
+        )
+    if not isinstance(values := described.get("model"), dict):
+        raise CheckpointError(f"{where} has no section model; it is damaged or edited")
+    config = checked_config(values, where=f"{where}, model")
+    path = directory / WEIGHTS_NAME
+    try:
+        if (digest := sha256_file(path)) != described.get("weights_sha256"):
+            raise CheckpointError(
+                f"{path} has sha256 {digest}, {CONFIG_NAME} says "
+                f"{described.get('weights_sha256')!r}; one of them is damaged. Export it again"
+            )
+        given = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); export it again") from None
+    model = empty_model(config, where=str(where), num_tensors=len(given))
+    model = fill(model, check_tensors(given, model.state_dict(), where=str(path)))
+    tokenizer = directory / TOKENIZER_NAME
+    return model, load_tokenizer(tokenizer) if tokenizer.exists() else None
+
+
+def is_exported(described: dict[str, Any]) -> bool:
+    """Whether a config.json is of this format, rather than a stranger's."""
+    return described.get("format") == FORMAT
+
+
+def _write_weights(path: Path, weights: dict[str, Any]) -> None:
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -115,7 +115,7 @@ class Engine:
             {key: state[key].view(-1)[start:stop] for key in OPTIMIZER_STATES},
         )
 
-    def whole_parameters(self) -> Iterator[Fragment]:
+    def _whole_parameters(self) -> Iterator[Fragment]:
         """Stage 0 only: whole tensors to load into, because every rank keeps a full copy."""
         for name, parameter in self.model.named_parameters():
             state = self._optimizer.state[parameter]
@@ -124,7 +124,7 @@ class Engine:
 
     def fragments_to_load(self) -> Iterator[Fragment]:
         """Where a checkpoint is to be copied to; `loaded` must follow."""
-        return self.whole_parameters() if self._stage == 0 else self.fragments()
+        return self._whole_parameters() if self._stage == 0 else self.fragments()
 
     def loaded(self, *, num_steps: int) -> None:
         """After copying into `fragments_to_load`: set the optimizer's step, refresh the weights."""

@@ -42,7 +42,7 @@ class Scorer:
 
     def _score_group(self, group: list[Piece]) -> list[LossSums]:
         device = next(self.model.parameters()).device
-        memory = self.model.empty_memory(len(group))
+        memory = self.model.empty_state(len(group))
         sums = [LossSums() for _ in group]
         for input_BT, target_BT, age_BT in self._segments(group):
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Generation: read the prompt in segments, then one token at a time, the memory carried along."""
+"""Generation: read the prompt in segments, then one token at a time, the state carried along."""
 
 import codecs
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ import torch
 
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.generation.sampling import Sampling, next_token
-from txl_dist.model.memory import Memory
+from txl_dist.model.inference import InferenceState
 from txl_dist.model.transformer_xl import TransformerXL
 
 
@@ -27,14 +27,14 @@ def generate_tokens(
     if not prompt:
         raise ValueError("the prompt needs at least one token; an empty text has the document's")
     generator = torch.Generator().manual_seed(seed)
-    memory, num_read = model.empty_memory(1), 0
+    state, num_read = model.empty_state(1), 0
     has_memory = model.config.mem_len > 0
     pending = list(prompt)
     while True:
         while len(pending) > tgt_len:
-            _, memory = _read(model, pending[:tgt_len], num_read, memory)
+            _read(model, pending[:tgt_len], num_read, state)
             pending, num_read = pending[tgt_len:], num_read + tgt_len
-        logits_V, memory = _read(model, pending, num_read, memory)
+        logits_V = _read(model, pending, num_read, state)
         num_read += len(pending)
         token = next_token(logits_V, sampling, generator)
         if token == end:
@@ -47,15 +47,15 @@ def generate_tokens(
 
 
 def _read(
-    model: TransformerXL, tokens: Sequence[int], num_read: int, memory: Memory
-) -> tuple[torch.Tensor, Memory]:
-    """Read tokens after `num_read` others; the next token's logits [V] on the CPU, and memory."""
+    model: TransformerXL, tokens: Sequence[int], num_read: int, state: InferenceState
+) -> torch.Tensor:
+    """Read tokens after `num_read` others; the next token's logits [V] on the CPU."""
     device = next(model.parameters()).device
     input_BT = torch.tensor([tokens], device=device)
     age_BT = torch.arange(num_read, num_read + len(tokens), device=device)[None]
     with torch.no_grad():
-        hidden_BTD, memory = model.hidden(input_BT, age_BT, memory)
-        return model.logits(hidden_BTD[:, -1:])[0, 0].cpu(), memory
+        hidden_BTD, _ = model.hidden(input_BT, age_BT, state)
+        return model.logits(hidden_BTD[:, -1:])[0, 0].cpu()
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:

@@ -21,7 +21,8 @@ def forward_flops(config: ModelConfig, *, num_lanes: int, tgt_len: int) -> int:
     width = config.n_head * config.d_head
     query_and_out = 2 * 2 * tokens * config.d_model * width
     key_value = 2 * num_lanes * num_keys * config.d_model * 2 * width
-    scores_and_mixing = 3 * 2 * tokens * num_keys * width
+    products_with_keys = 3 if _has_distances(config) else 2
+    scores_and_mixing = products_with_keys * 2 * tokens * num_keys * width
     feed_forward = 2 * 2 * tokens * config.d_model * config.d_inner
     layer = query_and_out + key_value + scores_and_mixing + feed_forward
     return config.n_layer * layer + _distances(config, num_keys) + _ends(config, tokens)
@@ -35,8 +36,15 @@ def training_flops(config: ModelConfig, *, num_lanes: int, tgt_len: int) -> int:
     return 3 * forward - _distances(config, config.mem_len + tgt_len)
 
 
+def _has_distances(config: ModelConfig) -> bool:
+    """Whether queries are multiplied with distances, beside keys and values."""
+    return config.distance_encoding in ("sinusoidal", "shaw")
+
+
 def _distances(config: ModelConfig, num_keys: int) -> int:
-    """Projecting every distance once a layer, for all lanes."""
+    """Projecting every distance once a layer, for all lanes; only the paper's encoding does."""
+    if config.distance_encoding != "sinusoidal":
+        return 0
     return config.n_layer * 2 * num_keys * config.d_model * config.n_head * config.d_head
 
 

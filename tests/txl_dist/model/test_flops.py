@@ -13,6 +13,10 @@ OPTIONS = [
     {"mem_len": 9, "n_layer": 3, "tie_weight": False},
     {"d_embed": 3, "pre_lnorm": True},
     {"cutoffs": (4, 9)},
+    {"distance_encoding": "shaw", "clamp_len": 6},
+    {"distance_encoding": "rotary"},
+    {"distance_encoding": "alibi"},
+    {"distance_encoding": "absolute", "mem_len": 0},
 ]
 
 

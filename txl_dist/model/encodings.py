@@ -50,8 +50,9 @@ class DistanceTerms:
     def detached(self) -> "DistanceTerms":
         """The same numbers without the graph that made them, to be kept."""
         given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        kept = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
-        return DistanceTerms(**kept)
+        for name, x in given.items():
+            given[name] = x.detach() if isinstance(x, Tensor) else x
+        return DistanceTerms(**given)
 
 
 class Sinusoidal(nn.Module):

@@ -21,7 +21,7 @@ def evaluate(
         typer.Option(help="exact: the sequential score. fast: a shorter warm-up, not exact."),
     ] = "exact",
     tgt_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a segment; default: as trained.")
+        int | None, typer.Option(min=1, help="Tokens a segment; default: as trained, else 128.")
     ] = None,
     mem_len: Annotated[
         int | None, typer.Option(min=0, help="Tokens of memory; default: as trained.")

@@ -1,4 +1,4 @@
-"""`txl eval`: score a split with a checkpoint, exactly, on any number of workers."""
+"""`txl eval`: score a split with a trained model, exactly, on any number of workers."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,11 @@ import typer
 if TYPE_CHECKING:
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 
+CHECKPOINT = "A checkpoint, a run (its newest), or what txl export or import wrote."
+
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT)],
     data: Annotated[Path, typer.Argument(help="Directory that txl prepare wrote.")],
     split: Annotated[str, typer.Option(help="Which split to score.")] = "valid",
     mode: Annotated[
@@ -19,7 +21,7 @@ def evaluate(
         typer.Option(help="exact: the sequential score. fast: a shorter warm-up, not exact."),
     ] = "exact",
     tgt_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a segment; default: as trained.")
+        int | None, typer.Option(min=1, help="Tokens a segment; default: as trained, else 128.")
     ] = None,
     mem_len: Annotated[
         int | None, typer.Option(min=0, help="Tokens of memory; default: as trained.")
@@ -41,25 +43,23 @@ def evaluate(
 
     Example: txl eval runs/quickstart data/stdlib --split valid --workers 2
     """
-    from txl_dist.checkpoint.directory import resolve_checkpoint
-    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
     from txl_dist.cli.progress import piece_progress
     from txl_dist.errors import ConfigError
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
     from txl_dist.launchers import find_launcher
+    from txl_dist.stored_model import find_model
 
-    path = resolve_checkpoint(checkpoint)
-    manifest = load_checkpoint_manifest(path)
-    trained = manifest.model_config_of
+    stored = find_model(checkpoint)
+    path, trained = stored.path, stored.config
     new_mem_len = trained.mem_len if mem_len is None else mem_len
     settings = EvaluationSettings(
         split=split,
         mode=mode,
-        tgt_len=tgt_len or manifest.run["data.tgt_len"],
+        tgt_len=tgt_len or stored.tgt_len,
         mem_len=new_mem_len,
         clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
         same_length=same_length or (trained.same_length and new_mem_len > 0),
-        reset=manifest.run["data.reset"],
+        reset=stored.reset,
     )
     job = EvaluationJob(checkpoint=path, data=data, settings=settings, batch_pieces=batch)
     try:

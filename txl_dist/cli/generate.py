@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from txl_dist.cli.evaluate import CHECKPOINT
+
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT)],
     prompt: Annotated[str, typer.Option(help="Text to continue; empty: a new document.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest.")] = 0.8,
@@ -23,11 +25,10 @@ def generate(
 
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
-    from txl_dist.checkpoint.directory import resolve_checkpoint
-    from txl_dist.checkpoint.reader import load_model
     from txl_dist.errors import ConfigError
     from txl_dist.generation.generate import generate_tokens, stream_text
     from txl_dist.generation.sampling import Sampling
+    from txl_dist.stored_model import find_model
 
     try:
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -36,19 +37,21 @@ def generate(
         raise ConfigError("--prompt is not valid text in this terminal's encoding") from None
     except ValueError as error:
         raise ConfigError(f"txl generate: {error}") from None
-    path = resolve_checkpoint(checkpoint)
-    model, tokenizer, manifest = load_model(path)
+    stored = find_model(checkpoint)
+    model, tokenizer = stored.load_with_tokenizer()
     tokens = generate_tokens(
         model,
         [tokenizer.end_of_document, *tokenizer.encode(prompt).tolist()],
-        tgt_len=manifest.run["data.tgt_len"],
+        tgt_len=stored.tgt_len,
         sampling=sampling,
         seed=seed,
         end=tokenizer.end_of_document,
     )
     texts = stream_text(islice(tokens, max_tokens), tokenizer)
     if as_json:
-        print(json.dumps({"checkpoint": str(path), "prompt": prompt, "text": "".join(texts)}))
+        print(
+            json.dumps({"checkpoint": str(stored.path), "prompt": prompt, "text": "".join(texts)})
+        )
         return
     sys.stdout.write(prompt)
     for text in texts:

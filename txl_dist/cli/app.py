@@ -5,7 +5,7 @@ import sys
 import typer
 
 from data_pipeline.errors import TxlError
-from txl_dist.cli import checkpoint, config, data, evaluate, foreign, generate, train
+from txl_dist.cli import bench, checkpoint, config, data, evaluate, foreign, generate, train
 
 app = typer.Typer(
     name="txl",
@@ -21,6 +21,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(bench.app, name="bench")
 app.command("import")(foreign.import_)
 app.command("export")(foreign.export)
 

@@ -77,5 +77,37 @@ def test_nor_with_clusters_of_the_vocabulary_that_are_empty_on_some_ranks(
         assert norms(two) == pytest.approx(norms(one), rel=NORM_TOLERANCE)
 
 
+def test_nor_do_scores_during_training_and_losses_after_them(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """Three pieces for two ranks: one runs the model twice as often as the other."""
+    settings = ("evaluation.max_tokens=400", "evaluation.batch_pieces=1", "model.tie_weight=false")
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert ranks(1).run(train, tiny_job(dataset, one, *settings, *ZERO["0"])) == [0]
+    assert ranks(2).run(train, tiny_job(dataset, two, *settings, *ZERO["3-all-spread"])) == [0, 0]
+    assert len(scores(one)) == 2
+    assert scores(two) == pytest.approx(scores(one), rel=TOLERANCE)
+    assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
+
+
+def scores(run: Path) -> list[float]:
+    """Losses of the validation split, each time it was scored."""
+    return [line["valid/loss"] for line in metrics(run) if "valid/loss" in line]
+
+
+@pytest.mark.parametrize(
+    "options", [("model.pre_lnorm=true",), ("model.untie_r=true", "model.d_embed=12")]
+)
+def test_nor_with_other_layers_when_all_weights_are_spread(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    settings = (NO_EVALUATION, *options)
+    assert ranks(1).run(train, tiny_job(dataset, one, *settings, *ZERO["0"])) == [0]
+    assert ranks(2).run(train, tiny_job(dataset, two, *settings, *ZERO["3-all-spread"])) == [0, 0]
+    assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
+    assert norms(two) == pytest.approx(norms(one), rel=NORM_TOLERANCE)
+
+
 def test_tokens_count_every_lane_once_a_step(straight: Path) -> None:
     assert [line["tokens"] for line in metrics(straight)] == [15 * step for step in range(1, 21)]

@@ -80,8 +80,8 @@ def test_nor_with_clusters_of_the_vocabulary_that_are_empty_on_some_ranks(
 def test_nor_do_scores_during_training_and_losses_after_them(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    """Three pieces for two ranks: one runs the model twice as often as the other."""
-    settings = ("evaluation.max_tokens=400", "evaluation.batch_pieces=1", "model.tie_weight=false")
+    """Nine pieces for two ranks: one runs the model more often than the other."""
+    settings = ("evaluation.max_tokens=300", "evaluation.batch_pieces=1", "model.tie_weight=false")
     one, two = tmp_path / "one", tmp_path / "two"
     assert ranks(1).run(train, tiny_job(dataset, one, *settings, *ZERO["0"])) == [0]
     assert ranks(2).run(train, tiny_job(dataset, two, *settings, *ZERO["3-all-spread"])) == [0, 0]

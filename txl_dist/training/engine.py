@@ -8,6 +8,7 @@ are listed, measured, in docs/decisions/0003-deepspeed-by-its-fragments.md.
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -229,6 +230,8 @@ def _initialise_deepspeed(
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # At stage 3 torch would tell of DeepSpeed's old names for collectives several times a step.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # The shared-memory op would be compiled at every start and is never used in training.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)

@@ -15,7 +15,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
 from txl_dist.config import OptimizerConfig, RunConfig
@@ -236,24 +236,7 @@ def _initialise_deepspeed(
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    if settings["zero_optimization"]["stage"] == 3:
-        _announce_readers(model)
     return engine
-
-
-def _announce_readers(model: TransformerXL) -> None:
-    """Stage 3 gathers a module's own parameters before its forward: say what else it reads."""
-    import deepspeed
-
-    register = deepspeed.zero.register_external_parameter
-
-    for module in model.modules():
-        for child in module.children():
-            if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
-                for parameter in child.parameters():
-                    register(module, parameter)
-    for parameter in model.table.parameters():
-        register(model.softmax, parameter)  # tied
 
 
 def _require_finite(norm: float) -> None:

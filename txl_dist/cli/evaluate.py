@@ -32,6 +32,9 @@ def evaluate(
     same_length: Annotated[
         bool, typer.Option("--same-length", help="Exactly mem_len keys for every query.")
     ] = False,
+    precision: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Of matrix products; sums are fp32.")
+    ] = "fp32",
     batch: Annotated[int, typer.Option(min=1, help="Pieces scored side by side.")] = 8,
     workers: Annotated[int, typer.Option(min=1, help="Workers; more than one run on Ray.")] = 1,
     on: Annotated[
@@ -60,6 +63,7 @@ def evaluate(
         clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
         same_length=same_length or (trained.same_length and new_mem_len > 0),
         reset=stored.reset,
+        precision=precision,
     )
     job = EvaluationJob(checkpoint=path, data=data, settings=settings, batch_pieces=batch)
     try:
@@ -95,8 +99,8 @@ def _print_table(job: "EvaluationJob", result: "EvaluationResult") -> None:
         print(f"  bits per byte    {sums.bits_per_byte:.4f}")
     print(
         f"  tgt_len {settings.tgt_len}, mem_len {settings.mem_len}, clamp_len "
-        f"{settings.clamp_len}, same_length {settings.same_length}; {result.num_pieces} pieces, "
-        f"{result.overhead:.1%} more tokens read for warm-up"
+        f"{settings.clamp_len}, same_length {settings.same_length}, {settings.precision}; "
+        f"{result.num_pieces} pieces, {result.overhead:.1%} more tokens read for warm-up"
     )
     if settings.mode == "fast":
         print("  fast: warmed up for one memory length only; the exact score is a little lower")

@@ -4,7 +4,7 @@ import json
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,6 +19,9 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest of mass p.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    precision: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Of matrix products; sums are fp32.")
+    ] = "fp32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Continue a prompt; the text streams as it is drawn.
@@ -46,6 +49,7 @@ def generate(
         sampling=sampling,
         seed=seed,
         end=tokenizer.end_of_document,
+        precision=precision,
     )
     texts = stream_text(islice(tokens, max_tokens), tokenizer)
     if as_json:

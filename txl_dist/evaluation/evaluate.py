@@ -15,6 +15,7 @@ from data_pipeline.cursor import read_range
 from data_pipeline.manifest import load_manifest, open_tokenizer
 from data_pipeline.segments import Reset
 from data_pipeline.shard_reader import TokenSource, open_split
+from txl_dist.config import Precision
 from txl_dist.errors import DataError
 from txl_dist.evaluation.pieces import Mode, Piece, overhead, plan_pieces
 from txl_dist.evaluation.scoring import Scorer
@@ -35,6 +36,7 @@ class EvaluationSettings:
     clamp_len: int | None
     same_length: bool
     reset: Reset
+    precision: Precision = "fp32"
     max_tokens: int | None = None
     """Score only the first so many tokens of the split."""
 
@@ -149,6 +151,7 @@ class EvaluationJob:
             source=open_split(self.data, self.settings.split, manifest=manifest),
             tgt_len=self.settings.tgt_len,
             reset=self.settings.reset,
+            precision=self.settings.precision,
             batch_pieces=self.batch_pieces,
             byte_counts_V=torch.from_numpy(tokenizer.token_bytes()),
         )

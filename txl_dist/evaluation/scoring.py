@@ -15,9 +15,11 @@ from torch import Tensor
 from data_pipeline.cursor import read_range
 from data_pipeline.segments import IGNORED, Reset
 from data_pipeline.shard_reader import TokenSource
+from txl_dist.config import Precision
 from txl_dist.evaluation.pieces import Piece
 from txl_dist.loss_sums import LossSums
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.precision import autocast
 
 # Shapes: B pieces side by side, T segment tokens, V vocabulary
 
@@ -30,6 +32,7 @@ class Scorer:
     source: TokenSource
     tgt_len: int
     reset: Reset
+    precision: Precision = "fp32"
     batch_pieces: int
     byte_counts_V: Tensor
     """UTF-8 bytes of every token id, on the CPU."""
@@ -45,7 +48,7 @@ class Scorer:
         memory = self.model.empty_state(len(group))
         sums = [LossSums() for _ in group]
         for input_BT, target_BT, age_BT in self._segments(group):
-            with torch.no_grad():
+            with torch.no_grad(), autocast(self.precision, device):
                 nats_BT, memory = self.model(
                     input_BT.to(device), target_BT.to(device), age_BT.to(device), memory
                 )

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from data_pipeline.tokenizers import Tokenizer
+from txl_dist.config import Precision
 from txl_dist.generation.sampling import Sampling, next_token
 from txl_dist.model.inference import InferenceState
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.precision import autocast
 
 
 def generate_tokens(
@@ -19,6 +21,7 @@ def generate_tokens(
     sampling: Sampling,
     seed: int,
     end: int | None = None,
+    precision: Precision = "fp32",
 ) -> Iterator[int]:
     """Token ids after `prompt` (not empty), for ever or until `end` is drawn.
 
@@ -32,9 +35,9 @@ def generate_tokens(
     pending = list(prompt)
     while True:
         while len(pending) > tgt_len:
-            _read(model, pending[:tgt_len], num_read, state)
+            _read(model, pending[:tgt_len], num_read, state, precision)
             pending, num_read = pending[tgt_len:], num_read + tgt_len
-        logits_V = _read(model, pending, num_read, state)
+        logits_V = _read(model, pending, num_read, state, precision)
         num_read += len(pending)
         token = next_token(logits_V, sampling, generator)
         if token == end:
@@ -47,13 +50,17 @@ def generate_tokens(
 
 
 def _read(
-    model: TransformerXL, tokens: Sequence[int], num_read: int, state: InferenceState
+    model: TransformerXL,
+    tokens: Sequence[int],
+    num_read: int,
+    state: InferenceState,
+    precision: Precision,
 ) -> torch.Tensor:
     """Read tokens after `num_read` others; the next token's logits [V] on the CPU."""
     device = next(model.parameters()).device
     input_BT = torch.tensor([tokens], device=device)
     age_BT = torch.arange(num_read, num_read + len(tokens), device=device)[None]
-    with torch.no_grad():
+    with torch.no_grad(), autocast(precision, device):
         hidden_BTD, _ = model.hidden(input_BT, age_BT, state)
         return model.logits(hidden_BTD[:, -1:])[0, 0].cpu()
 

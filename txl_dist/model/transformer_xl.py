@@ -57,7 +57,7 @@ class TransformerXL(nn.Module):
     ) -> tuple[Tensor, Memory | InferenceState]:
         """Score a segment. `target_BT` is IGNORED (-1) where nothing is to be scored."""
         hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, draws)
-        return self.softmax.nats(hidden_BTD, target_BT, self.table), memory
+        return self.softmax(hidden_BTD, target_BT, self.table), memory
 
     def hidden(
         self,

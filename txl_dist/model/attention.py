@@ -20,6 +20,7 @@ from txl_dist.model.dropout import Draws, Dropout
 from txl_dist.model.encodings import ENCODINGS, Biases, DistanceTerms, turn
 from txl_dist.model.fast_attention import AttentionFunction, choose_attention
 from txl_dist.model.inference import LayerState
+from txl_dist.model.packing import heads_first, pack_heads
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
@@ -103,13 +104,13 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, past: "Tensor | LayerState", around: Surroundings) -> Tensor:
         q_HBTK = self.query(x_BTD).unflatten(-1, self.heads).permute(2, 0, 1, 3)
         if isinstance(past, LayerState):
-            k_HBSK, v_HBSK = past.append(*self._keys_and_values(x_BTD))
-            terms = past.terms(
-                k_HBSK.shape[2], lambda: self.distances(around.distances, around.biases_HK)
-            )
+            k_HBSK, v_HBSK = past.append(*heads_first(self.key_value(x_BTD), self.heads))
+            terms = past.terms(k_HBSK.shape[2], lambda: self._terms(around))
         else:
-            k_HBSK, v_HBSK = self._keys_and_values(torch.cat([past, x_BTD], dim=1))
-            terms = self.distances(around.distances, around.biases_HK)
+            # Two projections: one of both together would compute a gradient for the memory too.
+            projected = self.key_value(past), self.key_value(x_BTD)
+            k_HBSK, v_HBSK = pack_heads(*projected, self.heads)
+            terms = self._terms(around)
         if terms.turn_SK is not None:
             q_HBTK, k_HBSK = turn(q_HBTK, terms.turn_SK), turn(k_HBSK, terms.turn_SK)
         if around.watch is not None:
@@ -120,9 +121,8 @@ class Attention(nn.Module):
         mixed_BTHK = attention(q_HBTK, k_HBSK, v_HBSK, terms, around.mask_BTS, keep_BHTS)
         return self.out(mixed_BTHK.flatten(-2))
 
-    def _keys_and_values(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
-        key_value = self.key_value(x_BSD).unflatten(-1, (2, *self.heads))
-        return key_value.permute(2, 3, 0, 1, 4).unbind()
+    def _terms(self, around: Surroundings) -> DistanceTerms:
+        return self.distances(around.distances, around.biases_HK)
 
     def _keep(self, around: Surroundings, num_keys: int) -> Tensor | None:
         """Which weights are kept, and by how much they grow for it."""

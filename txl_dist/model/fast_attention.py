@@ -52,7 +52,7 @@ def fused_attention(
             _like(terms.distance_HSK, q_HBTK),
             _like(score_HS, q_HBTK),
             mask.to(q_HBTK.dtype),
-            keep_BHTS,
+            _like(keep_BHTS, q_HBTK),
         )
 
 
@@ -198,9 +198,13 @@ def _align_fixed(score_HS: Tensor, mask_BTS: Tensor) -> Tensor:
 
 
 def choose_attention(name: str, *, device: torch.device) -> AttentionFunction:
-    """The form that `auto` takes here, or the one that is named."""
+    """The form that is named; for `auto`, the fastest here (docs/experiments.md, 2026-11-21).
+
+    torch has a kernel with a bias for CPUs too, but not for its gradient.
+    """
     if name == "auto":
-        name = "biased" if device.type == "cuda" else "fused"
+        fused = device.type == "cpu" and torch.is_grad_enabled()
+        return fused_attention if fused else biased_attention
     return FORMS[name]
 
 

@@ -4,15 +4,18 @@ Post-norm is the paper's x = norm(x + f(x)); pre-norm is x = x + f(norm(x)), whe
 the norm too. Source: arXiv:1901.02860, section 3.3.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from txl_dist.model.attention import Attention, Surroundings
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Draws, Dropout
 from txl_dist.model.inference import LayerState
 
-# Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model
+# Shapes: B lanes, T segment tokens, N = B T, M memory tokens, D d_model, I d_inner
 
 
 class FeedForward(nn.Module):
@@ -25,7 +28,26 @@ class FeedForward(nn.Module):
         self.inner_dropout = Dropout(config.dropout, layer=layer, place="inner")
 
     def forward(self, x_BTD: Tensor, draws: Draws | None) -> Tensor:
-        return self.down(self.inner_dropout(torch.relu(self.up(x_BTD)), draws))
+        # Rows without lanes: a projection of more dimensions is a view, which has no memory to reuse.
+        inner_NI = _InPlaceRelu.apply(self.up(x_BTD.flatten(0, 1)))
+        inner_BTI = inner_NI.unflatten(0, x_BTD.shape[:2])
+        return self.down(self.inner_dropout(inner_BTI, draws))
+
+
+class _InPlaceRelu(Function):
+    """ReLU of a projection that nobody else has, forwards and backwards in its own memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x.relu_())
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        (gradient,) = gradients  # made by the next product for this node alone
+        return torch.ops.aten.threshold_backward.grad_input(gradient, y, 0, grad_input=gradient)
 
 
 class Layer(nn.Module):

@@ -44,13 +44,54 @@ def evaluate(
     Example: txl eval runs/quickstart data/stdlib --split valid --workers 2
     """
     from txl_dist.cli.progress import piece_progress
+    from txl_dist.launchers import find_launcher
+
+    job = evaluation_job(
+        checkpoint,
+        data,
+        split=split,
+        mode=mode,
+        tgt_len=tgt_len,
+        mem_len=mem_len,
+        clamp_len=clamp_len,
+        same_length=same_length,
+        batch=batch,
+    )
+    launcher = find_launcher(on or ("processes" if workers == 1 else "ray"))
+    with piece_progress(quiet=as_json) as on_progress:
+        result = launcher.evaluate(job, num_workers=workers, on_progress=on_progress)
+    _log_to_mlflow(job, result)
+    if as_json:
+        print(
+            json.dumps({**result.to_json(), "checkpoint": str(job.checkpoint), "workers": workers})
+        )
+    else:
+        _print_table(job, result)
+
+
+def evaluation_job(
+    checkpoint: Path,
+    data: Path,
+    *,
+    split: str,
+    mode: Literal["exact", "fast"] = "exact",
+    tgt_len: int | None,
+    mem_len: int | None,
+    clamp_len: int | None = None,
+    same_length: bool = False,
+    batch: int,
+    max_tokens: int | None = None,
+) -> "EvaluationJob":
+    """To read a split as the model was trained to, but for the options given.
+
+    Raises CheckpointError for what is no model, ConfigError for options that do not suit it.
+    """
     from txl_dist.errors import ConfigError
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
-    from txl_dist.launchers import find_launcher
     from txl_dist.stored_model import find_model
 
     stored = find_model(checkpoint)
-    path, trained = stored.path, stored.config
+    trained = stored.config
     new_mem_len = trained.mem_len if mem_len is None else mem_len
     settings = EvaluationSettings(
         split=split,
@@ -60,20 +101,14 @@ def evaluate(
         clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
         same_length=same_length or (trained.same_length and new_mem_len > 0),
         reset=stored.reset,
+        max_tokens=max_tokens,
     )
-    job = EvaluationJob(checkpoint=path, data=data, settings=settings, batch_pieces=batch)
+    job = EvaluationJob(checkpoint=stored.path, data=data, settings=settings, batch_pieces=batch)
     try:
         job.model_config(trained)
     except ValueError as error:
-        raise ConfigError(f"txl eval: {error}") from None
-    launcher = find_launcher(on or ("processes" if workers == 1 else "ray"))
-    with piece_progress(quiet=as_json) as on_progress:
-        result = launcher.evaluate(job, num_workers=workers, on_progress=on_progress)
-    _log_to_mlflow(job, result)
-    if as_json:
-        print(json.dumps({**result.to_json(), "checkpoint": str(path), "workers": workers}))
-    else:
-        _print_table(job, result)
+        raise ConfigError(f"{stored.path}: {error}") from None
+    return job
 
 
 def _log_to_mlflow(job: "EvaluationJob", result: "EvaluationResult") -> None:

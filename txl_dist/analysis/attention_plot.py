@@ -20,8 +20,10 @@ from torch import Tensor
 from txl_dist.analysis.attention_by_distance import AttentionByDistance
 
 PLOT_NAMES = ("attention.png", "attention.svg")
-MOST_COLUMNS = 4
-PANEL_INCHES = (4.2, 3.1)
+MOST_COLUMNS = 3
+PANEL_INCHES = (5.0, 3.1)
+HEADS_A_COLUMN = 22
+"""Of the legend, which stands beside its panel."""
 LEAST_SHOWN = 1e-4
 """Less than this of a head's mass lies on the floor of its panel."""
 
@@ -67,8 +69,8 @@ def write_plots(figure: Figure, directory: Path) -> None:
 def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
     heads, even = attention.heads, attention.even
     edges = power_bins(heads.by_distance_LHD.shape[-1])
-    mass_HX = binned(heads.by_distance_LHD[layer], edges).numpy()
-    even_X = binned(even.by_distance_LHD[0, 0], edges).numpy()
+    mass_HX = binned(heads.by_distance_LHD[layer], edges).clamp(min=LEAST_SHOWN).numpy()
+    even_X = binned(even.by_distance_LHD[0, 0], edges).clamp(min=LEAST_SHOWN).numpy()
     mean_H = heads.mean_distance[layer].tolist()
     place = np.arange(len(edges) - 1)
     axes.plot(place, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
@@ -76,7 +78,7 @@ def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
     for rank, head in enumerate(sorted(range(len(mean_H)), key=lambda head: mean_H[head])):
         axes.plot(
             place,
-            np.maximum(mass_HX[head], LEAST_SHOWN),
+            mass_HX[head],
             color=colours[rank],
             marker="osD^vP"[rank % 6],
             markersize=3,
@@ -87,6 +89,7 @@ def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
     axes.set_yscale("log")
     axes.set_ylim(LEAST_SHOWN, 1.3)
     axes.set_xticks(place, [f"{start:,}" for start in edges[:-1]], fontsize=7, rotation=45)
+    axes.tick_params(axis="x", labelbottom=True)  # a panel without one below it has to say it too
     axes.tick_params(axis="y", labelsize=7)
     axes.grid(visible=True, linewidth=0.3, color="0.8")
     axes.set_title(
@@ -94,7 +97,13 @@ def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
         f"(even: {even.memory_LH[0, 0]:.0%})",
         fontsize=9,
     )
-    axes.legend(fontsize=5.5, loc="lower left", ncols=-(-(len(mean_H) + 1) // 6), framealpha=0.8)
+    axes.legend(
+        fontsize=5.5,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        ncols=len(mean_H) // HEADS_A_COLUMN + 1,
+    )
 
 
 def _mark_border(axes: Axes, attention: AttentionByDistance, num_bins: int) -> None:
@@ -105,5 +114,5 @@ def _mark_border(axes: Axes, attention: AttentionByDistance, num_bins: int) -> N
     border = np.log2(attention.tgt_len) + 0.5
     axes.axvline(border, color="0.35", linestyle="--", linewidth=0.9)
     axes.axvspan(border, num_bins - 0.5, color="0.93", zorder=0)
-    axes.text(border + 0.06, 1.2, "memory only", fontsize=6.5, va="top", color="0.3")
+    axes.text(border + 0.08, 1.3 * LEAST_SHOWN, "memory only", fontsize=6, rotation=90, color="0.3")
     axes.set_xlim(-0.5, num_bins - 0.5)

@@ -113,7 +113,7 @@ def plain_mass(case: Case) -> tuple[Mass, Mass]:
                 add(even, 0, torch.full((1,), 1 / len(keys), dtype=torch.float64), *place)
     for mass in (heads, even):
         for tensor in (mass.by_distance_LHD, mass.memory_LH, mass.segment_LH):
-            tensor /= case.num_targets
+            tensor.div_(case.num_targets)
     return heads, even
 
 
@@ -227,5 +227,5 @@ def test_weights_that_are_not_numbers_are_refused(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         model.layers[1].attention.query.weight.fill_(1e308)
     monkeypatch.setattr(Case, "model", model)
-    with pytest.raises(CheckpointError, match="layer 1.*not numbers"):
+    with pytest.raises(CheckpointError, match=r"layer 1.*not numbers"):
         LONG.look()

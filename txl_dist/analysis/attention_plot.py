@@ -6,6 +6,7 @@ coloured in the order of their mean distance, by a map whose lightness rises eve
 same to the colour-blind and on grey paper.
 """
 
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -61,7 +62,9 @@ def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
 
 def write_plots(figure: Figure, directory: Path) -> None:
     """PLOT_NAMES in a directory; the same picture gives the same bytes."""
-    with matplotlib.rc_context({"svg.hashsalt": "txl"}):
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "txl"}):
+        # A character of the title that the font lacks is drawn as a box; no more to be said of it.
+        warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(directory / "attention.png", dpi=150, metadata={"Software": None})
         figure.savefig(directory / "attention.svg", metadata={"Date": None, "Creator": None})
 

@@ -82,7 +82,7 @@ def test_the_border_lies_between_the_segments_reach_and_the_memory() -> None:
     assert border == power_bins(13).index(4) - 0.5
 
 
-@pytest.mark.parametrize("title", ["a $x^2 run_{1", "$\\undefined$", "runs/_a", "<&>"])
+@pytest.mark.parametrize("title", ["a $x^2 run_{1", "$\\undefined$", "runs/_a", "<&>", "模型"])
 def test_a_title_is_taken_literally_and_files_are_the_same_again(
     title: str, tmp_path: Path
 ) -> None:

@@ -5,7 +5,17 @@ import sys
 import typer
 
 from data_pipeline.errors import TxlError
-from txl_dist.cli import bench, checkpoint, config, data, evaluate, foreign, generate, train
+from txl_dist.cli import (
+    attention,
+    bench,
+    checkpoint,
+    config,
+    data,
+    evaluate,
+    foreign,
+    generate,
+    train,
+)
 
 app = typer.Typer(
     name="txl",
@@ -19,6 +29,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("attention")(attention.attention)
 app.command("generate")(generate.generate)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
+    from txl_dist.config import Precision
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 
 CHECKPOINT = "A checkpoint, a run (its newest), or what txl export or import wrote."
@@ -47,13 +48,56 @@ def evaluate(
     Example: txl eval runs/quickstart data/stdlib --split valid --workers 2
     """
     from txl_dist.cli.progress import piece_progress
+    from txl_dist.launchers import find_launcher
+
+    job = evaluation_job(
+        checkpoint,
+        data,
+        split=split,
+        mode=mode,
+        tgt_len=tgt_len,
+        mem_len=mem_len,
+        clamp_len=clamp_len,
+        same_length=same_length,
+        batch=batch,
+        precision=precision,
+    )
+    launcher = find_launcher(on or ("processes" if workers == 1 else "ray"))
+    with piece_progress(quiet=as_json) as on_progress:
+        result = launcher.evaluate(job, num_workers=workers, on_progress=on_progress)
+    _log_to_mlflow(job, result)
+    if as_json:
+        print(
+            json.dumps({**result.to_json(), "checkpoint": str(job.checkpoint), "workers": workers})
+        )
+    else:
+        _print_table(job, result)
+
+
+def evaluation_job(
+    checkpoint: Path,
+    data: Path,
+    *,
+    split: str,
+    mode: Literal["exact", "fast"] = "exact",
+    tgt_len: int | None,
+    mem_len: int | None,
+    clamp_len: int | None = None,
+    same_length: bool = False,
+    batch: int,
+    precision: "Precision" = "fp32",
+    max_tokens: int | None = None,
+) -> "EvaluationJob":
+    """To read a split as the model was trained to, but for the options given.
+
+    Raises CheckpointError for what is no model, ConfigError for options that do not suit it.
+    """
     from txl_dist.errors import ConfigError
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
-    from txl_dist.launchers import find_launcher
     from txl_dist.stored_model import find_model
 
     stored = find_model(checkpoint)
-    path, trained = stored.path, stored.config
+    trained = stored.config
     new_mem_len = trained.mem_len if mem_len is None else mem_len
     settings = EvaluationSettings(
         split=split,
@@ -64,20 +108,14 @@ def evaluate(
         same_length=same_length or (trained.same_length and new_mem_len > 0),
         reset=stored.reset,
         precision=precision,
+        max_tokens=max_tokens,
     )
-    job = EvaluationJob(checkpoint=path, data=data, settings=settings, batch_pieces=batch)
+    job = EvaluationJob(checkpoint=stored.path, data=data, settings=settings, batch_pieces=batch)
     try:
         job.model_config(trained)
     except ValueError as error:
-        raise ConfigError(f"txl eval: {error}") from None
-    launcher = find_launcher(on or ("processes" if workers == 1 else "ray"))
-    with piece_progress(quiet=as_json) as on_progress:
-        result = launcher.evaluate(job, num_workers=workers, on_progress=on_progress)
-    _log_to_mlflow(job, result)
-    if as_json:
-        print(json.dumps({**result.to_json(), "checkpoint": str(path), "workers": workers}))
-    else:
-        _print_table(job, result)
+        raise ConfigError(f"{stored.path}: {error}") from None
+    return job
 
 
 def _log_to_mlflow(job: "EvaluationJob", result: "EvaluationResult") -> None:

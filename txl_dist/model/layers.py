@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
         self.inner_dropout = Dropout(config.dropout, layer=layer, place="inner")
 
     def forward(self, x_BTD: Tensor, draws: Draws | None) -> Tensor:
-        # Rows without lanes: a projection of more dimensions is a view, which has no memory to reuse.
+        # Rows without lanes, for the projection of more dimensions is a view of another tensor.
         inner_NI = _InPlaceRelu.apply(self.up(x_BTD.flatten(0, 1)))
         inner_BTI = inner_NI.unflatten(0, x_BTD.shape[:2])
         return self.down(self.inner_dropout(inner_BTI, draws))

@@ -6,11 +6,9 @@ the texts of files that cannot be read again from the middle are kept in a tempo
 """
 
 import hashlib
-import tempfile
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -110,15 +108,13 @@ class Corpus:
 
 
 def scan_corpus(
-    files: list[InputFile], text_key: str, progress: Progress, *, scratch: Path
+    files: list[InputFile], text_key: str, progress: Progress, *, kept: BinaryIO | None
 ) -> Corpus:
     """Read every record once. What cannot be used is in `rejects`, never an exception.
 
-    `scratch` is the directory of the temporary file, which has no name there and leaves nothing.
+    `kept` is a temporary file for the texts of files that are not rereadable, if there are any.
     """
-    corpus, digest = Corpus(files), hashlib.sha256()
-    if not all(file.rereadable for file in files):
-        corpus.kept = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115
+    corpus, digest = Corpus(files, kept=kept), hashlib.sha256()
     total, before = sum(file.size for file in files), 0
     for number, file in enumerate(files):
         for record in read_records(file, text_key, 0, file.size):

@@ -8,9 +8,11 @@ Splits and shuffle come from a fixed 64-bit hash, not from a library's generator
 change: the same input and settings give the same bytes, always.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +73,14 @@ def prepare_dataset(
     """
     found = find_files([str(given) for given in inputs], format=settings.format, exclude=out)
     tokenizer = ByteTokenizer()
-    with StagedDirectory(out, last=MANIFEST_NAME) as staged:
+    all_again = all(file.rereadable for file in found.files)
+    with (
+        StagedDirectory(out, last=MANIFEST_NAME) as staged,
+        explain_disk_errors("keeping texts that cannot be read again", out),
+        contextlib.nullcontext() if all_again else tempfile.TemporaryFile(dir=out) as kept,
+    ):
         existing = _existing(out, settings, tokenizer)
-        corpus = scan_corpus(found.files, settings.text_key, progress, scratch=out)
+        corpus = scan_corpus(found.files, settings.text_key, progress, kept=kept)
         ignored, kinds = dict(+found.ignored), dict(found.kinds)
         if existing:
             _require_same_input(existing, corpus.summary(), out)

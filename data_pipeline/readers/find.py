@@ -156,6 +156,8 @@ def _split_pattern(given: str) -> tuple[str, re.Pattern[str]]:
         # Names below a folder have no empty parts; `**` stands for any number of folders.
         translated = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
         pieces.append("(?:[^/]+/)*" if part == "**" else translated.replace(".*", "[^/]*") + "/")
+    if parts[-1] == "**":
+        pieces.append("[^/]+/")
     root = "/".join(parts[:fixed]) or ("/" if given.startswith("/") else ".")
     return root, re.compile("".join(pieces).removesuffix("/"), re.DOTALL)
 

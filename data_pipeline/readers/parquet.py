@@ -52,15 +52,23 @@ def _values(source: Source) -> Iterator[Any]:
         )
     file = ParquetFile(source.stream, page_checksum_verification=True)
     _require_text_column(file.schema_arrow, source.text_key)
-    for group in range(file.metadata.num_row_groups):
+    groups = range(file.metadata.num_row_groups)
+    total = sum(file.metadata.row_group(group).num_rows for group in groups)
+    if total != file.metadata.num_rows:
+        raise ValueError(f"its row groups have {total} rows, not {file.metadata.num_rows}")
+    for group in groups:
         about = file.metadata.row_group(group)
         row_bytes = about.total_byte_size // max(about.num_rows, 1) + 1
         rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+        left = about.num_rows
         batches = file.iter_batches(
             rows, row_groups=[group], columns=[source.text_key], use_threads=False
         )
         for batch in batches:
             yield from batch.column(0)
+            left -= len(batch)
+        if left:  # a damaged page header can hide rows without an error
+            raise ValueError(f"row group {group} lacks {left} of its rows")
 
 
 def _require_text_column(schema: Any, text_key: str) -> None:

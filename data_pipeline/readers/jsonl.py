@@ -1,6 +1,5 @@
 """jsonl: a line is a JSON object that holds a document's text under `--text-key`."""
 
-import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -47,8 +46,7 @@ def _record(
             raise too_long()
         if raw.strip():
             text = text_of_line(raw, source.text_key)
-            digest = hashlib.sha256(text.encode()).digest()
-            yield Record(text, offset, size, line, digest)
+            yield Record.of(text, offset=offset, size=size, line=line)
     except BadRecordError as error:
         yield source.reject(line, offset + error.byte, error.reason)
 
@@ -76,11 +74,11 @@ def text_of_line(raw: bytes, text_key: str) -> str:
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
         raise BadRecordError(0, f'"{text_key}" is not a string but {kind}')
-    require_unicode(text)
+    _require_unicode(text)
     return text
 
 
-def require_unicode(text: str) -> None:
+def _require_unicode(text: str) -> None:
     """BadRecordError for half a character, which JSON can write and UTF-8 cannot."""
     try:
         text.encode("utf-8")

@@ -4,7 +4,6 @@ Read in batches of rows, so that of a row group only the pages in use are decode
 are verified where the file has them.
 """
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,7 +93,7 @@ def _record(source: Source, row: int, value: Any) -> Record | Reject:
         return source.reject(row, 0, f"invalid UTF-8 at byte {error.start} of the text")
     if text is None:
         return source.reject(row, 0, f'"{source.text_key}" is null')
-    raw = text.encode()
-    if len(raw) > MAX_RECORD_BYTES:
+    size = len(text.encode())
+    if size > MAX_RECORD_BYTES:
         return source.reject(row, 0, too_long().reason)
-    return Record(text, row - 1, len(raw), row, hashlib.sha256(raw).digest())
+    return Record.of(text, offset=row - 1, size=size, line=row)

@@ -4,8 +4,10 @@ A document's place is an offset, a size and a line; what the three count is said
 """
 
 import codecs
+import hashlib
 import json
 from dataclasses import dataclass, field
+from typing import Self
 
 MAX_RECORD_BYTES = 256 * 2**20
 """A document that has to be held in memory whole may have this many bytes; longer is a Reject.
@@ -31,6 +33,11 @@ class Record:
     line: int
     sha256: bytes = field(repr=False)
     """Of the text's UTF-8 bytes, also when the text is not here."""
+
+    @classmethod
+    def of(cls, text: str, *, offset: int, size: int, line: int) -> Self:
+        """A record whose text is here. ValueError for a text that UTF-8 cannot write."""
+        return cls(text, offset, size, line, hashlib.sha256(text.encode("utf-8")).digest())
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ class Piece(NamedTuple):
     raw: bytes
     begins: bool
     """Whether a line begins here."""
+    inside: bool
+    """Whether it does so in the range, a byte-order mark counted as part of the first line."""
 
 
 def pieces(source: Source) -> Iterator[Piece]:
@@ -62,7 +64,7 @@ def pieces(source: Source) -> Iterator[Piece]:
     while raw := _read(source, offset, PIECE_BYTES):
         body = _without_mark(raw) if not offset else raw
         if body:
-            yield Piece(offset + len(raw) - len(body), 0, body, not offset)
+            yield Piece(offset + len(raw) - len(body), 0, body, not offset, True)
         offset += len(raw)
 
 
@@ -74,10 +76,11 @@ def line_pieces(source: Source, *, past_stop: bool = False) -> Iterator[Piece]:
         if not raw:
             return
         line += begins
-        if begins and offset < source.stop:
+        inside = offset < source.stop
+        if inside:
             source.lines = line
         body = raw if offset else _without_mark(raw)
-        yield Piece(offset + len(raw) - len(body), line, body, begins)
+        yield Piece(offset + len(raw) - len(body), line, body, begins, inside)
         begins = raw.endswith(b"\n")
         offset += len(raw)
 

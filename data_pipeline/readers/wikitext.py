@@ -35,13 +35,13 @@ def read_wikitext(source: Source) -> Iterator[Record | Reject]:
                 yield document.end()
             untitled = False
             document = None
-            if piece.offset >= source.stop:
+            if not piece.inside:
                 return
             document = Span(source, piece.offset, piece.line)
         elif not document:
             if untitled and piece.raw.strip():
                 document = Span(source, piece.offset, piece.line)
-            elif not untitled and piece.offset >= source.stop:
+            elif not untitled and not piece.inside:
                 return
         if document:
             document.add(piece.raw)

@@ -106,7 +106,7 @@ def test_a_file_that_is_not_compressed_at_all_is_named(tmp_path: Path, suffix: s
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_no_flipped_bit_passes(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, data: st.DataObject

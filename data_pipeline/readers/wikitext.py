@@ -34,7 +34,6 @@ def read_wikitext(source: Source) -> Iterator[Record | Reject]:
             if document:
                 yield document.end()
             untitled = False
-            document = None
             if not piece.inside:
                 return
             document = Span(source, piece.offset, piece.line)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_pipeline.readers import Record, read_again, read_pieces, scan_ranges
+from data_pipeline.readers import Record, Reject, read_again, read_pieces, scan_ranges
 from data_pipeline.readers.records import HELD_BYTES
 from data_pipeline.readers.spans import PIECE_BYTES
 from tests.data_pipeline.readers.reading import one_file, read, texts
@@ -151,6 +151,21 @@ def test_a_bad_byte_of_a_long_document_is_named(tmp_path: Path) -> None:
     (found,) = read(one_file(tmp_path / "in.txt"))
     assert (found.byte, found.line) == (at, 0)
     assert "invalid UTF-8: byte 0xc3" in found.reason
+
+
+def test_a_bad_byte_behind_a_torn_character_and_half_a_one_at_the_end_are_named(
+    tmp_path: Path,
+) -> None:
+    torn = b"x" * (HELD_BYTES + 2 * PIECE_BYTES - 1) + "é".encode()
+    for content, at in (
+        (torn[:-1] + b"\xff", len(torn) - 2),
+        (torn[:-1], len(torn) - 2),
+        (torn + b"\xff", len(torn)),
+    ):
+        (tmp_path / "in.txt").write_bytes(content)
+        (found,) = read(one_file(tmp_path / "in.txt"))
+        assert isinstance(found, Reject)
+        assert found.byte == at
 
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])

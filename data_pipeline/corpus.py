@@ -1,28 +1,28 @@
 """The corpus after one reading: where every document stands, what was rejected, one digest of all.
 
 It keeps 40 bytes per document and no text, so a corpus larger than memory can be ordered at will
-and read again document by document. Taking records out of files is `documents.py`'s business.
+and read again document by document. Taking records out of files is `readers`' business;
+the texts of files that cannot be read again from the middle are kept in a temporary file.
 """
 
-import contextlib
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from data_pipeline.documents import (
+from data_pipeline.errors import DataError
+from data_pipeline.manifest import InputSummary
+from data_pipeline.readers import (
     InputFile,
     Record,
     Reject,
-    printable,
     read_again,
     read_records,
+    shown,
 )
-from data_pipeline.errors import DataError
-from data_pipeline.manifest import InputSummary
 
 Progress = Callable[[str, int, int], None]
 """progress(what, done bytes, total bytes), called often."""
@@ -43,6 +43,8 @@ class Corpus:
     line: "array[int]" = field(default_factory=_column)
     check: "array[int]" = field(default_factory=_column)
     """First 8 bytes of the text's sha256: notices a file that changes between the passes."""
+    kept: BinaryIO | None = None
+    """The texts of files that are not rereadable, one behind the other; their places are in it."""
     rejects: list[Reject] = field(default_factory=list)
     empty: int = 0
     digest: str = ""
@@ -75,45 +77,59 @@ class Corpus:
             file = self.files[self.file[number]]
             place = self.offset[number], self.size[number], self.line[number]
             try:
-                text = read_again(file, text_key, place)
+                if file.rereadable:
+                    text = read_again(file, text_key, place)
+                else:
+                    text = self._read_kept(place[0], place[1])
                 same = _check(hashlib.sha256(text.encode("utf-8")).digest()) == self.check[number]
             except (OSError, ValueError):
                 same = False
             if not same:
                 raise DataError(
-                    f"{printable(str(file.path))} changed while it was being read. Nothing was "
+                    f"{shown(file.path)} changed while it was being read. Nothing was "
                     "written; run this again when nobody writes to the corpus."
                 )
             yield number, text
 
+    def _read_kept(self, offset: int, size: int) -> str:
+        assert self.kept
+        self.kept.seek(offset)
+        return self.kept.read(size).decode("utf-8")
+
     def _add(self, file: int, record: Record, check: int) -> None:
+        offset, size = record.offset, record.size
+        if self.kept and record.text is not None and not self.files[file].rereadable:
+            offset, size = self.kept.tell(), self.kept.write(record.text.encode("utf-8"))
         self.file.append(file)
-        self.offset.append(record.offset)
-        self.size.append(record.size)
+        self.offset.append(offset)
+        self.size.append(size)
         self.line.append(record.line)
         self.check.append(check)
 
 
-def scan_corpus(files: list[InputFile], text_key: str, progress: Progress) -> Corpus:
-    """Read every record once. What cannot be used is in `rejects`, never an exception."""
-    corpus, digest = Corpus(files), hashlib.sha256()
-    sizes = [_size(file.path) for file in files]
-    total, before = sum(sizes), 0
-    for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
-        for record in read_records(file, text_key):
+def scan_corpus(
+    files: list[InputFile], text_key: str, progress: Progress, *, kept: BinaryIO | None
+) -> Corpus:
+    """Read every record once. What cannot be used is in `rejects`, never an exception.
+
+    `kept` is a temporary file for the texts of files that are not rereadable, if there are any.
+    """
+    corpus, digest = Corpus(files, kept=kept), hashlib.sha256()
+    total, before = sum(file.size for file in files), 0
+    for number, file in enumerate(files):
+        for record in read_records(file, text_key, 0, file.size):
             if isinstance(record, Reject):
                 corpus.rejects.append(record)
                 digest.update(b"rejected\0" + record.to_json().encode() + b"\n")
                 continue
-            progress("reading", before + record.offset, total)
-            text_sha256 = hashlib.sha256(record.text.encode("utf-8")).digest()
+            progress("reading", before + min(record.offset, file.size), total)
             id_ = _document_id(file, record.line)
-            digest.update(b"document\0" + id_.encode() + b"\0" + text_sha256 + b"\n")
-            if record.text:
-                corpus._add(number, record, _check(text_sha256))
+            digest.update(b"document\0" + id_.encode() + b"\0" + record.sha256 + b"\n")
+            if record.text != "":
+                corpus._add(number, record, _check(record.sha256))
             else:
                 corpus.empty += 1
-        before += size
+        before += file.size
     progress("reading", total, total)
     corpus.digest = digest.hexdigest()
     return corpus
@@ -125,9 +141,3 @@ def _document_id(file: InputFile, line: int) -> str:
 
 def _check(sha256: bytes) -> int:
     return int.from_bytes(sha256[:8], "little")
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0

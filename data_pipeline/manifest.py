@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from data_pipeline.errors import DataError
+from data_pipeline.readers import FORMATS
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
 
 MANIFEST_NAME = "manifest.json"
@@ -38,10 +39,16 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def _format(name: str) -> str:
+    if name != "auto" and name not in FORMATS:
+        raise ValueError(f"legal are auto, {', '.join(FORMATS)}")
+    return name
+
+
 class PrepareSettings(_Strict):
     """Every setting that decides the bytes of a dataset."""
 
-    format: Literal["auto", "text", "jsonl"] = "auto"
+    format: Annotated[str, AfterValidator(_format)] = "auto"
     text_key: str = "text"
     """Key of a JSON line's object that holds the text."""
     tokenizer: Literal["byte"] = "byte"

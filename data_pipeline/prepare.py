@@ -8,9 +8,12 @@ Splits and shuffle come from a fixed 64-bit hash, not from a library's generator
 change: the same input and settings give the same bytes, always.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +27,6 @@ from data_pipeline.atomic_files import (
     write_synced,
 )
 from data_pipeline.corpus import Corpus, Progress, scan_corpus
-from data_pipeline.documents import find_files, printable
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import (
     MANIFEST_NAME,
@@ -36,6 +38,7 @@ from data_pipeline.manifest import (
     SplitEntry,
     load_manifest,
 )
+from data_pipeline.readers import find_files, printable
 from data_pipeline.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, token_dtype
 
@@ -50,10 +53,12 @@ class Prepared:
     already_complete: bool
     ignored: dict[str, int]
     """Files of the input folders that were left out, by suffix."""
+    kinds: dict[str, int]
+    """Files read, by format."""
 
 
 def prepare_dataset(
-    inputs: list[Path],
+    inputs: Sequence[str | Path],
     out: Path,
     settings: PrepareSettings,
     *,
@@ -66,15 +71,20 @@ def prepare_dataset(
     `rejects.jsonl` either way. Raises DataError for input without usable text, too many rejects, an
     `out` that holds something else, and a disk that is full or refuses.
     """
-    found = find_files(inputs, format=settings.format, exclude=out)
+    found = find_files([str(given) for given in inputs], format=settings.format, exclude=out)
     tokenizer = ByteTokenizer()
-    with StagedDirectory(out, last=MANIFEST_NAME) as staged:
+    all_again = all(file.rereadable for file in found.files)
+    with (
+        StagedDirectory(out, last=MANIFEST_NAME) as staged,
+        explain_disk_errors("keeping texts that cannot be read again", out),
+        contextlib.nullcontext() if all_again else tempfile.TemporaryFile(dir=out) as kept,
+    ):
         existing = _existing(out, settings, tokenizer)
-        corpus = scan_corpus(found.files, settings.text_key, progress)
-        ignored = dict(+found.ignored)
+        corpus = scan_corpus(found.files, settings.text_key, progress, kept=kept)
+        ignored, kinds = dict(+found.ignored), dict(found.kinds)
         if existing:
             _require_same_input(existing, corpus.summary(), out)
-            return Prepared(existing, already_complete=True, ignored=ignored)
+            return Prepared(existing, already_complete=True, ignored=ignored, kinds=kinds)
         _require_usable(corpus, out, max_reject_rate)
         order = _assign(corpus, settings)
         with explain_disk_errors("writing shards", out):
@@ -89,7 +99,7 @@ def prepare_dataset(
             if not corpus.rejects:
                 (out / REJECTS_NAME).unlink(missing_ok=True)  # of an earlier, failed run
             staged.publish()
-    return Prepared(manifest, already_complete=False, ignored=ignored)
+    return Prepared(manifest, already_complete=False, ignored=ignored, kinds=kinds)
 
 
 def _existing(out: Path, settings: PrepareSettings, tokenizer: Tokenizer) -> ShardManifest | None:

@@ -16,7 +16,6 @@ import numpy as np
 
 from data_pipeline.atomic_files import sha256_file
 from data_pipeline.corpus import Progress
-from data_pipeline.documents import printable
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import (
     INDEX_SUFFIX,
@@ -27,6 +26,7 @@ from data_pipeline.manifest import (
     load_manifest,
     open_tokenizer,
 )
+from data_pipeline.readers import printable
 from data_pipeline.shard_index import ShardIndex, read_frame, read_index
 
 

@@ -220,7 +220,7 @@ def test_the_format_decides_what_lines_are(txl: Txl, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--format", "parquet"),
+        ("--format", "arrow"),
         ("--tokenizer", "bpe"),
         ("--split", "valid"),
         ("--split", "valid=0"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.readers import FORMATS
 
 if TYPE_CHECKING:
     from data_pipeline.manifest import PrepareSettings, ShardManifest
@@ -27,15 +28,21 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 def prepare(
     inputs: Annotated[
-        list[Path],
-        typer.Argument(metavar="INPUT...", help="Text files, .jsonl files, or folders of them."),
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Files, folders, patterns ('data/**/*.jsonl'), and URLs (s3, gs, http, https).",
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="New or empty directory to write.")],
     *,
     format: Annotated[
-        str, typer.Option(help="auto (by suffix), text (a file is a document) or jsonl.")
+        str,
+        typer.Option(help=f"auto (each file by its suffix), or one of {', '.join(FORMATS)}."),
     ] = "auto",
-    text_key: Annotated[str, typer.Option(help="Key of the text in a JSON line.")] = "text",
+    text_key: Annotated[
+        str, typer.Option(help="Key of the text in a JSON line, or column in Parquet.")
+    ] = "text",
     tokenizer: Annotated[str, typer.Option(help="byte: 256 bytes and end-of-document.")] = "byte",
     split: Annotated[
         str,
@@ -77,12 +84,12 @@ def prepare(
         )
     status = "already complete" if done.already_complete else "complete"
     if as_json:
-        print(
-            json.dumps({"status": status, "ignored": done.ignored, **_totals(out, done.manifest)})
-        )
+        about = {"status": status, "ignored": done.ignored, "formats": done.kinds}
+        print(json.dumps({**about, **_totals(out, done.manifest)}))
         return
     print(f"{out}: {status}")
     _print_totals(done.manifest)
+    print("  read as " + ", ".join(f"{kind}: {n:,} files" for kind, n in done.kinds.items()))
     if done.ignored:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(done.ignored.items()))
         print(f"ignored, not text by their suffix: {counts}", file=sys.stderr)

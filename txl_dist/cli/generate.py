@@ -38,15 +38,21 @@ def generate(
         raise ConfigError(f"txl generate: {error}") from None
     path = resolve_checkpoint(checkpoint)
     model, tokenizer, manifest = load_model(path)
+    opening = [tokenizer.end_of_document] if tokenizer.opens_documents else []
+    start = [*opening, *tokenizer.encode(prompt).tolist()]
+    if not start:
+        raise ConfigError(
+            "--prompt is empty, but this model knows no start of a document; give text"
+        )
     tokens = generate_tokens(
         model,
-        [tokenizer.end_of_document, *tokenizer.encode(prompt).tolist()],
+        start,
         tgt_len=manifest.run["data.tgt_len"],
         sampling=sampling,
         seed=seed,
         end=tokenizer.end_of_document,
     )
-    texts = stream_text(islice(tokens, max_tokens), tokenizer)
+    texts = stream_text(islice(tokens, max_tokens), tokenizer, after=start[-1])
     if as_json:
         print(json.dumps({"checkpoint": str(path), "prompt": prompt, "text": "".join(texts)}))
         return

@@ -82,4 +82,4 @@ def ready_tokenizer(settings: "PrepareSettings", file: Path | None = None) -> To
     from data_pipeline.tokenizers.pretrained import adopt, is_foreign
 
     content = read_description(file)
-    return adopt(content, str(file)) if is_foreign(content) else load_tokenizer(content)
+    return adopt(content, str(file)) if is_foreign(content) else load_tokenizer(file)

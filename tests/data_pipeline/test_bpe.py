@@ -61,9 +61,10 @@ def test_hard_strings_have_the_ids_of_the_library(text: str) -> None:
 @pytest.mark.slow
 def test_every_character_is_of_the_same_class_for_both_libraries() -> None:
     points = [point for point in range(0x110000) if not 0xD800 <= point < 0xE000]
-    for point in points:
-        text = "a{0}1 {0}! {0}  {0}".format(chr(point))
-        assert TOKENIZER.encode(text).tolist() == TOKENIZER.library_ids(text), hex(point)
+    for start in range(0, len(points), 64):
+        group = points[start : start + 64]
+        text = "|".join("a{0}1 {0}! {0}  {0}".format(chr(point)) for point in group)
+        assert TOKENIZER.encode(text).tolist() == TOKENIZER.library_ids(text), hex(group[0])
 
 
 def test_vocabulary_and_end_of_document_are_as_asked_for() -> None:

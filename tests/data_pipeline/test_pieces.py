@@ -1,5 +1,7 @@
 """Cut texts give the tokens of the whole, however they came."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -33,10 +35,7 @@ def test_joined_tokens_of_pieces_are_the_tokens_of_the_whole(
     pieces = list(text_pieces([text], max_chars=max_chars, cuts=tokenizer.cuts))
     assert "".join(pieces) == text
     assert all(0 < len(piece) <= max_chars for piece in pieces)
-    if all(
-        may_end(piece, following, tokenizer.cuts)
-        for piece, following in zip(pieces, pieces[1:], strict=False)
-    ):
+    if all(may_end(piece, following, tokenizer.cuts) for piece, following in pairwise(pieces)):
         ids = [tokenizer.encode(piece) for piece in pieces]
         assert (
             np.concatenate([*ids, tokenizer.encode("")]).tolist() == tokenizer.encode(text).tolist()

@@ -264,6 +264,12 @@ def _write(
         try:
             for number, text in corpus.texts(numbers, settings.text_key):
                 opened = _opened(tokenizer, text)
+                if not opened.size:
+                    raise DataError(
+                        f"{printable(corpus.document_id(number))} holds nothing but blanks, and "
+                        f"documents of recipe {settings.recipe} have no token of their own. Take "
+                        "it out of the corpus and run this again."
+                    )
                 num_bytes = len(text) if text.isascii() else len(text.encode())
                 writer.add(corpus.document_id(number), opened, text_bytes=num_bytes)
                 written += corpus.size[number]

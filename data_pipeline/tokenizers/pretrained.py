@@ -61,6 +61,8 @@ class PretrainedTokenizer:
         ids = sorted({*tokens.values(), self.end_of_document})
         if ids != [*range(len(ids))] or len({*tokens.values()}) != len(tokens):
             raise ValueError(f"its ids are not 0 to {len(tokens) - 1}, each once")
+        if content["model"].get("dropout"):
+            raise ValueError("its model drops merges at random: the same text has many encodings")
         self.vocab_size = len(ids)
         end = next((token for token, id_ in tokens.items() if id_ == self.end_of_document), None)
         self._core: tiktoken.Encoding | None = None
@@ -100,7 +102,13 @@ class PretrainedTokenizer:
             ids = self._core.encode_to_numpy(text, disallowed_special=())
         else:
             text.encode("utf-8")
-            ids = np.array(self.library_ids(text), dtype=np.uint32)
+            try:
+                ids = np.array(self.library_ids(text), dtype=np.uint32)
+            except Exception as error:  # the library raises nothing narrower
+                raise DataError(
+                    f"the tokenizer has no tokens for {text[:40]!r}: {error}. Give it a token for "
+                    "what it does not know, or use another tokenizer."
+                ) from error
         return ids.astype(token_dtype(self.vocab_size))
 
     def library_ids(self, text: str) -> list[int]:
@@ -146,7 +154,9 @@ def library_tokenizer(content: dict[str, Any]) -> tokenizers.Tokenizer:
     """Raises ValueError for what the library cannot read."""
     try:
         return tokenizers.Tokenizer.from_str(canonical(content))
-    except Exception as error:  # the library raises nothing narrower
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # bare Exception, and a panic of its Rust that is not even that
         raise ValueError(f"tokenizers cannot read it: {error}") from error
 
 
@@ -193,13 +203,12 @@ def _adopted(content: dict[str, Any]) -> PretrainedTokenizer:
             return tokenizer
         description = description.model_copy(update={"end_of_document": given})
     tokenizer = PretrainedTokenizer(description)
-    if tokenizer.lossless:
-        require_same_ids(tokenizer, [])
+    require_same_ids(tokenizer, [])
     return tokenizer
 
 
 def require_same_ids(tokenizer: PretrainedTokenizer, texts: list[str]) -> None:
-    """Raises DataError for a text whose ids differ from those of `tokenizers`."""
+    """Raises DataError for a text without ids, or whose ids differ from those of `tokenizers`."""
     for text in [*HARD_STRINGS, *texts]:
         if tokenizer.encode(text).tolist() != tokenizer.library_ids(text):
             raise DataError(

@@ -230,6 +230,20 @@ def test_another_kind_of_tokenizer_goes_through_the_library(tmp_path: Path) -> N
         tokenizer.encode("the \ud800")
 
 
+@pytest.mark.parametrize("damage", ["dropout", "no unknown word", "a panic"])
+def test_a_tokenizer_that_cannot_encode_every_text_one_way_is_refused(damage: str) -> None:
+    content = byte_level(("b", "c"))
+    if damage == "dropout":
+        content["model"]["dropout"] = 0.5
+    elif damage == "no unknown word":
+        library = tokenizers.Tokenizer(models.WordLevel({"the": 0}, "[UNK]"))
+        content = json.loads(library.to_str())
+    else:
+        content["model"]["continuing_subword_prefix"] = "####"
+    with pytest.raises(DataError, match=r"x\.json|no tokens for"):
+        adopt(content, "x.json")
+
+
 def test_a_datasets_own_file_is_taken_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(TOKENIZER.to_json())

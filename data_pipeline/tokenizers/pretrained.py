@@ -97,8 +97,6 @@ class PretrainedTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
         if self._core:
-            if not text.isascii():
-                text.encode("utf-8")  # a lone surrogate's error with its place in the text
             ids = self._core.encode_to_numpy(text, disallowed_special=())
         else:
             text.encode("utf-8")

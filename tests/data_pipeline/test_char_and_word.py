@@ -45,6 +45,8 @@ def test_words_come_back_with_runs_of_blanks_collapsed(text: str) -> None:
 def test_symbols_stand_by_falling_count_and_ties_by_code_point() -> None:
     characters = train_tokenizer(CHAR, lambda: iter(["bba", "cc€"]))
     assert characters.decode(range(5)) == "bca€\ufffd"
+    ties = train_tokenizer(WORD, lambda: iter(["! <unk> a\n"]))
+    assert [ties.decode([number]) for number in range(4)] == ["\n", "!", "<unk>", "a"]
     words = train_tokenizer(WORD, lambda: iter(["b a\nb c\n", "\n"]))
     assert [words.decode([number]) for number in range(5)] == ["\n", "b", "a", "c", "<unk>"]
 

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,13 @@ from data_pipeline.manifest import (
 )
 from data_pipeline.readers import find_files, printable
 from data_pipeline.shard_writer import ShardWriter
-from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, token_dtype
+from data_pipeline.tokenizers import (
+    Tokenizer,
+    needs_training,
+    ready_tokenizer,
+    token_dtype,
+    train_tokenizer,
+)
 
 DEFAULT_MAX_REJECT_RATE = 0.001
 
@@ -62,24 +68,26 @@ def prepare_dataset(
     out: Path,
     settings: PrepareSettings,
     *,
+    tokenizer_file: Path | None = None,
     max_reject_rate: float = DEFAULT_MAX_REJECT_RATE,
     progress: Progress = lambda what, done, total: None,
 ) -> Prepared:
     """Write the dataset of `inputs` to `out`, or find it there already complete.
 
     `max_reject_rate` is the fraction of records that may be unusable; they are listed in
-    `rejects.jsonl` either way. Raises DataError for input without usable text, too many rejects, an
-    `out` that holds something else, and a disk that is full or refuses.
+    `rejects.jsonl` either way. `tokenizer_file` belongs to `settings.tokenizer` file. Raises
+    DataError for input without usable text, too many rejects, an `out` that holds something else,
+    and a disk that is full or refuses.
     """
     found = find_files([str(given) for given in inputs], format=settings.format, exclude=out)
-    tokenizer = ByteTokenizer()
+    ready = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     all_again = all(file.rereadable for file in found.files)
     with (
         StagedDirectory(out, last=MANIFEST_NAME) as staged,
         explain_disk_errors("keeping texts that cannot be read again", out),
         contextlib.nullcontext() if all_again else tempfile.TemporaryFile(dir=out) as kept,
     ):
-        existing = _existing(out, settings, tokenizer)
+        existing = _existing(out, settings, ready)
         corpus = scan_corpus(found.files, settings.text_key, progress, kept=kept)
         ignored, kinds = dict(+found.ignored), dict(found.kinds)
         if existing:
@@ -87,6 +95,7 @@ def prepare_dataset(
             return Prepared(existing, already_complete=True, ignored=ignored, kinds=kinds)
         _require_usable(corpus, out, max_reject_rate)
         order = _assign(corpus, settings)
+        tokenizer = ready or _trained(corpus, order["train"], settings, progress)
         with explain_disk_errors("writing shards", out):
             manifest = _write(
                 corpus,
@@ -102,7 +111,9 @@ def prepare_dataset(
     return Prepared(manifest, already_complete=False, ignored=ignored, kinds=kinds)
 
 
-def _existing(out: Path, settings: PrepareSettings, tokenizer: Tokenizer) -> ShardManifest | None:
+def _existing(
+    out: Path, settings: PrepareSettings, tokenizer: Tokenizer | None
+) -> ShardManifest | None:
     """The manifest of a complete dataset with these settings; None for a free directory."""
     names = sorted(entry.name for entry in out.iterdir() if entry.name != STAGING)
     if MANIFEST_NAME not in names:
@@ -119,7 +130,7 @@ def _existing(out: Path, settings: PrepareSettings, tokenizer: Tokenizer) -> Sha
     before, now = manifest.settings.model_dump(), settings.model_dump()
     changes = [f"{key}: {before[key]!r} there, {now[key]!r} now" for key in now]
     changes = [text for text, key in zip(changes, now, strict=True) if before[key] != now[key]]
-    if manifest.tokenizer_digest != tokenizer.digest:
+    if tokenizer and manifest.tokenizer_digest != tokenizer.digest:
         changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer.digest} now")
     if changes:
         raise _other_dataset(out, changes)
@@ -222,6 +233,22 @@ def _assign(corpus: Corpus, settings: PrepareSettings) -> dict[str, np.ndarray]:
     return {name: order[part[order] == number] for number, name in enumerate(names)}
 
 
+def _trained(
+    corpus: Corpus, numbers: np.ndarray, settings: PrepareSettings, progress: Progress
+) -> Tokenizer:
+    """The tokenizer that the training documents give, in their final order."""
+    total = sum(corpus.size[number] for number in numbers)
+
+    def texts() -> Iterator[str]:
+        done = 0
+        for number, text in corpus.texts(numbers, settings.text_key):
+            yield text
+            done += corpus.size[number]
+            progress("reading for the tokenizer", done, total)
+
+    return train_tokenizer(settings, texts)
+
+
 def _write(
     corpus: Corpus,
     order: dict[str, np.ndarray],
@@ -246,6 +273,12 @@ def _write(
         try:
             for number, text in corpus.texts(numbers, settings.text_key):
                 opened = _opened(tokenizer, text)
+                if not opened.size:
+                    raise DataError(
+                        f"{printable(corpus.document_id(number))} holds nothing but blanks, and "
+                        f"documents of recipe {settings.recipe} have no token of their own. Take "
+                        "it out of the corpus and run this again."
+                    )
                 num_bytes = len(text) if text.isascii() else len(text.encode())
                 writer.add(corpus.document_id(number), opened, text_bytes=num_bytes)
                 written += corpus.size[number]
@@ -271,6 +304,8 @@ def _write(
 
 
 def _opened(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """A document's tokens behind the end-of-document token that opens it."""
+    """A document's tokens, behind the end-of-document token if that opens documents."""
     tokens = tokenizer.encode(text)
+    if not tokenizer.opens_documents:
+        return tokens
     return np.concatenate([np.array([tokenizer.end_of_document], dtype=tokens.dtype), tokens])

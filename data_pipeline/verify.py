@@ -28,6 +28,7 @@ from data_pipeline.manifest import (
 )
 from data_pipeline.readers import printable
 from data_pipeline.shard_index import ShardIndex, read_frame, read_index
+from data_pipeline.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,10 @@ def verify_dataset(
     manifest = load_manifest(directory)
     problems = _name_problems(directory, manifest)
     try:
-        bytes_of_id = open_tokenizer(directory, manifest).token_bytes()
+        tokenizer = open_tokenizer(directory, manifest)
     except DataError as error:
         problems.append(str(error))
-        bytes_of_id = None
+        tokenizer = None
     shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
     owners = {entry.sha256: entry.name for entry in shards}
     owners |= {entry.index_sha256: entry.index_name for entry in shards}
@@ -65,7 +66,7 @@ def verify_dataset(
             )
         ]
         if all(sound):
-            problems += _content_problems(directory, entry, manifest, bytes_of_id)
+            problems += _content_problems(directory, entry, manifest, tokenizer)
         done += entry.bytes + entry.index_bytes
     progress("verifying", total, total)
     return Verified(manifest, problems, total)
@@ -127,13 +128,13 @@ def _is_sound(
 
 
 def _content_problems(
-    directory: Path, entry: ShardEntry, manifest: ShardManifest, bytes_of_id: np.ndarray | None
+    directory: Path, entry: ShardEntry, manifest: ShardManifest, tokenizer: Tokenizer | None
 ) -> list[str]:
     """The tar inside a shard whose files are as listed: against index, manifest and vocabulary."""
     try:
         index = read_index(directory, entry, np.dtype(manifest.dtype).itemsize)
         stream = _RawStream(directory, entry, index)
-        problems = list(_member_problems(stream, entry, index, manifest, bytes_of_id))
+        problems = list(_member_problems(stream, entry, index, manifest, tokenizer))
         while stream.read(2**20):  # what follows the tar's end still counts for the hash
             pass
     except DataError as error:
@@ -150,11 +151,13 @@ def _member_problems(
     entry: ShardEntry,
     index: ShardIndex,
     manifest: ShardManifest,
-    bytes_of_id: np.ndarray | None,
+    tokenizer: Tokenizer | None,
 ) -> Iterator[str]:
     stem = entry.name.removesuffix(SHARD_SUFFIX)
     blocks = np.split(index.document_starts, np.cumsum(index.block_documents)[:-1])
     text_bytes = 0
+    bytes_of_id = tokenizer.token_bytes() if tokenizer and tokenizer.lossless else None
+    opened = tokenizer is None or tokenizer.opens_documents
     with tarfile.open(fileobj=stream, mode="r|") as tar:
         for number, starts in enumerate(blocks):
             key = f"{stem}-{number:08d}"
@@ -171,7 +174,8 @@ def _member_problems(
             if tokens.max() >= manifest.vocab_size:
                 yield f"{entry.name}: {key} holds token {tokens.max()}, outside the vocabulary"
                 continue
-            if not np.array_equal(np.flatnonzero(tokens == manifest.end_of_document), starts):
+            ends = np.flatnonzero(tokens == manifest.end_of_document)
+            if not np.array_equal(ends, starts if opened else []):
                 yield f"{entry.name}: {key}: documents do not start where the index says"
             if bytes_of_id is not None:
                 text_bytes += int(bytes_of_id[tokens].sum(dtype=np.int64))

@@ -23,6 +23,7 @@ Directory = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 _MIB = 2**20
+_DEFAULT_BPE = 32768
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -43,7 +44,23 @@ def prepare(
     text_key: Annotated[
         str, typer.Option(help="Key of the text in a JSON line, or column in Parquet.")
     ] = "text",
-    tokenizer: Annotated[str, typer.Option(help="byte: 256 bytes and end-of-document.")] = "byte",
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            metavar="byte|char|word|bpe|PATH",
+            help="Tokens; PATH is a tokenizer.json, also of a dataset or checkpoint.",
+        ),
+    ] = "byte",
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="One of the paper's corpora: wt103, wt2, ptb, lm1b, enwik8, text8."),
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Most ids; bpe: 32768 if not given, else no limit.")
+    ] = None,
+    min_freq: Annotated[
+        int | None, typer.Option(help="Occurrences that give a symbol, or a merge, an id.")
+    ] = None,
     split: Annotated[
         str,
         typer.Option(
@@ -66,10 +83,14 @@ def prepare(
 
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
     """
+    file = _tokenizer_file(tokenizer)
     settings = _settings(
         format=format,
         text_key=text_key,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if file is None else "file",
+        recipe=recipe,
+        vocab_size=_DEFAULT_BPE if tokenizer == "bpe" and vocab_size is None else vocab_size,
+        min_freq=min_freq,
         split=_fractions(split),
         shuffle=shuffle,
         shard_bytes=shard_size * _MIB,
@@ -80,7 +101,12 @@ def prepare(
 
     with _progress() as progress:
         done = prepare_dataset(
-            inputs, out, settings, max_reject_rate=max_reject_rate, progress=progress
+            inputs,
+            out,
+            settings,
+            tokenizer_file=file,
+            max_reject_rate=max_reject_rate,
+            progress=progress,
         )
     status = "already complete" if done.already_complete else "complete"
     if as_json:
@@ -181,6 +207,18 @@ def _fractions(split: str) -> dict[str, float]:
     return fractions
 
 
+def _tokenizer_file(tokenizer: str) -> Path | None:
+    """The file that `--tokenizer` names, or None for a kind."""
+    if tokenizer in ("byte", "char", "word", "bpe"):
+        return None
+    if not Path(tokenizer).is_file():
+        raise ConfigError(
+            f"--tokenizer {tokenizer!r} is neither byte, char, word or bpe nor a file. Give one of "
+            "these, or the path of a tokenizer.json."
+        )
+    return Path(tokenizer)
+
+
 def _settings(**values: Any) -> "PrepareSettings":
     from pydantic import ValidationError
 
@@ -190,11 +228,16 @@ def _settings(**values: Any) -> "PrepareSettings":
         return PrepareSettings(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        option = str(first["loc"][0]) if first["loc"] else "split"
-        options = {"shard_bytes": "shard-size", "text_key": "text-key"}
+        told = first["msg"].removeprefix("Value error, ")
+        field, _, rest = told.partition(": ")
+        if first["loc"]:
+            field, rest = str(first["loc"][0]), told
+        elif field not in values:
+            field, rest = "split", told
+        option = {"shard_bytes": "shard-size"}.get(field, field.replace("_", "-"))
+        given = "" if values[field] is None else f" {values[field]!r}"
         raise ConfigError(
-            f"--{options.get(option, option)} {values[option]!r}: {first['msg']}. "
-            "See txl prepare --help for what is supported."
+            f"--{option}{given}: {rest}. See txl prepare --help for what is supported."
         ) from None
 
 

@@ -42,16 +42,22 @@ def generate(
         raise ConfigError(f"txl generate: {error}") from None
     stored = find_model(checkpoint)
     model, tokenizer = stored.load_with_tokenizer()
+    opening = [tokenizer.end_of_document] if tokenizer.opens_documents else []
+    start = [*opening, *tokenizer.encode(prompt).tolist()]
+    if not start:
+        raise ConfigError(
+            "--prompt is empty, but this model knows no start of a document; give text"
+        )
     tokens = generate_tokens(
         model,
-        [tokenizer.end_of_document, *tokenizer.encode(prompt).tolist()],
+        start,
         tgt_len=stored.tgt_len,
         sampling=sampling,
         seed=seed,
         end=tokenizer.end_of_document,
         precision=precision,
     )
-    texts = stream_text(islice(tokens, max_tokens), tokenizer)
+    texts = stream_text(islice(tokens, max_tokens), tokenizer, after=start[-1])
     if as_json:
         print(
             json.dumps({"checkpoint": str(stored.path), "prompt": prompt, "text": "".join(texts)})

@@ -65,11 +65,20 @@ def _read(
         return model.logits(hidden_BTD[:, -1:])[0, 0].cpu()
 
 
-def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Text of the tokens as soon as it is whole: never half a character."""
+def stream_text(
+    tokens: Iterator[int], tokenizer: Tokenizer, *, after: int | None = None
+) -> Iterator[str]:
+    """Text of the tokens as soon as it is whole: never half a character.
+
+    A token's text may depend on the one before it, as the blank between two words does; `after` is
+    the last token of the prompt.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    last = tokenizer.end_of_document if after is None else after
     for token in tokens:
-        if text := decoder.decode(tokenizer.decode_bytes([token])):
+        both, before = tokenizer.decode_bytes([last, token]), tokenizer.decode_bytes([last])
+        last = token
+        if text := decoder.decode(both.removeprefix(before)):
             yield text
     if text := decoder.decode(b"", final=True):
         yield text

@@ -105,7 +105,8 @@ def size_figures(text: BenchText, work: Path) -> Iterator[Figure]:
     one_each = _prepare(text, sentences, work / "each", "lines").splits["train"]
     together = _prepare(text, long, work / "together", "text").splits["train"]
     ratio = _shards(one_each) / _shards(together)
-    note = f"{len(lines):,} sentences; with indexes {_with_indexes(one_each) / _with_indexes(together):.2f}"
+    whole = _with_indexes(one_each) / _with_indexes(together)
+    note = f"{len(lines):,} sentences; with indexes {whole:.2f}"
     yield Figure(
         "size of sentences, of one long document", ratio, "", 1.10, at_most=True, note=note
     )

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch.testing import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from tests.small_models import random_text, read_stream, small_model
 from txl_dist.model.memory import Memory

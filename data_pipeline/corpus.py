@@ -1,133 +1,135 @@
 """The corpus after one reading: where every document stands, what was rejected, one digest of all.
 
-It keeps 40 bytes per document and no text, so a corpus larger than memory can be ordered at will
-and read again document by document. Taking records out of files is `documents.py`'s business.
+Put together from the scans of all units in input order, as columns: 52 bytes a document and no
+text, so a corpus larger than memory can be ordered at will and read again document by document.
+What is in a unit is `scan.py`'s business, which documents go where `assignment.py`'s.
 """
 
-import contextlib
 import hashlib
-from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from data_pipeline.documents import (
-    InputFile,
-    Record,
-    Reject,
-    printable,
-    read_again,
-    read_records,
-)
-from data_pipeline.errors import DataError
+from data_pipeline.documents import InputFile, Reject
 from data_pipeline.manifest import InputSummary
+from data_pipeline.scan import DOCUMENT, EMPTY, REJECT, Scan, ScanUnit
 
 Progress = Callable[[str, int, int], None]
 """progress(what, done bytes, total bytes), called often."""
 
+CHECK_BYTES = 16
+"""Of a text's sha256, kept to find duplicates and files that change between the readings."""
 
-def _column() -> "array[int]":
-    return array("Q")
 
-
-@dataclass(slots=True)
 class Corpus:
-    """Documents by number, in input order."""
+    """Documents by number, in input order, and what else the input held."""
 
-    files: list[InputFile]
-    file: "array[int]" = field(default_factory=_column)
-    offset: "array[int]" = field(default_factory=_column)
-    size: "array[int]" = field(default_factory=_column)
-    line: "array[int]" = field(default_factory=_column)
-    check: "array[int]" = field(default_factory=_column)
-    """First 8 bytes of the text's sha256: notices a file that changes between the passes."""
-    rejects: list[Reject] = field(default_factory=list)
-    empty: int = 0
-    digest: str = ""
+    def __init__(self, files: list[InputFile], units: Sequence[ScanUnit]) -> None:
+        self.files = files
+        self.units = units
+        self.rejects: list[Reject] = []
+        self.empty = 0
+        self.duplicates = 0
+        self.file = np.empty(0, np.uint32)
+        self.place = np.empty((0, 3), np.uint64)
+        """[D, 3]: offset, size, line; the line counts from the file's start, 0 for whole files."""
+        self.text_bytes = np.empty(0, np.uint64)
+        self.check = np.empty((0, CHECK_BYTES), np.uint8)
+        self._first_of_unit = np.zeros(len(units) + 1, np.int64)
+        self._digest = hashlib.sha256()
 
     def __len__(self) -> int:
         return len(self.file)
 
     def document_id(self, number: int) -> str:
-        return _document_id(self.files[self.file[number]], self.line[number])
+        return document_id(self.files[self.file[number]].name, int(self.place[number, 2]))
+
+    def document_ids(self) -> Iterator[str]:
+        names = [file.name for file in self.files]
+        for file, line in zip(self.file, self.place[:, 2], strict=True):
+            yield document_id(names[file], int(line))
+
+    def unit_of(self, numbers: np.ndarray) -> np.ndarray:
+        """The scan unit that each of these documents is from."""
+        return np.searchsorted(self._first_of_unit, numbers, side="right") - 1
 
     def summary(self) -> InputSummary:
         return InputSummary(
-            digest=self.digest,
+            digest=self._digest.hexdigest(),
             files=len(self.files),
             documents=len(self),
             empty=self.empty,
             rejected=len(self.rejects),
+            duplicates=self.duplicates,
         )
 
     def reject_list(self) -> bytes:
         """The content of `rejects.jsonl`."""
         return "".join(reject.to_json() + "\n" for reject in self.rejects).encode()
 
-    def texts(self, numbers: np.ndarray, text_key: str) -> Iterator[tuple[int, str]]:
-        """(number, text) of these documents, read again.
+    def fill(self, scans: Callable[[int], Scan]) -> None:
+        """Take all units in; `scans(number)` gives the scan of one, and is called twice for each.
 
-        Raises DataError when a text is not the one of the first reading.
+        Twice, because columns that are made in their final size need no second copy.
         """
-        for number in map(int, numbers):
-            file = self.files[self.file[number]]
-            place = self.offset[number], self.size[number], self.line[number]
-            try:
-                text = read_again(file, text_key, place)
-                same = _check(hashlib.sha256(text.encode("utf-8")).digest()) == self.check[number]
-            except (OSError, ValueError):
-                same = False
-            if not same:
-                raise DataError(
-                    f"{printable(str(file.path))} changed while it was being read. Nothing was "
-                    "written; run this again when nobody writes to the corpus."
-                )
-            yield number, text
+        counts = [int((scans(n).kind == DOCUMENT).sum()) for n in range(len(self.units))]
+        np.cumsum(counts, out=self._first_of_unit[1:])
+        total = sum(counts)
+        self.file = np.empty(total, np.uint32)
+        self.place = np.empty((total, 3), np.uint64)
+        self.text_bytes = np.empty(total, np.uint64)
+        self.check = np.empty((total, CHECK_BYTES), np.uint8)
+        lines = np.zeros(len(self.files), np.uint64)
+        for number, unit in enumerate(self.units):
+            here = slice(self._first_of_unit[number], self._first_of_unit[number + 1])
+            self._take(unit, scans(number), here, lines)
 
-    def _add(self, file: int, record: Record, check: int) -> None:
-        self.file.append(file)
-        self.offset.append(record.offset)
-        self.size.append(record.size)
-        self.line.append(record.line)
-        self.check.append(check)
+    def _take(self, unit: ScanUnit, scan: Scan, here: slice, lines: np.ndarray) -> None:
+        """Fill the rows `here`; `lines` [files] counts every file's lines before this unit."""
+        file_of_part = np.array([part.number for part in unit.parts], np.uint32)
+        lines_before = lines[file_of_part]
+        np.add.at(lines, file_of_part, scan.part_lines.astype(np.uint64))
+        place, file = scan.place.copy(), file_of_part[scan.part]
+        has_line = place[:, 2] > 0
+        place[has_line, 2] += lines_before[scan.part[has_line]]
+        self._update_digest(scan, file, place, lines_before)
+        kept = scan.kind == DOCUMENT
+        self.empty += int((scan.kind == EMPTY).sum())
+        self.file[here] = file[kept]
+        self.place[here] = place[kept]
+        self.text_bytes[here] = scan.text_bytes[kept]
+        self.check[here] = scan.text_sha256[kept, :CHECK_BYTES]
 
-
-def scan_corpus(files: list[InputFile], text_key: str, progress: Progress) -> Corpus:
-    """Read every record once. What cannot be used is in `rejects`, never an exception."""
-    corpus, digest = Corpus(files), hashlib.sha256()
-    sizes = [_size(file.path) for file in files]
-    total, before = sum(sizes), 0
-    for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
-        for record in read_records(file, text_key):
-            if isinstance(record, Reject):
-                corpus.rejects.append(record)
-                digest.update(b"rejected\0" + record.to_json().encode() + b"\n")
-                continue
-            progress("reading", before + record.offset, total)
-            text_sha256 = hashlib.sha256(record.text.encode("utf-8")).digest()
-            id_ = _document_id(file, record.line)
-            digest.update(b"document\0" + id_.encode() + b"\0" + text_sha256 + b"\n")
-            if record.text:
-                corpus._add(number, record, _check(text_sha256))
+    def _update_digest(
+        self, scan: Scan, file: np.ndarray, place: np.ndarray, lines_before: np.ndarray
+    ) -> None:
+        names = [file.name for file in self.files]
+        rejects = iter(scan.rejects)
+        hashes = scan.text_sha256.tobytes()
+        rows = zip(scan.kind.tolist(), file.tolist(), place[:, 2].tolist(), strict=True)
+        for row, (kind, number, line) in enumerate(rows):
+            if kind == REJECT:
+                found = next(rejects)
+                shift = int(lines_before[scan.part[row]]) if found.line else 0
+                reject = Reject(found.file, found.line + shift, found.byte, found.reason)
+                self.rejects.append(reject)
+                self._digest.update(b"rejected\0" + reject.to_json().encode() + b"\n")
             else:
-                corpus.empty += 1
-        before += size
-    progress("reading", total, total)
-    corpus.digest = digest.hexdigest()
-    return corpus
+                id_ = document_id(names[number], line).encode()
+                text = hashes[32 * row : 32 * row + 32]
+                self._digest.update(b"document\0" + id_ + b"\0" + text + b"\n")
 
 
-def _document_id(file: InputFile, line: int) -> str:
-    return f"{file.name}:{line}" if line else file.name
+def document_id(name: str, line: int) -> str:
+    return f"{name}:{line}" if line else name
 
 
-def _check(sha256: bytes) -> int:
-    return int.from_bytes(sha256[:8], "little")
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0
+def first_of_each_text(corpus: Corpus) -> np.ndarray:
+    """The numbers of the documents whose text no earlier one has, rising; counts the others."""
+    words = np.ascontiguousarray(corpus.check).view("<u8")
+    order = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal texts stay in input order
+    repeats = np.zeros(len(order), bool)
+    repeats[1:] = (words[order[1:]] == words[order[:-1]]).all(axis=1)
+    kept = np.sort(order[~repeats])
+    corpus.duplicates = len(corpus) - len(kept)
+    return kept

@@ -8,6 +8,8 @@ A byte-order mark at a file's start is dropped; every other character is kept as
 """
 
 import codecs
+import contextlib
+import itertools
 import json
 import os
 import stat
@@ -36,6 +38,13 @@ class InputFile:
     path: Path
     name: str
     kind: Literal["text", "jsonl"]
+    size: int = 0
+    """Bytes when it was found; 0 for what is no file."""
+
+    @property
+    def rereadable(self) -> bool:
+        """Whether `read_again` finds a record by its offset without reading all before it."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,10 @@ def _input_file(path: Path, name: Path, format: Format) -> InputFile:
     looks_like_lines = path.suffix.lower() in JSONL_SUFFIXES
     lines = format == "jsonl" or (format == "auto" and looks_like_lines)
     id_ = os.fsencode(name.as_posix()).decode("utf-8", errors="backslashreplace")
-    return InputFile(path, id_, "jsonl" if lines else "text")
+    size = 0
+    with contextlib.suppress(OSError):
+        size = path.stat().st_size
+    return InputFile(path, id_, "jsonl" if lines else "text", size)
 
 
 def _walk(folder: Path, exclude: Path) -> list[Path]:
@@ -176,8 +188,24 @@ def _list_ignored(ignored: Counter[str]) -> str:
     return f" (ignored: {counts})" if counts else ""
 
 
-def read_records(file: InputFile, text_key: str) -> Iterator[Record | Reject]:
-    """Every record of a file in order; what cannot be used as a Reject, never an exception."""
+def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
+    """Byte ranges [start, stop) that cover a file, each of about `unit_bytes`, to be read apart.
+
+    JSON lines are cut anywhere: a record is in the range that holds its first byte.
+    """
+    if file.kind == "text":
+        return [(0, file.size)]
+    bounds = [*range(0, max(file.size, 1), unit_bytes), file.size]
+    return list(itertools.pairwise(bounds))
+
+
+def read_records(
+    file: InputFile, text_key: str, start: int, stop: int
+) -> Iterator[Record | Reject]:
+    """Every record of a range of a file, in order; what cannot be used as a Reject, no exception.
+
+    Lines are counted within the range, from 1.
+    """
     try:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -185,7 +213,7 @@ def read_records(file: InputFile, text_key: str) -> Iterator[Record | Reject]:
         elif file.kind == "text":
             yield _whole_file(file)
         else:
-            yield from _lines(file, text_key)
+            yield from _lines(file, text_key, start, stop)
     except OSError as error:
         yield Reject(file.name, 0, 0, f"cannot be read: {error.strerror}")
 
@@ -211,11 +239,19 @@ def _whole_file(file: InputFile) -> Record | Reject:
         return Reject(file.name, 0, offset + error.byte, error.reason)
 
 
-def _lines(file: InputFile, text_key: str) -> Iterator[Record | Reject]:
+def _lines(file: InputFile, text_key: str, start: int, stop: int) -> Iterator[Record | Reject]:
     with file.path.open("rb") as stream:
-        offset = _mark_size(stream.read(4))
-        stream.seek(offset)
-        for line, raw in enumerate(stream, start=1):
+        if start:
+            stream.seek(start - 1)
+            while (skipped := stream.readline(2**20)) and not skipped.endswith(b"\n"):
+                pass
+            offset = stream.tell()
+        else:
+            offset = _mark_size(stream.read(4))
+            stream.seek(offset)
+        line = 0
+        while offset < stop and (raw := stream.readline()):
+            line += 1
             if raw.strip():
                 try:
                     text = _text_of_line(raw, text_key, truncated=not raw.endswith(b"\n"))
@@ -233,13 +269,16 @@ def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        hint = ""
-        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            hint = "; it looks like UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
-        found = raw[error.start : error.start + 1].hex()
-        raise _BadRecordError(
-            error.start, f"invalid UTF-8: byte 0x{found}, {error.reason}{hint}"
-        ) from None
+        raise _BadRecordError(error.start, utf8_problem(error, raw)) from None
+
+
+def utf8_problem(error: UnicodeDecodeError, beginning: bytes) -> str:
+    """What is wrong with bytes that are no UTF-8; `beginning` is how their record begins."""
+    hint = ""
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        hint = "; it looks like UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
+    found = error.object[error.start : error.start + 1].hex()
+    return f"invalid UTF-8: byte 0x{found}, {error.reason}{hint}"
 
 
 def _text_of_line(raw: bytes, text_key: str, *, truncated: bool) -> str:

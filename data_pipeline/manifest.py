@@ -20,7 +20,7 @@ MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 REJECTS_NAME = "rejects.jsonl"
 FORMAT = "txl-shards"
-VERSION = 1
+VERSION = 2
 SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
 SHARD_SUFFIX, INDEX_SUFFIX = ".tar.zst", ".index.safetensors"
 MAX_MANIFEST_BYTES = 256 * 2**20
@@ -49,8 +49,10 @@ class PrepareSettings(_Strict):
     """Fraction of the documents held out per split; the rest is `train`."""
     shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of the document-level shuffle; null keeps the order of the input."""
-    shard_bytes: int = Field(256 * 2**20, ge=1)
-    """Raw token bytes after which a new shard begins."""
+    dedup: Literal["none", "exact"] = "none"
+    """exact: of documents with the same text, the first in input order stays."""
+    shard_bytes: int = Field(64 * 2**20, ge=1)
+    """UTF-8 bytes of text of a shard at most; a larger document is alone in its shard."""
     block_bytes: int = Field(512 * 2**10, ge=512, le=8 * 2**20)
     """Raw token bytes of a block of documents, and of a zstd frame."""
 
@@ -70,10 +72,13 @@ class InputSummary(_Strict):
     """Over every document's id and the sha256 of its text, in input order, and every reject."""
     files: Count
     documents: Count
+    """With text, duplicates included."""
     empty: Count
     """Documents without text: skipped."""
     rejected: Count
     """Records that could not be read: listed in rejects.jsonl."""
+    duplicates: Count
+    """Documents left out because an earlier one has the same text."""
 
 
 class ShardEntry(_Strict):
@@ -124,17 +129,23 @@ def _totals(shards: list[ShardEntry] | tuple[ShardEntry, ...]) -> dict[str, int]
     return {name: sum(getattr(shard, name) for shard in shards) for name in names}
 
 
-class ShardManifest(_Strict):
-    """A complete dataset. `digest` is what runs and checkpoints remember it by."""
+class DatasetHeader(_Strict):
+    """All of a manifest but its list of shards. Every index carries it, so a lost manifest can be
+    put together again from the shards (`rebuild.py`)."""
 
     format: Literal["txl-shards"] = "txl-shards"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     tokenizer_digest: Sha256
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]
     end_of_document: Count
     dtype: Literal["uint16", "uint32"]
     settings: PrepareSettings
     input: InputSummary
+
+
+class ShardManifest(DatasetHeader):
+    """A complete dataset. `digest` is what runs and checkpoints remember it by."""
+
     splits: Annotated[dict[SplitName, SplitEntry], Field(min_length=1)]
 
     @model_validator(mode="after")

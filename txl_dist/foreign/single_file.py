@@ -54,7 +54,7 @@ def write_exported(directory: Path, model: TransformerXL, tokenizer: Tokenizer |
                 "model": asdict(model.config),
             }
             write_synced(aside / CONFIG_NAME, (json.dumps(config, indent=1) + "\n").encode())
-            staged.publish()
+            staged.publish([path.name for path in aside.iterdir()])
 
 
 def load_exported(directory: Path) -> tuple[TransformerXL, Tokenizer | None]:

@@ -144,12 +144,12 @@ class _Worker:
 
 
 def died(unit: object, exit_code: int | None) -> UnfinishedError:
-    """The error of a unit whose worker died MAX_DEATHS times."""
-    how = f"with exit code {exit_code}"
+    """The error of a unit whose worker died MAX_DEATHS times; `exit_code` None: not known."""
+    how = "" if exit_code is None else f" with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:
-        how = f"by {signal.Signals(-exit_code).name}"
+        how = f" by {signal.Signals(-exit_code).name}"
     return UnfinishedError(
-        f"the worker for {unit} ended {how}, and so did the one that tried again. Most likely "
+        f"the worker for {unit} died{how}, and so did the one that tried again. Most likely "
         "memory ran out there (SIGKILL: see dmesg), or the file makes a library fail. Run it again "
         "with fewer --workers, or without that file; finished work is kept."
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +12,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.errors import ConfigError, DataError
+from txl_dist.errors import PreemptedError
 
 if TYPE_CHECKING:
     from data_pipeline.manifest import PrepareSettings, ShardManifest
+    from data_pipeline.workers import Workers
 
 app = typer.Typer(help="Check prepared datasets and look inside.", no_args_is_help=True)
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.")
+]
+NumWorkers = Annotated[int, typer.Option(min=1, help="Processes, or Ray tasks, that work at once.")]
+On = Annotated[
+    str,
+    typer.Option(
+        metavar="local|ADDRESS",
+        help="Where workers run: local processes; ray: a Ray of its own; or a running cluster, "
+        "whose nodes must all see the input and the output directory.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 _MIB = 2**20
@@ -50,12 +62,18 @@ def prepare(
     max_reject_rate: Annotated[
         float, typer.Option(help="Fraction of records that may be unusable; they are listed.")
     ] = 0.001,
+    dedup: Annotated[
+        str, typer.Option(help="exact: of documents with the same text keep the first. Or none.")
+    ] = "none",
     shard_size: Annotated[
-        int, typer.Option(metavar="MIB", help="MiB of raw tokens after which a shard ends.")
-    ] = 256,
+        int, typer.Option(metavar="MIB", help="MiB of text in a shard, at most.")
+    ] = 64,
+    workers: NumWorkers = 1,
+    on: On = "local",
     as_json: AsJson = False,
 ) -> None:
-    """Turn a corpus into checksummed shards. The same input and options give the same bytes.
+    """Turn a corpus into checksummed shards. The same input and options give the same bytes,
+    for any number of workers. What is finished when it is stopped is kept: run it again.
 
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
     """
@@ -65,23 +83,41 @@ def prepare(
         tokenizer=tokenizer,
         split=_fractions(split),
         shuffle=shuffle,
+        dedup=dedup,
         shard_bytes=shard_size * _MIB,
     )
     if not 0 <= max_reject_rate <= 1:
         raise ConfigError(f"--max-reject-rate {max_reject_rate} must lie in [0, 1]")
     from data_pipeline.prepare import prepare_dataset
 
-    with _progress() as progress:
+    with _stoppable(out), _workers(on, workers) as pool, _progress() as progress:
         done = prepare_dataset(
-            inputs, out, settings, max_reject_rate=max_reject_rate, progress=progress
+            inputs if on == "local" else [path.absolute() for path in inputs],
+            out,
+            settings,
+            max_reject_rate=max_reject_rate,
+            workers=pool,
+            progress=progress,
+            note=lambda line: print(line, file=sys.stderr),
         )
     status = "already complete" if done.already_complete else "complete"
     if as_json:
-        print(
-            json.dumps({"status": status, "ignored": done.ignored, **_totals(out, done.manifest)})
-        )
+        facts = {
+            "status": status,
+            "workers": done.workers,
+            "units": done.units,
+            "reused_units": done.reused_units,
+            "peak_memory_bytes": done.peak_memory_bytes,
+            "seconds": done.seconds,
+            "ignored": done.ignored,
+        }
+        print(json.dumps({**facts, **_totals(out, done.manifest)}))
         return
-    print(f"{out}: {status}")
+    reused = f", {done.reused_units} of {done.units} parts reused" if done.reused_units else ""
+    print(
+        f"{out}: {status} in {done.seconds:,.1f} s{reused}; "
+        f"at most {done.peak_memory_bytes / _MIB:,.0f} MiB a process"
+    )
     _print_totals(done.manifest)
     if done.ignored:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(done.ignored.items()))
@@ -226,7 +262,51 @@ def _print_totals(manifest: "ShardManifest") -> None:
             f"({split.text_bytes_per_compressed_byte:.2f} bytes of text in one)"
         )
     source = manifest.input
-    print(f"  from {source.files:,} files; {source.empty} empty, {source.rejected} rejected")
+    left_out = f"{source.empty} empty, {source.rejected} rejected, {source.duplicates} repeated"
+    print(f"  from {source.files:,} files; left out: {left_out}")
+
+
+@contextlib.contextmanager
+def _workers(on: str, num_workers: int) -> "Iterator[Workers]":
+    from data_pipeline.workers import InProcess, ProcessWorkers
+
+    if on != "local":
+        from txl_dist.launchers import find_launcher
+
+        with find_launcher(on).workers(num_workers) as pool, _sigterm_interrupts():
+            yield pool
+    elif num_workers == 1:
+        yield InProcess()
+    else:
+        with ProcessWorkers(num_workers) as pool:
+            yield pool
+
+
+@contextlib.contextmanager
+def _stoppable(out: Path) -> Iterator[None]:
+    """Ends with PreemptedError on SIGTERM and Ctrl-C, after everything inside was cleaned up."""
+    try:
+        with _sigterm_interrupts():
+            yield
+    except KeyboardInterrupt:
+        raise PreemptedError(
+            f"stopped on request; no dataset was written. What was finished is kept in {out}: the "
+            "same command goes on from there"
+        ) from None
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does. Entered again behind ray.init, which takes it for itself."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
@@ -236,27 +316,49 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield _lines()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), DownloadColumn()),
+        *(TransferSpeedColumn(), TimeRemainingColumn()),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total
-        )
+        task, phase = bar.add_task(""), ""
+
+        def show(what: str, done: int, total: int) -> None:
+            nonlocal phase
+            if what != phase:
+                bar.reset(task)  # rate and time left are of one phase
+                phase = what
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield show
 
 
 def _lines() -> Callable[[str, int, int], None]:
-    last = time.monotonic()
+    phase, began, last = "", 0.0, time.monotonic()
 
     def show(what: str, done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            share = done / total if total else 1.0
-            print(
-                f"{what}: {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB ({share:.0%})",
-                file=sys.stderr,
-            )
+        nonlocal phase, began, last
+        now = time.monotonic()
+        if what != phase:
+            phase, began = what, now
+        if now - last < _SECONDS_BETWEEN_LINES or not total:
+            return
+        last = now
+        rate = done / _MIB / max(now - began, 1e-9)
+        left = f", {(total - done) / _MIB / rate:,.0f} s left" if rate else ""
+        print(
+            f"{what}: {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB ({done / total:.0%}), "
+            f"{rate:,.1f} MiB/s{left}",
+            file=sys.stderr,
+        )
 
     return show

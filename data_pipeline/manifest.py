@@ -130,8 +130,7 @@ def _totals(shards: list[ShardEntry] | tuple[ShardEntry, ...]) -> dict[str, int]
 
 
 class DatasetHeader(_Strict):
-    """All of a manifest but its list of shards. Every index carries it, so a lost manifest can be
-    put together again from the shards (`rebuild.py`)."""
+    """All of a manifest but its list of shards."""
 
     format: Literal["txl-shards"] = "txl-shards"
     version: Literal[2] = 2
@@ -141,6 +140,14 @@ class DatasetHeader(_Strict):
     dtype: Literal["uint16", "uint32"]
     settings: PrepareSettings
     input: InputSummary
+
+
+class IndexHeader(_Strict):
+    """What every index knows of its dataset, so that the shards can replace a lost manifest."""
+
+    dataset: DatasetHeader
+    shards: dict[SplitName, Annotated[int, Field(ge=1)]]
+    """How many each split has."""
 
 
 class ShardManifest(DatasetHeader):
@@ -203,7 +210,8 @@ def load_manifest(directory: str | Path) -> ShardManifest:
         cause = "there is no such directory" if not path.parent.is_dir() else "it has no manifest"
         raise DataError(
             f"{path}: {cause}, so no complete dataset is here (an interrupted prepare leaves none)."
-            f" Create it: txl prepare INPUT --out {directory}"
+            f" Create it: txl prepare INPUT --out {directory}. If its shards are there: txl data "
+            f"rebuild {directory}"
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
@@ -240,8 +248,8 @@ def _checked(content: object, path: Path) -> ShardManifest:
 
 def _again(directory: str | Path) -> str:
     return (
-        f"It was edited or damaged; restore it, or remove {directory} and run txl prepare "
-        f"INPUT --out {directory}"
+        f"It was edited or damaged; restore it, make it again with txl data rebuild {directory}, "
+        f"or remove {directory} and run txl prepare INPUT --out {directory}"
     )
 
 

@@ -36,6 +36,7 @@ from data_pipeline.manifest import (
     REJECTS_NAME,
     TOKENIZER_NAME,
     DatasetHeader,
+    IndexHeader,
     InputSummary,
     PrepareSettings,
     ShardEntry,
@@ -163,8 +164,9 @@ class _Run:
         self, corpus: Corpus, shards: dict[str, list[np.ndarray]], header: DatasetHeader
     ) -> dict[str, SplitEntry]:
         places = [(split, number) for split in shards for number in range(len(shards[split]))]
+        known = IndexHeader(dataset=header, shards={split: len(shards[split]) for split in shards})
         units = (
-            ShardUnit.of(corpus, shards[split][number], split=split, number=number, header=header)
+            ShardUnit.of(corpus, shards[split][number], split=split, number=number, header=known)
             for split, number in places
         )
         total = sum(int(corpus.text_bytes[n].sum()) for some in shards.values() for n in some)

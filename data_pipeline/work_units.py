@@ -29,7 +29,7 @@ from data_pipeline.finished_units import (
     finish,
     finished,
 )
-from data_pipeline.manifest import TOKENIZER_NAME, DatasetHeader, shard_name
+from data_pipeline.manifest import TOKENIZER_NAME, IndexHeader, shard_name
 from data_pipeline.scan import ScanUnit, scan
 from data_pipeline.shard_writer import ShardWriter
 from data_pipeline.texts import read_pieces
@@ -43,7 +43,7 @@ class ShardUnit:
     split: str
     number: int
     header: str
-    """JSON of the DatasetHeader, for the index."""
+    """JSON of the IndexHeader."""
     text_key: str
     block_bytes: int
     files: tuple[InputFile, ...]
@@ -60,7 +60,7 @@ class ShardUnit:
 
     @classmethod
     def of(
-        cls, corpus: Corpus, numbers: np.ndarray, *, split: str, number: int, header: DatasetHeader
+        cls, corpus: Corpus, numbers: np.ndarray, *, split: str, number: int, header: IndexHeader
     ) -> "ShardUnit":
         used, file = np.unique(corpus.file[numbers], return_inverse=True)
         files = tuple(corpus.files[place] for place in used.tolist())
@@ -69,8 +69,8 @@ class ShardUnit:
             split=split,
             number=number,
             header=header.model_dump_json(),
-            text_key=header.settings.text_key,
-            block_bytes=header.settings.block_bytes,
+            text_key=header.dataset.settings.text_key,
+            block_bytes=header.dataset.settings.block_bytes,
             files=files,
             file=file,
             spill=np.where(spilled, corpus.unit_of(numbers), -1),
@@ -202,7 +202,7 @@ def _scan(unit: ScanUnit, staging: Path, folder: Path) -> tuple[dict[str, Any], 
 def _write_shard(
     unit: ShardUnit, staging: Path, folder: Path
 ) -> tuple[dict[str, Any], list[FileSum]]:
-    header = DatasetHeader.model_validate_json(unit.header)
+    header = IndexHeader.model_validate_json(unit.header).dataset
     tokenizer = _tokenizer(staging / TOKENIZER_NAME, header.tokenizer_digest)
     writer = ShardWriter(
         folder,

@@ -130,20 +130,30 @@ def prepare(
 
 
 @app.command()
-def verify(directory: Directory, *, as_json: AsJson = False) -> None:
+def verify(
+    directory: Directory,
+    *,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Names, sizes and indexes only; shards are not read.")
+    ] = False,
+    workers: NumWorkers = 1,
+    on: On = "local",
+    as_json: AsJson = False,
+) -> None:
     """Read everything again and list all that is not as it was written; then exit code 3.
 
     Example: txl data verify data/books
     """
     from data_pipeline.verify import verify_dataset
 
-    with _progress() as progress:
-        found = verify_dataset(directory, progress=progress)
+    with _workers(on, workers) as pool, _progress() as progress:
+        found = verify_dataset(directory, fast=fast, workers=pool, progress=progress)
     if as_json:
         result = {"ok": not found.problems, "problems": found.problems, "bytes": found.num_bytes}
         print(json.dumps({**result, **_totals(directory, found.manifest)}))
     elif not found.problems:
-        print(f"{directory}: all of {found.num_bytes:,} bytes are as written")
+        what = "names, sizes and indexes" if fast else f"all of {found.num_bytes:,} bytes"
+        print(f"{directory}: {what} are as written")
         _print_totals(found.manifest)
     if found.problems:
         listed = "".join(f"\n  {problem}" for problem in found.problems)
@@ -152,6 +162,29 @@ def verify(directory: Directory, *, as_json: AsJson = False) -> None:
             f"these files from a copy, or remove {directory} and run txl prepare again: the same "
             "corpus and options give the same bytes."
         )
+
+
+@app.command()
+def rebuild(
+    directory: Directory, *, workers: NumWorkers = 1, on: On = "local", as_json: AsJson = False
+) -> None:
+    """Make a lost or damaged manifest.json again from shards, indexes and tokenizer.json.
+
+    The result is the lost one, with the same digest. Every shard is read and checked first; what
+    is missing or damaged among them cannot be rebuilt here, only by txl prepare.
+
+    Example: txl data rebuild data/books
+    """
+    from data_pipeline.rebuild import rebuild_manifest
+
+    with _workers(on, workers) as pool, _progress() as progress:
+        done = rebuild_manifest(directory, workers=pool, progress=progress)
+    status = "already complete" if done.was_sound else "rebuilt"
+    if as_json:
+        print(json.dumps({"status": status, **_totals(directory, done.manifest)}))
+        return
+    print(f"{directory}: the manifest is {status}, digest {done.manifest.digest}")
+    _print_totals(done.manifest)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from data_pipeline.atomic_files import explain_disk_errors, sha256_file, write_file
 from data_pipeline.corpus import Progress
 from data_pipeline.errors import DataError
+from data_pipeline.frames import seek_table
 from data_pipeline.manifest import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
@@ -140,6 +141,12 @@ def _read_back(shard: _Found) -> tuple[IndexHeader, ShardEntry]:
     index = read_index(shard.directory, entry, itemsize)
     stream = RawStream(shard.directory, entry, index)
     stream.drain()
+    table = seek_table([index.frame(number) for number in range(len(index.frames))])
+    with path.open("rb") as file:
+        file.seek(int(index.frames[-1, :2].sum()))
+        end = file.read(len(table) + 1)
+    if end != table:
+        raise refusal(path, shard.directory, "does not end in its table of frames")
     return header, ShardEntry(**fields, raw_sha256=stream.sha256.hexdigest())
 
 

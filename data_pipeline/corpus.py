@@ -103,7 +103,6 @@ class Corpus:
     def _update_digest(
         self, scan: Scan, file: np.ndarray, place: np.ndarray, lines_before: np.ndarray
     ) -> None:
-        names = [file.name for file in self.files]
         rejects = iter(scan.rejects)
         hashes = scan.text_sha256.tobytes()
         rows = zip(scan.kind.tolist(), file.tolist(), place[:, 2].tolist(), strict=True)
@@ -115,7 +114,7 @@ class Corpus:
                 self.rejects.append(reject)
                 self._digest.update(b"rejected\0" + reject.to_json().encode() + b"\n")
             else:
-                id_ = document_id(names[number], line).encode()
+                id_ = document_id(self.files[number].name, line).encode()
                 text = hashes[32 * row : 32 * row + 32]
                 self._digest.update(b"document\0" + id_ + b"\0" + text + b"\n")
 

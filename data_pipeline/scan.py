@@ -43,7 +43,7 @@ class ScanUnit:
 
     @property
     def name(self) -> str:
-        return f"scan-{self.number:06d}"
+        return f"input-{self.number:06d}.scan"  # no shard can have this name
 
     @property
     def spill_name(self) -> str:

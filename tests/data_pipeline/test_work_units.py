@@ -134,6 +134,14 @@ def test_any_number_of_workers_gives_the_same_bytes(lines: Path, tmp_path: Path)
         assert files_of(tmp_path / f"{num_workers}") == files_of(tmp_path / "1")
 
 
+def test_a_split_may_have_any_name(lines: Path, tmp_path: Path) -> None:
+    names = ("scan", "input", "units", "spill")
+    options = PrepareSettings(split=dict.fromkeys(names, 0.1))
+    prepare(lines, tmp_path / "out", 500, settings=options)
+    assert set(load_manifest(tmp_path / "out").splits) == {"train", *names}
+    assert verify_dataset(tmp_path / "out").problems == []
+
+
 def test_texts_that_must_be_spilled_give_the_same_bytes(
     lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +222,7 @@ def test_finished_work_of_other_settings_or_input_is_discarded_with_the_reason(
     assert "input files changed" in notes[1]
 
 
-@pytest.mark.parametrize("name", ["units/scan-000001.safetensors", "train-000000.tar.zst"])
+@pytest.mark.parametrize("name", ["units/input-000001.scan.safetensors", "train-000000.tar.zst"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 def test_a_finished_file_that_was_damaged_is_made_again(
     lines: Path, tmp_path: Path, name: str, damage: str

@@ -321,7 +321,7 @@ def _stoppable(out: Path) -> Iterator[None]:
     try:
         with _sigterm_interrupts():
             yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ray exits for a SIGTERM while it starts
         raise PreemptedError(
             f"stopped on request; no dataset was written. What was finished is kept in {out}: the "
             "same command goes on from there"

@@ -47,12 +47,19 @@ def scan_range(
         if isinstance(record, Reject):
             yield record
             continue
-        raw = record.text.encode("utf-8")
         offset, size = record.offset, record.size
-        if spill is not None and not file.rereadable:
-            offset, size = spill.tell(), len(raw)
-            spill.write(raw)
-        yield Scanned(offset, size, record.line, len(raw), hashlib.sha256(raw).digest())
+        target = spill if not file.rereadable else None
+        if target is not None:
+            offset = target.tell()
+        digest, text_bytes = hashlib.sha256(), 0
+        for piece in _cut(record.text):
+            raw = piece.encode("utf-8")
+            digest.update(raw)
+            text_bytes += len(raw)
+            if target is not None:
+                target.write(raw)
+        size = text_bytes if target is not None else size
+        yield Scanned(offset, size, record.line, text_bytes, digest.digest())
 
 
 def count_lines(file: InputFile, start: int, stop: int) -> int:
@@ -82,7 +89,13 @@ def read_pieces(
     elif file.kind == "text":
         yield from _decoded(Path(file.path), offset, size)
     else:
-        yield read_again(file, text_key, (offset, size, line))
+        yield from _cut(read_again(file, text_key, (offset, size, line)))
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Pieces of a text, so that no more than the text itself is ever as large as it."""
+    for first in range(0, len(text), CHUNK_BYTES):
+        yield text[first : first + CHUNK_BYTES]
 
 
 def _scan_text(file: InputFile) -> Scanned | Reject:

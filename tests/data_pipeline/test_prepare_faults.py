@@ -123,6 +123,7 @@ def test_a_signal_to_the_group_ends_with_75_and_keeps_finished_units(
     _, err = process.communicate(timeout=20)
     assert process.returncode == 75, err
     assert "the same command goes on" in err
+    assert "Traceback" not in err
     wait_until(lambda: not any(map(is_alive, children)), timeout_seconds=10)
     assert rerun(lines, out)["reused_units"] >= 3
     assert files_of(out) == whole
@@ -187,6 +188,25 @@ def test_a_unit_that_kills_two_workers_is_named_and_errors_come_as_they_are(
         with pytest.raises(RuntimeError, match=r"(?s)/a:.*ZeroDivisionError"):
             list(workers.map(fail, units))
         assert len(list(workers.map(str, units))) == 5
+
+
+def test_workers_end_in_the_middle_of_a_unit_when_their_parent_is_killed() -> None:
+    program = """
+import time
+from data_pipeline.workers import ProcessWorkers
+if __name__ == "__main__":
+    with ProcessWorkers(2) as workers:
+        for done in workers.map(time.sleep, [0, 60, 60]):
+            print(done, flush=True)  # both others have been given out by now
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    children = all_children(process.pid)
+    assert len(children) >= 2
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(map(is_alive, children)), timeout_seconds=10)
 
 
 @pytest.fixture

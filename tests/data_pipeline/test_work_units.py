@@ -1,5 +1,6 @@
 """Work units: who does them, how often and in which order changes no byte of the dataset."""
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.documents import InputFile
 from data_pipeline.errors import DataError
+from data_pipeline.finished_units import RECORDS, FileSum, finish, finished
 from data_pipeline.inspection import excerpts
 from data_pipeline.manifest import PrepareSettings, load_manifest
 from data_pipeline.prepare import Prepared, prepare_dataset
@@ -49,7 +51,7 @@ def prepare(source: Path, out: Path, unit_bytes: int, **options: Any) -> Prepare
         return prepare_dataset([source], out, **options)
 
 
-RECORDS = st.sampled_from(
+RAW_LINES = st.sampled_from(
     [b'{"text": "%s"}' % word for word in (b"one", b"two", b"", "täler".encode(), b"long " * 90)]
     + [b"", b"  ", b"{broken", b'{"text": "\xff"}', b'{"body": 1}', b'{"text": "cr"}\r']
 )
@@ -59,7 +61,7 @@ RECORDS = st.sampled_from(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    lines=st.lists(RECORDS, max_size=30),
+    lines=st.lists(RAW_LINES, max_size=30),
     start=st.sampled_from([b"", b"\xef\xbb\xbf"]),
     end=st.sampled_from([b"\n", b"", b"\n\n\n", b'\n{"text": "cut']),
     unit_bytes=st.integers(1, 300),
@@ -238,6 +240,17 @@ def test_a_finished_file_that_was_damaged_is_made_again(
         path.unlink()
     assert prepare(lines, out, 500).reused_units == 30
     assert files_of(out) == files_of(whole)
+
+
+def test_a_record_counts_only_for_the_unit_that_it_was_written_for(tmp_path: Path) -> None:
+    (tmp_path / RECORDS).mkdir()
+    (tmp_path / "a").write_bytes(b"abc")
+    sums = [FileSum("a", 3, hashlib.sha256(b"abc").hexdigest())]
+    finish(tmp_path, "unit", "key", result={"tokens": 1}, files=sums)
+    assert finished(tmp_path, "unit", "key") == {"tokens": 1}
+    assert finished(tmp_path, "unit", "another key") is None
+    (tmp_path / RECORDS / "unit.json").write_text('{"key": "key", "files": [')
+    assert finished(tmp_path, "unit", "key") is None
 
 
 def test_a_worker_that_does_not_see_the_staging_folder_is_refused(

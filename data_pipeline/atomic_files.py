@@ -92,8 +92,9 @@ class StagedDirectory:
     Use as a context manager. Entering locks the directory, creating it if needed, and takes back
     into staging what a killed process had moved out without the last file. Leaving removes the
     staging folder, and the directory itself if this hold created it and nothing is in it; but
-    staging stays when `worth_keeping` was set and the end is an UnfinishedError or a signal's, so
-    that the next claim can go on. Raises DataError when another process holds the directory.
+    staging stays when it is `worth_keeping` (what was found there is; say so for what is made) and
+    the end is an UnfinishedError or a signal's, so that the next claim can go on. Raises DataError
+    when another process holds the directory.
     """
 
     def __init__(self, directory: Path, *, last: str) -> None:
@@ -114,6 +115,7 @@ class StagedDirectory:
             try:
                 self._lock()
                 self._take_back()
+                self.worth_keeping = self.path.is_dir()
             except BaseException:
                 os.close(self._descriptor)
                 raise
@@ -145,6 +147,7 @@ class StagedDirectory:
 
     def discard(self) -> None:
         """Remove the staging folder and all that is in it."""
+        self.worth_keeping = False
         if self.path.is_dir() and not self.path.is_symlink():
             shutil.rmtree(self.path)
 

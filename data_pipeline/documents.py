@@ -191,7 +191,7 @@ def _list_ignored(ignored: Counter[str]) -> str:
 def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
     """Byte ranges [start, stop) that cover a file, each of about `unit_bytes`, to be read apart.
 
-    JSON lines are cut anywhere: a record is in the range that holds its first byte.
+    JSON lines are cut anywhere: a line is in the range that holds its first byte.
     """
     if file.kind == "text":
         return [(0, file.size)]
@@ -245,12 +245,12 @@ def _lines(file: InputFile, text_key: str, start: int, stop: int) -> Iterator[Re
             stream.seek(start - 1)
             while (skipped := stream.readline(2**20)) and not skipped.endswith(b"\n"):
                 pass
-            offset = stream.tell()
+            offset = begin = stream.tell()
         else:
-            offset = _mark_size(stream.read(4))
+            offset, begin = _mark_size(stream.read(4)), 0  # the mark is part of the first line
             stream.seek(offset)
         line = 0
-        while offset < stop and (raw := stream.readline()):
+        while begin < stop and (raw := stream.readline()):
             line += 1
             if raw.strip():
                 try:
@@ -258,7 +258,7 @@ def _lines(file: InputFile, text_key: str, start: int, stop: int) -> Iterator[Re
                     yield Record(text, offset, len(raw), line)
                 except _BadRecordError as error:
                     yield Reject(file.name, line, offset + error.byte, error.reason)
-            offset += len(raw)
+            offset = begin = offset + len(raw)
 
 
 def _mark_size(raw: bytes) -> int:

@@ -205,7 +205,8 @@ if __name__ == "__main__":
     children = all_children(process.pid)
     assert len(children) >= 2
     process.kill()
-    process.communicate()
+    process.wait()
+    process.stdout.close()  # its end would only come when the children close it too
     wait_until(lambda: not any(map(is_alive, children)), timeout_seconds=10)
 
 

@@ -205,6 +205,7 @@ def test_a_rerun_reuses_all_that_was_finished(lines: Path, tmp_path: Path, units
     prepare(lines, whole, 500)
     stop_after(units, lines, out)
     assert [path.name for path in out.iterdir()] == [".staging.tmp"]
+    stop_after(0, lines, out)  # stopped before it found anything finished
     assert prepare(lines, out, 500).reused_units == units
     assert files_of(out) == files_of(whole)
 

@@ -11,7 +11,6 @@ import torch
 
 from cluster.session import ray_session, uses_gpus
 from data_pipeline.shard_reader import open_split
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import TxlError
 from txl_dist.evaluation.evaluate import (
     EvaluationJob,
@@ -21,6 +20,7 @@ from txl_dist.evaluation.evaluate import (
 )
 from txl_dist.evaluation.pieces import Piece
 from txl_dist.loss_sums import LossSums
+from txl_dist.stored_model import find_model
 
 
 class EvaluationWorker:
@@ -54,9 +54,9 @@ def evaluate_on_ray(
     on_progress: Callable[[int, int], None],
 ) -> EvaluationResult:
     """Score a split with `num_workers` actors. Raises the first TxlError of any of them."""
-    trained = load_checkpoint_manifest(job.checkpoint)
+    trained = find_model(job.checkpoint)
     source = open_split(job.data, job.settings.split)
-    pieces = plan_evaluation(source, job.settings, n_layer=trained.model_config_of.n_layer)
+    pieces = plan_evaluation(source, job.settings, n_layer=trained.config.n_layer)
     absolute = EvaluationJob(
         checkpoint=job.checkpoint.resolve(),
         data=job.data.resolve(),

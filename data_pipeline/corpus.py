@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from data_pipeline.documents import InputFile, Reject
 from data_pipeline.manifest import InputSummary
+from data_pipeline.readers import InputFile, Reject
 from data_pipeline.scan import DOCUMENT, EMPTY, REJECT, Scan, ScanUnit
 
 Progress = Callable[[str, int, int], None]
@@ -27,6 +27,9 @@ class Corpus:
     def __init__(self, files: list[InputFile], units: Sequence[ScanUnit]) -> None:
         self.files = files
         self.units = units
+        self.text_key = units[0].text_key if units else "text"
+        self.documents = 0
+        """With text, as they stand in the input."""
         self.rejects: list[Reject] = []
         self.empty = 0
         self.duplicates = 0
@@ -53,11 +56,16 @@ class Corpus:
         """The scan unit that each of these documents is from."""
         return np.searchsorted(self._first_of_unit, numbers, side="right") - 1
 
+    @property
+    def digest(self) -> str:
+        """Over every document's id and the sha256 of its text, and every reject."""
+        return self._digest.hexdigest()
+
     def summary(self) -> InputSummary:
         return InputSummary(
-            digest=self._digest.hexdigest(),
+            digest=self.digest,
             files=len(self.files),
-            documents=len(self),
+            documents=self.documents,
             empty=self.empty,
             rejected=len(self.rejects),
             duplicates=self.duplicates,
@@ -74,7 +82,7 @@ class Corpus:
         """
         counts = [int((scans(n).kind == DOCUMENT).sum()) for n in range(len(self.units))]
         np.cumsum(counts, out=self._first_of_unit[1:])
-        total = sum(counts)
+        self.documents = total = sum(counts)
         self.file = np.empty(total, np.uint32)
         self.place = np.empty((total, 3), np.uint64)
         self.text_bytes = np.empty(total, np.uint64)
@@ -83,6 +91,19 @@ class Corpus:
         for number, unit in enumerate(self.units):
             here = slice(self._first_of_unit[number], self._first_of_unit[number + 1])
             self._take(unit, scans(number), here, lines)
+
+    def cut_only_document(self, sizes: list[int], sha256: list[bytes]) -> None:
+        """Have parts in place of the one document, one behind the other, of `sizes` bytes each."""
+        offset, _, line = self.place[0].tolist()
+        starts = offset + np.cumsum([0, *sizes[:-1]])
+        self._first_of_unit[self._first_of_unit > 0] = len(sizes)
+        self.file = np.repeat(self.file, len(sizes))
+        self.place = np.array(
+            [(start, size, line) for start, size in zip(starts, sizes, strict=True)], np.uint64
+        )
+        self.text_bytes = np.array(sizes, np.uint64)
+        checks = b"".join(digest[:CHECK_BYTES] for digest in sha256)
+        self.check = np.frombuffer(checks, np.uint8).reshape(-1, CHECK_BYTES)
 
     def _take(self, unit: ScanUnit, scan: Scan, here: slice, lines: np.ndarray) -> None:
         """Fill the rows `here`; `lines` [files] counts every file's lines before this unit."""

@@ -2,7 +2,8 @@
 
 The stream is cut into independent frames, each with its size and checksum, and ends in the seek
 table of zstd's seekable format, so stock tools read it (`zstd -d`, `tar --zstd`) and we start at
-any frame. The only module that imports zstandard.
+any frame. Input files compressed by others are `readers/sources.py`'s; nothing else imports
+zstandard.
 
 Two things zstandard would not do by itself: it honours whatever size a frame declares (32 KB can
 claim 1 GiB), and it reads frames without a checksum, in which a flipped bit passes. So sizes are

@@ -6,8 +6,8 @@ Text comes from a corpus that nobody has read, so control characters are escaped
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.documents import printable
 from data_pipeline.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.readers import printable
 from data_pipeline.shard_index import read_index
 from data_pipeline.shard_reader import SplitReader, open_split
 from data_pipeline.tokenizers import Tokenizer

@@ -5,16 +5,18 @@ flipped bit in it is noticed before any shard is opened. Shard names are not fre
 from split and number, so a manifest cannot point outside its directory.
 """
 
-import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from data_pipeline import strict_json
 from data_pipeline.errors import DataError
+from data_pipeline.readers import FORMATS
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
+from data_pipeline.tokenizers.recipes import RecipeName, recipe_of
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
@@ -38,13 +40,32 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+DEFAULT_TRAIN_BYTES = 256 * 2**20
+MIN_BPE_VOCAB_SIZE = 258
+
+
+def _format(name: str) -> str:
+    if name != "auto" and name not in FORMATS:
+        raise ValueError(f"legal are auto, {', '.join(FORMATS)}")
+    return name
+
+
 class PrepareSettings(_Strict):
     """Every setting that decides the bytes of a dataset."""
 
-    format: Literal["auto", "text", "jsonl"] = "auto"
+    format: Annotated[str, AfterValidator(_format)] = "auto"
     text_key: str = "text"
     """Key of a JSON line's object that holds the text."""
-    tokenizer: Literal["byte"] = "byte"
+    tokenizer: Literal["byte", "char", "word", "bpe", "file"] = "byte"
+    """`file` is one brought along: the manifest's digest says which."""
+    recipe: RecipeName | None = None
+    """Conventions of one of the paper's corpora; null is documents as they are."""
+    vocab_size: Annotated[int, Field(ge=4, le=2**20)] | None = None
+    """Most ids, the end of a document included; null keeps every symbol of the training text."""
+    min_freq: Annotated[int, Field(ge=1)] | None = None
+    """How often a symbol, or a pair to be merged, must occur to get an id."""
+    train_bytes: int = Field(DEFAULT_TRAIN_BYTES, ge=1)
+    """Bytes of the training text's beginning that bpe is trained on."""
     split: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = {}
     """Fraction of the documents held out per split; the rest is `train`."""
     shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -57,9 +78,30 @@ class PrepareSettings(_Strict):
     """Raw token bytes of a block of documents, and of a zstd frame."""
 
     @model_validator(mode="after")
+    def _tokenizer_options_go_together(self) -> Self:
+        kind, legal = self.tokenizer, recipe_of(self.recipe).tokenizers
+        trained = kind in ("char", "word", "bpe")
+        if kind not in legal:
+            raise ValueError(f"recipe: {self.recipe} is for tokenizer {' or '.join(legal)}")
+        if kind == "bpe" and (self.vocab_size or 0) < MIN_BPE_VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size: tokenizer bpe needs one of at least {MIN_BPE_VOCAB_SIZE} (256 bytes, "
+                "a merge, the end of a document), such as 32768"
+            )
+        if not trained and self.vocab_size is not None:
+            raise ValueError(f"vocab_size: tokenizer {kind} has its own; leave it out")
+        if not trained and self.min_freq is not None:
+            raise ValueError(f"min_freq: tokenizer {kind} counts nothing; leave it out")
+        if kind != "bpe" and self.train_bytes != DEFAULT_TRAIN_BYTES:
+            raise ValueError(f"train_bytes: is for tokenizer bpe, not {kind}; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _leaves_train(self) -> Self:
         if "train" in self.split:
             raise ValueError("train is what the other splits leave; do not give it a fraction")
+        if self.split and recipe_of(self.recipe).fixed_split:
+            raise ValueError(f"recipe {self.recipe} has its own valid and test; leave it out")
         if sum(self.split.values()) >= 1:
             raise ValueError(f"the fractions sum to {sum(self.split.values())}, nothing is left")
         return self
@@ -195,8 +237,7 @@ class ShardManifest(DatasetHeader):
 
 
 def _digest(content: dict[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return strict_json.sha256_of(content)
 
 
 def load_manifest(directory: str | Path) -> ShardManifest:
@@ -205,7 +246,7 @@ def load_manifest(directory: str | Path) -> ShardManifest:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise DataError(f"{path} is larger than {MAX_MANIFEST_BYTES:,} bytes: no manifest.")
-        content = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
+        content = strict_json.parse(path.read_bytes())
     except FileNotFoundError:
         cause = "there is no such directory" if not path.parent.is_dir() else "it has no manifest"
         raise DataError(
@@ -251,14 +292,6 @@ def _again(directory: str | Path) -> str:
         f"It was edited or damaged; restore it, make it again with txl data rebuild {directory}, "
         f"or remove {directory} and run txl prepare INPUT --out {directory}"
     )
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if len(set(keys)) != len(keys):
-        repeated = sorted({key for key in keys if keys.count(key) > 1})
-        raise ValueError(f"key {repeated[0]!r} twice")
-    return dict(pairs)
 
 
 def open_tokenizer(directory: str | Path, manifest: ShardManifest | None = None) -> Tokenizer:

@@ -1,18 +1,18 @@
 """Preparing: a corpus to a directory of shards with a manifest.
 
-Three steps, of which the first and the last are work units that any number of workers share
-(`work_units.py`): scan every range of the input once and keep where documents stand; decide from
-that which document goes into which shard (`assignment.py`); read the documents again in that order,
-shard by shard, tokenize and write. So the whole corpus is shuffled and split without holding its
-text, and the same input and settings give the same bytes for any number of workers.
+Four steps: scan every range of the input once and keep where documents stand; decide from that
+which document goes into which shard (`assignment.py`); make the tokenizer if the corpus decides it
+(`build_tokenizer.py`); read the documents again in their order, shard by shard, tokenize and write.
+So the whole corpus is shuffled and split without holding its text. What reads much is cut into work
+units that any number of workers share (`work_units.py`), and the same input and settings give the
+same bytes for any number of them; only bpe trains in this process.
 
 What is finished stays in the staging folder when the program is killed, and the same command goes
 on from it. Appearing all at once is `atomic_files.py`'s business.
 """
 
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,24 @@ import numpy as np
 
 from data_pipeline.assignment import assign
 from data_pipeline.atomic_files import (
-    STAGING,
     StagedDirectory,
     explain_disk_errors,
     write_file,
     write_synced,
 )
-from data_pipeline.build_tokenizer import build_tokenizer
+from data_pipeline.build_tokenizer import (
+    keep_tokenizer,
+    train_on_beginning,
+    train_on_counts,
+    trained_tokenizer,
+)
 from data_pipeline.corpus import Corpus, Progress, first_of_each_text
-from data_pipeline.documents import InputFile, find_files, printable
 from data_pipeline.errors import DataError
+from data_pipeline.existing_dataset import find_existing, require_same_input
+from data_pipeline.fixed_parts import cut_into_splits
 from data_pipeline.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
-    TOKENIZER_NAME,
     DatasetHeader,
     IndexHeader,
     InputSummary,
@@ -42,12 +46,14 @@ from data_pipeline.manifest import (
     ShardEntry,
     ShardManifest,
     SplitEntry,
-    load_manifest,
 )
+from data_pipeline.readers import InputFile, find_files
 from data_pipeline.scan import Scan, plan_scan, scan
 from data_pipeline.staged_work import claim_staging, fingerprint_of
-from data_pipeline.tokenizers import Tokenizer, token_dtype
-from data_pipeline.work_units import ShardUnit, Task, Unit, run_task
+from data_pipeline.texts import Documents
+from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
+from data_pipeline.tokenizers.recipes import recipe_of
+from data_pipeline.work_units import CountUnit, ShardUnit, Task, Unit, run_task
 from data_pipeline.workers import InProcess, Workers, peak_memory_bytes
 
 DEFAULT_MAX_REJECT_RATE = 0.001
@@ -61,9 +67,11 @@ class Prepared:
     already_complete: bool
     ignored: dict[str, int]
     """Files of the input folders that were left out, by suffix."""
+    kinds: dict[str, int]
+    """Files read, by format."""
     workers: int
     units: int
-    """Scans and shards of the dataset."""
+    """Scans, counts and shards of the dataset."""
     reused_units: int
     """Those found finished by an earlier run that did not end."""
     peak_memory_bytes: int
@@ -72,10 +80,11 @@ class Prepared:
 
 
 def prepare_dataset(
-    inputs: list[Path],
+    inputs: Sequence[str | Path],
     out: Path,
     settings: PrepareSettings,
     *,
+    tokenizer_file: Path | None = None,
     max_reject_rate: float = DEFAULT_MAX_REJECT_RATE,
     workers: Workers | None = None,
     progress: Progress = lambda what, done, total: None,
@@ -84,26 +93,29 @@ def prepare_dataset(
     """Write the dataset of `inputs` to `out`, or find it there already complete.
 
     `max_reject_rate` is the fraction of records that may be unusable; they are listed in
-    `rejects.jsonl` either way. `workers` None: in this process. `note` receives lines for people.
-    Raises DataError for input without usable text, too many rejects, an `out` that holds something
-    else; UnfinishedError, with finished units kept, for a disk that is full and dead workers.
+    `rejects.jsonl` either way. `tokenizer_file` belongs to `settings.tokenizer` file. `workers`
+    None: in this process. `note` receives lines for people. Raises DataError for input without
+    usable text, too many rejects, an `out` that holds something else; UnfinishedError, with
+    finished units kept, for a disk that is full and dead workers.
     """
     started = time.monotonic()
     workers = workers or InProcess()
-    found = find_files(inputs, format=settings.format, exclude=out)
+    found = find_files([str(given) for given in inputs], format=settings.format, exclude=out)
+    ready = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     with StagedDirectory(out, last=MANIFEST_NAME) as staged:
-        existing = _existing(out, settings)
+        existing = find_existing(out, settings, ready.digest if ready else None)
         if existing:
             manifest, run = existing, None
-            _require_same_input(existing, _summary(found.files, settings, workers, progress), out)
+            require_same_input(existing, _summary(found.files, settings, workers, progress), out)
         else:
             with explain_disk_errors("writing shards", out):
-                run = _Run(found.files, settings, staged, workers, progress, note)
+                run = _Run(found.files, settings, ready, staged, workers, progress, note)
                 manifest = run.write(max_reject_rate)
     return Prepared(
         manifest=manifest,
         already_complete=run is None,
         ignored=dict(+found.ignored),
+        kinds=dict(found.kinds),
         workers=workers.num_workers,
         units=run.units if run else 0,
         reused_units=run.reused if run else 0,
@@ -119,6 +131,7 @@ class _Run:
         self,
         files: list[InputFile],
         settings: PrepareSettings,
+        ready: Tokenizer | None,
         staged: StagedDirectory,
         workers: Workers,
         progress: Progress,
@@ -126,7 +139,8 @@ class _Run:
     ) -> None:
         self._files, self._settings, self._staged = files, settings, staged
         self._workers, self._progress = workers, progress
-        self._fingerprint = fingerprint_of(files, settings)
+        self._ready = ready
+        self._fingerprint = fingerprint_of(files, settings, ready.digest if ready else None)
         self._staging = claim_staging(staged, self._fingerprint, note).absolute()
         self.units = self.reused = 0
 
@@ -136,9 +150,11 @@ class _Run:
         corpus = self._scan()
         _require_usable(corpus, out, max_reject_rate)
         self._progress("ordering", 0, 0)
-        shards = assign(corpus, self._settings)
-        tokenizer = build_tokenizer(corpus, shards, self._settings)
-        write_synced(staging / TOKENIZER_NAME, tokenizer.to_json().encode() + b"\n")
+        if recipe_of(self._settings.recipe).fixed_split:
+            shards = cut_into_splits(corpus, self._settings, staging)
+        else:
+            shards = assign(corpus, self._settings)
+        tokenizer = self._tokenizer(corpus, shards["train"])
         header = _header(tokenizer, corpus, self._settings)
         splits = self._write_shards(corpus, shards, header)
         manifest = ShardManifest(**dict(header), splits=splits)
@@ -160,13 +176,38 @@ class _Run:
         corpus.fill(lambda number: Scan.load(self._staging / places[number]))
         return corpus
 
+    def _tokenizer(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
+        """The dataset's tokenizer, which is then in the staging folder."""
+        if self._ready:
+            keep_tokenizer(self._ready, self._staging)
+            return self._ready
+        tokenizer, reused = trained_tokenizer(
+            self._staging, corpus.digest, lambda: self._train(corpus, train)
+        )
+        self.units += 1
+        self.reused += reused
+        self._staged.worth_keeping = True
+        return tokenizer
+
+    def _train(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
+        shards = (Documents.of(corpus, numbers) for numbers in train)
+        if self._settings.tokenizer == "bpe":
+            self._progress("training the tokenizer", 0, 0)
+            return train_on_beginning(self._settings, shards, self._staging)
+        settings = self._settings.model_dump_json()
+        units = (CountUnit(number, settings, some) for number, some in enumerate(shards))
+        total = sum(int(corpus.text_bytes[numbers].sum()) for numbers in train)
+        found = [result["counts"] for _, result in self._do("counting", units, total)]
+        return train_on_counts(self._settings, [self._staging / place for place in sorted(found)])
+
     def _write_shards(
         self, corpus: Corpus, shards: dict[str, list[np.ndarray]], header: DatasetHeader
     ) -> dict[str, SplitEntry]:
         places = [(split, number) for split in shards for number in range(len(shards[split]))]
         known = IndexHeader(dataset=header, shards={split: len(shards[split]) for split in shards})
+        about = known.model_dump_json()
         units = (
-            ShardUnit.of(corpus, shards[split][number], split=split, number=number, header=known)
+            ShardUnit(split, number, about, Documents.of(corpus, shards[split][number]))
             for split, number in places
         )
         total = sum(int(corpus.text_bytes[n].sum()) for some in shards.values() for n in some)
@@ -228,64 +269,6 @@ def _summary(
     if settings.dedup == "exact":
         first_of_each_text(corpus)
     return corpus.summary()
-
-
-def _existing(out: Path, settings: PrepareSettings) -> ShardManifest | None:
-    """The manifest of a complete dataset with these settings; None for a free directory."""
-    names = sorted(entry.name for entry in out.iterdir() if entry.name != STAGING)
-    if MANIFEST_NAME not in names:
-        foreign = [name for name in names if not _is_reject_list(out / name)]
-        if foreign:
-            shown = ", ".join(printable(name) for name in foreign[:5])
-            more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
-            raise DataError(
-                f"{out} holds files that are not of a dataset: {shown}{more}. Nothing was "
-                "touched; choose an empty or new directory for --out."
-            )
-        return None
-    manifest = load_manifest(out)
-    before, now = manifest.settings.model_dump(), settings.model_dump()
-    changes = [f"{key}: {before[key]!r} there, {now[key]!r} now" for key in now]
-    changes = [text for text, key in zip(changes, now, strict=True) if before[key] != now[key]]
-    if changes:
-        raise _other_dataset(out, changes)
-    return manifest
-
-
-def _require_same_input(existing: ShardManifest, now: InputSummary, out: Path) -> None:
-    """The same input and settings give the same tokenizer and shards: only they are compared."""
-    before = existing.input
-    if before != now:
-        changes = [
-            f"input {name}: {getattr(before, name)} there, {getattr(now, name)} now"
-            for name in type(now).model_fields
-            if getattr(before, name) != getattr(now, name)
-        ]
-        raise _other_dataset(out, changes)
-    missing = [name for name in existing.file_names() if not (out / name).is_file()]
-    if missing:
-        raise DataError(
-            f"{out} has the manifest of this dataset but not {', '.join(missing[:5])}. Restore "
-            f"them, or remove {out} and run this again. To list all damage: txl data verify {out}"
-        )
-
-
-def _other_dataset(out: Path, changes: list[str]) -> DataError:
-    return DataError(
-        f"{out} holds another dataset: {'; '.join(changes)}. Nothing was touched; choose another "
-        f"--out, or remove {out} and run this again. To look inside: txl data inspect {out}"
-    )
-
-
-def _is_reject_list(path: Path) -> bool:
-    """Whether this is the list a failed run left; someone else's file of that name is not."""
-    if path.name != REJECTS_NAME or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        try:
-            return set(json.loads(file.readline())) == {"file", "line", "byte", "reason"}
-        except (ValueError, TypeError):
-            return False
 
 
 def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:

@@ -83,8 +83,8 @@ def rebuild_manifest(
         done += outcome[1].bytes
         progress("reading shards", done, total)
     manifest = _put_together(directory, known)
-    bytes_of_id = open_tokenizer(directory, manifest).token_bytes()
-    problems = shard_problems(directory, manifest, bytes_of_id, workers, progress)
+    tokenizer = open_tokenizer(directory, manifest)
+    problems = shard_problems(directory, manifest, tokenizer, workers, progress)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise DataError(

@@ -16,8 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from data_pipeline.documents import InputFile, Reject, scan_ranges
-from data_pipeline.texts import Scanned, count_lines, scan_range
+from data_pipeline.readers import InputFile, Record, Reject, read_records, scan_ranges
 
 UNIT_BYTES = 64 * 2**20
 MAX_PARTS = 4096
@@ -44,10 +43,6 @@ class ScanUnit:
     @property
     def name(self) -> str:
         return f"input-{self.number:06d}.scan"  # no shard can have this name
-
-    @property
-    def spill_name(self) -> str:
-        return f"spill-{self.number:06d}"
 
     @property
     def size(self) -> int:
@@ -125,44 +120,60 @@ def _grouped(parts: Iterable[Part]) -> Iterator[tuple[Part, ...]]:
         yield tuple(group)
 
 
+def spill_name(number: int) -> str:
+    """The file with the texts of unit `number` that cannot be read again where they are."""
+    return f"spill-{number:06d}"
+
+
 def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> Scan:
-    """Read a unit. What cannot be used is among its rejects, never an exception."""
-    part_of, kind, place, text_bytes = array("I"), array("B"), array("Q"), array("Q")
+    """Read a unit. What cannot be used is among its rejects, never an exception.
+
+    Texts of files that are not rereadable go to `spill`, if given, and their places are in it.
+    """
+    part_of, kind, places, text_sizes = array("I"), array("B"), array("Q"), array("Q")
     sha256 = bytearray()
     rejects: list[Reject] = []
-    nothing = Scanned(0, 0, 0, 0, bytes(32))
     lines = []
     for number, part in enumerate(unit.parts):
+        target = None if part.file.rereadable else spill
+        reading = read_records(part.file, unit.text_key, part.start, part.stop)
         last_line = 0
-        for found in scan_range(part.file, unit.text_key, part.start, part.stop, spill):
+        for found in reading:
             last_line = found.line
+            part_of.append(number)
             if isinstance(found, Reject):
                 rejects.append(found)
-                record, is_ = nothing, REJECT
-            else:
-                record, is_ = found, DOCUMENT if found.text_bytes else EMPTY
-            part_of.append(number)
-            kind.append(is_)
-            place.extend((record.offset, record.size, record.line))
-            text_bytes.append(record.text_bytes)
-            sha256 += record.text_sha256
-        lines.append(_num_lines(part, last_line))
+                kind.append(REJECT)
+                places.extend((0, 0, 0))
+                text_sizes.append(0)
+                sha256 += bytes(32)
+                continue
+            offset, size, text_bytes = _place(found, target)
+            kind.append(DOCUMENT if text_bytes else EMPTY)
+            places.extend((offset, size, found.line))
+            text_sizes.append(text_bytes)
+            sha256 += found.sha256
+        # Where reading broke off no lines are counted; the next part's must differ all the same.
+        lines.append(max(reading.lines, last_line))
     return Scan(
         part=np.array(part_of, dtype=np.uint32),
         kind=np.array(kind, dtype=np.uint8),
-        place=np.array(place, dtype=np.uint64).reshape(-1, 3),
-        text_bytes=np.array(text_bytes, dtype=np.uint64),
+        place=np.array(places, dtype=np.uint64).reshape(-1, 3),
+        text_bytes=np.array(text_sizes, dtype=np.uint64),
         text_sha256=np.frombuffer(sha256, dtype=np.uint8).reshape(-1, 32),
         part_lines=np.array(lines, dtype=np.int64),
         rejects=tuple(rejects),
     )
 
 
-def _num_lines(part: Part, last_line: int) -> int:
-    """Lines of a part, needed where the file goes on behind it; blank ones yield no record."""
-    if part.stop >= part.file.size or not part.file.rereadable:
-        return last_line
-    try:
-        return count_lines(part.file, part.start, part.stop)
-    except OSError:  # it vanished meanwhile, which the second reading reports
-        return last_line
+def _place(record: Record, spill: BinaryIO | None) -> tuple[int, int, int]:
+    """(offset, size, UTF-8 bytes of the text), the first two in `spill` if that is given."""
+    text = record.text
+    if text is None:
+        return record.offset, record.size, record.size
+    if spill is None:
+        return record.offset, record.size, len(text) if text.isascii() else len(text.encode())
+    raw = text.encode()
+    offset = spill.tell()
+    spill.write(raw)
+    return offset, len(raw), len(raw)

@@ -28,10 +28,10 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from data_pipeline.atomic_files import write_synced
-from data_pipeline.documents import printable
 from data_pipeline.errors import DataError
 from data_pipeline.frames import FrameWriter, frames_array
 from data_pipeline.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
+from data_pipeline.readers import printable
 from data_pipeline.shard_index import index_bytes
 
 MAX_DOCUMENT_BYTES = 8 * 2**30 - 2**20

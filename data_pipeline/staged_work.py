@@ -1,32 +1,35 @@
 """The staging folder of one `txl prepare`: whose work is in it, and whether it can be gone on with.
 
-Its fingerprint holds everything that the work in it depends on: settings, format version, and name,
-size and modification time of every input file. With another fingerprint the folder is discarded.
+Its fingerprint holds everything that the work in it depends on: settings, format version, a
+tokenizer brought along, and name, size and version mark (local: modification time) of every input
+file. With another fingerprint the folder is discarded.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.atomic_files import StagedDirectory, write_file
-from data_pipeline.documents import InputFile
 from data_pipeline.finished_units import FINGERPRINT, RECORDS, discard_attempts
 from data_pipeline.manifest import VERSION, PrepareSettings
+from data_pipeline.readers import InputFile
 from data_pipeline.scan import UNIT_BYTES
 
 
-def fingerprint_of(files: list[InputFile], settings: PrepareSettings) -> str:
-    """JSON of what the work depends on."""
+def fingerprint_of(
+    files: list[InputFile], settings: PrepareSettings, tokenizer_digest: str | None
+) -> str:
+    """JSON of what the work depends on. `tokenizer_digest` None: it is still to be trained."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(json.dumps([file.name, *_state(file)]).encode())
+        digest.update(json.dumps([file.name, file.kind, file.size, file.mark]).encode())
     content = {
         "version": VERSION,
         "unit_bytes": UNIT_BYTES,
         "settings": settings.model_dump(mode="json"),
+        "tokenizer": tokenizer_digest,
         "files": len(files),
         "input": digest.hexdigest(),
     }
@@ -66,17 +69,10 @@ def _difference(before: str, now: str) -> str:
             for key, value in new["settings"].items()
             if settings.get(key) != value
         ]
+        if old["tokenizer"] != new["tokenizer"]:
+            changes.append("the tokenizer given is another one")
         if (old["files"], old["input"]) != (new["files"], new["input"]):
             changes.append("input files changed since")
     except (ValueError, KeyError, TypeError, AttributeError):
         return "it is damaged"
     return "; ".join(changes) or "another version of txl wrote it"
-
-
-def _state(file: InputFile) -> tuple[int, int]:
-    """(size, modification time in ns); what cannot be looked at is said by the scan."""
-    try:
-        status = os.stat(file.path)  # noqa: PTH116 - a path may be of any kind
-    except OSError:
-        return file.size, 0
-    return status.st_size, status.st_mtime_ns

@@ -7,11 +7,8 @@ shards. Here is what concerns the directory: names, the tokenizer, whose content
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from data_pipeline.atomic_files import sha256_file
 from data_pipeline.corpus import Progress
-from data_pipeline.documents import printable
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import (
     INDEX_SUFFIX,
@@ -21,7 +18,9 @@ from data_pipeline.manifest import (
     load_manifest,
     open_tokenizer,
 )
+from data_pipeline.readers import printable
 from data_pipeline.shard_check import ShardCheck, check_shard, glance
+from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.workers import InProcess, Workers
 
 
@@ -49,11 +48,11 @@ def verify_dataset(
     manifest = load_manifest(directory)
     problems = _name_problems(directory, manifest)
     try:
-        bytes_of_id = open_tokenizer(directory, manifest).token_bytes()
+        tokenizer = open_tokenizer(directory, manifest)
     except DataError as error:
         problems.append(str(error))
-        bytes_of_id = None
-    problems += shard_problems(directory, manifest, bytes_of_id, workers, progress, fast=fast)
+        tokenizer = None
+    problems += shard_problems(directory, manifest, tokenizer, workers, progress, fast=fast)
     shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
     return Verified(manifest, problems, sum(entry.bytes + entry.index_bytes for entry in shards))
 
@@ -61,7 +60,7 @@ def verify_dataset(
 def shard_problems(
     directory: Path,
     manifest: ShardManifest,
-    bytes_of_id: np.ndarray | None,
+    tokenizer: Tokenizer | None,
     workers: Workers | None,
     progress: Progress,
     *,
@@ -69,9 +68,9 @@ def shard_problems(
 ) -> list[str]:
     """The problems of all shards that `manifest` lists, in its order.
 
-    `bytes_of_id` [vocab_size] are the tokenizer's, None if it cannot be read.
+    `tokenizer` None: it cannot be read, so text bytes are not checked.
     """
-    checks = _checks(directory, manifest, bytes_of_id)
+    checks = _checks(directory, manifest, tokenizer)
     owners = {check.entry.sha256: check.entry.name for check in checks}
     owners |= {check.entry.index_sha256: check.entry.index_name for check in checks}
     total, done = sum(check.num_bytes for check in checks), 0
@@ -87,8 +86,9 @@ def shard_problems(
 
 
 def _checks(
-    directory: Path, manifest: ShardManifest, bytes_of_id: np.ndarray | None
+    directory: Path, manifest: ShardManifest, tokenizer: Tokenizer | None
 ) -> list[ShardCheck]:
+    bytes_of_id = tokenizer.token_bytes() if tokenizer and tokenizer.lossless else None
     return [
         ShardCheck(
             directory.absolute(),
@@ -97,6 +97,7 @@ def _checks(
             manifest.vocab_size,
             manifest.end_of_document,
             bytes_of_id,
+            opens_documents=tokenizer is None or tokenizer.opens_documents,
         )
         for entry in manifest.splits.values()
         for shard in entry.shards

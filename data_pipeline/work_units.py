@@ -1,14 +1,13 @@
 """Work units of `txl prepare`: what a worker is given, does and hands back.
 
-A unit is either a range of the input to scan (`scan.py`) or one shard to write. It depends on input
-and settings alone, so units can be done by any worker, in any order, twice, and by a later run: the
-outcome is the same files. Who runs them is `workers.py`'s business.
+A unit is a range of the input to scan (`scan.py`), a shard's documents to count symbols in, for
+vocabularies that are counted, or a shard to write. It depends on input and settings alone, so units
+can be done by any worker, in any order, twice, and by a later run: the outcome is the same files.
+Who runs them is `workers.py`'s business.
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,9 +16,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.atomic_files import explain_disk_errors, write_synced
-from data_pipeline.build_tokenizer import token_pieces
-from data_pipeline.corpus import CHECK_BYTES, Corpus, document_id
-from data_pipeline.documents import InputFile, printable
+from data_pipeline.build_tokenizer import counted_pieces, token_pieces
 from data_pipeline.errors import DataError
 from data_pipeline.finished_units import (
     FINGERPRINT,
@@ -29,55 +26,48 @@ from data_pipeline.finished_units import (
     finish,
     finished,
 )
-from data_pipeline.manifest import TOKENIZER_NAME, IndexHeader, shard_name
-from data_pipeline.scan import ScanUnit, scan
+from data_pipeline.manifest import TOKENIZER_NAME, IndexHeader, PrepareSettings, shard_name
+from data_pipeline.readers import printable
+from data_pipeline.scan import ScanUnit, scan, spill_name
 from data_pipeline.shard_writer import ShardWriter
-from data_pipeline.texts import read_pieces
-from data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from data_pipeline.texts import Documents
+from data_pipeline.tokenizers import TokenCounter, Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CountUnit:
+    """Symbols to be counted for a vocabulary, in the documents of one shard of train."""
+
+    number: int
+    settings: str
+    """JSON of the PrepareSettings."""
+    documents: Documents
+
+    @property
+    def name(self) -> str:
+        return f"train-{self.number:06d}.count"  # no shard and no scan can have this name
+
+    @property
+    def size(self) -> int:
+        return self.documents.size
+
+    @property
+    def key(self) -> str:
+        return self.documents.digest([self.name, self.settings])
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.documents}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardUnit:
-    """One shard to write: where its D documents stand, in order."""
+    """One shard to write."""
 
     split: str
     number: int
     header: str
     """JSON of the IndexHeader."""
-    text_key: str
-    block_bytes: int
-    files: tuple[InputFile, ...]
-    """Those the documents are from."""
-    file: np.ndarray
-    """int64 [D]: which of `files`."""
-    spill: np.ndarray
-    """int64 [D]: the scan unit whose spill file holds the text, -1: it is in the file itself."""
-    place: np.ndarray
-    """uint64 [D, 3]: offset, size, line."""
-    text_bytes: np.ndarray
-    check: np.ndarray
-    """uint8 [D, CHECK_BYTES] of the text's sha256."""
-
-    @classmethod
-    def of(
-        cls, corpus: Corpus, numbers: np.ndarray, *, split: str, number: int, header: IndexHeader
-    ) -> "ShardUnit":
-        used, file = np.unique(corpus.file[numbers], return_inverse=True)
-        files = tuple(corpus.files[place] for place in used.tolist())
-        spilled = np.array([not each.rereadable for each in files])[file]
-        return cls(
-            split=split,
-            number=number,
-            header=header.model_dump_json(),
-            text_key=header.dataset.settings.text_key,
-            block_bytes=header.dataset.settings.block_bytes,
-            files=files,
-            file=file,
-            spill=np.where(spilled, corpus.unit_of(numbers), -1),
-            place=corpus.place[numbers],
-            text_bytes=corpus.text_bytes[numbers],
-            check=corpus.check[numbers],
-        )
+    documents: Documents
 
     @property
     def name(self) -> str:
@@ -85,49 +75,17 @@ class ShardUnit:
 
     @property
     def size(self) -> int:
-        return int(self.text_bytes.sum())
+        return self.documents.size
 
     @property
     def key(self) -> str:
-        names = [file.name for file in self.files]
-        digest = hashlib.sha256(json.dumps([self.name, self.header, names]).encode())
-        for array in (self.file, self.spill, self.place, self.text_bytes, self.check):
-            digest.update(array.tobytes())
-        return digest.hexdigest()
+        return self.documents.digest([self.name, self.header])
 
     def __str__(self) -> str:
-        more = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
-        return f"{self.name}, {len(self.place):,} documents of {self.files[0].name}{more}"
-
-    def texts(self, document: int, staging: Path) -> Iterator[str]:
-        """A document's text in pieces. Raises DataError if it is not the one that was scanned."""
-        file = self.files[self.file[document]]
-        unit = int(self.spill[document])
-        spill = staging / RECORDS / f"spill-{unit:06d}" if unit >= 0 else None
-        offset, size, line = self.place[document].tolist()
-        digest = hashlib.sha256()
-        pieces = read_pieces(file, self.text_key, (offset, size, line), spill)
-        while True:
-            try:
-                text = next(pieces, None)
-            except (OSError, ValueError):
-                raise _changed(file) from None
-            if text is None:
-                break
-            digest.update(text.encode("utf-8", errors="replace"))
-            yield text
-        if digest.digest()[:CHECK_BYTES] != self.check[document].tobytes():
-            raise _changed(file)
+        return f"{self.name}, {self.documents}"
 
 
-def _changed(file: InputFile) -> DataError:
-    return DataError(
-        f"{printable(str(file.path))} changed while it was being read. Nothing was "
-        "written; run this again when nobody writes to the corpus."
-    )
-
-
-Unit = ScanUnit | ShardUnit
+Unit = ScanUnit | CountUnit | ShardUnit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +120,8 @@ def run_task(task: Task) -> Done:
     ):
         if isinstance(unit, ScanUnit):
             result, files = _scan(unit, staging, folder)
+        elif isinstance(unit, CountUnit):
+            result, files = _count(unit, staging, folder)
         else:
             result, files = _write_shard(unit, staging, folder)
         finish(staging, unit.name, unit.key, result=result, files=files)
@@ -188,7 +148,7 @@ def _scan(unit: ScanUnit, staging: Path, folder: Path) -> tuple[dict[str, Any], 
     if all(part.file.rereadable for part in unit.parts):
         data = scan(unit).to_bytes()
     else:
-        spill = folder / unit.spill_name
+        spill = folder / spill_name(unit.number)
         with spill.open("wb") as file:
             data = scan(unit, file).to_bytes()
             file.flush()
@@ -199,10 +159,23 @@ def _scan(unit: ScanUnit, staging: Path, folder: Path) -> tuple[dict[str, Any], 
     return {"scan": f"{RECORDS}/{name}"}, files
 
 
+def _count(unit: CountUnit, staging: Path, folder: Path) -> tuple[dict[str, Any], list[FileSum]]:
+    settings, documents = PrepareSettings.model_validate_json(unit.settings), unit.documents
+    texts = (
+        text
+        for number in range(len(documents))
+        for text in counted_pieces(settings, documents.texts(number, staging))
+    )
+    path = folder / f"{unit.name}s"
+    write_synced(path, TokenCounter(settings).count(texts).to_bytes())
+    place = f"{RECORDS}/{path.name}"
+    return {"counts": place}, [_moved(path, staging, place)]
+
+
 def _write_shard(
     unit: ShardUnit, staging: Path, folder: Path
 ) -> tuple[dict[str, Any], list[FileSum]]:
-    header = IndexHeader.model_validate_json(unit.header).dataset
+    header, documents = IndexHeader.model_validate_json(unit.header).dataset, unit.documents
     tokenizer = _tokenizer(staging / TOKENIZER_NAME, header.tokenizer_digest)
     writer = ShardWriter(
         folder,
@@ -210,17 +183,14 @@ def _write_shard(
         unit.number,
         dtype=np.dtype(header.dtype),
         vocab_size=header.vocab_size,
-        block_bytes=unit.block_bytes,
+        block_bytes=header.settings.block_bytes,
         header=unit.header,
     )
     try:
-        for document, text_bytes in enumerate(unit.text_bytes.tolist()):
-            name = unit.files[unit.file[document]].name
-            writer.add(
-                document_id(name, int(unit.place[document, 2])),
-                token_pieces(tokenizer, unit.texts(document, staging)),
-                text_bytes=text_bytes,
-            )
+        for number, text_bytes in enumerate(documents.text_bytes.tolist()):
+            id_ = documents.document_id(number)
+            tokens = token_pieces(tokenizer, documents.texts(number, staging), document_id=id_)
+            writer.add(id_, tokens, text_bytes=text_bytes)
         entry = writer.close()
     except BaseException:
         writer.abandon()

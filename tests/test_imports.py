@@ -17,7 +17,7 @@ ALLOWED = {
     "txl_dist": {"data_pipeline", "txl_dist"},
     "cluster": {"data_pipeline", "txl_dist", "cluster"},
 }
-HEAVY = {"torch", "deepspeed", "ray", "mlflow", "numpy", "webdataset"}
+HEAVY = {"torch", "deepspeed", "ray", "matplotlib", "mlflow", "numpy", "webdataset"}
 
 
 @cache
@@ -54,7 +54,8 @@ def test_imports_go_one_way(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "most"), [("deepspeed", 1), ("mlflow", 1), ("webdataset", 2), ("zstandard", 2)]
+    ("library", "most"),
+    [("deepspeed", 1), ("matplotlib", 1), ("mlflow", 1), ("webdataset", 2), ("zstandard", 2)],
 )
 def test_a_library_with_traps_is_imported_in_few_places(library: str, most: int) -> None:
     assert 1 <= len(importers_of(library)) <= most, importers_of(library)
@@ -62,6 +63,11 @@ def test_a_library_with_traps_is_imported_in_few_places(library: str, most: int)
 
 def test_ray_is_imported_in_cluster_only() -> None:
     assert {path.split("/")[0] for path in importers_of("ray")} == {"cluster"}
+
+
+def test_pictures_are_drawn_without_global_state() -> None:
+    """pyplot keeps figures and picks a backend that may want a display."""
+    assert not any("pyplot" in name for names in imports().values() for name in names)
 
 
 def test_the_model_imports_torch_and_itself_only() -> None:
@@ -86,7 +92,9 @@ def normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["data", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["data", "--help"], ["attention", "--help"]]
+)
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "txl_dist", *arguments],

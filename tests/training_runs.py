@@ -12,6 +12,15 @@ from txl_dist.world import World
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 NO_EVALUATION = "evaluation.split=null"
+ZERO = {
+    **{str(stage): (f"deepspeed.zero_stage={stage}",) for stage in (0, 1, 2, 3)},
+    # DeepSpeed leaves parameters this small whole on every rank, unless told otherwise.
+    "3-all-spread": (
+        "deepspeed.zero_stage=3",
+        "deepspeed.extra={zero_optimization: {stage3_param_persistence_threshold: 0}}",
+    ),
+}
+"""Every ZeRO stage, as overrides."""
 DROPOUT = ("model.dropout=0.1", "model.dropatt=0.2")
 
 

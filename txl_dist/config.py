@@ -131,7 +131,7 @@ _DECIDED_BY = {
 class DeepSpeedConfig(Section):
     """ZeRO and a passthrough for keys this project does not own."""
 
-    zero_stage: Literal[0, 1, 2] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
     extra: dict[str, Any] = {}
     """Merged into DeepSpeed's JSON; keys that the run's own settings decide are refused."""
 
@@ -160,13 +160,17 @@ class RayConfig(Section):
     """Times a run is restarted from its newest checkpoint after a rank died."""
 
 
+Precision = Literal["fp32", "bf16"]
+
+
 class RunConfig(Section):
     """A whole run. `model.vocab_size: 0` takes the vocabulary of the data."""
 
     directory: str
     """Where the run keeps its config, metrics, logs and checkpoints."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    precision: Literal["fp32"] = "fp32"
+    precision: Precision = "fp32"
+    """Of matrix products (`precision.py`); parameters, optimizer, memory and loss stay fp32."""
     data: DataConfig
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -175,6 +179,16 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     ray: RayConfig = RayConfig()
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _has_the_range_of_fp32(cls, precision: Any) -> Any:
+        if precision in ("fp16", "float16", "half", 16):
+            raise ValueError(
+                f"{precision!r} is not offered: its gradients overflow without loss scaling, and "
+                "DeepSpeed has no fp16 on CPUs. Write bf16, as fast and with fp32's range, or fp32"
+            )
+        return precision
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -220,8 +220,12 @@ def test_the_format_decides_what_lines_are(txl: Txl, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--format", "parquet"),
-        ("--tokenizer", "bpe"),
+        ("--format", "arrow"),
+        ("--tokenizer", "no-such-kind"),
+        ("--recipe", "wt103"),
+        ("--recipe", "wt104"),
+        ("--vocab-size", "300"),
+        ("--min-freq", "2"),
         ("--split", "valid"),
         ("--split", "valid=0"),
         ("--split", "valid=0.5,test=0.5"),

@@ -46,7 +46,15 @@ def test_a_saved_tokenizer_loads_with_the_same_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"type": "byte"}', '{"type": "bpe", "version": 1}', "[" * 100_000],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"type": "byte"}',
+        '{"type": "wordpiece", "version": 1}',
+        "[" * 100_000,
+    ],
 )
 def test_a_damaged_or_unknown_tokenizer_is_refused_by_path(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"

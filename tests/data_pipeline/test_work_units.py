@@ -14,13 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.documents import InputFile
 from data_pipeline.errors import DataError
 from data_pipeline.finished_units import RECORDS, FileSum, finish, finished
 from data_pipeline.inspection import excerpts
 from data_pipeline.manifest import PrepareSettings, load_manifest
 from data_pipeline.prepare import Prepared, prepare_dataset
-from data_pipeline.texts import count_lines
+from data_pipeline.readers import InputFile, find_files
 from data_pipeline.verify import verify_dataset
 from data_pipeline.workers import ProcessWorkers
 from tests.data_pipeline.test_prepare import files_of
@@ -94,17 +93,6 @@ def test_no_byte_depends_on_how_the_input_is_cut_or_in_which_order_units_are_don
         prepare(source, cut, unit_bytes, settings=options, workers=Backwards())
         assert files_of(cut) == files_of(whole)
         assert verify_dataset(cut).problems == []
-
-
-@pytest.mark.parametrize("content", [b"", b"a", b"a\n", b"\n\n", b"ab\n\ncd\n", b"a\nb\nc"])
-def test_ranges_count_every_line_once(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(content)
-    file = InputFile(path, "a", "jsonl", len(content))
-    for size in range(1, len(content) + 2):
-        cuts = [*range(0, len(content), size), len(content)]
-        counts = [count_lines(file, *cut) for cut in itertools.pairwise(cuts)]
-        assert sum(counts) == len(content.splitlines())
 
 
 @pytest.fixture
@@ -269,10 +257,9 @@ def test_a_worker_that_does_not_see_the_staging_folder_is_refused(
 
 def test_memory_for_a_document_is_what_its_columns_say(lines: Path, tmp_path: Path) -> None:
     from data_pipeline.corpus import Corpus
-    from data_pipeline.documents import find_files
     from data_pipeline.scan import plan_scan, scan
 
-    files = find_files([lines], format="auto", exclude=tmp_path / "out").files
+    files = find_files([str(lines)], format="auto", exclude=tmp_path / "out").files
     units = plan_scan(files, "text")
     corpus = Corpus(files, units)
     corpus.fill(lambda number: scan(units[number]))

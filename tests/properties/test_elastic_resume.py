@@ -5,29 +5,24 @@ from pathlib import Path
 import pytest
 
 from tests.gloo_ranks import RankGroups
-from tests.training_runs import DROPOUT, NO_EVALUATION, losses, tiny_job, train
+from tests.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_job, train
 
 # As in test_one_trajectory.py: another number of ranks sums floats in another order.
 TOLERANCE = 2e-6
 SETTINGS = (NO_EVALUATION, *DROPOUT, "training.checkpoint_interval_steps=4")
 
 
-@pytest.fixture(scope="module")
-def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("straight")
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
-    return run
-
-
 def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
-    ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path
+    ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     # Each leg is stopped by num_steps; the schedule must not notice, so it is constant here.
     legs = [
-        (2, 8, ("deepspeed.zero_stage=2",)),
-        (1, 12, ("deepspeed.zero_stage=1", "training.micro_batch_lanes=2")),
-        (2, 16, ("deepspeed.zero_stage=0",)),
-        (1, 20, ("deepspeed.zero_stage=0", "training.micro_batch_lanes=1")),
+        (2, 4, ZERO["3-all-spread"]),
+        (1, 8, (*ZERO["1"], "training.micro_batch_lanes=2")),
+        (2, 12, ZERO["3"]),
+        (1, 15, (*ZERO["3-all-spread"], "training.micro_batch_lanes=2")),
+        (2, 17, ZERO["2"]),
+        (1, 20, (*ZERO["0"], "training.micro_batch_lanes=1")),
     ]
     constant = (*SETTINGS, "optimizer.schedule=constant")
     reference = tmp_path / "reference"
@@ -49,11 +44,11 @@ def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
     assert len(losses(moved)) == 20
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", ZERO)
 def test_a_resume_at_the_same_world_size_is_bit_for_bit(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: int
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
 ) -> None:
-    settings = (*SETTINGS, f"deepspeed.zero_stage={stage}", "training.keep_checkpoints=9")
+    settings = (*SETTINGS, *ZERO[stage], "training.keep_checkpoints=9")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert ranks(2).run(train, tiny_job(dataset, straight, *settings)) == [0, 0]
 

@@ -94,6 +94,11 @@ document_lengths = st.lists(
 ).filter(lambda lengths: sum(map(sum, lengths)) >= 6)
 
 
+def with_legal_clamp_len(options: dict) -> dict:
+    """Shaw's encoding needs one."""
+    return options | ({"clamp_len": 4} if options["distance_encoding"] == "shaw" else {})
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     case=st.builds(
@@ -107,9 +112,10 @@ document_lengths = st.lists(
                 "mem_len": st.integers(1, 12),
                 "pre_lnorm": st.booleans(),
                 "same_length": st.booleans(),
-                "attention": st.sampled_from(["fast", "reference"]),
+                "attention": st.sampled_from(["fused", "biased", "reference"]),
+                "distance_encoding": st.sampled_from(["sinusoidal", "shaw", "rotary", "alibi"]),
             }
-        ),
+        ).map(with_legal_clamp_len),
     ),
     data=st.data(),
 )

@@ -29,7 +29,7 @@ _FREE = (
     "deepspeed.",
     "ray.",
 )
-_ON_REQUEST = ("optimizer.", "training.num_steps", "model.dropout", "model.dropatt")
+_ON_REQUEST = ("optimizer.", "training.num_steps", "model.dropout", "model.dropatt", "precision")
 
 
 def check_config(

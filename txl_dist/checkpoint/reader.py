@@ -4,7 +4,7 @@ Works for any number of ranks, any ZeRO stage and any micro-batch, because slice
 parameter and range, and memory by lane.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -67,7 +67,8 @@ def load_model(
     """
     manifest = verify_checkpoint(directory, kinds=("weights", "tokenizer"))
     model = TransformerXL(config or manifest.model_config_of)
-    check_parameters(directory, manifest, model)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    check_parameters(directory, manifest, shapes)
     with _Slices(directory, manifest) as slices, torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.view(-1).copy_(slices.weights(name, 0, parameter.numel()))
@@ -97,9 +98,10 @@ def load_memory(
         return {lane: slices.memory(lane) for lane in lanes}
 
 
-def check_parameters(directory: Path, manifest: CheckpointManifest, model: TransformerXL) -> None:
-    """Raises CheckpointError naming the parameters whose shapes differ."""
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+def check_parameters(
+    directory: Path, manifest: CheckpointManifest, expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises CheckpointError naming the parameters whose shapes are not the `expected` ones."""
     found = {name: entry.shape for name, entry in manifest.parameters.items()}
     differing = [
         f"{name}: checkpoint {found.get(name, 'none')}, model {expected.get(name, 'none')}"

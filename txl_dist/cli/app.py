@@ -5,7 +5,18 @@ import sys
 import typer
 
 from data_pipeline.errors import TxlError
-from txl_dist.cli import checkpoint, config, data, evaluate, foreign, generate, train
+from txl_dist.cli import (
+    attention,
+    bench,
+    checkpoint,
+    config,
+    data,
+    evaluate,
+    foreign,
+    generate,
+    prepare,
+    train,
+)
 
 app = typer.Typer(
     name="txl",
@@ -14,13 +25,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command("prepare")(data.prepare)
+app.command("prepare")(prepare.prepare)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("attention")(attention.attention)
 app.command("generate")(generate.generate)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(bench.app, name="bench")
 app.command("import")(foreign.import_)
 app.command("export")(foreign.export)
 

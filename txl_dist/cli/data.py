@@ -1,132 +1,24 @@
-"""`txl prepare` and `txl data`: corpora to shards, and looking at them afterwards."""
+"""`txl data`: checking prepared datasets, looking inside, making a lost manifest again."""
 
-import contextlib
 import json
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.errors import ConfigError, DataError
-from txl_dist.errors import PreemptedError
+from data_pipeline.errors import DataError
+from txl_dist.cli.byte_progress import progress_in_bytes
+from txl_dist.cli.workers import NumWorkers, On, open_workers
 
 if TYPE_CHECKING:
-    from data_pipeline.manifest import PrepareSettings, ShardManifest
-    from data_pipeline.workers import Workers
+    from data_pipeline.manifest import ShardManifest
 
 app = typer.Typer(help="Check prepared datasets and look inside.", no_args_is_help=True)
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.")
 ]
-NumWorkers = Annotated[int, typer.Option(min=1, help="Processes, or Ray tasks, that work at once.")]
-On = Annotated[
-    str,
-    typer.Option(
-        metavar="local|ADDRESS",
-        help="Where workers run: local processes; ray: a Ray of its own; or a running cluster, "
-        "whose nodes must all see the input and the output directory.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
-_MIB = 2**20
-_SECONDS_BETWEEN_LINES = 5.0
-
-
-def prepare(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(metavar="INPUT...", help="Text files, .jsonl files, or folders of them."),
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New or empty directory to write.")],
-    *,
-    format: Annotated[
-        str, typer.Option(help="auto (by suffix), text (a file is a document) or jsonl.")
-    ] = "auto",
-    text_key: Annotated[str, typer.Option(help="Key of the text in a JSON line.")] = "text",
-    tokenizer: Annotated[str, typer.Option(help="byte: 256 bytes and end-of-document.")] = "byte",
-    split: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME=FRACTION,...",
-            help="Documents to hold out, such as valid=0.01,test=0.01; without it all is train.",
-        ),
-    ] = "",
-    shuffle: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Shuffle the documents by this seed.")
-    ] = None,
-    max_reject_rate: Annotated[
-        float, typer.Option(help="Fraction of records that may be unusable; they are listed.")
-    ] = 0.001,
-    dedup: Annotated[
-        str, typer.Option(help="exact: of documents with the same text keep the first. Or none.")
-    ] = "none",
-    shard_size: Annotated[
-        int, typer.Option(metavar="MIB", help="MiB of text in a shard, at most.")
-    ] = 64,
-    workers: NumWorkers = 1,
-    on: On = "local",
-    as_json: AsJson = False,
-) -> None:
-    """Turn a corpus into checksummed shards. The same input and options give the same bytes,
-    for any number of workers. What is finished when it is stopped is kept: run it again.
-
-    Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
-    """
-    settings = _settings(
-        format=format,
-        text_key=text_key,
-        tokenizer=tokenizer,
-        split=_fractions(split),
-        shuffle=shuffle,
-        dedup=dedup,
-        shard_bytes=shard_size * _MIB,
-    )
-    if not 0 <= max_reject_rate <= 1:
-        raise ConfigError(f"--max-reject-rate {max_reject_rate} must lie in [0, 1]")
-    from data_pipeline.prepare import prepare_dataset
-
-    with _stoppable(out), _workers(on, workers) as pool, _progress() as progress:
-        done = prepare_dataset(
-            inputs if on == "local" else [path.absolute() for path in inputs],
-            out,
-            settings,
-            max_reject_rate=max_reject_rate,
-            workers=pool,
-            progress=progress,
-            note=lambda line: print(line, file=sys.stderr),
-        )
-    status = "already complete" if done.already_complete else "complete"
-    if as_json:
-        facts = {
-            "status": status,
-            "workers": done.workers,
-            "units": done.units,
-            "reused_units": done.reused_units,
-            "peak_memory_bytes": done.peak_memory_bytes,
-            "seconds": done.seconds,
-            "ignored": done.ignored,
-        }
-        print(json.dumps({**facts, **_totals(out, done.manifest)}))
-        return
-    reused = f", {done.reused_units} of {done.units} parts reused" if done.reused_units else ""
-    print(
-        f"{out}: {status} in {done.seconds:,.1f} s{reused}; "
-        f"at most {done.peak_memory_bytes / _MIB:,.0f} MiB a process"
-    )
-    _print_totals(done.manifest)
-    if done.ignored:
-        counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(done.ignored.items()))
-        print(f"ignored, not text by their suffix: {counts}", file=sys.stderr)
-    if done.manifest.input.rejected:
-        print(
-            f"{done.manifest.input.rejected} records could not be used: {out / 'rejects.jsonl'}",
-            file=sys.stderr,
-        )
 
 
 @app.command()
@@ -146,15 +38,15 @@ def verify(
     """
     from data_pipeline.verify import verify_dataset
 
-    with _workers(on, workers) as pool, _progress() as progress:
+    with open_workers(on, workers) as pool, progress_in_bytes() as progress:
         found = verify_dataset(directory, fast=fast, workers=pool, progress=progress)
     if as_json:
         result = {"ok": not found.problems, "problems": found.problems, "bytes": found.num_bytes}
-        print(json.dumps({**result, **_totals(directory, found.manifest)}))
+        print(json.dumps({**result, **totals(directory, found.manifest)}))
     elif not found.problems:
         what = "names, sizes and indexes" if fast else f"all of {found.num_bytes:,} bytes"
         print(f"{directory}: {what} are as written")
-        _print_totals(found.manifest)
+        print_totals(found.manifest)
     if found.problems:
         listed = "".join(f"\n  {problem}" for problem in found.problems)
         raise DataError(
@@ -177,14 +69,14 @@ def rebuild(
     """
     from data_pipeline.rebuild import rebuild_manifest
 
-    with _workers(on, workers) as pool, _progress() as progress:
+    with open_workers(on, workers) as pool, progress_in_bytes() as progress:
         done = rebuild_manifest(directory, workers=pool, progress=progress)
     status = "already complete" if done.was_sound else "rebuilt"
     if as_json:
-        print(json.dumps({"status": status, **_totals(directory, done.manifest)}))
+        print(json.dumps({"status": status, **totals(directory, done.manifest)}))
         return
     print(f"{directory}: the manifest is {status}, digest {done.manifest.digest}")
-    _print_totals(done.manifest)
+    print_totals(done.manifest)
 
 
 @app.command()
@@ -208,7 +100,7 @@ def inspect(
     manifest = load_manifest(directory)
     shown = excerpts(directory, documents=documents)
     if as_json:
-        content = _totals(directory, manifest)
+        content = totals(directory, manifest)
         for summary in summarize(manifest):
             ratio = summary.text_bytes_per_compressed_byte
             content["splits"][summary.name]["text_bytes_per_compressed_byte"] = ratio
@@ -219,48 +111,13 @@ def inspect(
         f"tokenizer {manifest.settings.tokenizer}: {manifest.vocab_size} ids as {manifest.dtype}, "
         f"end of document {manifest.end_of_document}, digest {manifest.tokenizer_digest}"
     )
-    _print_totals(manifest)
+    print_totals(manifest)
     for excerpt in shown:
         print(f"\n[{excerpt.split}] {excerpt.document_id} ({excerpt.tokens:,} tokens)")
         print(f"  {excerpt.text}")
 
 
-def _fractions(split: str) -> dict[str, float]:
-    """`valid=0.01,test=0.01` as a dict."""
-    fractions: dict[str, float] = {}
-    for part in filter(None, split.split(",")):
-        name, _, number = part.partition("=")
-        name = name.strip()
-        try:
-            fraction = float(number)
-        except ValueError:
-            raise ConfigError(
-                f"--split {split!r}: {part!r} is not NAME=FRACTION; write valid=0.01,test=0.01"
-            ) from None
-        if name in fractions:
-            raise ConfigError(f"--split {split!r} gives {name!r} twice")
-        fractions[name] = fraction
-    return fractions
-
-
-def _settings(**values: Any) -> "PrepareSettings":
-    from pydantic import ValidationError
-
-    from data_pipeline.manifest import PrepareSettings
-
-    try:
-        return PrepareSettings(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = str(first["loc"][0]) if first["loc"] else "split"
-        options = {"shard_bytes": "shard-size", "text_key": "text-key"}
-        raise ConfigError(
-            f"--{options.get(option, option)} {values[option]!r}: {first['msg']}. "
-            "See txl prepare --help for what is supported."
-        ) from None
-
-
-def _totals(directory: Path, manifest: "ShardManifest") -> dict[str, Any]:
+def totals(directory: Path, manifest: "ShardManifest") -> dict[str, Any]:
     """The part of `--json` that every command here shares."""
     return {
         "directory": str(directory),
@@ -285,7 +142,7 @@ def _totals(directory: Path, manifest: "ShardManifest") -> dict[str, Any]:
     }
 
 
-def _print_totals(manifest: "ShardManifest") -> None:
+def print_totals(manifest: "ShardManifest") -> None:
     from data_pipeline.inspection import summarize
 
     for split in summarize(manifest):
@@ -297,101 +154,3 @@ def _print_totals(manifest: "ShardManifest") -> None:
     source = manifest.input
     left_out = f"{source.empty} empty, {source.rejected} rejected, {source.duplicates} repeated"
     print(f"  from {source.files:,} files; left out: {left_out}")
-
-
-@contextlib.contextmanager
-def _workers(on: str, num_workers: int) -> "Iterator[Workers]":
-    from data_pipeline.workers import InProcess, ProcessWorkers
-
-    if on != "local":
-        from txl_dist.launchers import find_launcher
-
-        with find_launcher(on).workers(num_workers) as pool, _sigterm_interrupts():
-            yield pool
-    elif num_workers == 1:
-        yield InProcess()
-    else:
-        with ProcessWorkers(num_workers) as pool:
-            yield pool
-
-
-@contextlib.contextmanager
-def _stoppable(out: Path) -> Iterator[None]:
-    """Ends with PreemptedError on SIGTERM and Ctrl-C, after everything inside was cleaned up."""
-    try:
-        with _sigterm_interrupts():
-            yield
-    except (KeyboardInterrupt, SystemExit):  # Ray exits for a SIGTERM while it starts
-        raise PreemptedError(
-            f"stopped on request; no dataset was written. What was finished is kept in {out}: the "
-            "same command goes on from there"
-        ) from None
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does. Entered again behind ray.init, which takes it for itself."""
-
-    def stop(number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """progress(what, done, total) in bytes, on standard error: a bar on a terminal, else lines."""
-    if not sys.stderr.isatty():
-        yield _lines()
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), DownloadColumn()),
-        *(TransferSpeedColumn(), TimeRemainingColumn()),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, phase = bar.add_task(""), ""
-
-        def show(what: str, done: int, total: int) -> None:
-            nonlocal phase
-            if what != phase:
-                bar.reset(task)  # rate and time left are of one phase
-                phase = what
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield show
-
-
-def _lines() -> Callable[[str, int, int], None]:
-    phase, began, last = "", 0.0, time.monotonic()
-
-    def show(what: str, done: int, total: int) -> None:
-        nonlocal phase, began, last
-        now = time.monotonic()
-        if what != phase:
-            phase, began = what, now
-        if now - last < _SECONDS_BETWEEN_LINES or not total:
-            return
-        last = now
-        rate = done / _MIB / max(now - began, 1e-9)
-        left = f", {(total - done) / _MIB / rate:,.0f} s left" if rate else ""
-        print(
-            f"{what}: {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB ({done / total:.0%}), "
-            f"{rate:,.1f} MiB/s{left}",
-            file=sys.stderr,
-        )
-
-    return show

@@ -1,4 +1,4 @@
-"""`txl eval`: score a split with a checkpoint, exactly, on any number of workers."""
+"""`txl eval`: score a split with a trained model, exactly, on any number of workers."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
+    from txl_dist.config import Precision
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
+
+CHECKPOINT = "A checkpoint, a run (its newest), or what txl export or import wrote."
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT)],
     data: Annotated[Path, typer.Argument(help="Directory that txl prepare wrote.")],
     split: Annotated[str, typer.Option(help="Which split to score.")] = "valid",
     mode: Annotated[
@@ -19,7 +22,7 @@ def evaluate(
         typer.Option(help="exact: the sequential score. fast: a shorter warm-up, not exact."),
     ] = "exact",
     tgt_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a segment; default: as trained.")
+        int | None, typer.Option(min=1, help="Tokens a segment; default: as trained, else 128.")
     ] = None,
     mem_len: Annotated[
         int | None, typer.Option(min=0, help="Tokens of memory; default: as trained.")
@@ -30,6 +33,9 @@ def evaluate(
     same_length: Annotated[
         bool, typer.Option("--same-length", help="Exactly mem_len keys for every query.")
     ] = False,
+    precision: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Of matrix products; sums are fp32.")
+    ] = "fp32",
     batch: Annotated[int, typer.Option(min=1, help="Pieces scored side by side.")] = 8,
     workers: Annotated[int, typer.Option(min=1, help="Workers; more than one run on Ray.")] = 1,
     on: Annotated[
@@ -41,39 +47,75 @@ def evaluate(
 
     Example: txl eval runs/quickstart data/stdlib --split valid --workers 2
     """
-    from txl_dist.checkpoint.directory import resolve_checkpoint
-    from txl_dist.checkpoint.manifest import load_checkpoint_manifest
     from txl_dist.cli.progress import piece_progress
-    from txl_dist.errors import ConfigError
-    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
     from txl_dist.launchers import find_launcher
 
-    path = resolve_checkpoint(checkpoint)
-    manifest = load_checkpoint_manifest(path)
-    trained = manifest.model_config_of
-    new_mem_len = trained.mem_len if mem_len is None else mem_len
-    settings = EvaluationSettings(
+    job = evaluation_job(
+        checkpoint,
+        data,
         split=split,
         mode=mode,
-        tgt_len=tgt_len or manifest.run["data.tgt_len"],
-        mem_len=new_mem_len,
-        clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
-        same_length=same_length or (trained.same_length and new_mem_len > 0),
-        reset=manifest.run["data.reset"],
+        tgt_len=tgt_len,
+        mem_len=mem_len,
+        clamp_len=clamp_len,
+        same_length=same_length,
+        batch=batch,
+        precision=precision,
     )
-    job = EvaluationJob(checkpoint=path, data=data, settings=settings, batch_pieces=batch)
-    try:
-        job.model_config(trained)
-    except ValueError as error:
-        raise ConfigError(f"txl eval: {error}") from None
     launcher = find_launcher(on or ("processes" if workers == 1 else "ray"))
     with piece_progress(quiet=as_json) as on_progress:
         result = launcher.evaluate(job, num_workers=workers, on_progress=on_progress)
     _log_to_mlflow(job, result)
     if as_json:
-        print(json.dumps({**result.to_json(), "checkpoint": str(path), "workers": workers}))
+        print(
+            json.dumps({**result.to_json(), "checkpoint": str(job.checkpoint), "workers": workers})
+        )
     else:
         _print_table(job, result)
+
+
+def evaluation_job(
+    checkpoint: Path,
+    data: Path,
+    *,
+    split: str,
+    mode: Literal["exact", "fast"] = "exact",
+    tgt_len: int | None,
+    mem_len: int | None,
+    clamp_len: int | None = None,
+    same_length: bool = False,
+    batch: int,
+    precision: "Precision" = "fp32",
+    max_tokens: int | None = None,
+) -> "EvaluationJob":
+    """To read a split as the model was trained to, but for the options given.
+
+    Raises CheckpointError for what is no model, ConfigError for options that do not suit it.
+    """
+    from txl_dist.errors import ConfigError
+    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+    from txl_dist.stored_model import find_model
+
+    stored = find_model(checkpoint)
+    trained = stored.config
+    new_mem_len = trained.mem_len if mem_len is None else mem_len
+    settings = EvaluationSettings(
+        split=split,
+        mode=mode,
+        tgt_len=tgt_len or stored.tgt_len,
+        mem_len=new_mem_len,
+        clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
+        same_length=same_length or (trained.same_length and new_mem_len > 0),
+        reset=stored.reset,
+        precision=precision,
+        max_tokens=max_tokens,
+    )
+    job = EvaluationJob(checkpoint=stored.path, data=data, settings=settings, batch_pieces=batch)
+    try:
+        job.model_config(trained)
+    except ValueError as error:
+        raise ConfigError(f"{stored.path}: {error}") from None
+    return job
 
 
 def _log_to_mlflow(job: "EvaluationJob", result: "EvaluationResult") -> None:
@@ -95,8 +137,8 @@ def _print_table(job: "EvaluationJob", result: "EvaluationResult") -> None:
         print(f"  bits per byte    {sums.bits_per_byte:.4f}")
     print(
         f"  tgt_len {settings.tgt_len}, mem_len {settings.mem_len}, clamp_len "
-        f"{settings.clamp_len}, same_length {settings.same_length}; {result.num_pieces} pieces, "
-        f"{result.overhead:.1%} more tokens read for warm-up"
+        f"{settings.clamp_len}, same_length {settings.same_length}, {settings.precision}; "
+        f"{result.num_pieces} pieces, {result.overhead:.1%} more tokens read for warm-up"
     )
     if settings.mode == "fast":
         print("  fast: warmed up for one memory length only; the exact score is a little lower")

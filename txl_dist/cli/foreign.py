@@ -29,11 +29,12 @@ def import_(
 
     Example: txl import downloads/transfo-xl-wt103 --out models/wt103
     """
-    from txl_dist.foreign.single_file import write_exported
+    from txl_dist.foreign.single_file import UNKNOWN_READING, describe_exported, write_exported
     from txl_dist.foreign.sources import read_model
 
     model, tokenizer, kind = read_model(source)
-    write_exported(out, model, tokenizer)
+    reading = describe_exported(source).reading if kind == "exported" else UNKNOWN_READING
+    write_exported(out, model, tokenizer, reading)
     _tell({"source": str(source), "format": kind}, out, model, as_json=as_json)
 
 
@@ -48,11 +49,12 @@ def export(
     """
     from txl_dist.checkpoint.directory import resolve_checkpoint
     from txl_dist.checkpoint.reader import load_model
-    from txl_dist.foreign.single_file import write_exported
+    from txl_dist.foreign.single_file import Reading, write_exported
 
     path = resolve_checkpoint(checkpoint)
-    model, tokenizer, _ = load_model(path)
-    write_exported(out, model, tokenizer)
+    model, tokenizer, manifest = load_model(path)
+    reading = Reading(tgt_len=manifest.run["data.tgt_len"], reset=manifest.run["data.reset"])
+    write_exported(out, model, tokenizer, reading)
     _tell({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
 
 

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from data_pipeline.cursor import read_range
-from data_pipeline.manifest import load_manifest
+from data_pipeline.manifest import load_manifest, open_tokenizer
 from data_pipeline.segments import Reset
 from data_pipeline.shard_reader import TokenSource, open_split
-from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.reader import load_model
+from txl_dist.config import Precision
 from txl_dist.errors import DataError
 from txl_dist.evaluation.pieces import Mode, Piece, overhead, plan_pieces
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.loss_sums import LossSums
 from txl_dist.model.config import ModelConfig
+from txl_dist.stored_model import find_model
 from txl_dist.world import World
 
 
@@ -36,6 +36,7 @@ class EvaluationSettings:
     clamp_len: int | None
     same_length: bool
     reset: Reset
+    precision: Precision = "fp32"
     max_tokens: int | None = None
     """Score only the first so many tokens of the split."""
 
@@ -123,6 +124,7 @@ class EvaluationJob:
     """What a worker needs to score pieces: paths and settings, nothing open. Safe to send."""
 
     checkpoint: Path
+    """Or the directory of an exported model."""
     data: Path
     settings: EvaluationSettings
     batch_pieces: int
@@ -139,22 +141,17 @@ class EvaluationJob:
 
     def open(self) -> Scorer:
         """Load model and split. Raises CheckpointError, or DataError for another tokenizer."""
-        trained = load_checkpoint_manifest(self.checkpoint)
+        trained = find_model(self.checkpoint)
         manifest = load_manifest(self.data)
-        if manifest.tokenizer_digest != trained.tokenizer_digest:
-            raise DataError(
-                f"{self.data} was prepared with tokenizer {manifest.tokenizer_digest} "
-                f"({manifest.vocab_size} ids), {self.checkpoint} was trained with "
-                f"{trained.tokenizer_digest} ({trained.vocab_size} ids): the same ids mean other "
-                "text. Prepare the text with the checkpoint's tokenizer"
-            )
-        config = self.model_config(trained.model_config_of)
-        model, tokenizer, _ = load_model(self.checkpoint, config=config)
+        trained.check_data(manifest, self.data)
+        model, tokenizer = trained.load(self.model_config(trained.config))
+        tokenizer = tokenizer or open_tokenizer(self.data, manifest)
         return Scorer(
             model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
             source=open_split(self.data, self.settings.split, manifest=manifest),
             tgt_len=self.settings.tgt_len,
             reset=self.settings.reset,
+            precision=self.settings.precision,
             batch_pieces=self.batch_pieces,
             byte_counts_V=torch.from_numpy(tokenizer.token_bytes()),
         )

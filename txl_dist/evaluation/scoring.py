@@ -15,9 +15,11 @@ from torch import Tensor
 from data_pipeline.cursor import read_range
 from data_pipeline.segments import IGNORED, Reset
 from data_pipeline.shard_reader import TokenSource
+from txl_dist.config import Precision
 from txl_dist.evaluation.pieces import Piece
 from txl_dist.loss_sums import LossSums
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.precision import autocast
 
 # Shapes: B pieces side by side, T segment tokens, V vocabulary
 
@@ -30,22 +32,28 @@ class Scorer:
     source: TokenSource
     tgt_len: int
     reset: Reset
+    precision: Precision = "fp32"
     batch_pieces: int
     byte_counts_V: Tensor
     """UTF-8 bytes of every token id, on the CPU."""
 
     def scores(self, pieces: Sequence[Piece]) -> Iterator[LossSums]:
         """The sums of every piece, in order."""
+        for group in self.groups(pieces):
+            yield from self._score_group(group)
+
+    def groups(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+        """The pieces in order, as many at a time as are read side by side."""
         remaining = iter(pieces)
         while group := list(islice(remaining, self.batch_pieces)):
-            yield from self._score_group(group)
+            yield group
 
     def _score_group(self, group: list[Piece]) -> list[LossSums]:
         device = next(self.model.parameters()).device
-        memory = self.model.empty_memory(len(group))
+        memory = self.model.empty_state(len(group))
         sums = [LossSums() for _ in group]
-        for input_BT, target_BT, age_BT in self._segments(group):
-            with torch.no_grad():
+        for input_BT, target_BT, age_BT in self.segments(group):
+            with torch.no_grad(), autocast(self.precision, device):
                 nats_BT, memory = self.model(
                     input_BT.to(device), target_BT.to(device), age_BT.to(device), memory
                 )
@@ -54,7 +62,7 @@ class Scorer:
                 sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
         return sums
 
-    def _segments(self, group: list[Piece]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def segments(self, group: list[Piece]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Input, target and age [B, T] of each segment, from the warm-ups to the longest row's end.
 
         Targets of warm-up are IGNORED; ages count from the warm-up's start at most, because the

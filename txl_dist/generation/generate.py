@@ -1,4 +1,4 @@
-"""Generation: read the prompt in segments, then one token at a time, the memory carried along."""
+"""Generation: read the prompt in segments, then one token at a time, the state carried along."""
 
 import codecs
 from collections.abc import Iterator, Sequence
@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from data_pipeline.tokenizers import Tokenizer
+from txl_dist.config import Precision
 from txl_dist.generation.sampling import Sampling, next_token
-from txl_dist.model.memory import Memory
+from txl_dist.model.inference import InferenceState
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.precision import autocast
 
 
 def generate_tokens(
@@ -19,6 +21,7 @@ def generate_tokens(
     sampling: Sampling,
     seed: int,
     end: int | None = None,
+    precision: Precision = "fp32",
 ) -> Iterator[int]:
     """Token ids after `prompt` (not empty), for ever or until `end` is drawn.
 
@@ -27,14 +30,14 @@ def generate_tokens(
     if not prompt:
         raise ValueError("the prompt needs at least one token; an empty text has the document's")
     generator = torch.Generator().manual_seed(seed)
-    memory, num_read = model.empty_memory(1), 0
+    state, num_read = model.empty_state(1), 0
     has_memory = model.config.mem_len > 0
     pending = list(prompt)
     while True:
         while len(pending) > tgt_len:
-            _, memory = _read(model, pending[:tgt_len], num_read, memory)
+            _read(model, pending[:tgt_len], num_read, state, precision)
             pending, num_read = pending[tgt_len:], num_read + tgt_len
-        logits_V, memory = _read(model, pending, num_read, memory)
+        logits_V = _read(model, pending, num_read, state, precision)
         num_read += len(pending)
         token = next_token(logits_V, sampling, generator)
         if token == end:
@@ -47,22 +50,35 @@ def generate_tokens(
 
 
 def _read(
-    model: TransformerXL, tokens: Sequence[int], num_read: int, memory: Memory
-) -> tuple[torch.Tensor, Memory]:
-    """Read tokens after `num_read` others; the next token's logits [V] on the CPU, and memory."""
+    model: TransformerXL,
+    tokens: Sequence[int],
+    num_read: int,
+    state: InferenceState,
+    precision: Precision,
+) -> torch.Tensor:
+    """Read tokens after `num_read` others; the next token's logits [V] on the CPU."""
     device = next(model.parameters()).device
     input_BT = torch.tensor([tokens], device=device)
     age_BT = torch.arange(num_read, num_read + len(tokens), device=device)[None]
-    with torch.no_grad():
-        hidden_BTD, memory = model.hidden(input_BT, age_BT, memory)
-        return model.logits(hidden_BTD[:, -1:])[0, 0].cpu(), memory
+    with torch.no_grad(), autocast(precision, device):
+        hidden_BTD, _ = model.hidden(input_BT, age_BT, state)
+        return model.logits(hidden_BTD[:, -1:])[0, 0].cpu()
 
 
-def stream_text(tokens: Iterator[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Text of the tokens as soon as it is whole: never half a character."""
+def stream_text(
+    tokens: Iterator[int], tokenizer: Tokenizer, *, after: int | None = None
+) -> Iterator[str]:
+    """Text of the tokens as soon as it is whole: never half a character.
+
+    A token's text may depend on the one before it, as the blank between two words does; `after` is
+    the last token of the prompt.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    last = tokenizer.end_of_document if after is None else after
     for token in tokens:
-        if text := decoder.decode(tokenizer.decode_bytes([token])):
+        both, before = tokenizer.decode_bytes([last, token]), tokenizer.decode_bytes([last])
+        last = token
+        if text := decoder.decode(both.removeprefix(before)):
             yield text
     if text := decoder.decode(b"", final=True):
         yield text

@@ -1,87 +1,93 @@
-"""Attention over memory and segment with relative positions: an oracle and a fast form.
+"""Attention over memory and segment: the layer's projections, and the equation spelled out.
 
-    A_ij = q_i . k_j  +  q_i . r_(i-j)  +  u . k_j  +  v . r_(i-j)
+    A_ij = q_i . k_j  +  (q_i + v) . r_(i-j)  +  u . k_j  +  b_(i-j)
 
-`reference_attention` reads like the equation. `fast_attention` computes the same with two matrix
-products a head, the shift as a view, and no einsum. Both take the projected tensors, so a test can
-hold one against the other. Source: Dai et al. 2019, arXiv:1901.02860, section 3.3, equation 5.
+`reference_attention` reads like that and is the oracle; `fast_attention.py` has the forms that run.
+All take projected tensors, heads first, so that tests can hold one against the other. Which of the
+terms there are is `encodings.py`'s. Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, einsum, nn
-from torch.nn.functional import pad
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.distances import align_distances, align_padded_distances
+from txl_dist.model.distances import align_distances
 from txl_dist.model.dropout import Draws, Dropout
+from txl_dist.model.encodings import ENCODINGS, Biases, DistanceTerms, turn
+from txl_dist.model.fast_attention import AttentionFunction, choose_attention
+from txl_dist.model.inference import LayerState
+from txl_dist.model.packing import heads_first, pack_heads
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
-ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(q_BTHK, k_BSHK, r_SHK, u_HK, v_HK) -> scaled scores [B, H, T, S], not masked yet."""
+
+def reference_scores(q_HBTK: Tensor, k_HBSK: Tensor, terms: DistanceTerms) -> Tensor:
+    """The equation, term by term: scaled scores [B, H, T, S], not masked."""
+    u_HK, v_HK, scale = terms.content_bias_HK, terms.distance_bias_HK, q_HBTK.shape[-1] ** -0.5
+    q_u = q_HBTK if u_HK is None else q_HBTK + u_HK[:, None, None]
+    score_BHTS = einsum("hbtk,hbsk->bhts", q_u, k_HBSK) * scale
+    if terms.distance_HSK is not None:
+        q_v = q_HBTK if v_HK is None else q_HBTK + v_HK[:, None, None]
+        by_distance_BHTS = einsum("hbtk,hsk->bhts", q_v, terms.distance_HSK) * scale
+        score_BHTS = score_BHTS + align_distances(by_distance_BHTS)
+    if terms.score_HS is not None:
+        num_queries = q_HBTK.shape[2]
+        by_distance_HTS = terms.score_HS[:, None].repeat(1, num_queries, 1)
+        score_BHTS = score_BHTS + align_distances(by_distance_HTS)
+    return score_BHTS
 
 
-def reference_scores(
-    q_BTHK: Tensor, k_BSHK: Tensor, r_SHK: Tensor, u_HK: Tensor, v_HK: Tensor
+def reference_weights(
+    q_HBTK: Tensor, k_HBSK: Tensor, terms: DistanceTerms, mask_BTS: Tensor
 ) -> Tensor:
-    """Equation 5, term by term."""
-    content_BHTS = einsum("bthk,bshk->bhts", q_BTHK + u_HK, k_BSHK)
-    by_distance_BHTS = einsum("bthk,shk->bhts", q_BTHK + v_HK, r_SHK)
-    return (content_BHTS + align_distances(by_distance_BHTS)) * q_BTHK.shape[-1] ** -0.5
+    """How much each query takes of each key [B, H, T, S]; rows sum to 1."""
+    return (reference_scores(q_HBTK, k_HBSK, terms) + mask_BTS[:, None]).softmax(dim=-1)
 
 
-def fast_scores(
-    q_BTHK: Tensor, k_BSHK: Tensor, r_SHK: Tensor, u_HK: Tensor, v_HK: Tensor
+def reference_attention(
+    q_HBTK: Tensor,
+    k_HBSK: Tensor,
+    v_HBSK: Tensor,
+    terms: DistanceTerms,
+    mask_BTS: Tensor,
+    keep_BHTS: Tensor | None,
 ) -> Tensor:
-    """Heads first, so that the distance scores of all lanes are one product a head.
-
-    The zero row in front of the distances gives the shift its spare column without a copy, queries
-    are scaled instead of scores, and `baddbmm` adds the content scores onto the shifted view.
-    """
-    num_lanes, num_queries, num_heads, d_head = q_BTHK.shape
-    scale = d_head**-0.5
-    q_HBTK = (q_BTHK * scale).permute(2, 0, 1, 3)
-    q_u = (q_HBTK + (u_HK * scale)[:, None, None]).reshape(-1, num_queries, d_head)
-    q_v = (q_HBTK + (v_HK * scale)[:, None, None]).reshape(num_heads, -1, d_head)
-    k_T = k_BSHK.permute(2, 0, 3, 1).reshape(num_heads * num_lanes, d_head, -1)
-    r_T = pad(r_SHK, (0, 0, 0, 0, 1, 0)).permute(1, 2, 0)
-
-    by_distance = torch.bmm(q_v, r_T).unflatten(1, (num_lanes, num_queries))
-    shifted = align_padded_distances(by_distance).flatten(0, 1)
-    score_HBTS = torch.baddbmm(shifted, q_u, k_T).unflatten(0, (num_heads, num_lanes))
-    return score_HBTS.transpose(0, 1)
+    """Mixed values [B, T, H, K]."""
+    weight_BHTS = reference_weights(q_HBTK, k_HBSK, terms, mask_BTS)
+    if keep_BHTS is not None:
+        weight_BHTS = weight_BHTS * keep_BHTS
+    return einsum("bhts,hbsk->bthk", weight_BHTS.to(v_HBSK.dtype), v_HBSK)
 
 
-SCORES: dict[str, ScoreFunction] = {
-    "reference": reference_scores,
-    "fast": fast_scores,
-    "auto": fast_scores,
-}
+Watch = Callable[[int, Tensor], None]
+"""Is shown every layer's number and attention weights [B, H, T, S]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What is the same for all layers of one segment."""
 
-    distance_SD: Tensor
-    """Encoded distances S - 1 .. 0."""
-    visible_BTS: Tensor
-    """Which keys each query may see (visibility.py)."""
-    biases_HK: tuple[Tensor, Tensor] | None
-    """u and v of equation 5; none if every layer has its own (`untie_r`)."""
+    distances: Any
+    """What the encoding prepared for S keys (encodings.py)."""
+    biases_HK: Biases | None
+    """u and v; none if every layer has its own (`untie_r`), or the encoding has none."""
+    mask_BTS: Tensor
+    """0 where a query may see a key, else minus infinity (visibility.py)."""
     draws: Draws | None
     """Dropout masks; none when evaluating."""
+    watch: Watch | None = None
 
 
-class RelativeAttention(nn.Module):
+class Attention(nn.Module):
     """Multi-head attention of a segment over [stop-gradient memory ; segment].
 
-    forward(x_BTD, memory_BMD, around) -> out_BTD, without the residual. Keys and values of the
-    memory pass through the current weights; no gradient passes on to the memory's own past, because
-    `Memory.after` cut it off.
+    forward(x_BTD, past, around) -> out_BTD, without the residual. `past` is the memory: inputs
+    [B, M, D], whose keys and values are projected here by the current weights, or, when no gradient
+    is needed, the layer's state of inference, which kept them.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -90,23 +96,41 @@ class RelativeAttention(nn.Module):
         self.heads = (config.n_head, config.d_head)
         self.query = nn.Linear(config.d_model, width, bias=False)
         self.key_value = nn.Linear(config.d_model, 2 * width, bias=False)
-        self.distance = nn.Linear(config.d_model, width, bias=False)
+        self.distances = ENCODINGS[config.distance_encoding](config)
         self.out = nn.Linear(width, config.d_model, bias=False)
-        if config.untie_r:
-            self.content_bias_HK = nn.Parameter(torch.empty(self.heads))  # u of this layer
-            self.distance_bias_HK = nn.Parameter(torch.empty(self.heads))  # v of this layer
         self.weight_dropout = Dropout(config.dropatt, layer=layer, place="attention weights")
-        self.scores = SCORES[config.attention]
+        self.implementation = config.attention
 
-    def forward(self, x_BTD: Tensor, memory_BMD: Tensor, around: Surroundings) -> Tensor:
-        context_BSD = torch.cat([memory_BMD, x_BTD], dim=1)
-        q_BTHK = self.query(x_BTD).unflatten(-1, self.heads)
-        k_BSHK, v_BSHK = self.key_value(context_BSD).unflatten(-1, (2, *self.heads)).unbind(-3)
-        r_SHK = self.distance(around.distance_SD).unflatten(-1, self.heads)
-
-        u_HK, v_HK = around.biases_HK or (self.content_bias_HK, self.distance_bias_HK)
-        score_BHTS = self.scores(q_BTHK, k_BSHK, r_SHK, u_HK, v_HK)
-        score_BHTS = score_BHTS.masked_fill(~around.visible_BTS[:, None], -torch.inf)
-        weight_BHTS = self.weight_dropout(score_BHTS.softmax(dim=-1), around.draws)
-        mixed_BTHK = (weight_BHTS @ v_BSHK.transpose(1, 2)).transpose(1, 2)
+    def forward(self, x_BTD: Tensor, past: "Tensor | LayerState", around: Surroundings) -> Tensor:
+        q_HBTK = self.query(x_BTD).unflatten(-1, self.heads).permute(2, 0, 1, 3)
+        if isinstance(past, LayerState):
+            k_HBSK, v_HBSK = past.append(*heads_first(self.key_value(x_BTD), self.heads))
+            terms = past.terms(k_HBSK.shape[2], lambda: self._terms(around))
+        else:
+            # Two projections: one of both together would compute a gradient for the memory too.
+            projected = self.key_value(past), self.key_value(x_BTD)
+            k_HBSK, v_HBSK = pack_heads(*projected, self.heads)
+            terms = self._terms(around)
+        if terms.turn_SK is not None:
+            q_HBTK, k_HBSK = turn(q_HBTK, terms.turn_SK), turn(k_HBSK, terms.turn_SK)
+        if around.watch is not None:
+            weights = reference_weights(q_HBTK, k_HBSK, terms, around.mask_BTS)
+            around.watch(self.weight_dropout.layer, weights)
+        attention = self._form(x_BTD.device)
+        keep_BHTS = self._keep(around, k_HBSK.shape[2])
+        mixed_BTHK = attention(q_HBTK, k_HBSK, v_HBSK, terms, around.mask_BTS, keep_BHTS)
         return self.out(mixed_BTHK.flatten(-2))
+
+    def _terms(self, around: Surroundings) -> DistanceTerms:
+        return self.distances(around.distances, around.biases_HK)
+
+    def _keep(self, around: Surroundings, num_keys: int) -> Tensor | None:
+        """Which weights are kept, and by how much they grow for it."""
+        num_lanes, num_queries, _ = around.mask_BTS.shape
+        shape = (num_lanes, self.heads[0], num_queries, num_keys)
+        return self.weight_dropout.scale(around.mask_BTS.new_zeros(()).expand(shape), around.draws)
+
+    def _form(self, device: torch.device) -> AttentionFunction:
+        if self.implementation == "reference":
+            return reference_attention
+        return choose_attention(self.implementation, device=device)

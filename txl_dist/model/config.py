@@ -26,6 +26,8 @@ class ModelConfig:
     """Width of the token table; None is `d_model`. Another width adds a projection at each end."""
     mem_len: int = 128
     """Tokens of memory per lane and layer. 0 turns recurrence off."""
+    distance_encoding: Literal["sinusoidal", "shaw", "rotary", "alibi", "absolute"] = "sinusoidal"
+    """What attention knows of distances; `sinusoidal` is the paper's (encodings.py)."""
     clamp_len: int | None = None
     """Distances above this share one encoding; None never clamps."""
     same_length: bool = False
@@ -45,8 +47,8 @@ class ModelConfig:
     dropout: float = 0.0
     dropatt: float = 0.0
     """Dropout of attention weights."""
-    attention: Literal["auto", "reference", "fast"] = "auto"
-    """Which implementation of the same equation; `reference` is the readable oracle."""
+    attention: Literal["auto", "reference", "fused", "biased"] = "auto"
+    """Which form of the same equation; `reference` is the readable oracle, `auto` the fastest."""
     init_std: float = 0.02
     proj_init_std: float = 0.01
 
@@ -60,20 +62,49 @@ class ModelConfig:
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) <= 0.99:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 0.99]")
-        if self.d_model % 2:
-            raise ValueError(
-                f"d_model={self.d_model} must be even: distances are encoded as pairs of sine and "
-                f"cosine; use {self.d_model + 1}"
-            )
         if self.d_embed is not None and self.d_embed < 1:
             raise ValueError(f"d_embed={self.d_embed} must be at least 1, or null for d_model")
         if self.clamp_len is not None and self.clamp_len < 1:
             raise ValueError(
                 f"clamp_len={self.clamp_len} must be at least 1, or null to switch it off"
             )
+        self._check_encoding()
         if self.same_length and self.mem_len == 0:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
         self._check_clusters()
+
+    def _check_encoding(self) -> None:
+        name = self.distance_encoding
+        if self.d_model % 2 and name in ("sinusoidal", "absolute"):
+            raise ValueError(
+                f"d_model={self.d_model} must be even: distances are encoded as pairs of sine and "
+                f"cosine; use {self.d_model + 1}"
+            )
+        if self.d_head % 2 and name == "rotary":
+            raise ValueError(
+                f"d_head={self.d_head} must be even for distance_encoding=rotary, which turns "
+                f"pairs; use {self.d_head + 1}"
+            )
+        if self.clamp_len is None and name == "shaw":
+            raise ValueError(
+                "distance_encoding=shaw learns a vector for every distance up to clamp_len; set "
+                "clamp_len, for example to mem_len + tgt_len - 1"
+            )
+        if self.clamp_len is not None and name == "rotary":
+            raise ValueError(
+                f"clamp_len={self.clamp_len} cannot be had with distance_encoding=rotary, which "
+                "turns by positions; use null"
+            )
+        if self.mem_len and name == "absolute":
+            raise ValueError(
+                f"mem_len={self.mem_len} cannot be had with distance_encoding=absolute, which "
+                "knows the place in a segment only; use 0, or another distance_encoding"
+            )
+        if self.untie_r and name != "sinusoidal":
+            raise ValueError(
+                f"untie_r=true is an option of distance_encoding=sinusoidal, not of {name}; "
+                "use false"
+            )
 
     def _check_clusters(self) -> None:
         bounds = (0, *self.cutoffs, self.vocab_size or max(self.cutoffs, default=0) + 1)
@@ -98,6 +129,11 @@ class ModelConfig:
             )
         if any(self.tie_projs) and not self.has_projection:
             raise ValueError("tie_projs needs a d_embed that differs from d_model, or div_val > 1")
+
+    @property
+    def shares_biases(self) -> bool:
+        """Whether one pair u, v serves all layers."""
+        return self.distance_encoding == "sinusoidal" and not self.untie_r
 
     @property
     def num_clusters(self) -> int:

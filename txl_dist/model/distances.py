@@ -4,6 +4,8 @@ Source: Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B; `clamp_le
 that name in the paper's code.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -11,6 +13,13 @@ from torch.nn.functional import pad
 # Shapes: T segment tokens, S keys, D d_model
 
 
+def distances(num_keys: int, *, clamp_len: int | None, device: torch.device | str) -> Tensor:
+    """S - 1, ..., 1, 0 as float64 [S], none above `clamp_len`."""
+    distance_S = torch.arange(num_keys - 1, -1, -1, dtype=torch.float64, device=device)
+    return distance_S if clamp_len is None else distance_S.clamp(max=clamp_len)
+
+
+@lru_cache(maxsize=8)
 def encode_distances(
     num_keys: int,
     d_model: int,
@@ -19,13 +28,12 @@ def encode_distances(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """Encodings [S, D] of the distances S - 1, ..., 1, 0: sines, then cosines.
+    """Encodings [S, D] of the distances S - 1, ..., 1, 0: sines, then cosines. Not to be changed.
 
     Computed in float64 and rounded once: in float32 the angle of a distance of thousands is coarse.
+    Kept for the next call, because every segment of a run asks for the same.
     """
-    distance_S = torch.arange(num_keys - 1, -1, -1, dtype=torch.float64, device=device)
-    if clamp_len is not None:
-        distance_S = distance_S.clamp(max=clamp_len)
+    distance_S = distances(num_keys, clamp_len=clamp_len, device=device)
     exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
     angle = distance_S[:, None] * 10000.0 ** -exponent[None, :]
     return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)

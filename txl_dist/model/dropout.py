@@ -29,8 +29,13 @@ class Dropout(nn.Module):
         self.place: Place = place
 
     def forward(self, x: Tensor, draws: Draws | None) -> Tensor:
+        scale = self.scale(x, draws)
+        return x if scale is None else x * scale
+
+    def scale(self, x: Tensor, draws: Draws | None) -> Tensor | None:
+        """What `x` is to be multiplied with; none if nothing is dropped. Only its shape counts."""
         if draws is None or self.rate == 0:
-            return x
-        return x * draws.scale(
+            return None
+        return draws.scale(
             x, rate=self.rate, layer=self.layer, place=self.place, by_lane=self.by_lane
         )

@@ -4,14 +4,18 @@ Post-norm is the paper's x = norm(x + f(x)); pre-norm is x = x + f(norm(x)), whe
 the norm too. Source: arXiv:1901.02860, section 3.3.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
-from txl_dist.model.attention import RelativeAttention, Surroundings
+from txl_dist.model.attention import Attention, Surroundings
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Draws, Dropout
+from txl_dist.model.inference import LayerState
 
-# Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model
+# Shapes: B lanes, T segment tokens, N = B T, M memory tokens, D d_model, I d_inner
 
 
 class FeedForward(nn.Module):
@@ -24,31 +28,51 @@ class FeedForward(nn.Module):
         self.inner_dropout = Dropout(config.dropout, layer=layer, place="inner")
 
     def forward(self, x_BTD: Tensor, draws: Draws | None) -> Tensor:
-        return self.down(self.inner_dropout(torch.relu(self.up(x_BTD)), draws))
+        # Rows without lanes, for the projection of more dimensions is a view of another tensor.
+        inner_NI = _InPlaceRelu.apply(self.up(x_BTD.flatten(0, 1)))
+        inner_BTI = inner_NI.unflatten(0, x_BTD.shape[:2])
+        return self.down(self.inner_dropout(inner_BTI, draws))
+
+
+class _InPlaceRelu(Function):
+    """ReLU of a projection that nobody else has, forwards and backwards in its own memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x.relu_())
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        (gradient,) = gradients  # made by the next product for this node alone
+        return torch.ops.aten.threshold_backward.grad_input(gradient, y, 0, grad_input=gradient)
 
 
 class Layer(nn.Module):
-    """forward(x_BTD, memory_BMD, around) -> the next layer's input, [B, T, D]."""
+    """forward(x_BTD, past, around) -> the next layer's input, [B, T, D]; `past` as in attention."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.pre_lnorm = config.pre_lnorm
-        self.attention = RelativeAttention(config, layer)
+        self.attention = Attention(config, layer)
         self.attention_norm = nn.LayerNorm(config.d_model)
         self.attention_dropout = Dropout(config.dropout, layer=layer, place="attention")
         self.feed_forward = FeedForward(config, layer)
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
         self.feed_forward_dropout = Dropout(config.dropout, layer=layer, place="feed-forward")
 
-    def forward(self, x_BTD: Tensor, memory_BMD: Tensor, around: Surroundings) -> Tensor:
+    def forward(self, x_BTD: Tensor, past: Tensor | LayerState, around: Surroundings) -> Tensor:
         draws = around.draws
         if self.pre_lnorm:
             norm = self.attention_norm
-            mixed = self.attention(norm(x_BTD), norm(memory_BMD), around)
+            past = norm(past) if isinstance(past, Tensor) else past
+            mixed = self.attention(norm(x_BTD), past, around)
             x_BTD = x_BTD + self.attention_dropout(mixed, draws)
             mixed = self.feed_forward(self.feed_forward_norm(x_BTD), draws)
             return x_BTD + self.feed_forward_dropout(mixed, draws)
-        mixed = self.attention(x_BTD, memory_BMD, around)
+        mixed = self.attention(x_BTD, past, around)
         x_BTD = self.attention_norm(x_BTD + self.attention_dropout(mixed, draws))
         mixed = self.feed_forward(x_BTD, draws)
         return self.feed_forward_norm(x_BTD + self.feed_forward_dropout(mixed, draws))

@@ -22,6 +22,11 @@ class Memory:
 
     layers: tuple[Tensor, ...]
 
+    @property
+    def mem_len(self) -> int:
+        """Tokens it holds of every lane, the unused ones included."""
+        return self.layers[0].shape[1]
+
     @classmethod
     def empty(
         cls,

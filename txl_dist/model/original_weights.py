@@ -15,7 +15,6 @@ from txl_dist.model.config import ModelConfig
 
 _LAYER_NAMES = {
     "dec_attn.o_net.weight": "attention.out.weight",
-    "dec_attn.r_net.weight": "attention.distance.weight",
     "dec_attn.layer_norm.weight": "attention_norm.weight",
     "dec_attn.layer_norm.bias": "attention_norm.bias",
     "pos_ff.CoreNet.0.weight": "feed_forward.up.weight",
@@ -26,6 +25,16 @@ _LAYER_NAMES = {
     "pos_ff.layer_norm.bias": "feed_forward_norm.bias",
 }
 _BIASES = {"r_w_bias": "content_bias_HK", "r_r_bias": "distance_bias_HK"}
+_BY_ENCODING = {
+    "sinusoidal": {"dec_attn.r_net.weight": "attention.distances.project.weight"},
+    "shaw": {
+        "r_w_bias": "attention.distances.content_bias_HK",
+        "r_emb": "attention.distances.distance_SHK",
+        "r_bias": "attention.distances.score_SH",
+    },
+}
+_STACKED = ("r_w_bias", "r_emb", "r_bias")
+"""Shaw's, which the original keeps in one tensor for all layers, the farthest distance first."""
 _REVERSED = ("crit.cluster_weight", "crit.cluster_bias")
 """Rows of clusters, which the original reads from the last to the first."""
 
@@ -42,19 +51,23 @@ class _Rows:
 def _originals(config: ModelConfig) -> dict[str, tuple[_Rows, ...]]:
     """Original name -> our rows, which stand one below the other in the original's tensor."""
     names = _ends(config)
-    if not config.untie_r:
+    if config.shares_biases:
         names |= {name: (_Rows(ours),) for name, ours in _BIASES.items()}
     width = config.n_head * config.d_head
     for layer in range(config.n_layer):
         here = f"layers.{layer}."
-        names |= {here + original: (_Rows(here + ours),) for original, ours in _LAYER_NAMES.items()}
+        own = _LAYER_NAMES | _BY_ENCODING.get(config.distance_encoding, {})
+        names |= {here + original: (_Rows(here + ours),) for original, ours in own.items()}
         if config.untie_r:  # an option of its descendants
             for name, ours in _BIASES.items():
-                names[f"{here}dec_attn.{name}"] = (_Rows(f"{here}attention.{ours}"),)
-        names[here + "dec_attn.qkv_net.weight"] = (
-            _Rows(here + "attention.query.weight", 0, width),
-            _Rows(here + "attention.key_value.weight", 0, 2 * width),
-        )
+                names[f"{here}dec_attn.{name}"] = (_Rows(f"{here}attention.distances.{ours}"),)
+        query = _Rows(here + "attention.query.weight", 0, width)
+        key_value = _Rows(here + "attention.key_value.weight", 0, 2 * width)
+        if config.distance_encoding == "absolute":
+            names[here + "dec_attn.q_net.weight"] = (query,)
+            names[here + "dec_attn.kv_net.weight"] = (key_value,)
+        else:
+            names[here + "dec_attn.qkv_net.weight"] = (query, key_value)
     return names
 
 
@@ -84,6 +97,8 @@ def from_original(
 
     `clusters_reversed=False` for those of its descendants that count clusters forwards.
     """
+    if config.distance_encoding == "shaw":
+        tensors = _by_layer(tensors, config)
     found: dict[str, list[tuple[int, Tensor]]] = {}
     for original, rows in _originals(config).items():
         reverse = clusters_reversed and original in _REVERSED
@@ -105,4 +120,18 @@ def to_original(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
     for original, rows in _originals(config).items():
         tensor = torch.cat([tensors[part.name][part.start : part.stop] for part in rows])
         named[original] = tensor.flip(0) if original in _REVERSED else tensor
+    if config.distance_encoding == "shaw":
+        for name in _STACKED:
+            layers = [named.pop(f"layers.{layer}.{name}") for layer in range(config.n_layer)]
+            stacked = torch.stack(layers)
+            named[name] = stacked if name == "r_w_bias" else stacked.flip(1)
     return named
+
+
+def _by_layer(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The original's tensors with Shaw's cut into layers, distance 0 first."""
+    cut = dict(tensors)
+    for name in _STACKED:
+        stacked = cut.pop(name) if name == "r_w_bias" else cut.pop(name).flip(1)
+        cut |= {f"layers.{layer}.{name}": stacked[layer] for layer in range(config.n_layer)}
+    return cut

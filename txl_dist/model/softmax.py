@@ -25,7 +25,10 @@ IGNORED = -1
 
 
 class TokenSoftmax(nn.Module):
-    """Nats and log-probabilities of tokens. Holds only what it does not share with the table."""
+    """forward(hidden_BTD, target_BT, table) -> nats_BT; `logits` for all tokens.
+
+    Holds only what it does not share with the table.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class TokenSoftmax(nn.Module):
             self.cluster_weight = nn.Parameter(torch.empty(len(config.cutoffs), widths[0]))
             self.cluster_bias = nn.Parameter(torch.empty(len(config.cutoffs)))
 
-    def nats(self, hidden_BTD: Tensor, target_BT: Tensor, table: TokenTable) -> Tensor:
+    def forward(self, hidden_BTD: Tensor, target_BT: Tensor, table: TokenTable) -> Tensor:
         """Negative log-likelihood [B, T] in nats, in token order; 0 where the target is IGNORED."""
         hidden_ND, target_N = hidden_BTD.flatten(0, 1), target_BT.flatten()
         # In the head, a rare token's target is its cluster's column.
@@ -89,12 +92,13 @@ class TokenSoftmax(nn.Module):
         if len(self.bounds) > 1:
             weight = torch.cat([weight, self.cluster_weight])
             bias = torch.cat([bias, self.cluster_bias])
-        return linear(self._project(0, hidden, table), weight, bias)
+        return _in_fp32(linear(self._project(0, hidden, table), weight, bias))
 
     def _tail(self, number: int, hidden: Tensor, table: TokenTable) -> Tensor:
         """Logits of one cluster's tokens, given that it was chosen."""
         bias = self.bias[slice(*self.bounds[number])]
-        return linear(self._project(number, hidden, table), self._weight(number, table), bias)
+        weight = self._weight(number, table)
+        return _in_fp32(linear(self._project(number, hidden, table), weight, bias))
 
     def _weight(self, number: int, table: TokenTable) -> Tensor:
         weights = self.weights if len(self.weights) else table.weights
@@ -108,6 +112,11 @@ class TokenSoftmax(nn.Module):
         if not len(table.projections):
             return hidden
         return linear(hidden, table.projections[min(number, len(table.projections) - 1)].t())
+
+
+def _in_fp32(logits: Tensor) -> Tensor:
+    """At least: under autocast they are bf16, too coarse to sum over a vocabulary."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _cross_entropy(logits: Tensor, target_N: Tensor) -> Tensor:

@@ -49,4 +49,7 @@ class TokenTable(nn.Module):
 
     def _vectors(self, table: int, token: Tensor) -> Tensor:
         x = embedding(token, self.weights[table])
-        return linear(x, self.projections[table]) if len(self.projections) else x
+        if not len(self.projections):
+            return x
+        # What flows between layers, and into the memory, is fp32 under autocast too.
+        return linear(x, self.projections[table]).to(x.dtype)

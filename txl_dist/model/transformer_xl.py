@@ -11,16 +11,17 @@ together is decided by the data (`age`), not here. Source: Dai et al. 2019, arXi
 import torch
 from torch import Tensor, nn
 
-from txl_dist.model.attention import Surroundings
+from txl_dist.model.attention import Surroundings, Watch
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.distances import encode_distances
 from txl_dist.model.dropout import Draws, Dropout
+from txl_dist.model.encodings import ENCODINGS, Absolute
+from txl_dist.model.inference import InferenceState
 from txl_dist.model.initialisation import initialise
 from txl_dist.model.layers import Layer
 from txl_dist.model.memory import Memory
 from txl_dist.model.softmax import TokenSoftmax
 from txl_dist.model.tokens import TokenTable
-from txl_dist.model.visibility import visible_keys
+from txl_dist.model.visibility import mask_scores, visible_keys
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
@@ -33,8 +34,9 @@ class TransformerXL(nn.Module):
         if config.vocab_size < 1:
             raise ValueError("ModelConfig.vocab_size must be set to build a model")
         self.config = config
+        self.encoding = ENCODINGS[config.distance_encoding]
         self.table = TokenTable(config)
-        if not config.untie_r:
+        if config.shares_biases:
             heads = (config.n_head, config.d_head)
             self.content_bias_HK = nn.Parameter(torch.empty(heads))  # u of all layers
             self.distance_bias_HK = nn.Parameter(torch.empty(heads))  # v of all layers
@@ -50,41 +52,53 @@ class TransformerXL(nn.Module):
         input_BT: Tensor,
         target_BT: Tensor,
         age_BT: Tensor,
-        memory: Memory,
+        memory: Memory | InferenceState,
         draws: Draws | None = None,
-    ) -> tuple[Tensor, Memory]:
+    ) -> tuple[Tensor, Memory | InferenceState]:
         """Score a segment. `target_BT` is IGNORED (-1) where nothing is to be scored."""
         hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, draws)
-        return self.softmax.nats(hidden_BTD, target_BT, self.table), memory
+        return self.softmax(hidden_BTD, target_BT, self.table), memory
 
     def hidden(
-        self, input_BT: Tensor, age_BT: Tensor, memory: Memory, draws: Draws | None = None
-    ) -> tuple[Tensor, Memory]:
+        self,
+        input_BT: Tensor,
+        age_BT: Tensor,
+        memory: Memory | InferenceState,
+        draws: Draws | None = None,
+        watch: Watch | None = None,
+    ) -> tuple[Tensor, Memory | InferenceState]:
         """The last layer's output [B, T, D] and the memory after the segment."""
-        x_BTD = self.embedding_dropout(self.table(input_BT), draws)
-        around = self._surroundings(x_BTD, age_BT, memory.layers[0].shape[1], draws)
+        x_BTD = self.table(input_BT)
+        if self.encoding is Absolute:
+            x_BTD = Absolute.add_to_input(self.config, x_BTD)
+        x_BTD = self.embedding_dropout(x_BTD, draws)
+        around = self._surroundings(x_BTD, age_BT, memory.mem_len, draws, watch)
         inputs = []
-        for layer, memory_BMD in zip(self.layers, memory.layers, strict=True):
+        for layer, past in zip(self.layers, memory.layers, strict=True):
             inputs.append(x_BTD)
-            x_BTD = layer(x_BTD, memory_BMD, around)
+            x_BTD = layer(x_BTD, past, around)
         return self.output_dropout(x_BTD, draws), memory.after(inputs)
 
     def _surroundings(
-        self, x_BTD: Tensor, age_BT: Tensor, mem_len: int, draws: Draws | None
+        self,
+        x_BTD: Tensor,
+        age_BT: Tensor,
+        mem_len: int,
+        draws: Draws | None,
+        watch: Watch | None,
     ) -> Surroundings:
-        config = self.config
-        distance_SD = encode_distances(
-            mem_len + x_BTD.shape[1],
-            config.d_model,
-            clamp_len=config.clamp_len,
-            dtype=x_BTD.dtype,
-            device=x_BTD.device,
-        )
+        config, num_keys = self.config, mem_len + x_BTD.shape[1]
+        visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=config.same_length)
         return Surroundings(
-            distance_SD=self.distance_dropout(distance_SD, draws),
-            visible_BTS=visible_keys(age_BT, mem_len=mem_len, same_length=config.same_length),
-            biases_HK=(None if config.untie_r else (self.content_bias_HK, self.distance_bias_HK)),
+            distances=self.encoding.prepare(
+                config, num_keys, x_BTD, lambda x: self.distance_dropout(x, draws)
+            ),
+            biases_HK=(
+                (self.content_bias_HK, self.distance_bias_HK) if config.shares_biases else None
+            ),
+            mask_BTS=mask_scores(visible_BTS, x_BTD.dtype),
             draws=draws,
+            watch=watch,
         )
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
@@ -101,4 +115,15 @@ class TransformerXL(nn.Module):
             d_model=config.d_model,
             dtype=weight.dtype,
             device=weight.device,
+        )
+
+    def empty_state(self, num_lanes: int) -> InferenceState:
+        """What to pass instead of a memory, with gradients off and weights that stand still."""
+        config = self.config
+        return InferenceState.empty(
+            n_layer=config.n_layer,
+            num_lanes=num_lanes,
+            mem_len=config.mem_len,
+            n_head=config.n_head,
+            d_head=config.d_head,
         )

@@ -23,3 +23,9 @@ def visible_keys(age_BT: Tensor, *, mem_len: int, same_length: bool) -> Tensor:
     if same_length:
         allowed_TS &= distance_TS < mem_len
     return allowed_TS & (distance_TS <= age_BT[:, :, None])
+
+
+def mask_scores(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to scores: 0 for a visible key, minus infinity for another, [B, T, S]."""
+    mask_BTS = torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device)
+    return mask_BTS.masked_fill_(~visible_BTS, -torch.inf)

@@ -2,8 +2,9 @@
 
 import hashlib
 import logging
+import math
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from txl_dist.evaluation.evaluate import (
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.precision import PRODUCT_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import TrainingData
@@ -70,7 +72,7 @@ class RankBuilder:
         report = Report(
             self.journal,
             num_steps=self.config.training.num_steps,
-            utilisation_per_rate=self._flops_per_step() / measure_peak_flops(self.world),
+            utilisation_per_rate=self._flops_per_step() / self._peak_flops(),
         )
         report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
         return Training(
@@ -81,7 +83,7 @@ class RankBuilder:
             report=report,
             stop=self.stop,
             save=self._saver(engine, step, tracker),
-            evaluate=self._evaluator(engine.model),
+            evaluate=self._evaluator(engine),
             state=state,
         )
 
@@ -135,6 +137,9 @@ class RankBuilder:
             self.data.model_config, num_lanes=data.num_lanes, tgt_len=data.tgt_len
         )
 
+    def _peak_flops(self) -> float:
+        return measure_peak_flops(self.world, PRODUCT_DTYPE[self.config.precision])
+
     def _stream(self, step: TrainStep, state: TrainState) -> SegmentStream:
         data = self.config.data
         source = self.data.open_split(self.config, data.train_split)
@@ -151,10 +156,11 @@ class RankBuilder:
         )
         return self.stack.enter_context(closing(stream))
 
-    def _evaluator(self, model: TransformerXL) -> Evaluate | None:
+    def _evaluator(self, engine: Engine) -> Evaluate | None:
         evaluation = self.config.evaluation
         if evaluation.split is None:
             return None
+        model = engine.model
         settings = EvaluationSettings(
             split=evaluation.split,
             mode="exact",
@@ -164,12 +170,14 @@ class RankBuilder:
             same_length=model.config.same_length,
             reset=self.config.data.reset,
             max_tokens=evaluation.max_tokens,
+            precision=self.config.precision,
         )
         scorer = Scorer(
             model=model,
             source=self.data.open_split(self.config, evaluation.split),
             tgt_len=settings.tgt_len,
             reset=settings.reset,
+            precision=settings.precision,
             batch_pieces=evaluation.batch_pieces,
             byte_counts_V=torch.from_numpy(self.data.tokenizer.token_bytes()),
         )
@@ -177,7 +185,9 @@ class RankBuilder:
         pieces = plan_evaluation(scorer.source, settings, n_layer=model.config.n_layer)
 
         def evaluate() -> EvaluationResult:
-            return evaluate_on_ranks(scorer, pieces, settings, world=self.world)
+            with engine.whole_model() as whole:
+                scoring = replace(scorer, model=whole)
+                return evaluate_on_ranks(scoring, pieces, settings, world=self.world)
 
         return evaluate
 
@@ -235,13 +245,14 @@ class RankBuilder:
 
     def _announcement(self, engine: Engine, state: TrainState, resumed_from: str | None) -> str:
         config, world = self.config, self.world
-        num_parameters = sum(p.numel() for p in engine.model.parameters())
+        num_parameters = sum(map(math.prod, engine.shapes.values()))
         begin = (
             f"resuming at step {state.step} from {resumed_from}" if resumed_from else "a new run"
         )
         return (
             f"{begin} | {num_parameters:,} parameters | {world.num_ranks} ranks on "
             f"{world.device.type} | ZeRO stage {config.deepspeed.zero_stage} | "
+            f"{config.precision} | "
             f"{config.data.num_lanes} lanes of {self.data.plan.lane_tokens:,} tokens an epoch | "
             f"steps {state.step + 1} to {config.training.num_steps}"
         )

@@ -18,6 +18,13 @@ def deepspeed_settings(
         # Always written: DeepSpeed clips at 1.0 where the config says nothing.
         "gradient_clipping": config.optimizer.gradient_clipping,
         "zero_optimization": {"stage": config.deepspeed.zero_stage, **zero},
+        # DeepSpeed switches off an autocast around its engine. No module is listed as safe for
+        # lower precision, or its gradients would travel in bf16.
+        "torch_autocast": {
+            "enabled": config.precision == "bf16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,

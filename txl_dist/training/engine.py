@@ -6,8 +6,12 @@ are listed, measured, in docs/decisions/0003-deepspeed-by-its-fragments.md.
 """
 
 import logging
+import math
 import os
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -43,17 +47,38 @@ class Engine:
         )
         self._stage = config.deepspeed.zero_stage
         self._world = world
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        """Of the whole parameters; at stage 3 the model itself holds only parts of them."""
+        self._hollow = deepcopy(model).to("meta") if self._stage == 3 else None
         model.to(world.device)
         self._optimizer = _adamw(model, config.optimizer)
         os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed insists
         self._engine = _initialise_deepspeed(model, self._optimizer, settings)
-        self._names = {id(p): name for name, p in model.named_parameters()}
         self._fill_optimizer_state()
 
     @property
     def model(self) -> TransformerXL:
-        """The bare model, for evaluation; at stages 0-2 every rank holds all weights."""
+        """The model as it is trained; at stage 3 its weights are spread over the ranks."""
         return self._engine.module
+
+    @contextmanager
+    def whole_model(self) -> Iterator[TransformerXL]:
+        """The model with all weights on this rank, for evaluation; all ranks enter together.
+
+        Inside, ranks may run it as often as they like: no forward waits for another rank.
+        """
+        if self._stage < 3:
+            yield self.model
+            return
+        import deepspeed
+
+        # DeepSpeed's hooks would let go of gathered weights; the twin has none, and shares them.
+        assert self._hollow is not None
+        twin = deepcopy(self._hollow)
+        with deepspeed.zero.GatheredParameters(self.model.parameters()):
+            weights = {name: p.detach() for name, p in self.model.named_parameters()}
+            twin.load_state_dict(weights, assign=True)
+            yield twin
 
     def forward(
         self, input_BT: Tensor, target_BT: Tensor, age_BT: Tensor, memory: Memory, draws: Draws
@@ -95,10 +120,9 @@ class Engine:
 
     def fragments(self) -> Iterator[Fragment]:
         """What this rank owns of every parameter; over all ranks, everything exactly once."""
+        find = {0: self._whole, 3: self._partition}.get(self._stage, _mapped)
         for name, parameter in self.model.named_parameters():
-            fragment = (
-                self._whole(name, parameter) if self._stage == 0 else _mapped(name, parameter)
-            )
+            fragment = find(name, parameter)
             if fragment is not None and fragment.master.numel():
                 yield fragment
 
@@ -122,6 +146,23 @@ class Engine:
             states = {key: state[key].view(-1) for key in OPTIMIZER_STATES}
             yield Fragment(name, tuple(parameter.shape), 0, parameter.detach().view(-1), states)
 
+    def _partition(self, name: str, parameter: Any) -> Fragment:
+        """Stage 3: the rank-th of equal parts of the flattened parameter, less the last's padding.
+
+        Parameters too small to be worth spreading are whole on every rank, but their masters are
+        spread like the others.
+        """
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        shape = self.shapes[name]
+        part = safe_get_local_fp32_param(parameter).detach()
+        start = self._world.rank * part.numel()
+        owned = slice(0, max(0, min(part.numel(), math.prod(shape) - start)))
+        states = {
+            key: safe_get_local_optimizer_state(parameter, key)[owned] for key in OPTIMIZER_STATES
+        }
+        return Fragment(name, shape, start, part[owned], states)
+
     def fragments_to_load(self) -> Iterator[Fragment]:
         """Where a checkpoint is to be copied to; `loaded` must follow."""
         return self._whole_parameters() if self._stage == 0 else self.fragments()
@@ -130,18 +171,26 @@ class Engine:
         """After copying into `fragments_to_load`: set the optimizer's step, refresh the weights."""
         for state in self._optimizer.state.values():
             state["step"].fill_(num_steps)
-        if self._stage > 0:
+        if self._stage == 3:
+            # Private and pinned: as DeepSpeed's own step does, from masters to partitions. Weights
+            # that are gathered just now, the small ones always, are let go first.
+            self._engine.empty_partition_cache()
+            for group in range(len(self._engine.optimizer.fp32_partitioned_groups_flat)):
+                self._engine.optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        elif self._stage > 0:
             self._engine.optimizer.update_lp_params()
 
     def _fill_optimizer_state(self) -> None:
         """Create AdamW's state now, as its first step would, so that it can be saved and loaded."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                self._optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{key: torch.zeros_like(parameter) for key in OPTIMIZER_STATES},
-                }
-        if self._stage > 0:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if self._stage == 3:  # DeepSpeed puts them into the groups during its step only
+            parameters = self._engine.optimizer.fp32_partitioned_groups_flat
+        for parameter in parameters:
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                **{key: torch.zeros_like(parameter) for key in OPTIMIZER_STATES},
+            }
+        if self._stage in (1, 2):
             # Private and pinned to this version: links each parameter to its slice of the state.
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -181,6 +230,8 @@ def _initialise_deepspeed(
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # At stage 3 torch would tell of DeepSpeed's old names for collectives several times a step.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # The shared-memory op would be compiled at every start and is never used in training.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)

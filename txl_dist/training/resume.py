@@ -112,7 +112,7 @@ def _accepted(
 
 def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
     """Weights, optimizer state and the memory of this rank's lanes, whoever wrote them."""
-    check_parameters(point.path, point.manifest, engine.model)
+    check_parameters(point.path, point.manifest, engine.shapes)
     load_fragments(point.path, point.manifest, engine.fragments_to_load())
     engine.loaded(num_steps=point.manifest.state.step)
     step.load_memory(load_memory(point.path, point.manifest, step.lanes))

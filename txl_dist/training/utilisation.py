@@ -16,19 +16,19 @@ SECONDS_A_SIZE = 0.15
 
 
 @cache
-def measure_peak_flops(world: World) -> float:
+def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
     """Operations per second of all ranks together, multiplying matrices at the same time.
 
-    Measured once a process; all ranks call it together.
+    In the `dtype` of the run's products. Measured once a process; all ranks call it together.
     """
     world.together(lambda: None)
-    best = max(_product_flops(size, world.device) for size in SIZES)
+    best = max(_product_flops(size, dtype, world.device) for size in SIZES)
     return float(world.sum(torch.tensor([best], dtype=torch.float64)))
 
 
-def _product_flops(size: int, device: torch.device) -> float:
+def _product_flops(size: int, dtype: torch.dtype, device: torch.device) -> float:
     """The fastest of the repetitions that fit into the time: others may use the machine too."""
-    matrix = torch.randn(size, size, device=device)
+    matrix = torch.randn(size, size, dtype=dtype, device=device)
     best, until = 0.0, time.monotonic() + SECONDS_A_SIZE
     while best == 0 or time.monotonic() < until:
         began = time.perf_counter()

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from data_pipeline.atomic_files import sha256_file
+from tests.small_models import small_model
 from tests.txl_dist.foreign.sources import golden_arrays, hf_copy, hf_weights
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.foreign.original import read_original
+from txl_dist.foreign.single_file import load_exported, write_exported
 from txl_dist.foreign.sources import read_model
 from txl_dist.foreign.transformers import read_transformers
 
@@ -91,6 +95,61 @@ def expect_refusal(tmp_path: Path, weights: dict[str, Any], *, match: str) -> No
     torch.save(weights, source / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=match):
         read_transformers(source)
+
+
+SPOILED = {
+    "not finite": (lambda tensor: torch.full_like(tensor, torch.nan), "{} is not finite"),
+    "missing": (lambda tensor: None, "misses {}"),
+    "of another shape": (lambda tensor: tensor[:-1].clone(), "{} has shape"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_bad_weight_of_the_original_is_named(tmp_path: Path, how: str) -> None:
+    spoil, message = SPOILED[how]
+    arrays = golden_arrays("base_mem5")
+    name = "layers.1.pos_ff.CoreNet.0.weight"
+    spoiled = spoil(torch.from_numpy(arrays.pop(f"sd/{name}")))
+    if spoiled is not None:
+        arrays[f"sd/{name}"] = spoiled.numpy()
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(CheckpointError, match=message.format(name)):
+        read_original(tmp_path / "bad.npz")
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_bad_weight_of_an_export_is_named(tmp_path: Path, how: str) -> None:
+    spoil, message = SPOILED[how]
+    name = "layers.1.feed_forward.up.weight"
+    weights = exported_weights(tmp_path)
+    spoiled = spoil(weights.pop(name))
+    rewrite_export(tmp_path, weights if spoiled is None else weights | {name: spoiled})
+    with pytest.raises(CheckpointError, match=message.format(name)):
+        load_exported(tmp_path)
+
+
+def test_an_unknown_weight_is_named_in_every_format(tmp_path: Path) -> None:
+    ghost = {"sd/layers.3.ghost": np.zeros(2, np.float32)}
+    np.savez(tmp_path / "bad.npz", **(golden_arrays("base_mem5") | ghost))
+    with pytest.raises(CheckpointError, match=r"unknown.*layers\.3\.ghost"):
+        read_original(tmp_path / "bad.npz")
+    weights = exported_weights(tmp_path / "out")
+    rewrite_export(tmp_path / "out", weights | {"layers.3.ghost": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"unknown.*layers\.3\.ghost"):
+        load_exported(tmp_path / "out")
+
+
+def exported_weights(out: Path) -> dict[str, torch.Tensor]:
+    write_exported(out, small_model(), None)
+    return load_file(out / "model.safetensors")
+
+
+def rewrite_export(out: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Other weights, with the hash that belongs to them: someone's mistake, not a flipped bit."""
+    save_file(weights, out / "model.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    config["weights_sha256"] = sha256_file(out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04 cut off", b"\x80\x04\x95 cut off", b"text"])

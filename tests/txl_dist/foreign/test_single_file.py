@@ -110,6 +110,8 @@ def test_an_edited_config(tmp_path: Path) -> None:
     for change, error, match in [
         ({"version": 2}, CheckpointError, "version 2"),
         ({"model": 3}, CheckpointError, "model"),
+        ({"reading": {"tgt_len": 0}}, CheckpointError, "reading"),
+        ({"reading": {"reset": "never"}}, CheckpointError, "reading"),
         ({"model": written["model"] | {"ghost": 1}}, ConfigError, "ghost"),
         ({"model": written["model"] | {"n_head": 0}}, ConfigError, "n_head"),
         ({"model": written["model"] | {"d_inner": 8}}, CheckpointError, "feed_forward"),

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from data_pipeline.tokenizers import ByteTokenizer
+from data_pipeline.manifest import PrepareSettings
+from data_pipeline.tokenizers import ByteTokenizer, train_tokenizer
 from tests.small_models import VOCAB_SIZE, random_text, read_stream, small_model
 from txl_dist.generation import generate
 from txl_dist.generation.generate import generate_tokens, stream_text
@@ -127,3 +128,17 @@ def test_the_end_of_a_document_is_no_text() -> None:
     tokenizer = ByteTokenizer()
     tokens = [ord("a"), tokenizer.end_of_document, ord("b")]
     assert list(stream_text(iter(tokens), tokenizer)) == ["a", "b"]
+
+
+def test_streamed_words_are_set_apart_also_from_the_prompt() -> None:
+    settings = PrepareSettings(tokenizer="word")
+    tokenizer = train_tokenizer(settings, lambda: iter(["the cat sat\nthe end"]))
+    first, *others = tokenizer.encode("the cat\nthe end").tolist()
+    assert list(stream_text(iter([first, *others]), tokenizer)) == [
+        "the",
+        " cat",
+        "\n",
+        "the",
+        " end",
+    ]
+    assert "".join(stream_text(iter(others), tokenizer, after=first)) == " cat\nthe end"

@@ -1,5 +1,8 @@
 """Attention: the fast scores against the equation, and the shift against a loop."""
 
+import functools
+from dataclasses import dataclass, fields
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -7,63 +10,104 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from txl_dist.model.attention import fast_scores, reference_scores
+from txl_dist.model.attention import reference_attention, reference_scores
 from txl_dist.model.distances import align_distances, align_padded_distances, encode_distances
+from txl_dist.model.encodings import DistanceTerms
+from txl_dist.model.fast_attention import FORMS, AttentionFunction
+from txl_dist.model.visibility import mask_scores, visible_keys
 
 DIFFERENT_SIZES = st.lists(st.integers(1, 7), min_size=5, max_size=5, unique=True)
+TERMS = {
+    "none": (),
+    "content": ("content_bias_HK",),
+    "paper": ("content_bias_HK", "distance_bias_HK", "distance_HSK"),
+    "shaw": ("content_bias_HK", "distance_HSK", "score_HS"),
+    "alibi": ("score_HS",),
+    "all": ("content_bias_HK", "distance_bias_HK", "distance_HSK", "score_HS"),
+}
 
 
-def score_inputs(B: int, T: int, M: int, H: int, K: int) -> list[Tensor]:
-    """q, k, r, u and v of `ScoreFunction`, asking for gradients."""
-    torch.manual_seed(0)
-    shapes = [(B, T, H, K), (B, M + T, H, K), (M + T, H, K), (H, K), (H, K)]
-    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+@dataclass
+class Inputs:
+    """Random arguments of an attention function, asking for gradients."""
+
+    q_HBTK: Tensor
+    k_HBSK: Tensor
+    v_HBSK: Tensor
+    terms: DistanceTerms
+    mask_BTS: Tensor
+    keep_BHTS: Tensor | None
+
+    @classmethod
+    def of(cls, sizes: list[int], terms: str, *, dropout: bool = False) -> "Inputs":
+        B, T, M, H, K = sizes
+        S = M + T
+        torch.manual_seed(0)
+        shapes = {
+            "content_bias_HK": (H, K),
+            "distance_bias_HK": (H, K),
+            "distance_HSK": (H, S, K),
+            "score_HS": (H, S),
+        }
+        draw = functools.partial(torch.randn, dtype=torch.float64, requires_grad=True)
+        ages_BT = torch.randint(0, S, (B, T))
+        visible_BTS = visible_keys(ages_BT, mem_len=M, same_length=False)
+        return cls(
+            *(draw(H, B, N, K) for N in (T, S, S)),
+            DistanceTerms(**{name: draw(shapes[name]) for name in TERMS[terms]}),
+            mask_scores(visible_BTS, torch.float64),
+            torch.randint(0, 3, (B, H, T, S)).double() if dropout else None,
+        )
+
+    def run(self, attention: AttentionFunction) -> Tensor:
+        return attention(*(getattr(self, field.name) for field in fields(self)))
+
+    def gradients(self, attention: AttentionFunction, weight: Tensor) -> dict[str, Tensor]:
+        own = {name: getattr(self, name) for name in ("q_HBTK", "k_HBSK", "v_HBSK")}
+        terms = {field.name: getattr(self.terms, field.name) for field in fields(self.terms)}
+        wanted = own | {name: x for name, x in terms.items() if x is not None}
+        if attention is not reference_attention and self.terms.distance_HSK is None:
+            wanted.pop("score_HS", None)  # a fixed encoding's constant
+        sum_ = (self.run(attention) * weight).sum()
+        return dict(zip(wanted, torch.autograd.grad(sum_, list(wanted.values())), strict=True))
 
 
-def visible_keys(T: int, M: int) -> Tensor:
-    return torch.ones(T, M + T, dtype=torch.bool).tril(M)
-
-
-@settings(max_examples=40, deadline=None)
-@given(DIFFERENT_SIZES)
-@example([2, 3, 0, 4, 5])  # no memory
-@example([1, 1, 1, 1, 1])
-def test_fast_scores_equal_the_equation_on_every_visible_key(sizes: list[int]) -> None:
-    B, T, M, H, K = sizes
-    inputs = score_inputs(B, T, M, H, K)
-    fast_BHTS, reference_BHTS = fast_scores(*inputs), reference_scores(*inputs)
-    assert fast_BHTS.shape == (B, H, T, M + T)
-    assert_close(fast_BHTS[..., visible_keys(T, M)], reference_BHTS[..., visible_keys(T, M)])
-
-
-@settings(max_examples=40, deadline=None)
-@given(DIFFERENT_SIZES)
-@example([2, 3, 0, 4, 5])
-def test_their_gradients_equal_too(sizes: list[int]) -> None:
-    B, T, M, H, K = sizes
-    inputs = score_inputs(B, T, M, H, K)
-    weight_BHTS = torch.randn(B, H, T, M + T, dtype=torch.float64) * visible_keys(T, M)
-    fast, reference = (
-        torch.autograd.grad((scores(*inputs) * weight_BHTS).sum(), inputs)
-        for scores in (fast_scores, reference_scores)
-    )
-    assert_close(fast, reference)
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@settings(max_examples=15, deadline=None)
+@given(sizes=DIFFERENT_SIZES)
+@example(sizes=[2, 3, 0, 4, 5])  # no memory
+@example(sizes=[1, 1, 1, 1, 1])
+def test_every_form_equals_the_equation_and_its_gradients(
+    form: str, terms: str, dropout: bool, sizes: list[int]
+) -> None:
+    inputs = Inputs.of(sizes, terms, dropout=dropout)
+    found, expected = inputs.run(FORMS[form]), inputs.run(reference_attention)
+    assert_close(found, expected)
+    weight = torch.randn_like(found)
+    found_gradients = inputs.gradients(FORMS[form], weight)
+    expected_gradients = inputs.gradients(reference_attention, weight)
+    for name, gradient in found_gradients.items():
+        assert_close(gradient, expected_gradients[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_the_equation_is_the_papers_four_terms() -> None:
     B, T, M, H, K = 2, 3, 4, 5, 6
-    q, k, r, u, v = score_inputs(B, T, M, H, K)
-    scores = reference_scores(q, k, r, u, v)
+    inputs = Inputs.of([B, T, M, H, K], "paper")
+    q, k, terms = inputs.q_HBTK, inputs.k_HBSK, inputs.terms
+    u, v, r = terms.content_bias_HK, terms.distance_bias_HK, terms.distance_HSK
+    scores = reference_scores(q, k, terms)
     for t in range(T):
         for s in range(M + t + 1):
-            r_of_distance = r[(M + T - 1) - (M + t - s)]
+            r_of_distance = r[:, (M + T - 1) - (M + t - s)]
             expected = (
-                (q[:, t] * k[:, s]).sum(-1)
-                + (q[:, t] * r_of_distance).sum(-1)
-                + (u * k[:, s]).sum(-1)
-                + (v * r_of_distance).sum(-1)
+                (q[:, :, t] * k[:, :, s]).sum(-1)
+                + (q[:, :, t] * r_of_distance[:, None]).sum(-1)
+                + (u[:, None] * k[:, :, s]).sum(-1)
+                + (v * r_of_distance).sum(-1)[:, None]
             ) / K**0.5
-            assert_close(scores[:, :, t, s], expected)
+            assert_close(scores[:, :, t, s], expected.t())
 
 
 @settings(max_examples=40, deadline=None)

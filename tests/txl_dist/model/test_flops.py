@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.small_models import random_text, small_model
-from txl_dist.model.flops import forward_flops, training_flops
+from txl_dist.model.flops import forward_flops, inference_flops, training_flops
 
 OPTIONS = [
     {},
@@ -13,19 +13,35 @@ OPTIONS = [
     {"mem_len": 9, "n_layer": 3, "tie_weight": False},
     {"d_embed": 3, "pre_lnorm": True},
     {"cutoffs": (4, 9)},
+    {"cutoffs": (4, 9), "d_embed": 3},
+    {"distance_encoding": "shaw", "clamp_len": 6},
+    {"distance_encoding": "rotary"},
+    {"distance_encoding": "alibi"},
+    {"distance_encoding": "absolute", "mem_len": 0},
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_formula_equals_torchs_counter(options: dict) -> None:
     model = small_model(attention="reference", **options)
-    # All targets on the shortlist: tails have no rows.
-    text_BT = random_text(2, 7) % 4
+    text_BT = random_text(2, 7)
+    bounds = model.config.cluster_bounds[1:]
+    tail_rows = [int(((text_BT >= low) & (text_BT < high)).sum()) for low, high in bounds]
     given = (text_BT, text_BT, torch.full_like(text_BT, 100), model.empty_memory(2))
-    shape = {"num_lanes": 2, "tgt_len": 7}
+    shape = {"num_lanes": 2, "tgt_len": 7, "tail_rows": tail_rows}
     with FlopCounterMode(display=False) as forward, torch.no_grad():
         model(*given)
     with FlopCounterMode(display=False) as training:
         model(*given)[0].sum().backward()
     assert forward.get_total_flops() == forward_flops(model.config, **shape)
     assert training.get_total_flops() == training_flops(model.config, **shape)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_inference_counts_neither_the_memory_nor_the_distances_again(options: dict) -> None:
+    model = small_model(attention="reference", **options)
+    text_BT, state = random_text(2, 7) % 4, model.empty_state(2)
+    for _ in range(2):  # the second finds what the first has kept
+        with FlopCounterMode(display=False) as counted, torch.no_grad():
+            model(text_BT, text_BT, torch.full_like(text_BT, 100), state)
+    assert counted.get_total_flops() == inference_flops(model.config, num_lanes=2, tgt_len=7)

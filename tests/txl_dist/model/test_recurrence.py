@@ -14,6 +14,10 @@ OPTIONS = [
     {"attention": "reference", "clamp_len": 3},
     {"d_embed": 3, "tie_projs": (True,)},
     {"untie_r": True, "cutoffs": (3, 6), "div_val": 2},
+    {"distance_encoding": "shaw", "clamp_len": 4},
+    {"distance_encoding": "rotary", "attention": "biased"},
+    {"distance_encoding": "alibi"},
+    {"distance_encoding": "alibi", "attention": "reference", "clamp_len": 3},
 ]
 
 

@@ -90,7 +90,7 @@ def test_nats_are_the_negative_log_probabilities_in_token_order(options: dict) -
     hidden_BTD = torch.randn(2, 5, 6, dtype=torch.float64)
     log_probability_BTV = model.logits(hidden_BTD).log_softmax(dim=-1)
     expected_BT = -log_probability_BTV.gather(-1, target_BT[..., None])[..., 0]
-    assert_close(model.softmax.nats(hidden_BTD, target_BT, model.table), expected_BT)
+    assert_close(model.softmax(hidden_BTD, target_BT, model.table), expected_BT)
 
 
 @every_kind_of_end
@@ -107,7 +107,7 @@ def test_an_ignored_target_costs_no_nats_and_no_gradient(options: dict) -> None:
     ignored_BT = torch.tensor([[0, 1, 0, 0, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
     target_BT[ignored_BT] = IGNORED
     hidden_BTD = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
-    nats_BT = model.softmax.nats(hidden_BTD, target_BT, model.table)
+    nats_BT = model.softmax(hidden_BTD, target_BT, model.table)
     nats_BT.sum().backward()
     for where, zero in ((ignored_BT, True), (~ignored_BT, False)):
         assert ((nats_BT[where] == 0) == zero).all()

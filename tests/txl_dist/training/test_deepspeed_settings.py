@@ -9,6 +9,7 @@ from txl_dist.config import (
     DataConfig,
     DeepSpeedConfig,
     OptimizerConfig,
+    Precision,
     RunConfig,
     TrainingConfig,
 )
@@ -40,12 +41,24 @@ def test_clipping_is_always_written_for_deepspeed_clips_at_1_otherwise(clipping:
     assert settings["gradient_clipping"] == clipping
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_stage_is_ours_and_other_keys_of_its_section_pass_through(stage: int) -> None:
     extra = {"zero_optimization": {"reduce_bucket_size": 11}, "dump_state": True}
     settings = deepspeed_settings(config_with(zero_stage=stage, extra=extra), **SHAPE)
     assert settings["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 11}
     assert settings["dump_state"] is True
+
+
+@pytest.mark.parametrize(("precision", "enabled"), [("fp32", False), ("bf16", True)])
+def test_bf16_is_autocast_and_never_the_parameters(precision: Precision, enabled: bool) -> None:
+    config = config_with().model_copy(update={"precision": precision})
+    settings = deepspeed_settings(config, **SHAPE)
+    assert settings["torch_autocast"] == {
+        "enabled": enabled,
+        "dtype": "bfloat16",
+        "lower_precision_safe_modules": [],
+    }
+    assert not {"bf16", "fp16", "data_types"} & settings.keys()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,284 @@
+"""Finding the input files: paths, folders, patterns and URLs to a list in a fixed order.
+
+What `--format auto` takes a file for, below a compression's suffix (.gz, .zst):
+
+- .jsonl, .ndjson: jsonl; .parquet, .pq: parquet; by the `suffixes` of `FORMATS`
+- .tokens, or a name with "wiki" in it: wikitext if its first line that is not blank is a
+  ` = Title = `, else text
+- everything else: text. `lines` is never guessed.
+"""
+
+import fnmatch
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind
+from data_pipeline.readers.records import printable
+from data_pipeline.readers.sources import (
+    Compression,
+    SourceError,
+    attempt,
+    file_system,
+    local_path,
+    open_source,
+    scheme_of,
+    shown,
+)
+from data_pipeline.readers.wikitext import MAX_TITLE_BYTES, is_title
+
+_NOT_TEXT = {
+    *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".ico", ".tif", ".tiff"),
+    *(".mp3", ".ogg", ".wav", ".flac", ".mp4", ".mkv", ".avi", ".webm", ".mov"),
+    *(".ttf", ".otf", ".woff", ".woff2", ".pyc", ".so", ".o", ".a", ".exe", ".dll"),
+}
+"""Suffixes that are never text: ignored in folders, and counted. All else must be UTF-8."""
+_ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"}
+"""Not unpacked here: ignored in folders, refused when given by name."""
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+
+
+@dataclass(frozen=True, slots=True)
+class InputFiles:
+    """The files in reading order, how many were ignored, by suffix, and how many are of a kind."""
+
+    files: list[InputFile]
+    ignored: Counter[str]
+    kinds: Counter[Kind]
+
+
+class _Found(NamedTuple):
+    path: str
+    """Local path or URL."""
+    name: str
+    """Relative to the input, `/` between folders."""
+    size: int
+    mark: str
+
+
+def find_files(inputs: list[str], *, format: Format, exclude: Path) -> InputFiles:
+    """Every file to read, each input's files sorted by path. Hidden files are left out.
+
+    Folders are walked to the end, through links but never twice into the same folder, and not into
+    `exclude` (the output); patterns (`**` for folders of any depth) select among the same files.
+    Raises DataError for a missing input, a folder without any text, and two files of the same
+    name; ConfigError for a URL of a scheme that is not read.
+    """
+    try:
+        return _find_files(inputs, format, exclude)
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
+
+
+def _find_files(inputs: list[str], format: Format, exclude: Path) -> InputFiles:
+    files: list[InputFile] = []
+    ignored: Counter[str] = Counter()
+    for given in inputs:
+        entries, by_name = _entries(given, exclude)
+        if by_name:
+            _require_no_archive(entries[0])
+        else:
+            entries = [found for found in entries if not _is_ignored(found.name, format, ignored)]
+        if not entries:
+            where = "matches this" if _is_pattern(given) else "in this folder"
+            raise DataError(
+                f"{shown(given)}: no text {where}"
+                f"{_list_ignored(ignored)}. Give a folder or pattern with text, .jsonl or .parquet "
+                "files; a pattern matches files, ** goes through folders."
+            )
+        files += [_input_file(found, format) for found in entries]
+    _require_distinct(files)
+    return InputFiles(files, ignored, Counter(file.kind for file in files))
+
+
+def _entries(given: str, exclude: Path) -> tuple[list[_Found], bool]:
+    """The files of an input in order, and whether it names one file."""
+    local = local_path(given)
+    if local is None:
+        return _url_entries(given)
+    path = Path(local)
+    if path.is_dir():
+        return [_local(found, path) for found in _walk(path, exclude)], False
+    if path.exists():
+        return [_local(path, path.parent)], True
+    if _is_pattern(local):
+        root, pattern = _split_pattern(local)
+        walked = _walk(Path(root), exclude) if Path(root).is_dir() else []
+        found = [_local(entry, Path(root)) for entry in walked]
+        return [entry for entry in found if pattern.fullmatch(entry.name)], False
+    cause = "a link to nothing" if path.is_symlink() else "no such file or folder"
+    raise DataError(f"{shown(given)}: {cause}. Check the spelling; paths are relative to here.")
+
+
+def _url_entries(url: str) -> tuple[list[_Found], bool]:
+    system, scheme = file_system(url), scheme_of(url)
+    try:
+        if scheme in ("http", "https"):  # a web page is no folder, and ? begins a query
+            name = PurePosixPath(url.partition("?")[0].partition("://")[2]).name or "index"
+            info = attempt(lambda: system.info(url))
+            return [_Found(url, name, int(info.get("size") or 0), _mark(info))], True
+        root, pattern = _split_pattern(url) if _is_pattern(url) else (url, None)
+        bare = str(system._strip_protocol(root)).rstrip("/")
+        if not pattern:
+            info = attempt(lambda: system.info(bare))
+            if info["type"] == "file":
+                name = PurePosixPath(bare).name
+                return [_Found(url, name, int(info["size"] or 0), _mark(info))], True
+        listed = attempt(lambda: system.find(bare, detail=True))
+    except SourceError as error:
+        raise DataError(f"{shown(url)}: {error.reason}. Check the address and who may read.") from (
+            error
+        )
+    found = [
+        _Found(
+            f"{scheme}://{path}",
+            path.removeprefix(bare).lstrip("/"),
+            int(info["size"] or 0),
+            _mark(info),
+        )
+        for path, info in listed.items()
+        if info["type"] == "file" and not path.endswith("/")
+    ]
+    visible = [entry for entry in found if not re.search(r"(^|/)\.", entry.name)]
+    chosen = [entry for entry in visible if not pattern or pattern.fullmatch(entry.name)]
+    return sorted(chosen, key=lambda entry: os.fsencode(entry.name)), False
+
+
+def _mark(info: Mapping[str, Any]) -> str:
+    """What a file system says of a file's version: entity tag, time of modification, or nothing."""
+    known = ("etag", "last-modified", "lastmodified", "updated", "mtime")
+    return " ".join(str(info[key]) for key in sorted(info) if key.lower() in known)
+
+
+def _is_pattern(given: str) -> bool:
+    return glob.has_magic(given.partition("://")[2] or given)
+
+
+def _split_pattern(given: str) -> tuple[str, re.Pattern[str]]:
+    """The folder in front of the first special character, and what names below it must match."""
+    parts = given.split("/")
+    fixed = next(at for at, part in enumerate(parts) if glob.has_magic(part))
+    pieces = []
+    for part in parts[fixed:]:
+        # Names below a folder have no empty parts; `**` stands for any number of folders.
+        translated = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
+        pieces.append("(?:[^/]+/)*" if part == "**" else translated.replace(".*", "[^/]*") + "/")
+    if parts[-1] == "**":
+        pieces.append("[^/]+/")
+    root = "/".join(parts[:fixed]) or ("/" if given.startswith("/") else ".")
+    return root, re.compile("".join(pieces).removesuffix("/"), re.DOTALL)
+
+
+def _local(path: Path, root: Path) -> _Found:
+    try:
+        status = path.stat()
+        size, mark = status.st_size, str(status.st_mtime_ns)
+    except OSError:  # reading it will say why
+        size, mark = 0, ""
+    return _Found(str(path), path.relative_to(root).as_posix(), size, mark)
+
+
+def _walk(folder: Path, exclude: Path) -> list[Path]:
+    """Every visible non-folder below `folder`, sorted by the bytes of its relative path."""
+    skipped = _identity(exclude)
+    visited = {skipped} if skipped else set()
+    found: list[Path] = []
+    pending = [folder]
+    while pending:
+        # Of two links to one folder the first in sorted order wins, so the ids stay the same.
+        here = pending.pop(0)
+        identity = _identity(here)
+        if identity in visited:
+            continue
+        if identity:
+            visited.add(identity)
+        entries = sorted(here.iterdir(), key=os.fsencode)
+        visible = [entry for entry in entries if not entry.name.startswith(".")]
+        pending += [entry for entry in visible if entry.is_dir()]
+        found += [entry for entry in visible if not entry.is_dir()]
+    return sorted(found, key=os.fsencode)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _suffixes(name: str) -> tuple[str, Compression]:
+    """The lower-case suffix below the compression's, and the compression."""
+    path = PurePosixPath(name.lower())
+    compression = _COMPRESSIONS.get(path.suffix, "")
+    return (PurePosixPath(path.stem).suffix if compression else path.suffix), compression
+
+
+def _input_file(found: _Found, format: Format) -> InputFile:
+    suffix, compression = _suffixes(found.name)
+    kind = format
+    if format == "auto":
+        by_suffix = (kind for kind, about in FORMATS.items() if suffix in about.suffixes)
+        kind = next(by_suffix, None) or _text_or_wikitext(found, suffix, compression)
+    name = os.fsencode(found.name).decode("utf-8", errors="backslashreplace")
+    return InputFile(found.path, name, kind, compression, found.size, found.mark)
+
+
+def _text_or_wikitext(found: _Found, suffix: str, compression: Compression) -> Kind:
+    if suffix != ".tokens" and "wiki" not in PurePosixPath(found.name).name.lower():
+        return "text"
+    try:
+        with open_source(found.path, compression) as stream:
+            lines: Iterator[bytes] = iter(lambda: stream.readline(MAX_TITLE_BYTES + 1), b"")
+            first = next((line for line in lines if line.strip()), b"")
+    except OSError:  # reading it will say why
+        return "text"
+    return "wikitext" if is_title(first) else "text"
+
+
+def _is_ignored(name: str, format: Format, ignored: Counter[str]) -> bool:
+    suffix, compression = _suffixes(name)
+    wanted = () if format == "auto" else FORMATS[format].suffixes
+    binary = _NOT_TEXT | _ARCHIVES
+    if format not in ("auto", "parquet"):
+        binary = binary | set(FORMATS["parquet"].suffixes)
+    skip = suffix not in wanted if wanted else suffix in binary
+    shown_suffix = suffix + (f".{compression}" if compression else "")
+    ignored[shown_suffix or "without suffix"] += skip
+    return skip
+
+
+def _list_ignored(ignored: Counter[str]) -> str:
+    counts = ", ".join(f"{count} {printable(name)}" for name, count in (+ignored).items())
+    return f" (ignored: {counts})" if counts else ""
+
+
+def _require_no_archive(found: _Found) -> None:
+    suffix, _ = _suffixes(found.name)
+    if suffix in _ARCHIVES:
+        raise ConfigError(
+            f"{shown(found.path)}: {suffix} files are not unpacked here. Unpack it and give the "
+            "folder; of compressed files .gz and .zst are read."
+        )
+
+
+def _require_distinct(files: list[InputFile]) -> None:
+    by_name: dict[str, InputFile] = {}
+    by_path: set[str] = set()
+    for file in files:
+        path = file.path if scheme_of(file.path) else os.path.abspath(file.path)  # noqa: PTH100
+        if path in by_path:
+            raise DataError(f"{shown(file.path)} would be read twice. Give every file once.")
+        by_path.add(path)
+        if file.name in by_name:
+            raise DataError(
+                f"{shown(by_name[file.name].path)} and {shown(file.path)} would both be document "
+                f"{printable(file.name)!r}. Give a folder that contains both, or rename one."
+            )
+        by_name[file.name] = file

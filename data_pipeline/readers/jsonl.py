@@ -1,0 +1,97 @@
+"""jsonl: a line is a JSON object that holds a document's text under `--text-key`."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from data_pipeline.readers.records import (
+    MAX_RECORD_BYTES,
+    BadRecordError,
+    Record,
+    Reject,
+    decode,
+    printable,
+)
+from data_pipeline.readers.spans import Source, line_pieces, too_long
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def read_jsonl(source: Source) -> Iterator[Record | Reject]:
+    parts: list[bytes] = []
+    offset = line = size = 0
+    for piece in line_pieces(source):
+        if piece.begins:
+            parts, size, offset, line = [], 0, piece.offset, piece.line
+        size += len(piece.raw)
+        if size <= MAX_RECORD_BYTES:
+            parts.append(piece.raw)
+        else:
+            parts.clear()
+        if piece.raw.endswith(b"\n"):
+            yield from _record(source, offset, line, size, parts)
+            parts, size = [], 0
+    yield from _record(source, offset, line, size, parts)
+
+
+def _record(
+    source: Source, offset: int, line: int, size: int, parts: list[bytes]
+) -> Iterator[Record | Reject]:
+    """The document of a line; nothing for a blank one."""
+    raw = b"".join(parts)
+    try:
+        if size > MAX_RECORD_BYTES:
+            raise too_long()
+        if raw.strip():
+            text = text_of_line(raw, source.text_key)
+            yield Record.of(text, offset=offset, size=size, line=line)
+    except BadRecordError as error:
+        yield source.reject(line, offset + error.byte, error.reason)
+
+
+def text_of_line(raw: bytes, text_key: str) -> str:
+    """The text in a line, or BadRecordError."""
+    line = decode(raw)
+    try:
+        content = json.loads(line, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        byte = len(line[: error.pos].encode())
+        cut = not raw.endswith(b"\n")
+        kind = "truncated record: the file ends inside a line" if cut else "broken JSON"
+        raise BadRecordError(byte, f"{kind} ({error.msg})") from None
+    except _DuplicateKeyError as error:
+        raise BadRecordError(0, f"key {error} twice in one object") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
+        raise BadRecordError(0, f"unreadable JSON ({str(error)[:80]})") from None
+    if not isinstance(content, dict):
+        raise BadRecordError(0, f"not a JSON object but a {type(content).__name__}")
+    if text_key not in content:
+        seen = ", ".join(printable(key)[:40] for key in list(content)[:10]) or "none"
+        raise BadRecordError(0, f'no key "{text_key}"; keys seen: {seen} (see --text-key)')
+    text = content[text_key]
+    if not isinstance(text, str):
+        kind = "null" if text is None else type(text).__name__
+        raise BadRecordError(0, f'"{text_key}" is not a string but {kind}')
+    _require_unicode(text)
+    return text
+
+
+def _require_unicode(text: str) -> None:
+    """BadRecordError for half a character, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        reason = f"lone surrogate U+{code:04X} at character {error.start} of the text"
+        raise BadRecordError(0, reason) from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _DuplicateKeyError(f'"{printable(twice)[:40]}"')
+    return content

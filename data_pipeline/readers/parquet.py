@@ -1,0 +1,99 @@
+"""parquet: a row of a Parquet file is a document, its text in the column `--text-key`.
+
+Read in batches of rows, so that of a row group only the pages in use are decoded. Page checksums
+are verified where the file has them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from data_pipeline.readers.records import (
+    MAX_RECORD_BYTES,
+    BrokenStreamError,
+    Record,
+    Reject,
+    printable,
+)
+from data_pipeline.readers.sources import SourceError
+from data_pipeline.readers.spans import Source, too_long
+
+_BATCH_BYTES = 8 * 2**20
+_MAX_BATCH_ROWS = 4096
+
+
+def read_parquet(source: Source) -> Iterator[Record | Reject]:
+    import pyarrow
+
+    row = 0
+    try:
+        for value in _values(source):
+            row += 1
+            yield _record(source, row, value)
+    except SourceError as error:
+        raise BrokenStreamError(row + 1, 0, error.reason) from error
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, BrokenStreamError):
+            raise
+        reason = printable(str(error).split("\n")[0])[:200]
+        raise BrokenStreamError(row + bool(row), 0, f"damaged Parquet file: {reason}") from error
+
+
+def _values(source: Source) -> Iterator[Any]:
+    """The column's value in every row, as Arrow scalars."""
+    from pyarrow.parquet import ParquetFile
+
+    if not source.stream.seekable():
+        raise BrokenStreamError(
+            0,
+            0,
+            "a Parquet file cannot be read from its end here: it is compressed as a whole, "
+            "or its server gives no ranges. Parquet compresses inside; put the plain file here",
+        )
+    file = ParquetFile(source.stream, page_checksum_verification=True)
+    _require_text_column(file.schema_arrow, source.text_key)
+    groups = range(file.metadata.num_row_groups)
+    total = sum(file.metadata.row_group(group).num_rows for group in groups)
+    if total != file.metadata.num_rows:
+        raise ValueError(f"its row groups have {total} rows, not {file.metadata.num_rows}")
+    for group in groups:
+        about = file.metadata.row_group(group)
+        row_bytes = about.total_byte_size // max(about.num_rows, 1) + 1
+        rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+        left = about.num_rows
+        batches = file.iter_batches(
+            rows, row_groups=[group], columns=[source.text_key], use_threads=False
+        )
+        for batch in batches:
+            yield from batch.column(0)
+            left -= len(batch)
+        if left:  # a damaged page header can hide rows without an error
+            raise ValueError(f"row group {group} lacks {left} of its rows")
+
+
+def _require_text_column(schema: Any, text_key: str) -> None:
+    from pyarrow import types
+
+    names = [printable(name)[:40] for name in schema.names]
+    count = schema.names.count(text_key)
+    if count != 1:
+        what = f'no column "{text_key}"' if not count else f'"{text_key}" names {count} columns'
+        listed = ", ".join(names[:20]) or "none"
+        raise BrokenStreamError(0, 0, f"{what}; columns: {listed} (see --text-key)")
+    kind = schema.field(text_key).type
+    plain = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
+        raise BrokenStreamError(0, 0, f'column "{text_key}" is not of strings but of {kind}')
+
+
+def _record(source: Source, row: int, value: Any) -> Record | Reject:
+    """The document of a row counted from 1."""
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError as error:
+        return source.reject(row, 0, f"invalid UTF-8 at byte {error.start} of the text")
+    if text is None:
+        return source.reject(row, 0, f'"{source.text_key}" is null')
+    size = len(text.encode())
+    if size > MAX_RECORD_BYTES:
+        return source.reject(row, 0, too_long().reason)
+    return Record.of(text, offset=row - 1, size=size, line=row)

@@ -1,0 +1,67 @@
+"""Bytes as tokens: nothing to train, nothing lost."""
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from data_pipeline.strict_json import canonical, sha256_of
+from data_pipeline.tokenizers.interface import Cuts, checked_ids
+
+
+class ByteDescription(BaseModel):
+    """`tokenizer.json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    type: Literal["byte"] = "byte"
+    version: Literal[1] = 1
+    vocab_size: Literal[257] = 257
+    end_of_document: Literal[256] = 256
+    opens_documents: bool = True
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the UTF-8 bytes of the text, 256 is `end_of_document`."""
+
+    vocab_size = 257
+    end_of_document = 256
+    cuts: Cuts = "anywhere"
+    lossless = True
+
+    def __init__(self, *, opens_documents: bool = True) -> None:
+        self.opens_documents = opens_documents
+
+    @classmethod
+    def from_description(cls, content: dict[str, Any]) -> "ByteTokenizer":
+        """Raises ValueError for any other content than `to_json` writes."""
+        description = ByteDescription.model_validate(content)
+        return cls(opens_documents=description.opens_documents)
+
+    @property
+    def digest(self) -> str:
+        return sha256_of(self._description())
+
+    def encode(self, text: str) -> np.ndarray:
+        """uint16 [UTF-8 bytes]. Raises UnicodeEncodeError for lone surrogates."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
+        """Raises ValueError for an id outside the vocabulary."""
+        array = checked_ids(ids, self.vocab_size)
+        return array[array != self.end_of_document].astype(np.uint8).tobytes()
+
+    def token_bytes(self) -> np.ndarray:
+        lengths = np.ones(self.vocab_size, dtype=np.int32)
+        lengths[self.end_of_document] = 0
+        return lengths
+
+    def to_json(self) -> str:
+        return canonical(self._description())
+
+    def _description(self) -> dict[str, Any]:
+        return ByteDescription(opens_documents=self.opens_documents).model_dump()

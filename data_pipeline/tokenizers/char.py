@@ -1,0 +1,100 @@
+"""Characters as tokens, the frequent ones first."""
+
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from data_pipeline.strict_json import canonical, sha256_of
+from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
+from data_pipeline.tokenizers.vocabulary import require_distinct
+
+UNKNOWN = ""
+"""The symbol of every character without an id; read back as U+FFFD."""
+_NUM_CODE_POINTS = 0x110000
+_REPLACEMENT = 0xFFFD
+
+
+class CharDescription(BaseModel):
+    """`tokenizer.json`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    type: Literal["char"] = "char"
+    version: Literal[1] = 1
+    symbols: list[str]
+    opens_documents: bool = True
+
+
+class CharTokenizer:
+    """Ids are the places of `symbols`: characters, and one `UNKNOWN` for all others.
+
+    The end of a document is the id after them. Raises ValueError for symbols that are no characters
+    or there twice.
+    """
+
+    cuts: Cuts = "anywhere"
+    lossless = False  # an unknown character's length is unknown
+
+    def __init__(self, symbols: list[str], *, opens_documents: bool = True) -> None:
+        require_distinct(symbols)
+        if UNKNOWN not in symbols:
+            raise ValueError("the symbol for unknown characters, an empty string, is missing")
+        for symbol in symbols:
+            if symbol and (len(symbol) != 1 or "\ud800" <= symbol <= "\udfff"):
+                raise ValueError(f"symbol {symbol[:20]!r} is not one character")
+        self.symbols, self.opens_documents = symbols, opens_documents
+        self.end_of_document = len(symbols)
+        self.vocab_size = len(symbols) + 1
+        self._unknown = symbols.index(UNKNOWN)
+
+    @classmethod
+    def from_description(cls, content: dict[str, Any]) -> "CharTokenizer":
+        """Raises ValueError for any other content than `to_json` writes."""
+        description = CharDescription.model_validate(content)
+        return cls(description.symbols, opens_documents=description.opens_documents)
+
+    @property
+    def digest(self) -> str:
+        return sha256_of(self._description())
+
+    @cached_property
+    def _code_points(self) -> np.ndarray:
+        """uint32 [symbols]: the character of each id."""
+        points = [ord(symbol) if symbol else _REPLACEMENT for symbol in self.symbols]
+        return np.array(points, dtype="<u4")
+
+    @cached_property
+    def _id_of(self) -> np.ndarray:
+        """[code points]: the id of each character."""
+        table = np.full(_NUM_CODE_POINTS, self._unknown, dtype=token_dtype(self.vocab_size))
+        known = np.flatnonzero(np.arange(len(self.symbols)) != self._unknown)
+        table[self._code_points[known]] = known
+        return table
+
+    def encode(self, text: str) -> np.ndarray:
+        """[characters]. Raises UnicodeEncodeError for lone surrogates."""
+        return self._id_of[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        array = checked_ids(ids, self.vocab_size)
+        points = self._code_points[array[array != self.end_of_document]]
+        return points.tobytes().decode("utf-32-le")
+
+    def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
+        return self.decode(ids).encode()
+
+    def token_bytes(self) -> np.ndarray:
+        """As the interface says; an unknown character counts as U+FFFD, three bytes."""
+        lengths = [len(chr(point).encode()) for point in self._code_points]
+        return np.array([*lengths, 0], dtype=np.int32)
+
+    def to_json(self) -> str:
+        return canonical(self._description())
+
+    def _description(self) -> dict[str, Any]:
+        return CharDescription(
+            symbols=self.symbols, opens_documents=self.opens_documents
+        ).model_dump()

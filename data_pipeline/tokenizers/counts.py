@@ -1,0 +1,73 @@
+"""Counting symbols in parts that can be merged: one count per unit of work, in any process."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from data_pipeline import strict_json
+from data_pipeline.errors import DataError
+from data_pipeline.tokenizers.recipes import recipe_of
+from data_pipeline.tokenizers.word import symbols_of
+
+if TYPE_CHECKING:
+    from data_pipeline.manifest import PrepareSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How often each symbol occurs: characters, or words and line ends."""
+
+    of: Counter[str]
+
+    @classmethod
+    def merge(cls, parts: Iterable["Counts"]) -> "Counts":
+        """The counts of all parts together; the order of the parts changes nothing."""
+        total: Counter[str] = Counter()
+        for part in parts:
+            total.update(part.of)
+        return cls(total)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: equal counts, equal bytes."""
+        return strict_json.canonical(self.of).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Counts":
+        """Raises DataError for anything `to_bytes` does not write."""
+        try:
+            content = strict_json.parse(data)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"a count of symbols is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise DataError(f"a count of symbols is {type(content).__name__}, not an object")
+        for symbol, count in content.items():
+            if type(count) is not int or count < 1:
+                raise DataError(f"the count of {symbol!r} is {json.dumps(count)[:40]}, not above 0")
+        return cls(Counter(content))
+
+
+class TokenCounter:
+    """Counts what a vocabulary of kind char or word is made of.
+
+    Texts may be pieces of documents, cut by `text_pieces` where the tokenizer `cuts`.
+    """
+
+    def __init__(self, settings: "PrepareSettings") -> None:
+        if settings.tokenizer not in ("char", "word"):
+            raise ValueError(f"tokenizer {settings.tokenizer!r} is not made of counted symbols")
+        self._words = settings.tokenizer == "word"
+        self._lines = recipe_of(settings.recipe).lines
+
+    def count(self, texts: Iterable[str]) -> Counts:
+        """Raises UnicodeEncodeError for lone surrogates."""
+        counts: Counter[str] = Counter()
+        for text in texts:
+            text.encode("utf-8")
+            if self._words:
+                for symbols in symbols_of(text, self._lines):
+                    counts.update(symbols)
+            else:
+                counts.update(text)
+        return Counts(counts)

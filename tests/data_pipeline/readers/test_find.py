@@ -1,0 +1,138 @@
+"""Which files are found, in what order, and what each is taken for."""
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.readers import find_files
+from data_pipeline.readers.sources import shown
+
+TITLE = b" \n = Title = \n"
+
+
+def names(*inputs: object, format: str = "auto", exclude: Path = Path("/nowhere")) -> list[str]:
+    found = find_files([str(given) for given in inputs], format=format, exclude=exclude)
+    return [file.name for file in found.files]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("a.jsonl", "b.txt", "one/c.jsonl", "one/two/d.jsonl.gz", "x.jsonl/e.txt"):
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    (tmp_path / "tree" / ".hidden.jsonl").write_bytes(b"")
+    (tmp_path / "tree" / "one" / "up").symlink_to(tmp_path / "tree")
+    return tmp_path / "tree"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("**/*.jsonl", ["a.jsonl", "one/c.jsonl"]),
+        ("**/*.jsonl*", ["a.jsonl", "one/c.jsonl", "one/two/d.jsonl.gz"]),
+        ("*.jsonl", ["a.jsonl"]),
+        ("*/*.jsonl", ["one/c.jsonl"]),
+        ("one/**/*.gz", ["two/d.jsonl.gz"]),
+        ("**", ["a.jsonl", "b.txt", "one/c.jsonl", "one/two/d.jsonl.gz", "x.jsonl/e.txt"]),
+        ("[ab].*", ["a.jsonl", "b.txt"]),
+        ("o?e/[!d]*", ["one/c.jsonl"]),
+    ],
+)
+def test_a_pattern_selects_files_once_through_loops_of_links(
+    tree: Path, pattern: str, expected: list[str]
+) -> None:
+    assert names(tree / pattern) == expected
+
+
+def test_a_pattern_is_relative_to_here_and_a_file_of_that_name_goes_first(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tree)
+    assert names("*.txt") == ["b.txt"]
+    (tree / "[b].txt").write_text("")
+    assert names("[b].txt") == ["[b].txt"]
+    with pytest.raises(DataError, match=r"no text matches this.*\*\* goes through folders"):
+        names("*.nothing")
+
+
+def test_the_output_is_left_out_of_a_pattern_too(tree: Path) -> None:
+    assert names(tree / "**/*.jsonl", exclude=tree / "one") == ["a.jsonl"]
+
+
+def test_auto_decides_by_suffix_below_compression_and_says_what_it_chose(tmp_path: Path) -> None:
+    contents = {
+        "a.txt": ("text", b""),
+        "b.JSONL": ("jsonl", b""),
+        "c.ndjson.zst": ("jsonl", b""),
+        "d.parquet": ("parquet", b""),
+        "e.md.gz": ("text", gzip.compress(b"")),
+        "f.tokens": ("wikitext", TITLE),
+        "g.tokens": ("text", b"no title\n" + TITLE),
+        "h_wiki.txt.gz": ("wikitext", gzip.compress(TITLE)),
+        "i_wiki.zst": ("text", b"damaged"),
+        "j.txt": ("text", TITLE),
+        "k": ("text", b""),
+    }
+    for name, (_, content) in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "l.tar.gz").write_bytes(b"")
+    found = find_files([str(tmp_path)], format="auto", exclude=Path("/nowhere"))
+    assert {file.name: file.kind for file in found.files} == {
+        name: kind for name, (kind, _) in contents.items()
+    }
+    assert found.kinds == {"text": 6, "jsonl": 2, "parquet": 1, "wikitext": 2}
+    assert +found.ignored == {".tar.gz": 1}
+
+
+def test_a_format_that_is_asked_for_takes_the_files_it_can_be(tree: Path) -> None:
+    (tree / "f.parquet").write_bytes(b"")
+    assert names(tree, format="jsonl") == ["a.jsonl", "one/c.jsonl", "one/two/d.jsonl.gz"]
+    assert names(tree, format="parquet") == ["f.parquet"]
+    assert "f.parquet" not in names(tree, format="lines")
+    assert len(names(tree, format="lines")) == 5
+
+
+@pytest.mark.parametrize("given", ["ftp://host/x", "simplecache::s3://b/k", "hf://datasets/x"])
+def test_a_url_of_another_scheme_is_refused_by_name_with_the_legal_ones(given: str) -> None:
+    with pytest.raises(ConfigError, match="legal are file, s3, gs, http, https"):
+        names(given)
+
+
+def test_a_file_url_is_the_path(tree: Path) -> None:
+    assert names(f"file://{tree}/b.txt") == ["b.txt"]
+    assert names(f"file://{tree}/*.txt") == ["b.txt"]
+    with pytest.raises(ConfigError, match="absolute path"):
+        names("file://b.txt")
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
+    pytest.importorskip("fsspec")
+    try:
+        import gcsfs  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match=r"pip install 'txl-dist\[gcs\]'"):
+            names("gs://bucket/key")
+    else:
+        pytest.skip("gcsfs is installed")
+
+
+def test_archives_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(b"")
+    with pytest.raises(ConfigError, match="not unpacked here"):
+        names(tmp_path / "a.tar.gz")
+
+
+def test_a_file_given_twice_is_refused(tree: Path) -> None:
+    with pytest.raises(DataError, match=r"c\.jsonl would be read twice"):
+        names(tree, tree / "one")
+    with pytest.raises(DataError, match=r"b\.txt would be read twice"):
+        names(tree / "b.txt", os.path.relpath(tree / "b.txt"))
+
+
+def test_passwords_and_control_characters_of_a_url_are_not_shown() -> None:
+    assert shown("https://me:secret@host/a?token=secret") == "https://host/a"
+    assert shown("s3://b/\x1b[2J") == r"s3://b/\x1b[2J"

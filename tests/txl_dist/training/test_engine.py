@@ -1,0 +1,48 @@
+"""What the engine says each rank owns, put together, is the model; at every ZeRO stage."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, ZERO, tiny_job
+from txl_dist.training.build import RankBuilder
+from txl_dist.training.job import TrainJob
+from txl_dist.training.run_directory import RunDirectory
+from txl_dist.world import World
+
+Parts = list[tuple[str, int, Tensor]]
+
+
+def train_and_look(world: World, job: TrainJob) -> tuple[Parts, dict[str, Tensor], set[str]]:
+    """After two steps: this rank's slices, the whole weights, and names of those not held here."""
+    directory = RunDirectory(job.run_path)
+    directory.create()
+    with ExitStack() as stack:
+        training = RankBuilder(job, world, directory, stack).training()
+        training.run()
+        engine = training.step.engine
+        parts = [(f.name, f.start, f.master.clone()) for f in engine.fragments()]
+        spread = {name for name, p in engine.model.named_parameters() if p.numel() == 0}
+        with engine.whole_model() as model:
+            whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return parts, whole, spread
+
+
+@pytest.mark.parametrize("stage", ZERO)
+def test_the_slices_of_all_ranks_are_the_weights_exactly_once(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
+) -> None:
+    settings = (NO_EVALUATION, "training.num_steps=2", "optimizer.warmup_steps=0")
+    seen = ranks(2).run(train_and_look, tiny_job(dataset, tmp_path, *settings, *ZERO[stage]))
+    parts = sorted((part for found, _, _ in seen for part in found), key=lambda part: part[:2])
+    for _, whole, spread in seen:
+        assert spread == (set(whole) if stage == "3-all-spread" else set())
+        for name, weight in whole.items():
+            slices = [(start, part) for part_name, start, part in parts if part_name == name]
+            assert torch.equal(torch.cat([part for _, part in slices]), weight.flatten())
+            ends = [start + len(part) for start, part in slices]
+            assert [start for start, _ in slices] == [0, *ends[:-1]]

@@ -17,8 +17,10 @@ from data_pipeline.texts import Documents
 from data_pipeline.tokenizers import Counts, Tokenizer, cuts_of, load_tokenizer, train_tokenizer
 from data_pipeline.tokenizers.pieces import text_pieces
 
-PIECE_CHARS = 2**20
-"""Longer texts are tokenized in pieces. Where a text has no place to be cut this decides tokens."""
+PIECE_CHARS = 2**19
+"""Longer texts are tokenized in pieces. Where a text has no place to be cut this decides tokens.
+
+tiktoken fails on a million blanks in a row, so it must be less."""
 _UNIT = "tokenizer"
 
 

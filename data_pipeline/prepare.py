@@ -53,7 +53,7 @@ from data_pipeline.staged_work import claim_staging, fingerprint_of
 from data_pipeline.texts import Documents
 from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
 from data_pipeline.tokenizers.recipes import recipe_of
-from data_pipeline.work_units import CountUnit, ShardUnit, Task, Unit, run_task
+from data_pipeline.work_units import CountUnit, ShardUnit, Task, Unit, keep_loaded, run_task
 from data_pipeline.workers import InProcess, Workers, peak_memory_bytes
 
 DEFAULT_MAX_REJECT_RATE = 0.001
@@ -155,6 +155,7 @@ class _Run:
         else:
             shards = assign(corpus, self._settings)
         tokenizer = self._tokenizer(corpus, shards["train"])
+        keep_loaded(tokenizer)
         header = _header(tokenizer, corpus, self._settings)
         splits = self._write_shards(corpus, shards, header)
         manifest = ShardManifest(**dict(header), splits=splits)

@@ -9,7 +9,6 @@ Who runs them is `workers.py`'s business.
 import hashlib
 import os
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -212,10 +211,22 @@ def _moved(path: Path, staging: Path, place: str) -> FileSum:
     return FileSum(place, size, digest)
 
 
-@lru_cache(maxsize=1)
+_loaded: dict[str, Tokenizer] = {}
+"""The tokenizer of this process, by digest."""
+
+
+def keep_loaded(tokenizer: Tokenizer) -> None:
+    """Have shards written by this process use `tokenizer` instead of loading it again."""
+    _loaded.clear()
+    _loaded[tokenizer.digest] = tokenizer
+
+
 def _tokenizer(path: Path, digest: str) -> Tokenizer:
-    """Loaded once a worker; `digest` tells the tokenizers of two runs in one process apart."""
-    tokenizer = load_tokenizer(path)
-    if tokenizer.digest != digest:
-        raise DataError(f"{path} has digest {tokenizer.digest}, expected {digest}. Run this again.")
-    return tokenizer
+    if digest not in _loaded:
+        tokenizer = load_tokenizer(path)
+        if tokenizer.digest != digest:
+            raise DataError(
+                f"{path} has digest {tokenizer.digest}, expected {digest}. Run this again."
+            )
+        keep_loaded(tokenizer)
+    return _loaded[digest]

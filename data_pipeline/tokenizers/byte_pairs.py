@@ -87,11 +87,11 @@ def _last_pair(token: bytes, order: dict[bytes, int]) -> tuple[bytes, ...]:
     if len(token) > MAX_TOKEN_BYTES:
         raise ValueError(f"a token has {len(token)} bytes, at most {MAX_TOKEN_BYTES} are taken")
     parts, own = [token[place : place + 1] for place in range(len(token))], order[token]
-    while len(parts) > 1:
-        ranks = [order.get(left + right, own) for left, right in pairwise(parts)]
-        lowest = min(ranks)
-        if lowest >= own:
-            break
+    ranks = [order.get(left + right, own) for left, right in pairwise(parts)]
+    while ranks and (lowest := min(ranks)) < own:
         place = ranks.index(lowest)
         parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        del ranks[place]
+        for left in range(max(place - 1, 0), min(place + 1, len(ranks))):
+            ranks[left] = order.get(parts[left] + parts[left + 1], own)
     return tuple(parts)

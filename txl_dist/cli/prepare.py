@@ -49,7 +49,10 @@ def prepare(
     ] = "byte",
     recipe: Annotated[
         str | None,
-        typer.Option(help="One of the paper's corpora: wt103, wt2, ptb, lm1b, enwik8, text8."),
+        typer.Option(
+            help="One of the paper's corpora: wt103, wt2, ptb, lm1b (words), or enwik8, text8 (one "
+            "document that has its own valid and test)."
+        ),
     ] = None,
     vocab_size: Annotated[
         int | None, typer.Option(help="Most ids; bpe: 32768 if not given, else no limit.")

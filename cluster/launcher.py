@@ -1,14 +1,16 @@
 """RayLauncher: what `txl ... --on ray` and `--on ADDRESS` are, found by entry point."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
+from data_pipeline.workers import Workers
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launchers import OnLine
 from txl_dist.training.job import TrainJob
 
 
 class RayLauncher:
-    """Trains under Ray Train and evaluates with Ray actors. `address` None: a Ray of our own."""
+    """Ray Train trains, actors evaluate, tasks prepare. `address` None: a Ray of our own."""
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
@@ -28,3 +30,9 @@ class RayLauncher:
         return evaluate_on_ray(
             job, num_workers=num_workers, address=self._address, on_progress=on_progress
         )
+
+    def workers(self, num_workers: int) -> AbstractContextManager[Workers]:
+        """Ray tasks that see the same files as this process."""
+        from cluster.preparation import RayWorkers
+
+        return RayWorkers(num_workers, address=self._address)

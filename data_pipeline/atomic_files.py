@@ -3,7 +3,8 @@
 `write_file` is for one file. `StagedDirectory` is for a set of files that mean something only
 together: they are written in a hidden folder inside the target, synced, moved to their names, and
 the one that makes the set valid (a manifest) is moved last. A process killed at any moment leaves
-either no manifest or a complete set; the next claim removes what was left.
+either no manifest or a complete set. What it had staged is there for the next claim, which uses it
+or discards it: only the caller knows what it is worth.
 
 Knows nothing of shards or checkpoints. The lock is the kernel's (flock on the directory), so a
 killed process never leaves a stale one.
@@ -16,12 +17,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnfinishedError
 
 STAGING = ".staging.tmp"
 """The folder inside the target where files are written aside."""
@@ -65,7 +66,7 @@ def sha256_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def explain_disk_errors(what: str, directory: Path) -> Iterator[None]:
-    """Turn an OSError while writing into a DataError that says what to do."""
+    """Turn an OSError while writing into an UnfinishedError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -73,11 +74,12 @@ def explain_disk_errors(what: str, directory: Path) -> Iterator[None]:
             usable = "unknown"
             with contextlib.suppress(OSError):
                 usable = f"{shutil.disk_usage(directory).free:,}"
-            raise DataError(
+            raise UnfinishedError(
                 f"{directory}: the disk is full while {what} ({usable} bytes free). Nothing "
-                "half-written was left; free some space, or choose another --out, and run it again."
+                "half-written counts. Free some space and run it again, or choose another --out "
+                "and remove this one."
             ) from error
-        raise DataError(
+        raise UnfinishedError(
             f"{directory}: {what} failed: {error.strerror or error}"
             f"{f' ({error.filename})' if error.filename else ''}. Check the permissions and the "
             "space there, or choose another --out."
@@ -87,15 +89,19 @@ def explain_disk_errors(what: str, directory: Path) -> Iterator[None]:
 class StagedDirectory:
     """Exclusive hold on `directory`, with a staging folder whose files `publish` moves out.
 
-    Use as a context manager: entering locks the directory, creating it if needed, and removes what
-    a killed process left; leaving removes the staging folder, and the directory itself if this
-    hold created it and nothing was published. Raises DataError when another process holds it.
+    Use as a context manager. Entering locks the directory, creating it if needed, and takes back
+    into staging what a killed process had moved out without the last file. Leaving removes the
+    staging folder, and the directory itself if this hold created it and nothing is in it; but
+    staging stays when it is `worth_keeping` (what was found there is; say so for what is made) and
+    the end is an UnfinishedError or a signal's, so that the next claim can go on. Raises DataError
+    when another process holds the directory.
     """
 
     def __init__(self, directory: Path, *, last: str) -> None:
         self.directory = directory
         self.last = last
         self.path = directory / STAGING
+        self.worth_keeping = False
         self._descriptor = -1
         self._created = False
 
@@ -108,7 +114,8 @@ class StagedDirectory:
             self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 self._lock()
-                self._discard_leftovers()
+                self._take_back()
+                self.worth_keeping = self.path.is_dir()
             except BaseException:
                 os.close(self._descriptor)
                 raise
@@ -120,27 +127,38 @@ class StagedDirectory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        stopped = isinstance(error, UnfinishedError) or not isinstance(error, Exception | None)
         try:
             # A full or failing disk must not hide the error that is on its way.
             with contextlib.suppress(OSError):
-                self._discard_leftovers()
-            if self._created:
-                with contextlib.suppress(OSError):
+                if not (self.worth_keeping and stopped):
+                    self.discard()
+                if self._created:
                     self.directory.rmdir()  # only succeeds on an empty one
         finally:
             os.close(self._descriptor)
 
-    def stage(self) -> Path:
-        """The empty staging folder; write the files there."""
+    def stage(self, *, fresh: bool = True) -> Path:
+        """The staging folder to write the files in, empty unless what is left there may be used."""
+        if fresh:
+            self.discard()
         self.path.mkdir(exist_ok=True)
         return self.path
 
-    def publish(self) -> None:
-        """Move every staged file to its name, `last` after all others. The files are synced."""
-        names = sorted(entry.name for entry in self.path.iterdir())
+    def discard(self) -> None:
+        """Remove the staging folder and all that is in it."""
+        self.worth_keeping = False
+        if self.path.is_dir() and not self.path.is_symlink():
+            shutil.rmtree(self.path)
+
+    def publish(self, names: Collection[str]) -> None:
+        """Move the staged files `names` to their places, `last` after all others, synced before.
+
+        What else is staged is removed when the hold ends.
+        """
         if self.last not in names:
-            raise ValueError(f"publish needs {self.last} among the staged files {names}")
-        moving = [name for name in names if name != self.last]
+            raise ValueError(f"publish needs {self.last} among the staged files {sorted(names)}")
+        moving = sorted(name for name in names if name != self.last)
         write_synced(self.path / _MOVING, json.dumps(moving).encode())
         fsync_directory(self.path)
         for name in moving:
@@ -160,14 +178,17 @@ class StagedDirectory:
         except OSError:
             return  # a file system without locks; staging alone still keeps names whole
 
-    def _discard_leftovers(self) -> None:
+    def _take_back(self) -> None:
         if self.path.is_symlink() or not self.path.is_dir():
             return
-        if not (self.directory / self.last).exists():
-            # Killed between the first move and the last: the moved files are ours to remove.
-            for name in self._names_in_motion():
-                (self.directory / name).unlink(missing_ok=True)
-        shutil.rmtree(self.path)
+        if (self.directory / self.last).exists():
+            shutil.rmtree(self.path)  # all was published, or the staged was never the dataset here
+            return
+        # Killed between the first move and the last: the moved files are ours.
+        for name in self._names_in_motion():
+            if (self.directory / name).is_file():
+                (self.directory / name).replace(self.path / name)
+        (self.path / _MOVING).unlink(missing_ok=True)
 
     def _names_in_motion(self) -> list[str]:
         try:

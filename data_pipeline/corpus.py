@@ -1,143 +1,155 @@
 """The corpus after one reading: where every document stands, what was rejected, one digest of all.
 
-It keeps 40 bytes per document and no text, so a corpus larger than memory can be ordered at will
-and read again document by document. Taking records out of files is `readers`' business;
-the texts of files that cannot be read again from the middle are kept in a temporary file.
+Put together from the scans of all units in input order, as columns: 52 bytes a document and no
+text, so a corpus larger than memory can be ordered at will and read again document by document.
+What is in a unit is `scan.py`'s business, which documents go where `assignment.py`'s.
 """
 
 import hashlib
-from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from data_pipeline.errors import DataError
 from data_pipeline.manifest import InputSummary
-from data_pipeline.readers import (
-    InputFile,
-    Record,
-    Reject,
-    read_again,
-    read_records,
-    shown,
-)
+from data_pipeline.readers import InputFile, Reject
+from data_pipeline.scan import DOCUMENT, EMPTY, REJECT, Scan, ScanUnit
 
 Progress = Callable[[str, int, int], None]
 """progress(what, done bytes, total bytes), called often."""
 
+CHECK_BYTES = 16
+"""Of a text's sha256, kept to find duplicates and files that change between the readings."""
 
-def _column() -> "array[int]":
-    return array("Q")
 
-
-@dataclass(slots=True)
 class Corpus:
-    """Documents by number, in input order."""
+    """Documents by number, in input order, and what else the input held."""
 
-    files: list[InputFile]
-    file: "array[int]" = field(default_factory=_column)
-    offset: "array[int]" = field(default_factory=_column)
-    size: "array[int]" = field(default_factory=_column)
-    line: "array[int]" = field(default_factory=_column)
-    check: "array[int]" = field(default_factory=_column)
-    """First 8 bytes of the text's sha256: notices a file that changes between the passes."""
-    kept: BinaryIO | None = None
-    """The texts of files that are not rereadable, one behind the other; their places are in it."""
-    rejects: list[Reject] = field(default_factory=list)
-    empty: int = 0
-    digest: str = ""
+    def __init__(self, files: list[InputFile], units: Sequence[ScanUnit]) -> None:
+        self.files = files
+        self.units = units
+        self.text_key = units[0].text_key if units else "text"
+        self.documents = 0
+        """With text, as they stand in the input."""
+        self.rejects: list[Reject] = []
+        self.empty = 0
+        self.duplicates = 0
+        self.file = np.empty(0, np.uint32)
+        self.place = np.empty((0, 3), np.uint64)
+        """[D, 3]: offset, size, line; the line counts from the file's start, 0 for whole files."""
+        self.text_bytes = np.empty(0, np.uint64)
+        self.check = np.empty((0, CHECK_BYTES), np.uint8)
+        self._first_of_unit = np.zeros(len(units) + 1, np.int64)
+        self._digest = hashlib.sha256()
 
     def __len__(self) -> int:
         return len(self.file)
 
     def document_id(self, number: int) -> str:
-        return _document_id(self.files[self.file[number]], self.line[number])
+        return document_id(self.files[self.file[number]].name, int(self.place[number, 2]))
+
+    def document_ids(self) -> Iterator[str]:
+        names = [file.name for file in self.files]
+        for file, line in zip(self.file, self.place[:, 2], strict=True):
+            yield document_id(names[file], int(line))
+
+    def unit_of(self, numbers: np.ndarray) -> np.ndarray:
+        """The scan unit that each of these documents is from."""
+        return np.searchsorted(self._first_of_unit, numbers, side="right") - 1
+
+    @property
+    def digest(self) -> str:
+        """Over every document's id and the sha256 of its text, and every reject."""
+        return self._digest.hexdigest()
 
     def summary(self) -> InputSummary:
         return InputSummary(
             digest=self.digest,
             files=len(self.files),
-            documents=len(self),
+            documents=self.documents,
             empty=self.empty,
             rejected=len(self.rejects),
+            duplicates=self.duplicates,
         )
 
     def reject_list(self) -> bytes:
         """The content of `rejects.jsonl`."""
         return "".join(reject.to_json() + "\n" for reject in self.rejects).encode()
 
-    def texts(self, numbers: np.ndarray, text_key: str) -> Iterator[tuple[int, str]]:
-        """(number, text) of these documents, read again.
+    def fill(self, scans: Callable[[int], Scan]) -> None:
+        """Take all units in; `scans(number)` gives the scan of one, and is called twice for each.
 
-        Raises DataError when a text is not the one of the first reading.
+        Twice, because columns that are made in their final size need no second copy.
         """
-        for number in map(int, numbers):
-            file = self.files[self.file[number]]
-            place = self.offset[number], self.size[number], self.line[number]
-            try:
-                if file.rereadable:
-                    text = read_again(file, text_key, place)
-                else:
-                    text = self._read_kept(place[0], place[1])
-                same = _check(hashlib.sha256(text.encode("utf-8")).digest()) == self.check[number]
-            except (OSError, ValueError):
-                same = False
-            if not same:
-                raise DataError(
-                    f"{shown(file.path)} changed while it was being read. Nothing was "
-                    "written; run this again when nobody writes to the corpus."
-                )
-            yield number, text
+        counts = [int((scans(n).kind == DOCUMENT).sum()) for n in range(len(self.units))]
+        np.cumsum(counts, out=self._first_of_unit[1:])
+        self.documents = total = sum(counts)
+        self.file = np.empty(total, np.uint32)
+        self.place = np.empty((total, 3), np.uint64)
+        self.text_bytes = np.empty(total, np.uint64)
+        self.check = np.empty((total, CHECK_BYTES), np.uint8)
+        lines = np.zeros(len(self.files), np.uint64)
+        for number, unit in enumerate(self.units):
+            here = slice(self._first_of_unit[number], self._first_of_unit[number + 1])
+            self._take(unit, scans(number), here, lines)
 
-    def _read_kept(self, offset: int, size: int) -> str:
-        assert self.kept
-        self.kept.seek(offset)
-        return self.kept.read(size).decode("utf-8")
+    def cut_only_document(self, sizes: list[int], sha256: list[bytes]) -> None:
+        """Have parts in place of the one document, one behind the other, of `sizes` bytes each."""
+        offset, _, line = self.place[0].tolist()
+        starts = offset + np.cumsum([0, *sizes[:-1]])
+        self._first_of_unit[self._first_of_unit > 0] = len(sizes)
+        self.file = np.repeat(self.file, len(sizes))
+        self.place = np.array(
+            [(start, size, line) for start, size in zip(starts, sizes, strict=True)], np.uint64
+        )
+        self.text_bytes = np.array(sizes, np.uint64)
+        checks = b"".join(digest[:CHECK_BYTES] for digest in sha256)
+        self.check = np.frombuffer(checks, np.uint8).reshape(-1, CHECK_BYTES)
 
-    def _add(self, file: int, record: Record, check: int) -> None:
-        offset, size = record.offset, record.size
-        if self.kept and record.text is not None and not self.files[file].rereadable:
-            offset, size = self.kept.tell(), self.kept.write(record.text.encode("utf-8"))
-        self.file.append(file)
-        self.offset.append(offset)
-        self.size.append(size)
-        self.line.append(record.line)
-        self.check.append(check)
+    def _take(self, unit: ScanUnit, scan: Scan, here: slice, lines: np.ndarray) -> None:
+        """Fill the rows `here`; `lines` [files] counts every file's lines before this unit."""
+        file_of_part = np.array([part.number for part in unit.parts], np.uint32)
+        lines_before = lines[file_of_part]
+        np.add.at(lines, file_of_part, scan.part_lines.astype(np.uint64))
+        place, file = scan.place.copy(), file_of_part[scan.part]
+        has_line = place[:, 2] > 0
+        place[has_line, 2] += lines_before[scan.part[has_line]]
+        self._update_digest(scan, file, place, lines_before)
+        kept = scan.kind == DOCUMENT
+        self.empty += int((scan.kind == EMPTY).sum())
+        self.file[here] = file[kept]
+        self.place[here] = place[kept]
+        self.text_bytes[here] = scan.text_bytes[kept]
+        self.check[here] = scan.text_sha256[kept, :CHECK_BYTES]
 
-
-def scan_corpus(
-    files: list[InputFile], text_key: str, progress: Progress, *, kept: BinaryIO | None
-) -> Corpus:
-    """Read every record once. What cannot be used is in `rejects`, never an exception.
-
-    `kept` is a temporary file for the texts of files that are not rereadable, if there are any.
-    """
-    corpus, digest = Corpus(files, kept=kept), hashlib.sha256()
-    total, before = sum(file.size for file in files), 0
-    for number, file in enumerate(files):
-        for record in read_records(file, text_key, 0, file.size):
-            if isinstance(record, Reject):
-                corpus.rejects.append(record)
-                digest.update(b"rejected\0" + record.to_json().encode() + b"\n")
-                continue
-            progress("reading", before + min(record.offset, file.size), total)
-            id_ = _document_id(file, record.line)
-            digest.update(b"document\0" + id_.encode() + b"\0" + record.sha256 + b"\n")
-            if record.text != "":
-                corpus._add(number, record, _check(record.sha256))
+    def _update_digest(
+        self, scan: Scan, file: np.ndarray, place: np.ndarray, lines_before: np.ndarray
+    ) -> None:
+        rejects = iter(scan.rejects)
+        hashes = scan.text_sha256.tobytes()
+        rows = zip(scan.kind.tolist(), file.tolist(), place[:, 2].tolist(), strict=True)
+        for row, (kind, number, line) in enumerate(rows):
+            if kind == REJECT:
+                found = next(rejects)
+                shift = int(lines_before[scan.part[row]]) if found.line else 0
+                reject = Reject(found.file, found.line + shift, found.byte, found.reason)
+                self.rejects.append(reject)
+                self._digest.update(b"rejected\0" + reject.to_json().encode() + b"\n")
             else:
-                corpus.empty += 1
-        before += file.size
-    progress("reading", total, total)
-    corpus.digest = digest.hexdigest()
-    return corpus
+                id_ = document_id(self.files[number].name, line).encode()
+                text = hashes[32 * row : 32 * row + 32]
+                self._digest.update(b"document\0" + id_ + b"\0" + text + b"\n")
 
 
-def _document_id(file: InputFile, line: int) -> str:
-    return f"{file.name}:{line}" if line else file.name
+def document_id(name: str, line: int) -> str:
+    return f"{name}:{line}" if line else name
 
 
-def _check(sha256: bytes) -> int:
-    return int.from_bytes(sha256[:8], "little")
+def first_of_each_text(corpus: Corpus) -> np.ndarray:
+    """The numbers of the documents whose text no earlier one has, rising; counts the others."""
+    words = np.ascontiguousarray(corpus.check).view("<u8")
+    order = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal texts stay in input order
+    repeats = np.zeros(len(order), bool)
+    repeats[1:] = (words[order[1:]] == words[order[:-1]]).all(axis=1)
+    kept = np.sort(order[~repeats])
+    corpus.duplicates = len(corpus) - len(kept)
+    return kept

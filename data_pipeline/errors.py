@@ -21,3 +21,10 @@ class DataError(TxlError):
     """Input text, shards or a manifest that must not be trusted or used."""
 
     exit_code = 3
+
+
+class UnfinishedError(DataError):
+    """Work that its surroundings stopped (a full disk, a lost worker), not what it works on.
+
+    What was finished before stays good: the same command goes on from it.
+    """

@@ -22,7 +22,7 @@ MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 REJECTS_NAME = "rejects.jsonl"
 FORMAT = "txl-shards"
-VERSION = 1
+VERSION = 2
 SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
 SHARD_SUFFIX, INDEX_SUFFIX = ".tar.zst", ".index.safetensors"
 MAX_MANIFEST_BYTES = 256 * 2**20
@@ -70,8 +70,10 @@ class PrepareSettings(_Strict):
     """Fraction of the documents held out per split; the rest is `train`."""
     shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of the document-level shuffle; null keeps the order of the input."""
-    shard_bytes: int = Field(256 * 2**20, ge=1)
-    """Raw token bytes after which a new shard begins."""
+    dedup: Literal["none", "exact"] = "none"
+    """exact: of documents with the same text, the first in input order stays."""
+    shard_bytes: int = Field(64 * 2**20, ge=1)
+    """UTF-8 bytes of text of a shard at most; a larger document is alone in its shard."""
     block_bytes: int = Field(512 * 2**10, ge=512, le=8 * 2**20)
     """Raw token bytes of a block of documents, and of a zstd frame."""
 
@@ -98,6 +100,8 @@ class PrepareSettings(_Strict):
     def _leaves_train(self) -> Self:
         if "train" in self.split:
             raise ValueError("train is what the other splits leave; do not give it a fraction")
+        if self.split and recipe_of(self.recipe).fixed_split:
+            raise ValueError(f"recipe {self.recipe} has its own valid and test; leave it out")
         if sum(self.split.values()) >= 1:
             raise ValueError(f"the fractions sum to {sum(self.split.values())}, nothing is left")
         return self
@@ -110,10 +114,13 @@ class InputSummary(_Strict):
     """Over every document's id and the sha256 of its text, in input order, and every reject."""
     files: Count
     documents: Count
+    """With text, duplicates included."""
     empty: Count
     """Documents without text: skipped."""
     rejected: Count
     """Records that could not be read: listed in rejects.jsonl."""
+    duplicates: Count
+    """Documents left out because an earlier one has the same text."""
 
 
 class ShardEntry(_Strict):
@@ -164,17 +171,30 @@ def _totals(shards: list[ShardEntry] | tuple[ShardEntry, ...]) -> dict[str, int]
     return {name: sum(getattr(shard, name) for shard in shards) for name in names}
 
 
-class ShardManifest(_Strict):
-    """A complete dataset. `digest` is what runs and checkpoints remember it by."""
+class DatasetHeader(_Strict):
+    """All of a manifest but its list of shards."""
 
     format: Literal["txl-shards"] = "txl-shards"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     tokenizer_digest: Sha256
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]
     end_of_document: Count
     dtype: Literal["uint16", "uint32"]
     settings: PrepareSettings
     input: InputSummary
+
+
+class IndexHeader(_Strict):
+    """What every index knows of its dataset, so that the shards can replace a lost manifest."""
+
+    dataset: DatasetHeader
+    shards: dict[SplitName, Annotated[int, Field(ge=1)]]
+    """How many each split has."""
+
+
+class ShardManifest(DatasetHeader):
+    """A complete dataset. `digest` is what runs and checkpoints remember it by."""
+
     splits: Annotated[dict[SplitName, SplitEntry], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -231,7 +251,8 @@ def load_manifest(directory: str | Path) -> ShardManifest:
         cause = "there is no such directory" if not path.parent.is_dir() else "it has no manifest"
         raise DataError(
             f"{path}: {cause}, so no complete dataset is here (an interrupted prepare leaves none)."
-            f" Create it: txl prepare INPUT --out {directory}"
+            f" Create it: txl prepare INPUT --out {directory}. If its shards are there: txl data "
+            f"rebuild {directory}"
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
@@ -268,8 +289,8 @@ def _checked(content: object, path: Path) -> ShardManifest:
 
 def _again(directory: str | Path) -> str:
     return (
-        f"It was edited or damaged; restore it, or remove {directory} and run txl prepare "
-        f"INPUT --out {directory}"
+        f"It was edited or damaged; restore it, make it again with txl data rebuild {directory}, "
+        f"or remove {directory} and run txl prepare INPUT --out {directory}"
     )
 
 

@@ -1,52 +1,60 @@
 """Preparing: a corpus to a directory of shards with a manifest.
 
-Two passes: `corpus.py` reads every record once and keeps where it stands; then the documents are
-read again in their final order, tokenized and written. So the whole corpus is shuffled and split
-without holding its text. Packing is `shard_writer.py`'s, appearing all at once `atomic_files.py`'s.
+Four steps: scan every range of the input once and keep where documents stand; decide from that
+which document goes into which shard (`assignment.py`); make the tokenizer if the corpus decides it
+(`build_tokenizer.py`); read the documents again in their order, shard by shard, tokenize and write.
+So the whole corpus is shuffled and split without holding its text. What reads much is cut into work
+units that any number of workers share (`work_units.py`), and the same input and settings give the
+same bytes for any number of them; only bpe trains in this process.
 
-Splits and shuffle come from a fixed 64-bit hash, not from a library's generator whose stream may
-change: the same input and settings give the same bytes, always.
+What is finished stays in the staging folder when the program is killed, and the same command goes
+on from it. Appearing all at once is `atomic_files.py`'s business.
 """
 
-import contextlib
-import hashlib
-import itertools
-import json
-import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from data_pipeline.assignment import assign
 from data_pipeline.atomic_files import (
-    STAGING,
     StagedDirectory,
     explain_disk_errors,
     write_file,
     write_synced,
 )
-from data_pipeline.corpus import Corpus, Progress, scan_corpus
+from data_pipeline.build_tokenizer import (
+    keep_tokenizer,
+    train_on_beginning,
+    train_on_counts,
+    trained_tokenizer,
+)
+from data_pipeline.corpus import Corpus, Progress, first_of_each_text
 from data_pipeline.errors import DataError
+from data_pipeline.existing_dataset import find_existing, require_same_input
+from data_pipeline.fixed_parts import cut_into_splits
 from data_pipeline.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
-    TOKENIZER_NAME,
+    DatasetHeader,
+    IndexHeader,
     InputSummary,
     PrepareSettings,
+    ShardEntry,
     ShardManifest,
     SplitEntry,
-    load_manifest,
 )
-from data_pipeline.readers import find_files, printable
-from data_pipeline.shard_writer import ShardWriter
-from data_pipeline.tokenizers import (
-    Tokenizer,
-    needs_training,
-    ready_tokenizer,
-    token_dtype,
-    train_tokenizer,
-)
+from data_pipeline.readers import InputFile, find_files
+from data_pipeline.scan import Scan, plan_scan, scan
+from data_pipeline.staged_work import claim_staging, fingerprint_of
+from data_pipeline.texts import Documents
+from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
+from data_pipeline.tokenizers.recipes import recipe_of
+from data_pipeline.work_units import CountUnit, ShardUnit, Task, Unit, keep_loaded, run_task
+from data_pipeline.workers import InProcess, Workers, peak_memory_bytes
 
 DEFAULT_MAX_REJECT_RATE = 0.001
 
@@ -61,6 +69,14 @@ class Prepared:
     """Files of the input folders that were left out, by suffix."""
     kinds: dict[str, int]
     """Files read, by format."""
+    workers: int
+    units: int
+    """Scans, counts and shards of the dataset."""
+    reused_units: int
+    """Those found finished by an earlier run that did not end."""
+    peak_memory_bytes: int
+    """The largest resident set of this process or of one worker."""
+    seconds: float
 
 
 def prepare_dataset(
@@ -70,106 +86,190 @@ def prepare_dataset(
     *,
     tokenizer_file: Path | None = None,
     max_reject_rate: float = DEFAULT_MAX_REJECT_RATE,
+    workers: Workers | None = None,
     progress: Progress = lambda what, done, total: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Prepared:
     """Write the dataset of `inputs` to `out`, or find it there already complete.
 
     `max_reject_rate` is the fraction of records that may be unusable; they are listed in
-    `rejects.jsonl` either way. `tokenizer_file` belongs to `settings.tokenizer` file. Raises
-    DataError for input without usable text, too many rejects, an `out` that holds something else,
-    and a disk that is full or refuses.
+    `rejects.jsonl` either way. `tokenizer_file` belongs to `settings.tokenizer` file. `workers`
+    None: in this process. `note` receives lines for people. Raises DataError for input without
+    usable text, too many rejects, an `out` that holds something else; UnfinishedError, with
+    finished units kept, for a disk that is full and dead workers.
     """
+    started = time.monotonic()
+    workers = workers or InProcess()
     found = find_files([str(given) for given in inputs], format=settings.format, exclude=out)
     ready = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
-    all_again = all(file.rereadable for file in found.files)
-    with (
-        StagedDirectory(out, last=MANIFEST_NAME) as staged,
-        explain_disk_errors("keeping texts that cannot be read again", out),
-        contextlib.nullcontext() if all_again else tempfile.TemporaryFile(dir=out) as kept,
-    ):
-        existing = _existing(out, settings, ready)
-        corpus = scan_corpus(found.files, settings.text_key, progress, kept=kept)
-        ignored, kinds = dict(+found.ignored), dict(found.kinds)
+    with StagedDirectory(out, last=MANIFEST_NAME) as staged:
+        existing = find_existing(out, settings, ready.digest if ready else None)
         if existing:
-            _require_same_input(existing, corpus.summary(), out)
-            return Prepared(existing, already_complete=True, ignored=ignored, kinds=kinds)
-        _require_usable(corpus, out, max_reject_rate)
-        order = _assign(corpus, settings)
-        tokenizer = ready or _trained(corpus, order["train"], settings, progress)
-        with explain_disk_errors("writing shards", out):
-            manifest = _write(
-                corpus,
-                order,
-                settings=settings,
-                tokenizer=tokenizer,
-                staging=staged.stage(),
-                progress=progress,
-            )
-            if not corpus.rejects:
-                (out / REJECTS_NAME).unlink(missing_ok=True)  # of an earlier, failed run
-            staged.publish()
-    return Prepared(manifest, already_complete=False, ignored=ignored, kinds=kinds)
-
-
-def _existing(
-    out: Path, settings: PrepareSettings, tokenizer: Tokenizer | None
-) -> ShardManifest | None:
-    """The manifest of a complete dataset with these settings; None for a free directory."""
-    names = sorted(entry.name for entry in out.iterdir() if entry.name != STAGING)
-    if MANIFEST_NAME not in names:
-        foreign = [name for name in names if not _is_reject_list(out / name)]
-        if foreign:
-            shown = ", ".join(printable(name) for name in foreign[:5])
-            more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
-            raise DataError(
-                f"{out} holds files that are not of a dataset: {shown}{more}. Nothing was "
-                "touched; choose an empty or new directory for --out."
-            )
-        return None
-    manifest = load_manifest(out)
-    before, now = manifest.settings.model_dump(), settings.model_dump()
-    changes = [f"{key}: {before[key]!r} there, {now[key]!r} now" for key in now]
-    changes = [text for text, key in zip(changes, now, strict=True) if before[key] != now[key]]
-    if tokenizer and manifest.tokenizer_digest != tokenizer.digest:
-        changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer.digest} now")
-    if changes:
-        raise _other_dataset(out, changes)
-    return manifest
-
-
-def _require_same_input(existing: ShardManifest, now: InputSummary, out: Path) -> None:
-    before = existing.input
-    if before != now:
-        changes = [
-            f"input {name}: {getattr(before, name)} there, {getattr(now, name)} now"
-            for name in type(now).model_fields
-            if getattr(before, name) != getattr(now, name)
-        ]
-        raise _other_dataset(out, changes)
-    missing = [name for name in existing.file_names() if not (out / name).is_file()]
-    if missing:
-        raise DataError(
-            f"{out} has the manifest of this dataset but not {', '.join(missing[:5])}. Restore "
-            f"them, or remove {out} and run this again. To list all damage: txl data verify {out}"
-        )
-
-
-def _other_dataset(out: Path, changes: list[str]) -> DataError:
-    return DataError(
-        f"{out} holds another dataset: {'; '.join(changes)}. Nothing was touched; choose another "
-        f"--out, or remove {out} and run this again. To look inside: txl data inspect {out}"
+            manifest, run = existing, None
+            require_same_input(existing, _summary(found.files, settings, workers, progress), out)
+        else:
+            with explain_disk_errors("writing shards", out):
+                run = _Run(found.files, settings, ready, staged, workers, progress, note)
+                manifest = run.write(max_reject_rate)
+    return Prepared(
+        manifest=manifest,
+        already_complete=run is None,
+        ignored=dict(+found.ignored),
+        kinds=dict(found.kinds),
+        workers=workers.num_workers,
+        units=run.units if run else 0,
+        reused_units=run.reused if run else 0,
+        peak_memory_bytes=max(peak_memory_bytes(), workers.peak_memory_bytes),
+        seconds=time.monotonic() - started,
     )
 
 
-def _is_reject_list(path: Path) -> bool:
-    """Whether this is the list a failed run left; someone else's file of that name is not."""
-    if path.name != REJECTS_NAME or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        try:
-            return set(json.loads(file.readline())) == {"file", "line", "byte", "reason"}
-        except (ValueError, TypeError):
-            return False
+class _Run:
+    """One run over a claimed staging folder: its steps, and the count of its units."""
+
+    def __init__(
+        self,
+        files: list[InputFile],
+        settings: PrepareSettings,
+        ready: Tokenizer | None,
+        staged: StagedDirectory,
+        workers: Workers,
+        progress: Progress,
+        note: Callable[[str], None],
+    ) -> None:
+        self._files, self._settings, self._staged = files, settings, staged
+        self._workers, self._progress = workers, progress
+        self._ready = ready
+        self._fingerprint = fingerprint_of(files, settings, ready.digest if ready else None)
+        self._staging = claim_staging(staged, self._fingerprint, note).absolute()
+        self.units = self.reused = 0
+
+    def write(self, max_reject_rate: float) -> ShardManifest:
+        """Scan, assign, write, publish."""
+        out, staging = self._staged.directory, self._staging
+        corpus = self._scan()
+        _require_usable(corpus, out, max_reject_rate)
+        self._progress("ordering", 0, 0)
+        if recipe_of(self._settings.recipe).fixed_split:
+            shards = cut_into_splits(corpus, self._settings, staging)
+        else:
+            shards = assign(corpus, self._settings)
+        tokenizer = self._tokenizer(corpus, shards["train"])
+        keep_loaded(tokenizer)
+        header = _header(tokenizer, corpus, self._settings)
+        splits = self._write_shards(corpus, shards, header)
+        manifest = ShardManifest(**dict(header), splits=splits)
+        names = [*manifest.file_names()]
+        if corpus.rejects:
+            write_synced(staging / REJECTS_NAME, corpus.reject_list())
+            names.append(REJECTS_NAME)
+        else:
+            (out / REJECTS_NAME).unlink(missing_ok=True)  # of an earlier, failed run
+        write_synced(staging / MANIFEST_NAME, manifest.to_bytes())
+        self._staged.publish(names)
+        return manifest
+
+    def _scan(self) -> Corpus:
+        units = plan_scan(self._files, self._settings.text_key)
+        results = self._do("reading", units, sum(unit.size for unit in units))
+        places = {number: str(result["scan"]) for number, result in results}
+        corpus = Corpus(self._files, units)
+        corpus.fill(lambda number: Scan.load(self._staging / places[number]))
+        return corpus
+
+    def _tokenizer(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
+        """The dataset's tokenizer, which is then in the staging folder."""
+        if self._ready:
+            keep_tokenizer(self._ready, self._staging)
+            return self._ready
+        tokenizer, reused = trained_tokenizer(
+            self._staging, corpus.digest, lambda: self._train(corpus, train)
+        )
+        self.units += 1
+        self.reused += reused
+        self._staged.worth_keeping = True
+        return tokenizer
+
+    def _train(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
+        shards = (Documents.of(corpus, numbers) for numbers in train)
+        if self._settings.tokenizer == "bpe":
+            self._progress("training the tokenizer", 0, 0)
+            return train_on_beginning(self._settings, shards, self._staging)
+        settings = self._settings.model_dump_json()
+        units = (CountUnit(number, settings, some) for number, some in enumerate(shards))
+        total = sum(int(corpus.text_bytes[numbers].sum()) for numbers in train)
+        found = [result["counts"] for _, result in self._do("counting", units, total)]
+        return train_on_counts(self._settings, [self._staging / place for place in sorted(found)])
+
+    def _write_shards(
+        self, corpus: Corpus, shards: dict[str, list[np.ndarray]], header: DatasetHeader
+    ) -> dict[str, SplitEntry]:
+        places = [(split, number) for split in shards for number in range(len(shards[split]))]
+        known = IndexHeader(dataset=header, shards={split: len(shards[split]) for split in shards})
+        about = known.model_dump_json()
+        units = (
+            ShardUnit(split, number, about, Documents.of(corpus, shards[split][number]))
+            for split, number in places
+        )
+        total = sum(int(corpus.text_bytes[n].sum()) for some in shards.values() for n in some)
+        entries = {
+            places[done]: ShardEntry.model_validate(result)
+            for done, result in self._do("writing", units, total)
+        }
+        return {
+            split: SplitEntry.of([entries[split, number] for number in range(len(shards[split]))])
+            for split in shards
+        }
+
+    def _do(
+        self, what: str, units: Iterable[Unit], total: int
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number, result) of every unit as it is done."""
+        sizes: dict[int, int] = {}
+
+        def tasks() -> Iterator[Task]:
+            for number, unit in enumerate(units):
+                sizes[number] = unit.size
+                yield Task(unit, self._staging, self._fingerprint)
+
+        done = 0
+        self._progress(what, done, total)
+        for number, outcome in self._workers.map(run_task, tasks()):
+            self._staged.worth_keeping = True
+            self.units += 1
+            self.reused += outcome.reused
+            done += sizes.pop(number)
+            self._progress(what, done, total)
+            yield number, outcome.result
+
+
+def _header(tokenizer: Tokenizer, corpus: Corpus, settings: PrepareSettings) -> DatasetHeader:
+    return DatasetHeader(
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
+        settings=settings,
+        input=corpus.summary(),
+    )
+
+
+def _summary(
+    files: list[InputFile], settings: PrepareSettings, workers: Workers, progress: Progress
+) -> InputSummary:
+    """What the input is, read without writing anything."""
+    units = plan_scan(files, settings.text_key)
+    total, done = sum(unit.size for unit in units), 0
+    scans: dict[int, Scan] = {}
+    for number, found in workers.map(scan, units):
+        scans[number] = found
+        done += units[number].size
+        progress("reading", done, total)
+    corpus = Corpus(files, units)
+    corpus.fill(scans.__getitem__)
+    if settings.dedup == "exact":
+        first_of_each_text(corpus)
+    return corpus.summary()
 
 
 def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
@@ -195,117 +295,3 @@ def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
             f"the input holds no text: {len(corpus.files)} files, {corpus.empty} empty documents "
             f"and no other. Give files with text in them: txl prepare INPUT --out {out}"
         )
-
-
-def _hash64(purpose: bytes, content: bytes) -> int:
-    digest = hashlib.blake2b(content, digest_size=8, person=purpose).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _assign(corpus: Corpus, settings: PrepareSettings) -> dict[str, np.ndarray]:
-    """Per split, the numbers of its documents in their final order.
-
-    A document's split depends on its id alone, so it stays where it is when the corpus grows. A
-    split that would be empty takes the document with the smallest hash from the largest one.
-    """
-    held_out = sorted(settings.split)  # by name: the order they were given in decides nothing
-    names = ["train", *held_out]
-    if len(corpus) < len(names):
-        raise DataError(
-            f"{len(corpus)} documents cannot fill {len(names)} splits ({', '.join(names)}). Give "
-            "more documents, or ask for fewer splits with --split."
-        )
-    ids = (corpus.document_id(number).encode() for number in range(len(corpus)))
-    hashes = np.fromiter((_hash64(b"txl-split", id_) for id_ in ids), np.uint64, len(corpus))
-    widths = [int(settings.split[name] * 2**64) for name in held_out]
-    bounds = np.array(list(itertools.accumulate(widths)), dtype=np.uint64)
-    part = (np.searchsorted(bounds, hashes, side="right") + 1) % len(names)
-    for empty in range(len(names)):
-        sizes = np.bincount(part, minlength=len(names))
-        if not sizes[empty]:
-            donors = np.flatnonzero(part == sizes.argmax())
-            part[donors[hashes[donors].argmin()]] = empty
-    order = np.arange(len(corpus))
-    if settings.shuffle is not None:
-        seed = settings.shuffle.to_bytes(8, "little")
-        keys = (_hash64(b"txl-shuffle", seed + int(n).to_bytes(8, "little")) for n in order)
-        order = np.argsort(np.fromiter(keys, np.uint64, len(corpus)), kind="stable")
-    return {name: order[part[order] == number] for number, name in enumerate(names)}
-
-
-def _trained(
-    corpus: Corpus, numbers: np.ndarray, settings: PrepareSettings, progress: Progress
-) -> Tokenizer:
-    """The tokenizer that the training documents give, in their final order."""
-    total = sum(corpus.size[number] for number in numbers)
-
-    def texts() -> Iterator[str]:
-        done = 0
-        for number, text in corpus.texts(numbers, settings.text_key):
-            yield text
-            done += corpus.size[number]
-            progress("reading for the tokenizer", done, total)
-
-    return train_tokenizer(settings, texts)
-
-
-def _write(
-    corpus: Corpus,
-    order: dict[str, np.ndarray],
-    *,
-    settings: PrepareSettings,
-    tokenizer: Tokenizer,
-    staging: Path,
-    progress: Progress,
-) -> ShardManifest:
-    """The second pass: write every file of the dataset to `staging`."""
-    dtype, written = token_dtype(tokenizer.vocab_size), 0
-    total, splits = sum(corpus.size), {}
-    for name, numbers in order.items():
-        writer = ShardWriter(
-            staging,
-            name,
-            dtype=dtype,
-            vocab_size=tokenizer.vocab_size,
-            block_bytes=settings.block_bytes,
-            shard_bytes=settings.shard_bytes,
-        )
-        try:
-            for number, text in corpus.texts(numbers, settings.text_key):
-                opened = _opened(tokenizer, text)
-                if not opened.size:
-                    raise DataError(
-                        f"{printable(corpus.document_id(number))} holds nothing but blanks, and "
-                        f"documents of recipe {settings.recipe} have no token of their own. Take "
-                        "it out of the corpus and run this again."
-                    )
-                num_bytes = len(text) if text.isascii() else len(text.encode())
-                writer.add(corpus.document_id(number), opened, text_bytes=num_bytes)
-                written += corpus.size[number]
-                progress("writing", written, total)
-            splits[name] = SplitEntry.of(writer.close())
-        except BaseException:
-            writer.abandon()
-            raise
-    manifest = ShardManifest(
-        tokenizer_digest=tokenizer.digest,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document=tokenizer.end_of_document,
-        dtype="uint16" if dtype.itemsize == 2 else "uint32",
-        settings=settings,
-        input=corpus.summary(),
-        splits=splits,
-    )
-    write_synced(staging / TOKENIZER_NAME, tokenizer.to_json().encode() + b"\n")
-    if corpus.rejects:
-        write_synced(staging / REJECTS_NAME, corpus.reject_list())
-    write_synced(staging / MANIFEST_NAME, manifest.to_bytes())
-    return manifest
-
-
-def _opened(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """A document's tokens, behind the end-of-document token if that opens documents."""
-    tokens = tokenizer.encode(text)
-    if not tokenizer.opens_documents:
-        return tokens
-    return np.concatenate([np.array([tokenizer.end_of_document], dtype=tokens.dtype), tokens])

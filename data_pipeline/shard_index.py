@@ -2,17 +2,22 @@
 
 Every array of the index is checked against the others and the entry before anything relies on it,
 so that whoever reads through it needs no checks of its own. All refusals name file and place.
+
+An index also describes its dataset and vouches for itself, in safetensors metadata that reading
+shards does not need: `rebuild.py` makes a new manifest from it.
 """
 
 import hashlib
+import json
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load, save
 
 from data_pipeline.errors import DataError
 from data_pipeline.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame
@@ -51,6 +56,47 @@ class ShardIndex:
 
     def frame(self, number: int) -> Frame:
         return Frame(*map(int, self.frames[number]))
+
+
+def index_bytes(arrays: dict[str, np.ndarray], *, text_bytes: int, header: str) -> bytes:
+    """The content of an index file. `header` is JSON about the dataset (`prepare.py` writes it)."""
+    about = {
+        "arrays_sha256": _arrays_sha256(arrays),
+        "header": json.loads(header),
+        "text_bytes": text_bytes,
+    }
+    # One key only: safetensors writes several in an order that changes from run to run.
+    return save(arrays, metadata={"txl": json.dumps(about, sort_keys=True)})
+
+
+def read_about(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The arrays of an index file that no manifest vouches for, and its `header`, `text_bytes`.
+
+    Raises DataError when it is damaged or was written without them.
+    """
+    try:
+        _size_of(path, path.parent)
+        with safe_open(path, framework="numpy") as file:
+            about = json.loads((file.metadata() or {})["txl"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        sound = about["arrays_sha256"] == _arrays_sha256(arrays)
+        if (
+            not sound
+            or not isinstance(about["header"], dict)
+            or type(about["text_bytes"]) is not int
+        ):
+            raise ValueError("its content is not what it vouches for")
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise refusal(path, path.parent, f"describes no dataset ({error})") from error
+    return arrays, about
+
+
+def _arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode() + array.tobytes())
+    return digest.hexdigest()
 
 
 def read_index(directory: Path, entry: ShardEntry, itemsize: int) -> ShardIndex:

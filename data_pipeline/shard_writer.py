@@ -1,12 +1,16 @@
-"""Shards: documents to `<split>-<nnnnnn>.tar.zst` and its sidecar index.
+"""One shard: documents to `<split>-<nnnnnn>.tar.zst` and its sidecar index.
 
 Whole consecutive documents are packed into blocks; a block is one `<key>.npy` in a plain tar (one
 sentence a member made the tar 19 times its tokens), and a giant document is a block by itself. The
 tar goes through `frames.FrameWriter`, so frames end where blocks end and a reader decodes only what
 it needs. Every document opens with the end-of-document token, put there by the caller.
 
-Same documents, same bytes: tar headers carry no time, user or group. Imports webdataset, with
-`pipeline.py` alone; what it writes, stock readers read.
+Memory is bounded by a block, not by a document: tokens come in pieces, and those of a giant one
+wait in a file until their number, which opens a tar member, is known.
+
+Same documents, same bytes: tar headers carry no time, user or group. The headers are those of
+WebDataset's TarWriter, whose class is not used because importing it loads torch: 190 MB in every
+worker that writes shards.
 """
 
 import contextlib
@@ -14,20 +18,25 @@ import hashlib
 import io
 import itertools
 import os
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
-from safetensors.numpy import save
-from webdataset.writer import TarWriter
 
 from data_pipeline.atomic_files import write_synced
+from data_pipeline.errors import DataError
 from data_pipeline.frames import FrameWriter, frames_array
 from data_pipeline.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
+from data_pipeline.readers import printable
+from data_pipeline.shard_index import index_bytes
 
+MAX_DOCUMENT_BYTES = 8 * 2**30 - 2**20
+"""Of tokens in one document: sizes in a ustar header end at 8 GiB."""
 _TAR_RECORD = 512
-_TAR_MAX_MEMBER = 8 * 2**30 - 2**20  # ustar sizes end at 8 GiB
 
 
 @dataclass(slots=True)
@@ -37,53 +46,77 @@ class _Block:
     ids: list[bytes] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
     num_bytes: int = 0
-    text_bytes: int = 0
 
 
-class _Shard:
-    """One open shard: the tar, its frames, and the index in the making."""
+class ShardWriter:
+    """Writes one shard: `add` every document in order, then `close`. Syncs files, moves none.
 
-    def __init__(self, directory: Path, split: str, number: int, *, frame_bytes: int) -> None:
+    `header` is what the index remembers of the dataset (see `shard_index.index_bytes`).
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        number: int,
+        *,
+        dtype: np.dtype,
+        vocab_size: int,
+        block_bytes: int,
+        header: str = "{}",
+    ) -> None:
         self.path = directory / shard_name(split, number)
-        self.stem = self.path.name.removesuffix(SHARD_SUFFIX)
+        self._stem = self.path.name.removesuffix(SHARD_SUFFIX)
+        self._dtype, self._vocab_size = np.dtype(dtype), vocab_size
+        self._block_bytes, self._header = block_bytes, header
         self._file: BinaryIO = self.path.open("wb")
-        self._frames = FrameWriter(self._file, frame_bytes=frame_bytes)
-        self._tar = TarWriter(self._frames, encoder=False, mtime=0, user="", group="", mode=0o444)
+        self._frames = FrameWriter(self._file, frame_bytes=block_bytes)
+        sink = cast(BinaryIO, self._frames)  # tarfile only writes to it
+        self._tar = tarfile.open(fileobj=sink, mode="w|", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+        self._block = _Block()
         self._blocks: list[tuple[int, int, int]] = []  # tokens, raw offset, documents
         self._starts: list[np.ndarray] = []
         self._ids: list[bytes] = []
-        self.token_bytes = 0
         self._text_bytes = 0
 
-    def add(self, block: _Block) -> None:
-        """Write a block as one member, with its document starts beside it if it has several."""
-        lengths = [len(tokens) for tokens in block.tokens]
-        starts = np.array([0, *itertools.accumulate(lengths[:-1])], dtype=np.int64)
-        tokens = block.tokens[0] if len(lengths) == 1 else np.concatenate(block.tokens)
-        payload = _npy(tokens)
-        sample = {"__key__": f"{self.stem}-{len(self._blocks):08d}", "npy": payload}
-        if len(lengths) > 1:
-            sample["starts.npy"] = _npy(starts)
-        before = self._tar.tarstream.offset
-        self._frames.next_unit(sum(_member_bytes(len(v)) for k, v in sample.items() if k[0] != "_"))
-        self._tar.write(sample)
-        header = _TAR_RECORD + len(payload) - tokens.nbytes
-        self._blocks.append((len(tokens), before + header, len(lengths)))
-        self._starts.append(starts)
-        self._ids += block.ids
-        self.token_bytes += tokens.nbytes
-        self._text_bytes += block.text_bytes
+    def add(self, document_id: str, pieces: Iterable[np.ndarray], *, text_bytes: int) -> None:
+        """Take a document: its tokens in pieces, the first opening with the end-of-document id.
+
+        `pieces` are 1-D; `text_bytes` are the UTF-8 bytes of its text. Raises ValueError for ids
+        outside the vocabulary (numpy would wrap them silently), DataError for a document larger
+        than a tar member can be.
+        """
+        held: list[np.ndarray] = []
+        size, checked = 0, self._checked(document_id, pieces)
+        for piece in checked:
+            held.append(piece)
+            size += piece.nbytes
+            if size > self._block_bytes:
+                self._flush()
+                self._add_giant(document_id, itertools.chain(held, checked))
+                break
+        else:
+            if not size:
+                raise ValueError(f"{document_id}: tokens must not be empty")
+            if self._block.ids and self._block.num_bytes + size > self._block_bytes:
+                self._flush()
+            self._block.ids.append(document_id.encode("utf-8"))
+            self._block.tokens.append(held[0] if len(held) == 1 else np.concatenate(held))
+            self._block.num_bytes += size
+            if self._block.num_bytes >= self._block_bytes:
+                self._flush()
+        self._text_bytes += text_bytes
 
     def close(self) -> ShardEntry:
         """Finish the shard, sync it and its index, and return its entry."""
+        self._flush()
         self._tar.close()
         self._frames.finish()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         index = self._index()
-        index_path = self.path.with_name(self.stem + INDEX_SUFFIX)
-        write_synced(index_path, index)
+        write_synced(self.path.with_name(self._stem + INDEX_SUFFIX), index)
         return ShardEntry(
             name=self.path.name,
             bytes=self._frames.num_bytes,
@@ -99,101 +132,98 @@ class _Shard:
         )
 
     def abandon(self) -> None:
+        """Let go of the open file after an error; what was written is not a shard."""
         self._frames.abandon()
         with contextlib.suppress(OSError):  # of a full disk; the first error is on its way
             self._file.close()
 
+    def _checked(self, document_id: str, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        for tokens in pieces:
+            if tokens.ndim != 1:
+                raise ValueError(f"{document_id}: tokens must be 1-D, got {tokens.shape}")
+            if not tokens.size:
+                continue
+            if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+                raise ValueError(
+                    f"{document_id}: token ids {tokens.min()}..{tokens.max()} leave the vocabulary "
+                    f"of {self._vocab_size}"
+                )
+            yield tokens.astype(self._dtype, copy=False)
+
+    def _flush(self) -> None:
+        """Write the waiting block as a member, its document starts beside it if it has several."""
+        block, self._block = self._block, _Block()
+        if not block.ids:
+            return
+        lengths = [len(tokens) for tokens in block.tokens]
+        starts = np.array([0, *itertools.accumulate(lengths[:-1])], dtype=np.int64)
+        tokens = np.concatenate(block.tokens)
+        members = {"npy": (_npy_header(tokens), tokens.data)}
+        if len(lengths) > 1:
+            members["starts.npy"] = (_npy_header(starts), starts.data)
+        self._write_block(
+            {name: io.BytesIO(b"".join(parts)) for name, parts in members.items()}, len(tokens)
+        )
+        self._starts.append(starts)
+        self._ids += block.ids
+        self._blocks[-1] = (*self._blocks[-1][:2], len(lengths))
+
+    def _add_giant(self, document_id: str, pieces: Iterable[np.ndarray]) -> None:
+        """Write a document as a block of its own, through a file beside the shard."""
+        with tempfile.TemporaryFile(dir=self.path.parent) as file:
+            # The header's length does not depend on the number of tokens; only its content does.
+            reserved = len(_npy_header(np.empty(0, self._dtype)))
+            file.seek(reserved)
+            num_tokens = 0
+            for piece in pieces:
+                num_tokens += len(piece)
+                if num_tokens * self._dtype.itemsize > MAX_DOCUMENT_BYTES:
+                    raise DataError(
+                        f"document {printable(document_id)} has more than {MAX_DOCUMENT_BYTES:,} "
+                        "bytes of tokens, the most that a tar member can hold. Split its text into "
+                        "several files or records, and run this again."
+                    )
+                file.write(piece.tobytes())
+            shape = np.broadcast_to(np.empty(1, self._dtype), (num_tokens,))
+            header = _npy_header(shape)
+            assert len(header) == reserved
+            file.seek(0)
+            file.write(header)
+            file.seek(0)
+            self._write_block({"npy": file}, num_tokens)
+        self._starts.append(np.zeros(1, np.int64))
+        self._ids.append(document_id.encode("utf-8"))
+
+    def _write_block(self, members: dict[str, BinaryIO], num_tokens: int) -> None:
+        sizes = {name: content.seek(0, io.SEEK_END) for name, content in members.items()}
+        before = self._tar.offset
+        self._frames.next_unit(sum(map(_member_bytes, sizes.values())))
+        for name, content in members.items():
+            content.seek(0)
+            member = tarfile.TarInfo(f"{self._stem}-{len(self._blocks):08d}.{name}")
+            member.size, member.mode = sizes[name], 0o444
+            self._tar.addfile(member, content)
+        header = _TAR_RECORD + sizes["npy"] - num_tokens * self._dtype.itemsize
+        self._blocks.append((num_tokens, before + header, 1))
+
     def _index(self) -> bytes:
         tokens, offsets, documents = zip(*self._blocks, strict=True)
         ids = list(itertools.accumulate((len(name) for name in self._ids), initial=0))
-        return save(
-            {
-                "frames": frames_array(self._frames.frames),
-                "block_tokens": np.array(tokens, dtype=np.int64),
-                "block_offset": np.array(offsets, dtype=np.int64),
-                "block_documents": np.array(documents, dtype=np.int64),
-                "document_starts": np.concatenate(self._starts),
-                "document_id_bytes": np.frombuffer(b"".join(self._ids), dtype=np.uint8),
-                "document_id_offsets": np.array(ids, dtype=np.int64),
-            }
-        )
+        arrays = {
+            "frames": frames_array(self._frames.frames),
+            "block_tokens": np.array(tokens, dtype=np.int64),
+            "block_offset": np.array(offsets, dtype=np.int64),
+            "block_documents": np.array(documents, dtype=np.int64),
+            "document_starts": np.concatenate(self._starts),
+            "document_id_bytes": np.frombuffer(b"".join(self._ids), dtype=np.uint8),
+            "document_id_offsets": np.array(ids, dtype=np.int64),
+        }
+        return index_bytes(arrays, text_bytes=self._text_bytes, header=self._header)
 
 
-class ShardWriter:
-    """Writes one split: `add` every document in order, then `close`. Syncs files, moves none."""
-
-    def __init__(
-        self,
-        directory: Path,
-        split: str,
-        *,
-        dtype: np.dtype,
-        vocab_size: int,
-        block_bytes: int,
-        shard_bytes: int,
-    ) -> None:
-        self._directory, self._split = directory, split
-        self._dtype, self._vocab_size = np.dtype(dtype), vocab_size
-        self._block_bytes, self._shard_bytes = block_bytes, shard_bytes
-        self._block = _Block()
-        self._shard: _Shard | None = None
-        self._entries: list[ShardEntry] = []
-
-    def add(self, document_id: str, tokens: np.ndarray, *, text_bytes: int) -> None:
-        """Take a document: `tokens` 1-D, its first the end-of-document id, and its text's bytes.
-
-        Raises ValueError for ids outside the vocabulary (numpy would wrap them silently).
-        """
-        if tokens.ndim != 1 or not tokens.size:
-            raise ValueError(f"{document_id}: tokens must be 1-D and not empty, got {tokens.shape}")
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            raise ValueError(
-                f"{document_id}: token ids {tokens.min()}..{tokens.max()} leave the vocabulary of "
-                f"{self._vocab_size}"
-            )
-        num_bytes = tokens.size * self._dtype.itemsize
-        if num_bytes > _TAR_MAX_MEMBER:
-            raise ValueError(f"{document_id}: {num_bytes:,} bytes of tokens are over a tar's limit")
-        if self._block.ids and self._block.num_bytes + num_bytes > self._block_bytes:
-            self._write_block()
-        self._block.ids.append(document_id.encode("utf-8"))
-        self._block.tokens.append(tokens.astype(self._dtype, copy=False))
-        self._block.num_bytes += num_bytes
-        self._block.text_bytes += text_bytes
-        if self._block.num_bytes >= self._block_bytes:
-            self._write_block()
-
-    def close(self) -> list[ShardEntry]:
-        """Write what is left; the entries of all shards, in order."""
-        if self._block.ids:
-            self._write_block()
-        self._close_shard()
-        return self._entries
-
-    def abandon(self) -> None:
-        """Let go of the open file after an error; what was written is not a shard."""
-        if self._shard:
-            self._shard.abandon()
-
-    def _write_block(self) -> None:
-        block, self._block = self._block, _Block()
-        if self._shard and self._shard.token_bytes + block.num_bytes > self._shard_bytes:
-            self._close_shard()
-        if self._shard is None:
-            self._shard = _Shard(
-                self._directory, self._split, len(self._entries), frame_bytes=self._block_bytes
-            )
-        self._shard.add(block)
-
-    def _close_shard(self) -> None:
-        if self._shard:
-            self._entries.append(self._shard.close())
-            self._shard = None
-
-
-def _npy(array: np.ndarray) -> bytes:
+def _npy_header(array: np.ndarray) -> bytes:
     file = io.BytesIO()
-    np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=False)
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
     return file.getvalue()
 
 

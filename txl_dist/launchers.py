@@ -5,12 +5,14 @@ brings Ray without being imported here. Under torchrun no launcher of ours is ne
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol
 
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
+    from data_pipeline.workers import Workers
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
     from txl_dist.training.job import TrainJob
 
@@ -28,6 +30,9 @@ class Launcher(Protocol):
         self, job: "EvaluationJob", *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> "EvaluationResult":
         """Score a split with `num_workers`; `on_progress(pieces done, pieces)`."""
+
+    def workers(self, num_workers: int) -> AbstractContextManager["Workers"]:
+        """Workers that prepare or verify a dataset."""
 
 
 def find_launcher(on: str) -> Launcher:

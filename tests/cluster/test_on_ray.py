@@ -9,11 +9,13 @@ import psutil
 import pytest
 
 from cluster.evaluation import score_on_ray
+from cluster.preparation import RayWorkers
 from cluster.session import ray_session
 from cluster.training import train_on_ray
+from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.manifest import load_manifest
 from data_pipeline.shard_reader import open_split
-from tests.commands import num_lines, start_txl, wait_until
+from tests.commands import num_lines, start_txl, txl, wait_until
 from tests.gloo_ranks import RankGroups
 from tests.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
 from txl_dist.evaluation.evaluate import (
@@ -80,6 +82,54 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
             found = summarise(scores, pieces, settings)
             assert found.sums.num_tokens == expected.sums.num_tokens
             assert found.sums.nats == pytest.approx(expected.sums.nats, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_dataset_prepared_and_verified_on_ray_has_the_same_bytes(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "data_pipeline"
+    options = ("--shuffle", 1, "--split", "valid=0.2", "--format", "text", "--json")
+    found = []
+    for name, where in (("here", ()), ("ray", ("--on", "ray", "--workers", 2))):
+        out = tmp_path / name
+        ended = txl("prepare", folder, "--out", out, *options, *where)
+        assert ended.returncode == 0, ended.stderr
+        found.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert found[0] == found[1]
+    (tmp_path / "ray" / "valid-000000.tar.zst").unlink()
+    ended = txl("data", "verify", tmp_path / "ray", "--on", "ray", "--workers", 2)
+    assert ended.returncode == 3, ended.stderr
+    assert "valid-000000.tar.zst: missing" in ended.stderr
+
+
+def die_at_first(path: Path) -> str:
+    """Kills its worker where nobody did before."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return path.name
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def die(path: Path) -> None:
+    if path.name == "b":
+        os._exit(9)
+
+
+def refuse(path: Path) -> None:
+    raise DataError(f"{path.name} is bad")
+
+
+@pytest.mark.slow
+def test_workers_on_ray_keep_the_contract_of_workers(tmp_path: Path) -> None:
+    units = [tmp_path / name for name in "abcde"]
+    with RayWorkers(2, address=None) as workers:
+        assert sorted(workers.map(die_at_first, units)) == list(enumerate("abcde"))
+        assert workers.peak_memory_bytes > 2**20
+        with pytest.raises(UnfinishedError, match=r"the worker for .*/b died"):
+            list(workers.map(die, units))
+        with pytest.raises(DataError, match=r"^[a-e] is bad$"):
+            list(workers.map(refuse, units))
 
 
 @pytest.mark.fault

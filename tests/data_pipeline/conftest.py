@@ -62,5 +62,5 @@ def corpus(tmp_path: Path) -> Path:
 def dataset(corpus: Path, tmp_path: Path) -> tuple[Path, ShardManifest]:
     """The corpus in three train shards and one of valid, each of several blocks and frames."""
     out = tmp_path / "data"
-    settings = PrepareSettings(split={"valid": 0.3}, shard_bytes=17_000, block_bytes=3_000)
+    settings = PrepareSettings(split={"valid": 0.3}, shard_bytes=8_000, block_bytes=3_000)
     return out, prepare_dataset([corpus], out, settings).manifest

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.atomic_files import STAGING, StagedDirectory, write_file, write_synced
+from data_pipeline.errors import DataError, UnfinishedError
 
 
 def test_a_file_that_could_not_be_written_leaves_the_old_one(
@@ -35,7 +36,7 @@ def test_an_error_before_publishing_leaves_nothing_not_even_the_directory(tmp_pa
     assert not out.exists()
 
 
-def test_files_killed_between_their_moves_are_removed_by_the_next_claim(tmp_path: Path) -> None:
+def test_files_killed_between_their_moves_are_taken_back_by_the_next_claim(tmp_path: Path) -> None:
     staging = tmp_path / STAGING
     staging.mkdir()
     (staging / "moving.json").write_text('["a", "b", "../victim", 3]')
@@ -43,9 +44,31 @@ def test_files_killed_between_their_moves_are_removed_by_the_next_claim(tmp_path
         (tmp_path / name).write_text(name)
     victim = tmp_path.parent / "victim"
     victim.write_text("v")
-    with StagedDirectory(tmp_path, last="last"):
-        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    with StagedDirectory(tmp_path, last="last") as staged:
+        assert sorted(path.name for path in tmp_path.iterdir()) == [STAGING, "mine"]
+        assert [path.name for path in staged.stage(fresh=False).iterdir()] == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert victim.read_text() == "v"
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [(UnfinishedError(), True), (KeyboardInterrupt(), True), (DataError(), False)],
+)
+def test_staged_work_outlives_a_full_disk_and_a_signal_but_no_bad_input(
+    tmp_path: Path, error: BaseException, kept: bool
+) -> None:
+    def fail(worth_keeping: bool) -> None:
+        with StagedDirectory(tmp_path / "out", last="last") as staged:
+            write_synced(staged.stage() / "a", b"a")
+            staged.worth_keeping = worth_keeping
+            raise error
+
+    for worth_keeping in (False, True):
+        with pytest.raises(type(error)):
+            fail(worth_keeping)
+        assert (tmp_path / "out" / STAGING / "a").exists() == (kept and worth_keeping)
+        assert (tmp_path / "out").exists() == (kept and worth_keeping)
 
 
 def test_what_is_published_is_never_removed(tmp_path: Path) -> None:

@@ -238,6 +238,9 @@ def test_the_format_decides_what_lines_are(txl: Txl, tmp_path: Path) -> None:
         ("--max-reject-rate", "nan"),
         ("--shard-size", "0"),
         ("--workers-of-the-world", "1"),
+        ("--workers", "0"),
+        ("--dedup", "fuzzy"),
+        ("--on", "the-moon"),
     ],
 )
 def test_an_option_that_cannot_be_meant_exits_with_2(

@@ -177,16 +177,17 @@ def test_after_a_kill_at_any_file_operation_a_rerun_gives_the_same_bytes(
     prepare_dataset([corpus], tmp_path / "whole", SETTINGS)
     whole = files_of(tmp_path / "whole")
     out = tmp_path / "out"
-    event, published = 0, 0
+    event, published, reused = 0, 0, 0
     while run_and_kill_at(event := event + 1, corpus, out):
         if (out / "manifest.json").exists():
             assert verify_dataset(out).problems == []
             published += 1
-        prepare_dataset([corpus], out, SETTINGS)
+        reused += prepare_dataset([corpus], out, SETTINGS).reused_units > 0
         assert files_of(out) == whole
         shutil.rmtree(out)
     assert event > 30
     assert published
+    assert reused > event // 2
 
 
 def test_a_killed_command_leaves_no_dataset_and_its_rerun_a_whole_one(

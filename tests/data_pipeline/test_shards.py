@@ -1,5 +1,6 @@
 """Shards: what is written comes back, through our reader and through everyone else's."""
 
+import io
 import shutil
 import subprocess
 import tempfile
@@ -8,10 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.manifest import InputSummary, PrepareSettings, ShardManifest, SplitEntry
+from data_pipeline.errors import DataError
+from data_pipeline.manifest import (
+    InputSummary,
+    PrepareSettings,
+    ShardEntry,
+    ShardManifest,
+    SplitEntry,
+)
 from data_pipeline.shard_reader import SplitReader, open_split
 from data_pipeline.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer, token_dtype
@@ -25,18 +34,27 @@ def write_split(
     vocab_size: int = 257,
     block_bytes: int = 1024,
     shard_bytes: int = 5000,
+    piece_count: int = 1,
 ) -> ShardManifest:
-    writer = ShardWriter(
-        directory,
-        "train",
-        dtype=token_dtype(vocab_size),
-        vocab_size=vocab_size,
-        block_bytes=block_bytes,
-        shard_bytes=shard_bytes,
-    )
-    for number, tokens in enumerate(documents):
-        writer.add(f"d/{number}", tokens, text_bytes=len(tokens) - 1)
-    summary = InputSummary(digest="0" * 64, files=1, documents=1, empty=0, rejected=0)
+    entries: list[ShardEntry] = []
+    waiting = list(enumerate(documents))
+    while waiting:
+        writer = ShardWriter(
+            directory,
+            "train",
+            len(entries),
+            dtype=token_dtype(vocab_size),
+            vocab_size=vocab_size,
+            block_bytes=block_bytes,
+        )
+        size = 0
+        while waiting and not size >= shard_bytes:
+            number, tokens = waiting.pop(0)
+            pieces = np.array_split(tokens, piece_count)
+            writer.add(f"d/{number}", pieces, text_bytes=len(tokens) - 1)
+            size += len(tokens)
+        entries.append(writer.close())
+    summary = InputSummary(digest="0" * 64, files=1, documents=1, empty=0, rejected=0, duplicates=0)
     return ShardManifest(
         tokenizer_digest=ByteTokenizer().digest,
         vocab_size=vocab_size,
@@ -44,7 +62,7 @@ def write_split(
         dtype="uint16" if vocab_size <= 2**16 else "uint32",
         settings=PrepareSettings(),
         input=summary,
-        splits={"train": SplitEntry.of(writer.close())},
+        splits={"train": SplitEntry.of(entries)},
     )
 
 
@@ -85,6 +103,54 @@ def test_documents_of_any_size_come_back_from_their_shards(
         assert documents_of(source) == [tokens.tolist() for tokens in documents]
         assert source.dtype.itemsize == (2 if vocab_size == 257 else 4)
         assert source.num_tokens == sum(map(len, documents)) == source.block_tokens.sum()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 4000), min_size=1, max_size=5),
+    block_bytes=st.integers(512, 2500),
+    piece_count=st.integers(2, 9),
+)
+def test_the_bytes_of_a_shard_do_not_depend_on_how_its_documents_come_in_pieces(
+    lengths: list[int], block_bytes: int, piece_count: int
+) -> None:
+    documents, written = some_documents(lengths), []
+    for count in (1, piece_count):
+        with tempfile.TemporaryDirectory() as directory:
+            write_split(Path(directory), documents, block_bytes=block_bytes, piece_count=count)
+            files = sorted(Path(directory).iterdir())
+            written.append([(path.name, path.read_bytes()) for path in files])
+    assert written[0] == written[1]
+
+
+def test_the_tar_is_the_one_that_webdataset_writes(tmp_path: Path) -> None:
+    documents = some_documents([40, 170, 300, 3000, 10])
+    write_split(tmp_path, documents, block_bytes=1024, shard_bytes=10**6)
+    shard = (tmp_path / "train-000000.tar.zst").read_bytes()
+    ours = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True).decompress(shard)
+    blocks = [documents[:2], documents[2:3], documents[3:4], documents[4:]]
+    theirs = io.BytesIO()
+    writer = webdataset.TarWriter(theirs, encoder=False, mtime=0, user="", group="", mode=0o444)
+    for number, block in enumerate(blocks):
+        members = {"npy": np.concatenate(block)}
+        if len(block) > 1:
+            members["starts.npy"] = np.cumsum([0, *map(len, block[:-1])])
+        files = {name: io.BytesIO() for name in members}
+        for name, array in members.items():
+            np.save(files[name], array)
+        contents = {name: file.getvalue() for name, file in files.items()}
+        writer.write({"__key__": f"train-000000-{number:08d}", **contents})
+    writer.close()
+    assert ours == theirs.getvalue()
+
+
+def test_a_document_too_large_for_a_tar_is_refused_by_name_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.shard_writer.MAX_DOCUMENT_BYTES", 9000)
+    write_split(tmp_path, some_documents([4000]))
+    with pytest.raises(DataError, match=r"d/1 has more than 9,000 bytes .* Split its text"):
+        write_split(tmp_path, some_documents([100, 4600]), piece_count=7)
 
 
 @settings(

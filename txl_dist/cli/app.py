@@ -14,6 +14,7 @@ from txl_dist.cli import (
     evaluate,
     foreign,
     generate,
+    prepare,
     train,
 )
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command("prepare")(data.prepare)
+app.command("prepare")(prepare.prepare)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 app.command("train")(train.train)

@@ -92,7 +92,7 @@ def _write(
 ) -> None:
     from data_pipeline.atomic_files import explain_disk_errors, write_synced
     from txl_dist.analysis.attention_file import ATTENTION_NAME
-    from txl_dist.analysis.attention_plot import plot_attention, write_plots
+    from txl_dist.analysis.attention_plot import PLOT_NAMES, plot_attention, write_plots
 
     settings = stored.settings
     title = (
@@ -104,7 +104,7 @@ def _write(
         aside = staged.stage()
         write_plots(plot_attention(found, title=title), aside)
         write_synced(aside / ATTENTION_NAME, stored.model_dump_json().encode())
-        staged.publish()
+        staged.publish([*PLOT_NAMES, ATTENTION_NAME])
 
 
 def _print_table(job: "EvaluationJob", found: "AttentionByDistance") -> None:

@@ -87,7 +87,7 @@ def write_exported(
                 "reading": asdict(reading),
             }
             write_synced(aside / CONFIG_NAME, (json.dumps(config, indent=1) + "\n").encode())
-            staged.publish()
+            staged.publish([path.name for path in aside.iterdir()])
 
 
 def describe_exported(directory: Path) -> Description:

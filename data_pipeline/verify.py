@@ -10,7 +10,6 @@ import io
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from data_pipeline.manifest import (
     open_tokenizer,
 )
 from data_pipeline.readers import printable
+from data_pipeline.remote import DatasetPath
 from data_pipeline.shard_index import ShardIndex, read_frame, read_index
 from data_pipeline.tokenizers import Tokenizer
 
@@ -42,7 +42,7 @@ class Verified:
 
 
 def verify_dataset(
-    directory: Path, *, progress: Progress = lambda what, done, total: None
+    directory: DatasetPath, *, progress: Progress = lambda what, done, total: None
 ) -> Verified:
     """Read everything again. Raises DataError only when there is no manifest to verify against."""
     manifest = load_manifest(directory)
@@ -72,7 +72,7 @@ def verify_dataset(
     return Verified(manifest, problems, total)
 
 
-def _name_problems(directory: Path, manifest: ShardManifest) -> list[str]:
+def _name_problems(directory: DatasetPath, manifest: ShardManifest) -> list[str]:
     """Shards and indexes that are there but not listed, and what they hold if one is missing."""
     listed = {*manifest.file_names()}
     missing = {name for name in listed if not (directory / name).is_file()}
@@ -88,7 +88,7 @@ def _name_problems(directory: Path, manifest: ShardManifest) -> list[str]:
     }
     sizes = {size for size, _ in contents}
     problems = []
-    for path in sorted(directory.iterdir()):
+    for path in [directory / name for name in sorted(entry.name for entry in directory.iterdir())]:
         if path.name in listed or not path.is_file():
             continue
         size = path.stat().st_size
@@ -104,7 +104,7 @@ def _name_problems(directory: Path, manifest: ShardManifest) -> list[str]:
 
 
 def _is_sound(
-    path: Path, expected: tuple[int, str], owners: dict[str, str], problems: list[str]
+    path: DatasetPath, expected: tuple[int, str], owners: dict[str, str], problems: list[str]
 ) -> bool:
     """Whether the file has the expected size and sha256; if not, the problem is added."""
     try:
@@ -128,7 +128,7 @@ def _is_sound(
 
 
 def _content_problems(
-    directory: Path, entry: ShardEntry, manifest: ShardManifest, tokenizer: Tokenizer | None
+    directory: DatasetPath, entry: ShardEntry, manifest: ShardManifest, tokenizer: Tokenizer | None
 ) -> list[str]:
     """The tar inside a shard whose files are as listed: against index, manifest and vocabulary."""
     try:
@@ -202,7 +202,7 @@ def _next_array(tar: tarfile.TarFile, name: str) -> tuple[np.ndarray, int]:
 class _RawStream(io.RawIOBase):
     """The tar stream of a shard as a file to read from start to end, hashed on the way."""
 
-    def __init__(self, directory: Path, entry: ShardEntry, index: ShardIndex) -> None:
+    def __init__(self, directory: DatasetPath, entry: ShardEntry, index: ShardIndex) -> None:
         self.sha256 = hashlib.sha256()
         self._frames = (
             read_frame(directory, entry, index.frame(number), number)

@@ -15,11 +15,12 @@ from data_pipeline.readers import FORMATS
 
 if TYPE_CHECKING:
     from data_pipeline.manifest import PrepareSettings, ShardManifest
+    from data_pipeline.remote import DatasetPath
 
 app = typer.Typer(help="Check prepared datasets and look inside.", no_args_is_help=True)
 
-Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.")
+Dataset = Annotated[
+    str, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote, or its URL.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 _MIB = 2**20
@@ -127,13 +128,15 @@ def prepare(
 
 
 @app.command()
-def verify(directory: Directory, *, as_json: AsJson = False) -> None:
+def verify(dataset: Dataset, *, as_json: AsJson = False) -> None:
     """Read everything again and list all that is not as it was written; then exit code 3.
 
     Example: txl data verify data/books
     """
+    from data_pipeline.remote import dataset_path
     from data_pipeline.verify import verify_dataset
 
+    directory = dataset_path(dataset)
     with _progress() as progress:
         found = verify_dataset(directory, progress=progress)
     if as_json:
@@ -153,7 +156,7 @@ def verify(directory: Directory, *, as_json: AsJson = False) -> None:
 
 @app.command()
 def inspect(
-    directory: Directory,
+    dataset: Dataset,
     *,
     documents: Annotated[
         int, typer.Option(min=0, help="Documents of every split to show the beginning of.")
@@ -168,7 +171,9 @@ def inspect(
 
     from data_pipeline.inspection import excerpts, summarize
     from data_pipeline.manifest import load_manifest
+    from data_pipeline.remote import dataset_path
 
+    directory = dataset_path(dataset)
     manifest = load_manifest(directory)
     shown = excerpts(directory, documents=documents)
     if as_json:
@@ -187,6 +192,31 @@ def inspect(
     for excerpt in shown:
         print(f"\n[{excerpt.split}] {excerpt.document_id} ({excerpt.tokens:,} tokens)")
         print(f"  {excerpt.text}")
+
+
+@app.command()
+def push(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.")
+    ],
+    url: Annotated[str, typer.Argument(metavar="URL", help="s3:// or gs:// to copy it to.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a dataset to object storage, its manifest last. Another dataset is never overwritten.
+
+    Example: txl data push data/books s3://bucket/books
+    """
+    from data_pipeline.push import push_dataset
+    from data_pipeline.remote import dataset_path
+
+    with _progress() as progress:
+        manifest = push_dataset(directory, url, progress=progress)
+    if as_json:
+        print(json.dumps({"status": "complete", **_totals(dataset_path(url), manifest)}))
+        return
+    print(f"{dataset_path(url)}: complete")
+    _print_totals(manifest)
 
 
 def _fractions(split: str) -> dict[str, float]:
@@ -241,7 +271,7 @@ def _settings(**values: Any) -> "PrepareSettings":
         ) from None
 
 
-def _totals(directory: Path, manifest: "ShardManifest") -> dict[str, Any]:
+def _totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any]:
     """The part of `--json` that every command here shares."""
     return {
         "directory": str(directory),

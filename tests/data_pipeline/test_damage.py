@@ -213,7 +213,7 @@ def test_an_index_that_contradicts_itself_is_refused_even_if_vouched_for(
 
     rewrite_index(dataset[0], change)
     with pytest.raises(DataError, match=r"train-000000\.index\.safetensors contradicts"):
-        open_split(dataset[0], "train")
+        open_split(dataset[0], "train").read(0, 0, 1)
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer")

@@ -33,7 +33,9 @@ def model(
 @app.command()
 def data(
     *,
-    megabytes: Annotated[float, typer.Option(min=6, help="Text to prepare, from this Python.")] = 40,
+    megabytes: Annotated[
+        float, typer.Option(min=6, help="Text to prepare, from this Python.")
+    ] = 40,
     as_json: AsJson = False,
 ) -> None:
     """Preparation, loading, resume, size, damage and planning against their limits.

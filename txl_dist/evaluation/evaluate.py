@@ -13,6 +13,7 @@ import torch
 
 from data_pipeline.cursor import read_range
 from data_pipeline.manifest import load_manifest, open_tokenizer
+from data_pipeline.remote import DatasetPath
 from data_pipeline.segments import Reset
 from data_pipeline.shard_reader import TokenSource, open_split
 from txl_dist.allocation import keep_freed_memory
@@ -126,7 +127,7 @@ class EvaluationJob:
 
     checkpoint: Path
     """Or the directory of an exported model."""
-    data: Path
+    data: DatasetPath
     settings: EvaluationSettings
     batch_pieces: int
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from data_pipeline import strict_json
+from data_pipeline.document_table import DocumentTable, unpack_documents
 from data_pipeline.errors import DataError
 from data_pipeline.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame
 from data_pipeline.manifest import ShardEntry
@@ -33,9 +34,7 @@ _INDEX_TYPES = {
     "block_tokens": (np.int64, 1),
     "block_offset": (np.int64, 1),
     "block_documents": (np.int64, 1),
-    "document_starts": (np.int64, 1),
-    "document_id_bytes": (np.uint8, 1),
-    "document_id_offsets": (np.int64, 1),
+    "documents": (np.uint8, 1),
 }
 
 
@@ -49,15 +48,15 @@ class ShardIndex:
     block_offset: np.ndarray
     """int64 [N]: raw byte of the block's first token in the tar stream."""
     block_documents: np.ndarray
-    document_starts: np.ndarray
-    """int64 [D]: first token of every document, from its block's start."""
-    document_id_bytes: np.ndarray
-    document_id_offsets: np.ndarray
-    """int64 [D + 1]: document i's id is document_id_bytes[offsets[i]:offsets[i + 1]], in UTF-8."""
+    documents: DocumentTable
+
+    @property
+    def document_starts(self) -> np.ndarray:
+        """int64 [D]: first token of every document, from its block's start."""
+        return self.documents.starts
 
     def document_id(self, document: int) -> str:
-        first, last = self.document_id_offsets[document : document + 2]
-        return self.document_id_bytes[first:last].tobytes().decode("utf-8", errors="replace")
+        return self.documents.document_id(document)
 
     def frame(self, number: int) -> Frame:
         return Frame(*map(int, self.frames[number]))
@@ -118,9 +117,17 @@ def read_index(directory: DatasetPath, entry: ShardEntry, itemsize: int) -> Shar
     except (SafetensorError, KeyError, ValueError, AttributeError) as error:
         raise refusal(path, directory, f"is no safetensors file ({error})") from error
     problem = _index_problem(arrays, entry, itemsize)
+    if not problem:
+        table = arrays.pop("documents").tobytes()
+        try:
+            documents = unpack_documents(table, num_documents=entry.documents)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            problem = _starts_problem(documents.starts, arrays)
     if problem:
         raise refusal(path, directory, f"contradicts the manifest or itself: {problem}")
-    return ShardIndex(**arrays)
+    return ShardIndex(**arrays, documents=documents)
 
 
 def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: int) -> str:
@@ -129,12 +136,10 @@ def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: i
     if found != {name: (np.dtype(kind), ndim) for name, (kind, ndim) in _INDEX_TYPES.items()}:
         return f"its arrays are {sorted(found)}"
     frames, tokens, offset = arrays["frames"], arrays["block_tokens"], arrays["block_offset"]
-    documents, starts = arrays["block_documents"], arrays["document_starts"]
-    id_offsets = arrays["document_id_offsets"]
+    documents = arrays["block_documents"]
     if frames.shape[1] != 5 or len(frames) < 1 or (frames < 0).any():
         return "its table of frames"
     compressed, raw = frames[:, 0] + frames[:, 1], frames[:, 2] + frames[:, 3]
-    first_document = np.cumsum(documents) - documents
     checks = {
         "frame offsets": (frames[0, [0, 2]] == 0).all()
         and (frames[1:, 0] == compressed[:-1]).all()
@@ -149,15 +154,15 @@ def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: i
         and (tokens <= (entry.raw_bytes - offset) // itemsize).all(),
         "number of documents": (documents > 0).all()
         and (documents <= entry.documents).all()
-        and documents.sum() == len(starts) == entry.documents,
-        "document ids": len(id_offsets) == entry.documents + 1
-        and id_offsets[0] == 0
-        and (np.diff(id_offsets) >= 0).all()
-        and id_offsets[-1] == len(arrays["document_id_bytes"]),
+        and documents.sum() == entry.documents,
     }
-    problem = next((name for name, holds in checks.items() if not holds), "")
-    if problem:
-        return problem
+    return next((name for name, holds in checks.items() if not holds), "")
+
+
+def _starts_problem(starts: np.ndarray, arrays: dict[str, np.ndarray]) -> str:
+    """What is wrong with where documents start in their blocks, or an empty string."""
+    tokens, documents = arrays["block_tokens"], arrays["block_documents"]
+    first_document = np.cumsum(documents) - documents
     rising = np.diff(starts) > 0
     rising[first_document[1:] - 1] = True  # a new block starts again from 0
     inside = starts < np.repeat(tokens, documents)

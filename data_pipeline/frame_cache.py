@@ -1,9 +1,9 @@
-"""The frame cache: frames of remote shards, as fetched, kept on this machine's disk.
+"""The frame cache: frames and indexes of remote shards, as fetched, kept on this machine's disk.
 
-One file a frame, named by the shard's sha256 and the byte range, so a source that has changed is
-never served from here. What it returns is not trusted: the reader decodes it against the frame's
-checksum as it would the source's bytes, and drops a damaged file. Any number of processes may use
-one directory; nobody waits for anybody.
+One file a piece, named by its source's sha256 and the byte range, so a source that has changed is
+never served from here. What it returns is not trusted: the reader checks it as it would the
+source's bytes, a frame by its checksum, an index by its hash, and drops a damaged file. Any number
+of processes may use one directory; nobody waits for anybody.
 
 Eviction goes by the files' times of last use and touches only regular files, inside the directory,
 whose names are of the one pattern; a link is neither followed nor removed.

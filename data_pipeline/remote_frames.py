@@ -1,16 +1,41 @@
-"""Frames of a shard behind a URL: from the disk's cache, else by byte range.
+"""Frames and indexes of shards behind a URL: from the disk's cache, else by byte range.
 
 Neighbouring frames are asked for in one request. Cached or fetched, a frame is decoded against the
-index's checksum: a damaged cached one is dropped and read again, a damaged fetched one refused.
+index's checksum, and an index is hashed: what is damaged in the cache is dropped and read again,
+what was fetched damaged is refused.
 """
 
 import itertools
 
+from data_pipeline.errors import DataError
 from data_pipeline.frame_cache import FrameCache
 from data_pipeline.frames import Frame, FrameError, decode_frame
 from data_pipeline.manifest import ShardEntry
 from data_pipeline.remote import RemotePath
-from data_pipeline.shard_index import checked_frame, unreadable
+from data_pipeline.shard_index import (
+    ShardIndex,
+    checked_frame,
+    checked_index,
+    read_piece,
+    unreadable,
+)
+
+
+def read_remote_index(
+    directory: RemotePath, entry: ShardEntry, itemsize: int, cache: FrameCache
+) -> ShardIndex:
+    """The index of a shard, checked. Raises DataError naming the URL."""
+    place = entry.index_sha256, 0
+    data = cache.get(*place, entry.index_bytes)
+    if data is not None:
+        try:
+            return checked_index(data, directory, entry, itemsize)
+        except DataError:
+            cache.drop(*place, entry.index_bytes)
+    data = read_piece(directory / entry.index_name, directory, 0, entry.index_bytes)
+    index = checked_index(data, directory, entry, itemsize)
+    cache.put(*place, data)
+    return index
 
 
 def read_remote_frames(

@@ -105,8 +105,15 @@ def _arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
 
 def read_index(directory: DatasetPath, entry: ShardEntry, itemsize: int) -> ShardIndex:
     """Load and check the index of a shard; DataError names the file and what is wrong with it."""
+    data = read_piece(directory / entry.index_name, directory, 0, entry.index_bytes)
+    return checked_index(data, directory, entry, itemsize)
+
+
+def checked_index(
+    data: bytes, directory: DatasetPath, entry: ShardEntry, itemsize: int
+) -> ShardIndex:
+    """The index that `data`, the content of its file, holds; DataError as `read_index`."""
     path = directory / entry.index_name
-    data = _read(path, directory, 0, entry.index_bytes)
     if len(data) != entry.index_bytes:
         raise refusal(path, directory, f"is {len(data):,} bytes, expected {entry.index_bytes:,}")
     digest = hashlib.sha256(data).hexdigest()
@@ -179,13 +186,13 @@ def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
     """
     path = directory / entry.index_name
     # txl writes two arrays of this size before it: mostly the first read has all.
-    start = _read(path, directory, 0, min(entry.index_bytes, 1024 + 3 * 8 * entry.blocks))
+    start = read_piece(path, directory, 0, min(entry.index_bytes, 1024 + 3 * 8 * entry.blocks))
     header_end = 8 + int.from_bytes(start[:8], "little")
     try:
         if header_end > _MAX_HEADER_BYTES:
             raise ValueError("its header does not end")
         if header_end > len(start):
-            start = _read(path, directory, 0, header_end)
+            start = read_piece(path, directory, 0, header_end)
         about = strict_json.parse(start[8:header_end])["block_tokens"]
         if (about["dtype"], about["shape"]) != ("I64", [entry.blocks]):
             raise ValueError(f"block_tokens is {about['dtype']} {about['shape']}")
@@ -195,7 +202,7 @@ def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
         if last <= len(start):
             data = start[first:last]
         else:
-            data = _read(path, directory, first, last - first)
+            data = read_piece(path, directory, first, last - first)
         tokens = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
         if len(tokens) != entry.blocks or (tokens <= 0).any() or tokens.sum() != entry.tokens:
             raise ValueError(f"blocks do not sum to {entry.tokens:,} tokens")
@@ -208,7 +215,7 @@ def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
 def read_frame(directory: DatasetPath, entry: ShardEntry, frame: Frame, number: int) -> bytes:
     """Read and decode one frame of a shard, or DataError with its place and the cause."""
     path = directory / entry.name
-    data = _read(
+    data = read_piece(
         path, directory, frame.compressed_offset, frame.compressed_size, _place(frame, number)
     )
     return checked_frame(data, path, frame, number)
@@ -227,7 +234,7 @@ def _place(frame: Frame, number: int) -> str:
     return f"frame {number} at byte {frame.compressed_offset:,}"
 
 
-def _read(
+def read_piece(
     path: DatasetPath, directory: DatasetPath, first: int, size: int, what: str = ""
 ) -> bytes:
     """Bytes [first, first + size) of a file, fewer if it ends before; DataError if it fails."""

@@ -21,7 +21,7 @@ from data_pipeline.frame_cache import FrameCache
 from data_pipeline.frames import Frame
 from data_pipeline.manifest import ShardEntry, ShardManifest, load_manifest
 from data_pipeline.remote import DatasetPath, RemotePath, dataset_path
-from data_pipeline.remote_frames import read_remote_frames
+from data_pipeline.remote_frames import read_remote_frames, read_remote_index
 from data_pipeline.shard_index import (
     ShardIndex,
     check_sizes,
@@ -150,7 +150,7 @@ class SplitReader:
                 self._open.move_to_end(shard)
                 return self._open[shard]
         entry = self.entry.shards[shard]
-        index = read_index(self.directory, entry, self.dtype.itemsize)
+        index = self._read_index(entry)
         first, last = self._first_block[shard : shard + 2]
         if not np.array_equal(index.block_tokens, self.block_tokens[first:last]):
             path = self.directory / entry.index_name
@@ -162,6 +162,11 @@ class SplitReader:
             while kept > self._cache_index_bytes and len(self._open) > 1:
                 kept -= self._open.popitem(last=False)[1].num_bytes
         return found
+
+    def _read_index(self, entry: ShardEntry) -> ShardIndex:
+        if isinstance(self.directory, RemotePath):
+            return read_remote_index(self.directory, entry, self.dtype.itemsize, self._frame_cache)
+        return read_index(self.directory, entry, self.dtype.itemsize)
 
     def _raw(self, shard: int, first: int, last: int) -> memoryview | bytes:
         """Bytes [first, last) of the shard's tar stream."""

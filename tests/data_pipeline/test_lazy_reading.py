@@ -74,6 +74,26 @@ def test_an_index_changed_after_opening_is_refused(dataset: Dataset) -> None:
         source.document_starts(0)
 
 
+@pytest.mark.parametrize(("restored", "problem"), [(False, "has sha256"), (True, "had other")])
+def test_exchanged_block_sizes_are_noticed_before_the_shard_is_read(
+    dataset: Dataset, restored: bool, problem: str
+) -> None:
+    """Number and sum are right, so opening cannot tell; the hash of the whole index can."""
+    directory, manifest = dataset
+    (shard, *_) = manifest.splits["train"].shards
+    path = directory / shard.index_name
+    sound = path.read_bytes()
+    sizes = read_block_tokens(directory, shard)
+    assert len({*sizes.tolist()}) > 1
+    path.write_bytes(sound.replace(sizes.tobytes(), np.roll(sizes, 1).tobytes()))
+    source = open_split(directory, "train")
+    assert_array_equal(source.block_tokens[: len(sizes)], np.roll(sizes, 1))
+    if restored:
+        path.write_bytes(sound)
+    with pytest.raises(DataError, match=rf"train-000000\.index\.safetensors {problem}"):
+        source.read(0, 0, 1)
+
+
 @pytest.mark.parametrize(
     "header",
     [

@@ -253,6 +253,7 @@ def test_only_the_frames_that_are_needed_are_fetched_neighbours_at_once(
     again = open_split(f"{url}/data", "train")
     np.testing.assert_array_equal(again.read(0, 6000, 12000), expected)
     assert not any(name == shard.name for name, _, _ in handler.sent)
+    assert [name for name, _, _ in handler.sent].count(shard.index_name) == 1  # its block sizes
     again.read(0, 0, 18000)
     assert len([name for name, _, _ in handler.sent if name == shard.name]) == 2
 

@@ -47,8 +47,9 @@ class Span(NamedTuple):
 class LanePlan:
     """Who reads what: an epoch of `num_tokens` tokens in `num_lanes` lanes, `tgt_len` at a step.
 
-    Every lane's age begins anew at `start`. `num_lanes` and `tgt_len` are checked by the config. Raises DataError if a slice would have
-    fewer than two tokens, for then there is nothing to predict in it.
+    Every lane's age begins anew at `start`. `num_lanes` and `tgt_len` are checked by the config.
+    Raises DataError if a slice would have fewer than two tokens, for then there is nothing to
+    predict in it.
     """
 
     num_tokens: int

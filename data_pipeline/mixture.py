@@ -109,7 +109,7 @@ class CorpusTape:
         return Parts(*(each[chosen] for each in (block, first - starts, last - first, middle)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class MixedEpoch:
     """The TokenSource of one epoch: its blocks are the parts of all tapes, evenly interleaved."""
 

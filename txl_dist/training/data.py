@@ -1,13 +1,14 @@
 """TrainingData: the corpora of a run, opened and checked before any rank is started."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.lanes import LanePlan
 from data_pipeline.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.mixture import CorpusTape, MixedSource
+from data_pipeline.order import Shuffle
 from data_pipeline.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.checkpoint.manifest import CorpusEntry, Phase
@@ -98,24 +99,31 @@ class TrainingData:
     def source_of(self, phase: Phase, config: RunConfig) -> TokenSource | MixedSource:
         """What a phase over these corpora reads. Opens shard indexes, so DataError for bad ones."""
         split = config.data.train_split
-        directories = {corpus.manifest.digest: corpus for corpus in self.corpora}
-        sources = [directories[entry.digest].open(split) for entry in phase.corpora]
-        if len(sources) == 1:
-            return sources[0]
-        return MixedSource(
-            [
-                CorpusTape(
-                    source,
-                    tokens_an_epoch=phase.tokens_an_epoch[entry.name],
-                    shuffle=config.data.shuffle,
-                    seed=config.seed,
-                    key=int(entry.digest[:16], 16),
-                    start=entry.start,
-                    first_epoch=phase.first_epoch,
-                )
-                for entry, source in zip(phase.corpora, sources, strict=True)
-            ]
-        )
+        sources = {corpus.manifest.digest: corpus.open(split) for corpus in self.corpora}
+        return mixed_source(phase, sources, shuffle=config.data.shuffle, seed=config.seed)
+
+
+def mixed_source(
+    phase: Phase, sources: Mapping[str, TokenSource], *, shuffle: Shuffle, seed: int
+) -> TokenSource | MixedSource:
+    """What a phase reads, from its corpora by digest; a single one is read as it is."""
+    if len(phase.corpora) == 1:
+        return sources[phase.corpora[0].digest]
+    share = phase.tokens_an_epoch
+    return MixedSource(
+        [
+            CorpusTape(
+                sources[entry.digest],
+                tokens_an_epoch=share[entry.name],
+                shuffle=shuffle,
+                seed=seed,
+                key=int(entry.digest[:16], 16),
+                start=entry.start,
+                first_epoch=phase.first_epoch,
+            )
+            for entry in phase.corpora
+        ]
+    )
 
 
 def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:

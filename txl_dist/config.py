@@ -4,11 +4,13 @@ Reading files and command-line overrides is `config_file.py`; this module only s
 Every section refuses unknown keys. Nothing downstream edits a config or checks it again.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -43,7 +45,13 @@ class CorpusConfig(Section):
     """Its share of the tokens read is weight / sum of all weights."""
 
 
-CorpusName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w-]{0,63}$")]
+def _is_corpus_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
+        raise ValueError(f"{name!r} is no name of a corpus; use letters, digits, - and _")
+    return name
+
+
+CorpusName = Annotated[str, AfterValidator(_is_corpus_name)]
 
 
 class DataConfig(Section):

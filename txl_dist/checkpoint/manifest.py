@@ -86,13 +86,18 @@ class BestScore(_Strict):
     nats_per_token: float
     split: str
     max_tokens: Count | None
+    data_digest: Sha256 | None = None
     """What was scored; losses on other text are not compared."""
 
     def improves_on(self, other: "BestScore | None") -> bool:
         """Lower than the best so far, or the first on this text."""
-        if other is None or (self.split, self.max_tokens) != (other.split, other.max_tokens):
-            return True
-        return self.nats_per_token < other.nats_per_token
+        return (
+            other is None or self._text != other._text or self.nats_per_token < other.nats_per_token
+        )
+
+    @property
+    def _text(self) -> tuple[str, int | None, str | None]:
+        return self.split, self.max_tokens, self.data_digest
 
 
 class CorpusEntry(_Strict):

@@ -31,7 +31,9 @@ class PhaseChange:
         new = {corpus.digest: corpus for corpus in now.corpora}
         gone = {corpus.name: corpus for digest, corpus in old.items() if digest not in new}
         came = {corpus.name: corpus for digest, corpus in new.items() if digest not in old}
-        replaced = tuple((gone.pop(name), came.pop(name)) for name in gone.keys() & came.keys())
+        replaced = tuple(
+            (gone.pop(name), came.pop(name)) for name in sorted(gone.keys() & came.keys())
+        )
         pairs = [(old[digest], new[digest]) for digest in old if digest in new]
         shares, shares_now = before.shares, now.shares
         lines = [f"{name}: checkpoint {shares[name]:.2%}, now not there" for name in gone]

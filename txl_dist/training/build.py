@@ -81,6 +81,7 @@ class RankBuilder:
         report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
         if len(state.phases) > 1 or len(phase.corpora) > 1:
             report.phase(state, is_new=phase.position == state.position)
+        evaluated = self.data.evaluation
         return Training(
             config=self.config,
             plan=plan,
@@ -90,6 +91,7 @@ class RankBuilder:
             stop=self.stop,
             save=self._saver(engine, step, tracker),
             evaluate=self._evaluator(engine),
+            evaluated_data=evaluated.manifest.digest if evaluated else None,
             state=state,
         )
 

@@ -1,5 +1,6 @@
 """Runs over several corpora: what is read, changing it on the way, and what is refused."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -156,10 +157,26 @@ def test_a_corpus_that_changed_is_refused_by_name(
     assert len(load_checkpoint_manifest(checkpoint(run, 20)).state.phases) == 2
 
 
+def test_a_checkpoint_from_before_there_were_mixtures_goes_on(
+    ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    assert ranks(1).run(train, tiny_job(corpora["oak"], run, *SETTINGS)) == [0]
+    path = checkpoint(run, 8) / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["digest"], content["state"]["phases"], content["run"]["data.mixture"]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    path.write_text(json.dumps({"digest": digest, **content}))
+    job = tiny_job(corpora["oak"], resumed, *SETTINGS, resume=str(path.parent))
+    assert ranks(1).run(train, job) == [0]
+    assert losses(resumed) == {step: loss for step, loss in losses(run).items() if step > 8}
+
+
 def test_evaluation_reads_the_first_corpus_that_has_the_split_or_the_one_named(
     ranks: RankGroups, corpora: dict[str, Path], dataset: Path, tmp_path: Path
 ) -> None:
-    wood = {**corpora, "all": dataset}
+    wood, seen = {**corpora, "all": dataset}, []
     tokens = {
         name: json.loads((path / "manifest.json").read_text())["splits"]["valid"]["tokens"]
         for name, path in wood.items()
@@ -171,11 +188,18 @@ def test_evaluation_reads_the_first_corpus_that_has_the_split_or_the_one_named(
             ({"ash": 1.0, "oak": 1.0}, f"evaluation.path={corpora['elm']}", "elm"),
         ]
     ):
-        run = tmp_path / str(number)
-        given = ("training.num_steps=4", "evaluation.split=valid", override)
-        assert ranks(2).run(train, mixed_job(wood, weights, run, *given)) == [0, 0]
-        (line,) = [line for line in metrics(run) if "valid/loss" in line]
-        assert line["valid/tokens_scored"] == tokens[scored] - 1
+        run = tmp_path / "run"
+        num_steps = 4 * (number + 1)
+        given = (f"training.num_steps={num_steps}", "evaluation.split=valid", override)
+        job = mixed_job(wood, weights, run, *given, allow_change=STEPS)
+        assert ranks(2).run(train, job) == [0, 0]
+        line = [line for line in metrics(run) if "valid/loss" in line][-1]
+        assert (line["step"], line["valid/tokens_scored"]) == (num_steps, tokens[scored] - 1)
+        best = load_checkpoint_manifest(checkpoint(run, num_steps)).state.best
+        assert best is not None
+        assert best.step == num_steps, "a score on other text is not compared"
+        seen.append(best.data_digest)
+    assert len(set(seen)) == 2
 
 
 def test_corpora_that_do_not_fit_together_are_refused_by_name(

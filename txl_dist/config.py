@@ -48,6 +48,8 @@ class CorpusConfig(Section):
 def _is_corpus_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
         raise ValueError(f"{name!r} is no name of a corpus; use letters, digits, - and _")
+    if redact_field(name, {}) != {}:
+        raise ValueError(f"{name!r} reads like a secret and would be hidden in files; rename it")
     return name
 
 

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.redaction import redact, redact_field
+from txl_dist.redaction import is_secret_name, redact, redact_field
 
 ONLY_CORPUS = "data"
 """Name of the corpus that `data.path` gives."""
@@ -48,7 +48,7 @@ class CorpusConfig(Section):
 def _is_corpus_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
         raise ValueError(f"{name!r} is no name of a corpus; use letters, digits, - and _")
-    if redact_field(name, {}) != {}:
+    if is_secret_name(name):
         raise ValueError(f"{name!r} reads like a secret and would be hidden in files; rename it")
     return name
 

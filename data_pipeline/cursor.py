@@ -65,14 +65,15 @@ class LaneCursor:
     Holds one chunk of about `CHUNK_TOKENS` tokens. Not for use by two threads at once.
     """
 
-    def __init__(self, source: TokenSource) -> None:
-        self._source = source
-        self._chunk = Chunk(-1, 0, 0, np.empty(0, source.dtype), np.empty(0, np.int32))
+    def __init__(self) -> None:
+        self._chunk = Chunk(-1, 0, 0, np.empty(0, np.uint8), np.empty(0, np.int32))
 
     def read(
-        self, order: EpochOrder, start: int, stop: int
+        self, source: TokenSource, order: EpochOrder, start: int, stop: int
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """Tokens [start, stop) of the order in the source's dtype, and their document ages, int32.
+
+        `source` has the blocks of the order's epoch, the same whenever that epoch is read.
 
         Both may be views of what the cursor holds: read them, never write to them.
         """
@@ -81,21 +82,21 @@ class LaneCursor:
             here = slice(start - chunk.start, stop - chunk.start)
             return chunk.tokens[here], chunk.document_age[here]
 
-        tokens = np.empty(stop - start, self._source.dtype)
+        tokens = np.empty(stop - start, source.dtype)
         age = np.empty(stop - start, np.int32)
         position = start
         while position < stop:
-            chunk = self._chunk_at(order, position)
+            chunk = self._chunk_at(source, order, position)
             here = slice(position - chunk.start, min(stop, chunk.stop) - chunk.start)
             there = slice(position - start, min(stop, chunk.stop) - start)
             tokens[there], age[there] = chunk.tokens[here], chunk.document_age[here]
             position = start + there.stop
         return tokens, age
 
-    def _chunk_at(self, order: EpochOrder, position: int) -> Chunk:
+    def _chunk_at(self, source: TokenSource, order: EpochOrder, position: int) -> Chunk:
         chunk = self._chunk
         if chunk.epoch != order.epoch or not chunk.start <= position < chunk.stop:
-            chunk = self._chunk = read_chunk(self._source, order, position)
+            chunk = self._chunk = read_chunk(source, order, position)
         return chunk
 
 
@@ -110,7 +111,7 @@ def read_range(
     order = EpochOrder.of(source.block_tokens, seed=0, epoch=0, shuffle="none")
     if not 0 <= start <= stop <= order.num_tokens:
         raise ValueError(f"[{start}, {stop}) is not a range of {order.num_tokens:,} tokens")
-    tokens, age = LaneCursor(source).read(order, start, stop)
+    tokens, age = LaneCursor().read(source, order, start, stop)
     return tokens.astype(np.int64), age.copy()
 
 

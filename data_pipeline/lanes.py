@@ -47,13 +47,18 @@ class Span(NamedTuple):
 class LanePlan:
     """Who reads what: an epoch of `num_tokens` tokens in `num_lanes` lanes, `tgt_len` at a step.
 
-    `num_lanes` and `tgt_len` are checked by the config. Raises DataError if a slice would have
-    fewer than two tokens, for then there is nothing to predict in it.
+    Every lane's age begins anew at `start`. `num_lanes` and `tgt_len` are checked by the config.
+    Raises DataError if a slice would have fewer than two tokens, for then there is nothing to
+    predict in it.
     """
 
     num_tokens: int
     num_lanes: int
     tgt_len: int
+    start: int = 0
+    """Lane position of the plan's first token; before it another plan was followed."""
+    first_epoch: int = 0
+    """Number of the epoch that begins at `start`."""
 
     def __post_init__(self) -> None:
         if self.num_lanes < 1 or self.tgt_len < 1:
@@ -89,15 +94,15 @@ class LanePlan:
         """
         spans = []
         while start < stop:
-            epoch, offset = divmod(start, self.lane_tokens)
+            epoch, offset = divmod(start - self.start, self.lane_tokens)
             num_tokens = min(self.lane_tokens - offset, stop - start)
-            spans.append(Span(epoch, offset, offset + num_tokens))
+            spans.append(Span(self.first_epoch + epoch, offset, offset + num_tokens))
             start += num_tokens
         return spans
 
     def slice_ends(self, start: int, stop: int) -> range:
         """The lane positions in [start, stop) that are the last of a slice: no target there."""
-        return range(start + (-start - 1) % self.lane_tokens, stop, self.lane_tokens)
+        return range(start + (self.start - start - 1) % self.lane_tokens, stop, self.lane_tokens)
 
     def targets_in_step(self, position: int) -> int:
         """Unmasked targets of the segment at `position`, over all lanes of all ranks.

@@ -19,13 +19,14 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.cursor import LaneCursor, rising_ages
 from data_pipeline.lanes import LanePlan, Span
+from data_pipeline.mixture import MixedSource, source_of_epoch
 from data_pipeline.order import EpochOrder, Shuffle
 
 if TYPE_CHECKING:
@@ -58,12 +59,17 @@ class Segment:
     """Lane position of the next segment; all there is to save."""
 
 
+class _Epoch(NamedTuple):
+    source: TokenSource
+    order: EpochOrder
+
+
 class SegmentReader:
     """Cuts segments of some lanes. Moving forwards is fast, a jump costs one chunk a lane."""
 
     def __init__(
         self,
-        source: TokenSource,
+        source: TokenSource | MixedSource,
         plan: LanePlan,
         *,
         lanes: Sequence[int],
@@ -72,7 +78,7 @@ class SegmentReader:
         shuffle: Shuffle,
         seed: int,
     ) -> None:
-        num_tokens = int(source.block_tokens.sum())
+        num_tokens = int(source_of_epoch(source, plan.first_epoch).block_tokens.sum())
         if plan.num_tokens != num_tokens:
             raise ValueError(f"plan for {plan.num_tokens:,} tokens, source of {num_tokens:,}")
         if not all(0 <= lane < plan.num_lanes for lane in lanes) or num_rows < len(lanes):
@@ -83,8 +89,8 @@ class SegmentReader:
         self._reset, self._shuffle, self._seed = reset, shuffle, seed
         self.num_rows = num_rows
         self._starts = [plan.slice_start(lane) for lane in lanes]
-        self._cursors = [LaneCursor(source) for _ in lanes]
-        self._orders: dict[int, EpochOrder] = {}
+        self._cursors = [LaneCursor() for _ in lanes]
+        self._epochs: dict[int, _Epoch] = {}
 
     def read(self, position: int, num_segments: int) -> list[Segment]:
         """The next `num_segments` segments from lane position `position` on.
@@ -101,9 +107,9 @@ class SegmentReader:
         slice_age_KT = self._slice_age(position, stop).reshape(shape_KT)
         # One token more than the inputs, for the last target.
         spans = self._plan.spans(position, stop + 1)
-        orders = self._orders_of(spans)
+        epochs = self._epochs_of(spans)
         for row in range(len(self._cursors)):
-            tokens, document_age = self._read_lane(row, spans, orders)
+            tokens, document_age = self._read_lane(row, spans, epochs)
             input_KBT[:, row] = tokens[:-1].reshape(shape_KT)
             target_KBT[-1, row, -1] = tokens[-1]
             if self._reset == "document":
@@ -126,13 +132,13 @@ class SegmentReader:
         ]
 
     def _read_lane(
-        self, row: int, spans: list[Span], orders: list[EpochOrder]
+        self, row: int, spans: list[Span], epochs: list[_Epoch]
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """Tokens and document ages of one row's lane, over neighbouring spans."""
         cursor, slice_start = self._cursors[row], self._starts[row]
         runs = [
-            cursor.read(order, slice_start + span.start, slice_start + span.stop)
-            for span, order in zip(spans, orders, strict=True)
+            cursor.read(*epoch, slice_start + span.start, slice_start + span.stop)
+            for span, epoch in zip(spans, epochs, strict=True)
         ]
         if len(runs) == 1:
             return runs[0]
@@ -144,19 +150,20 @@ class SegmentReader:
         ages = [rising_ages(span.start, span.stop) for span in self._plan.spans(start, stop)]
         return ages[0] if len(ages) == 1 else np.concatenate(ages)
 
-    def _orders_of(self, spans: list[Span]) -> list[EpochOrder]:
-        """The order of each span's epoch. Keeps those it returns, mostly one, for the next call."""
-        self._orders = {
-            span.epoch: self._orders.get(span.epoch)
-            or EpochOrder.of(
-                self._source.block_tokens,
-                seed=self._seed,
-                epoch=span.epoch,
-                shuffle=self._shuffle,
-            )
+    def _epochs_of(self, spans: list[Span]) -> list[_Epoch]:
+        """The epoch of each span. Keeps those it returns, mostly one, for the next call."""
+        self._epochs = {
+            span.epoch: self._epochs.get(span.epoch) or self._open_epoch(span.epoch)
             for span in spans
         }
-        return list(self._orders.values())
+        return list(self._epochs.values())
+
+    def _open_epoch(self, epoch: int) -> _Epoch:
+        source = source_of_epoch(self._source, epoch)
+        order = EpochOrder.of(
+            source.block_tokens, seed=self._seed, epoch=epoch, shuffle=self._shuffle
+        )
+        return _Epoch(source, order)
 
 
 class SegmentStream:
@@ -172,7 +179,7 @@ class SegmentStream:
 
     def __init__(
         self,
-        source: TokenSource,
+        source: TokenSource | MixedSource,
         plan: LanePlan,
         *,
         lanes: Sequence[int],
@@ -183,8 +190,10 @@ class SegmentStream:
         position: int = 0,
         prefetch_segments: int = 4,
     ) -> None:
-        if position < 0 or prefetch_segments < 1:
-            raise ValueError(f"{position=} must be at least 0, {prefetch_segments=} at least 1")
+        if position < plan.start or prefetch_segments < 1:
+            raise ValueError(
+                f"{position=} must be at least {plan.start}, {prefetch_segments=} at least 1"
+            )
         self._reader = SegmentReader(
             source,
             plan,

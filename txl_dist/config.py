@@ -4,14 +4,26 @@ Reading files and command-line overrides is `config_file.py`; this module only s
 Every section refuses unknown keys. Nothing downstream edits a config or checks it again.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.redaction import redact, redact_field
+from txl_dist.redaction import is_secret_name, redact, redact_field
+
+ONLY_CORPUS = "data"
+"""Name of the corpus that `data.path` gives."""
 
 
 class Section(BaseModel):
@@ -24,10 +36,32 @@ class Section(BaseModel):
         return [(name, redact_field(name or "", value)) for name, value in super().__repr_args__()]
 
 
-class DataConfig(Section):
-    """What is read, and by how many lanes."""
+class CorpusConfig(Section):
+    """One corpus of a mixture."""
 
     path: str
+    """Directory that `txl prepare` wrote."""
+    weight: float = Field(gt=0)
+    """Its share of the tokens read is weight / sum of all weights."""
+
+
+def _is_corpus_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
+        raise ValueError(f"{name!r} is no name of a corpus; use letters, digits, - and _")
+    if is_secret_name(name):
+        raise ValueError(f"{name!r} reads like a secret and would be hidden in files; rename it")
+    return name
+
+
+CorpusName = Annotated[str, AfterValidator(_is_corpus_name)]
+
+
+class DataConfig(Section):
+    """What is read, and by how many lanes. Either `path` or `mixture`."""
+
+    mixture: dict[CorpusName, CorpusConfig] | None = Field(default=None, min_length=1)
+    """Several corpora of one tokenizer by name, as `{web: {path: data/web, weight: 3}, ...}`."""
+    path: str | None = Field(default=None, validate_default=True)
     """Directory that `txl prepare` wrote, relative to the working directory."""
     train_split: str = "train"
     num_lanes: int = Field(default=16, ge=1)
@@ -39,6 +73,25 @@ class DataConfig(Section):
     shuffle: Literal["blocks", "none"] = "blocks"
     """`none`: the corpus in order, cut into lanes as the paper's code does."""
     prefetch_segments: int = Field(default=16, ge=1)
+
+    @field_validator("path")
+    @classmethod
+    def _is_what_is_read_or_else_the_mixture(
+        cls, path: str | None, info: ValidationInfo
+    ) -> str | None:
+        mixture = info.data.get("mixture", ...)  # absent if it is wrong, and that is said
+        if path is None and mixture is None:
+            raise ValueError(
+                "is missing; give the directory that txl prepare wrote, or several as data.mixture"
+            )
+        if path is not None and mixture is not None and mixture is not ...:
+            raise ValueError("is given beside data.mixture; set one of them to null")
+        return path
+
+    @property
+    def corpora(self) -> dict[str, CorpusConfig]:
+        """What is read, by name; `path` is a mixture of one."""
+        return self.mixture or {ONLY_CORPUS: CorpusConfig(path=self.path or "", weight=1.0)}
 
 
 class OptimizerConfig(Section):
@@ -76,6 +129,8 @@ class EvaluationConfig(Section):
 
     split: str | None = None
     """null: no evaluation."""
+    path: str | None = None
+    """Where the split is; null: the first corpus of `data` that has it."""
     interval_steps: int = Field(default=500, ge=1)
     batch_pieces: int = Field(default=8, ge=1)
     """Pieces of the split scored at once per rank."""

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from txl_dist.config import RunConfig
+from txl_dist.config import CorpusConfig, RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.redaction import redact
 from txl_dist.strict_yaml import KeyPath, dotted, dump_yaml, read_yaml
@@ -251,6 +251,8 @@ def _hint(found: Mapping[str, Any]) -> str:
 def _nearest_key(path: KeyPath) -> str:
     legal = _legal_keys()
     section, name = path[:-1], str(path[-1])
+    if section[:2] == ("data", "mixture"):
+        legal += [(*map(str, section), key) for key in CorpusConfig.model_fields]
     here = [key[-1] for key in legal if key[:-1] == section]
     nearest = difflib.get_close_matches(name, here, n=1)
     if nearest:

@@ -9,13 +9,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from data_pipeline.manifest import ShardManifest
-from txl_dist.checkpoint.manifest import CheckpointManifest
+from txl_dist.checkpoint.manifest import CheckpointManifest, CorpusEntry, Phase
+from txl_dist.checkpoint.phases import PhaseChange
+from txl_dist.config import ONLY_CORPUS
 from txl_dist.config_file import default_settings
 from txl_dist.errors import CheckpointError, DataError
+
+MIXTURE = "data.mixture"
 
 _FREE = (
     "directory",
     "data.path",
+    MIXTURE,  # compared by `check_data`: by digests and shares
     "data.prefetch_segments",
     "model.attention",
     "model.vocab_size",
@@ -55,19 +60,45 @@ def check_config(
 
 
 def check_data(
-    checkpoint: CheckpointManifest, data: ShardManifest, *, allow_change: bool, where: str
+    checkpoint: CheckpointManifest,
+    now: Phase,
+    vocabulary: ShardManifest,
+    *,
+    allowed: Collection[str],
+    allow_data_change: bool,
+    where: str,
 ) -> None:
-    """Raises CheckpointError for another tokenizer, DataError for other data under the same one."""
-    if checkpoint.tokenizer_digest != data.tokenizer_digest:
+    """Raises CheckpointError for another tokenizer or mixture, DataError for other data in it.
+
+    `now` is what the run would read, `vocabulary` the manifest of one of its corpora.
+    """
+    if checkpoint.tokenizer_digest != vocabulary.tokenizer_digest:
         raise CheckpointError(
             f"{where} was trained with tokenizer {checkpoint.tokenizer_digest} "
-            f"({checkpoint.vocab_size} ids), the data has {data.tokenizer_digest} "
-            f"({data.vocab_size} ids). Its token ids mean other text; set data.path to data "
+            f"({checkpoint.vocab_size} ids), the data has {vocabulary.tokenizer_digest} "
+            f"({vocabulary.vocab_size} ids). Its token ids mean other text; set data.path to data "
             "prepared with the checkpoint's tokenizer"
         )
-    if checkpoint.data_digest != data.digest and not allow_change:
+    change = PhaseChange.between(_phase_of(checkpoint), now)
+    for before, corpus in () if allow_data_change else change.replaced:
+        at = "data.path" if corpus.name == ONLY_CORPUS else f"data.mixture.{corpus.name}.path"
         raise DataError(
-            f"{where} was trained on data with digest {checkpoint.data_digest}, data.path has "
-            f"{data.digest}: its reading position means other text there. Set data.path back, or "
+            f"{where} was trained on data with digest {before.digest}, {at} has "
+            f"{corpus.digest}: its reading position means other text there. Set {at} back, or "
             "accept the change with --allow-data-change"
         )
+    if change.mixture and MIXTURE not in allowed:
+        raise CheckpointError(
+            f"{where} was written with another mixture:"
+            + "".join(f"\n  {MIXTURE}.{line}" for line in change.mixture)
+            + f"\nSet it back, or go on with the new one from here: --allow-change {MIXTURE}"
+        )
+
+
+def _phase_of(checkpoint: CheckpointManifest) -> Phase:
+    """What the checkpoint's run read last."""
+    if checkpoint.state.phases:
+        return checkpoint.state.phases[-1]
+    # Written before there were mixtures: one corpus, of which only the digest was kept.
+    only = CorpusEntry(name=ONLY_CORPUS, digest=checkpoint.data_digest, tokens=1, weight=1.0)
+    return Phase(corpora=(only,))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from data_pipeline.mixture import tokens_an_epoch
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 
@@ -85,13 +86,58 @@ class BestScore(_Strict):
     nats_per_token: float
     split: str
     max_tokens: Count | None
+    data_digest: Sha256 | None = None
     """What was scored; losses on other text are not compared."""
 
     def improves_on(self, other: "BestScore | None") -> bool:
         """Lower than the best so far, or the first on this text."""
-        if other is None or (self.split, self.max_tokens) != (other.split, other.max_tokens):
-            return True
-        return self.nats_per_token < other.nats_per_token
+        return (
+            other is None or self._text != other._text or self.nats_per_token < other.nats_per_token
+        )
+
+    @property
+    def _text(self) -> tuple[str, int | None, str | None]:
+        return self.split, self.max_tokens, self.data_digest
+
+
+class CorpusEntry(_Strict):
+    """One corpus of a phase."""
+
+    name: str
+    digest: Sha256
+    """Of its manifest; vouches for every shard."""
+    tokens: Annotated[Count, Field(ge=1)]
+    weight: Annotated[float, Field(gt=0)]
+    start: Count = 0
+    """Where on its tape (data_pipeline/mixture.py) the phase begins."""
+
+
+class Phase(_Strict):
+    """What a run reads from a lane position on: it changes when corpora or weights do."""
+
+    position: Count = 0
+    first_epoch: Count = 0
+    """Number of the epoch that begins at `position`."""
+    corpora: Annotated[tuple[CorpusEntry, ...], Field(min_length=1)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of an epoch."""
+        return sum(corpus.tokens for corpus in self.corpora)
+
+    @property
+    def tokens_an_epoch(self) -> dict[str, int]:
+        """Of each corpus, by name, in this order; what the weights come to."""
+        return tokens_an_epoch(
+            {corpus.name: corpus.tokens for corpus in self.corpora},
+            {corpus.name: corpus.weight for corpus in self.corpora},
+        )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of each corpus in all weights."""
+        total = sum(corpus.weight for corpus in self.corpora)
+        return {corpus.name: corpus.weight / total for corpus in self.corpora}
 
 
 class TrainState(_Strict):
@@ -109,6 +155,8 @@ class TrainState(_Strict):
     unreported: tuple[float, Count, Count] = (0.0, 0, 0)
     """Nats, tokens and bytes since the last line of metrics.jsonl."""
     unreported_steps: Count = 0
+    phases: tuple[Phase, ...] = ()
+    """What was read from where on; the last is what is read now."""
 
 
 class CheckpointManifest(_Strict):
@@ -123,6 +171,7 @@ class CheckpointManifest(_Strict):
     """The resolved config, by dotted key."""
     tokenizer_digest: Sha256
     data_digest: Sha256
+    """Of the only corpus, or of all digests."""
     vocab_size: Count
     num_ranks: Count
     zero_stage: Count
@@ -146,12 +195,16 @@ class CheckpointManifest(_Strict):
     @property
     def digest(self) -> str:
         """Hex sha256 of the canonical content."""
-        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(content.encode()).hexdigest()
+        return _digest(self.model_dump(mode="json"))
 
     def to_json(self) -> bytes:
         content = {"digest": self.digest, **self.model_dump(mode="json")}
         return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def _digest(content: dict[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
@@ -177,15 +230,17 @@ def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
             f"{path} has format version {content.get('version')!r}, this txl reads 1; upgrade txl"
         )
     recorded = content.pop("digest", None)
+    # Of what was written, which lacks what later versions added.
+    found = _digest(content)
     try:
         manifest = CheckpointManifest.model_validate_json(json.dumps(content))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{path}: {where}: {first['msg']}; it is damaged or edited") from None
-    if manifest.digest != recorded:
+    if found != recorded:
         raise CheckpointError(
-            f"{path} says its digest is {recorded!r}, its content gives {manifest.digest!r}; it is "
+            f"{path} says its digest is {recorded!r}, its content gives {found!r}; it is "
             "damaged or edited"
         )
     return manifest

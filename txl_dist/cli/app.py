@@ -14,6 +14,7 @@ from txl_dist.cli import (
     evaluate,
     foreign,
     generate,
+    mixture,
     prepare,
     train,
 )
@@ -26,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("prepare")(prepare.prepare)
+data.app.command("mix")(mixture.mix)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 app.command("train")(train.train)

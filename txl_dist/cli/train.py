@@ -78,10 +78,11 @@ def _check_allowed(job: "TrainJob") -> None:
     """A misspelt --allow-change would allow nothing, and be noticed only on the ranks."""
     import difflib
 
+    from txl_dist.checkpoint.compatibility import MIXTURE
     from txl_dist.config_file import flatten_config
     from txl_dist.errors import ConfigError
 
-    legal = flatten_config(job.config)
+    legal = {*flatten_config(job.config), MIXTURE}
     for key in job.allow_change:
         if key not in legal:
             nearest = difflib.get_close_matches(key, legal, n=1)

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from data_pipeline.atomic_files import write_file
+from data_pipeline.lanes import LanePlan
 from data_pipeline.pipeline import segment_pipeline
-from data_pipeline.remote import dataset_path
 from data_pipeline.segments import SegmentStream
-from txl_dist.checkpoint.manifest import TrainState
+from txl_dist.checkpoint.manifest import Phase, TrainState
+from txl_dist.checkpoint.phases import phases_from
 from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
 from txl_dist.config_file import dump_run_config, flatten_config
 from txl_dist.errors import ConfigError
@@ -62,12 +63,14 @@ class RankBuilder:
         self.world.join(timeout_seconds=self.config.training.rank_timeout_seconds)
         self._check_same_job()
         self.world.first_does(self._lock)
-        point = find_resume_point(self.job, self.data.manifest, self.world)
+        point = find_resume_point(self.job, self.data, self.world)
         engine, step = self._engine_and_step()
         state = TrainState()
         if point is not None:
             restore(point, engine, step)
             state = point.manifest.state
+        state, phase = self._in_phase(state)
+        plan = self.data.plan_of(phase)
         self.world.first_does(lambda: self._open_run(state))
         tracker = self._tracker(new_run=point is None)
         report = Report(
@@ -76,17 +79,31 @@ class RankBuilder:
             utilisation_per_rate=self._flops_per_step() / self._peak_flops(),
         )
         report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
+        if len(state.phases) > 1 or len(phase.corpora) > 1:
+            report.phase(state, is_new=phase.position == state.position)
+        evaluated = self.data.evaluation
         return Training(
             config=self.config,
-            plan=self.data.plan,
-            segments=segment_pipeline(self._stream(step, state)),
+            plan=plan,
+            segments=segment_pipeline(self._stream(step, state, plan)),
             step=step,
             report=report,
             stop=self.stop,
             save=self._saver(engine, step, tracker),
             evaluate=self._evaluator(engine),
+            evaluated_data=evaluated.manifest.digest if evaluated else None,
             state=state,
         )
+
+    def _in_phase(self, state: TrainState) -> tuple[TrainState, Phase]:
+        """The state with the phase it goes on in, and that phase: the last, or a new one."""
+        phases = phases_from(
+            state.phases,
+            self.data.phase,
+            position=state.position,
+            num_lanes=self.config.data.num_lanes,
+        )
+        return state.model_copy(update={"phases": phases}), phases[-1]
 
     def _lock(self) -> None:
         # A rank 0 that Ray is just replacing may hold it a little longer.
@@ -141,12 +158,11 @@ class RankBuilder:
     def _peak_flops(self) -> float:
         return measure_peak_flops(self.world, PRODUCT_DTYPE[self.config.precision])
 
-    def _stream(self, step: TrainStep, state: TrainState) -> SegmentStream:
+    def _stream(self, step: TrainStep, state: TrainState, plan: LanePlan) -> SegmentStream:
         data = self.config.data
-        source = self.data.open_split(self.config, data.train_split)
         stream = SegmentStream(
-            source,
-            self.data.plan,
+            self.data.source_of(state.phases[-1], self.config),
+            plan,
             lanes=step.lanes,
             num_rows=len(step.lane_of_row),
             reset=data.reset,
@@ -159,7 +175,7 @@ class RankBuilder:
 
     def _evaluator(self, engine: Engine) -> Evaluate | None:
         evaluation = self.config.evaluation
-        if evaluation.split is None:
+        if evaluation.split is None or self.data.evaluation is None:
             return None
         model = engine.model
         settings = EvaluationSettings(
@@ -175,7 +191,7 @@ class RankBuilder:
         )
         scorer = Scorer(
             model=model,
-            source=self.data.open_split(self.config, evaluation.split),
+            source=self.data.evaluation.open(evaluation.split),
             tgt_len=settings.tgt_len,
             reset=settings.reset,
             precision=settings.precision,
@@ -199,8 +215,8 @@ class RankBuilder:
             run=flatten_config(self.config),
             tokenizer_json=self.data.tokenizer.to_json(),
             tokenizer_digest=self.data.tokenizer.digest,
-            data_digest=self.data.manifest.digest,
-            vocab_size=self.data.manifest.vocab_size,
+            data_digest=self.data.digest,
+            vocab_size=self.data.vocabulary.vocab_size,
             zero_stage=self.config.deepspeed.zero_stage,
             num_lanes=self.config.data.num_lanes,
         )
@@ -234,23 +250,28 @@ class RankBuilder:
         """Starts sending to MLflow, from rank 0; its end status follows from how `stack` closes."""
         if not (self.world.is_first and self.config.tracking.enabled):
             return None
+        corpora = self.data.corpora
+        several = len(corpora) > 1
+        digests = {f"data.{c.name}": c.manifest.digest for c in corpora} if several else {}
         return self.stack.enter_context(
             Tracker.start(
                 self.directory.path,
                 self.config,
                 data_manifest=self._data_manifest(),
-                tags={"num_ranks": str(self.world.num_ranks)},
+                tags={"num_ranks": str(self.world.num_ranks), **digests},
                 new_run=new_run,
             )
         )
 
-    def _data_manifest(self) -> Path:
-        """A local file with the data's manifest; of a dataset behind a URL, a copy."""
-        where = dataset_path(self.config.data.path)
-        if isinstance(where, Path):
-            return where / "manifest.json"
+    def _data_manifest(self) -> Path | None:
+        """A local file with the one corpus's manifest; of a dataset behind a URL, a copy."""
+        if len(self.data.corpora) > 1:
+            return None
+        (corpus,) = self.data.corpora
+        if isinstance(corpus.directory, Path):
+            return corpus.directory / "manifest.json"
         copy = self.directory.path / "data-manifest.json"
-        write_file(copy, self.data.manifest.to_bytes())
+        write_file(copy, corpus.manifest.to_bytes())
         return copy
 
     def _announcement(self, engine: Engine, state: TrainState, resumed_from: str | None) -> str:

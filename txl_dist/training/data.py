@@ -1,24 +1,47 @@
-"""TrainingData: the dataset of a run, opened and checked before any rank is started."""
+"""TrainingData: the corpora of a run, opened and checked before any rank is started."""
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from data_pipeline.lanes import LanePlan
 from data_pipeline.manifest import ShardManifest, load_manifest, open_tokenizer
-from data_pipeline.remote import dataset_path
-from data_pipeline.shard_reader import SplitReader, open_split
+from data_pipeline.mixture import CorpusTape, MixedSource
+from data_pipeline.order import Shuffle
+from data_pipeline.remote import DatasetPath, dataset_path
+from data_pipeline.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.tokenizers import Tokenizer
-from txl_dist.config import RunConfig
+from txl_dist.checkpoint.manifest import CorpusEntry, Phase
+from txl_dist.config import DataConfig, RunConfig
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A dataset directory, as a part of the run's data."""
+
+    name: str
+    directory: DatasetPath
+    weight: float
+    manifest: ShardManifest
+
+    def open(self, split: str) -> SplitReader:
+        return open_split(self.directory, split, manifest=self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
     """What the data decides: who reads what, the vocabulary, and so the model's size."""
 
-    manifest: ShardManifest
+    corpora: tuple[Corpus, ...]
+    evaluation: Corpus | None
+    """Holds the split that is evaluated."""
     tokenizer: Tokenizer
+    phase: Phase
+    """What a run reads that starts now."""
     plan: LanePlan
+    """Of that phase."""
     model_config: ModelConfig
     """The config's model with the data's vocabulary."""
 
@@ -26,15 +49,12 @@ class TrainingData:
     def open(cls, config: RunConfig, *, num_ranks: int) -> "TrainingData":
         """Check everything that can be checked without reading shards.
 
-        Raises DataError for missing, damaged or foreign data, ConfigError for more ranks than
-        lanes.
+        Raises DataError for missing, damaged or foreign data and corpora that do not fit together,
+        ConfigError for more ranks than lanes or weights that cannot be meant.
         """
-        where = dataset_path(config.data.path)
-        manifest = load_manifest(where)
+        corpora = open_corpora(config.data)
+        where, manifest = corpora[0].directory, corpora[0].manifest
         tokenizer = open_tokenizer(where, manifest)
-        train = manifest.split(config.data.train_split, where)
-        if config.evaluation.split is not None:
-            manifest.split(config.evaluation.split, where)
         vocab_size = config.model.vocab_size or manifest.vocab_size
         if vocab_size != manifest.vocab_size:
             raise DataError(
@@ -42,15 +62,135 @@ class TrainingData:
                 f"{manifest.vocab_size} ids (digest {manifest.tokenizer_digest}). Set data.path to "
                 "the right data, or model.vocab_size=0 to take what the data has"
             )
+        num_tokens = [
+            c.manifest.split(config.data.train_split, c.directory).tokens for c in corpora
+        ]
         plan = LanePlan(
-            num_tokens=train.tokens, num_lanes=config.data.num_lanes, tgt_len=config.data.tgt_len
+            num_tokens=sum(num_tokens),
+            num_lanes=config.data.num_lanes,
+            tgt_len=config.data.tgt_len,
         )
         plan.rows_per_rank(num_ranks)  # refuses more ranks than lanes
         try:
             model_config = replace(config.model, vocab_size=manifest.vocab_size)
         except ValueError as error:
             raise ConfigError(f"model, with the vocabulary of {where}: {error}") from None
-        return cls(manifest, tokenizer, plan, model_config)
+        evaluation = _evaluation(config, corpora)
+        phase = first_phase(corpora, config.data.train_split)
+        return cls(corpora, evaluation, tokenizer, phase, plan, model_config)
 
-    def open_split(self, config: RunConfig, name: str) -> SplitReader:
-        return open_split(config.data.path, name, manifest=self.manifest)
+    @property
+    def vocabulary(self) -> ShardManifest:
+        """The manifest of the first corpus; all have its tokenizer."""
+        return self.corpora[0].manifest
+
+    @property
+    def digest(self) -> str:
+        """Of the only corpus, or of all digests."""
+        digests = [corpus.manifest.digest for corpus in self.corpora]
+        if len(digests) == 1:
+            return digests[0]
+        return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+    def plan_of(self, phase: Phase) -> LanePlan:
+        """The lanes of a phase over these corpora."""
+        return replace(self.plan, start=phase.position, first_epoch=phase.first_epoch)
+
+    def source_of(self, phase: Phase, config: RunConfig) -> TokenSource | MixedSource:
+        """What a phase over these corpora reads. Opens shard indexes, so DataError for bad ones."""
+        split = config.data.train_split
+        sources = {corpus.manifest.digest: corpus.open(split) for corpus in self.corpora}
+        return mixed_source(phase, sources, shuffle=config.data.shuffle, seed=config.seed)
+
+
+def mixed_source(
+    phase: Phase, sources: Mapping[str, TokenSource], *, shuffle: Shuffle, seed: int
+) -> TokenSource | MixedSource:
+    """What a phase reads, from its corpora by digest; a single one is read as it is."""
+    if len(phase.corpora) == 1:
+        return sources[phase.corpora[0].digest]
+    share = phase.tokens_an_epoch
+    return MixedSource(
+        [
+            CorpusTape(
+                sources[entry.digest],
+                tokens_an_epoch=share[entry.name],
+                shuffle=shuffle,
+                seed=seed,
+                key=int(entry.digest[:16], 16),
+                start=entry.start,
+                first_epoch=phase.first_epoch,
+            )
+            for entry in phase.corpora
+        ]
+    )
+
+
+def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
+    """The corpora a config names. Raises DataError for any that does not fit the first one."""
+    corpora = tuple(
+        Corpus(name, dataset_path(given.path), given.weight, load_manifest(given.path))
+        for name, given in data.corpora.items()
+    )
+    for number, corpus in enumerate(corpora):
+        _check_alike(corpora[0], corpus)
+        for other in corpora[:number]:
+            if other.manifest.digest == corpus.manifest.digest:
+                raise DataError(
+                    f"data.mixture.{other.name} ({other.directory}) and {corpus.name} "
+                    f"({corpus.directory}) are the same data. Name it once, with both weights added"
+                )
+    return corpora
+
+
+def _check_alike(first: Corpus, other: Corpus) -> None:
+    """Token ids must mean the same in both."""
+    for what in ("tokenizer_digest", "dtype", "end_of_document"):
+        expected, found = getattr(first.manifest, what), getattr(other.manifest, what)
+        if found != expected:
+            raise DataError(
+                f"corpora {first.name!r} ({first.directory}) and {other.name!r} "
+                f"({other.directory}) do not fit together: {what} is {expected} in the first, "
+                f"{found} in the second. Prepare one again with the other's tokenizer: txl prepare "
+                f"INPUT --out DIR --tokenizer {first.directory / 'tokenizer.json'}"
+            )
+
+
+def first_phase(corpora: Sequence[Corpus], split: str) -> Phase:
+    """The phase of a run that starts with these corpora.
+
+    Raises DataError for a corpus without tokens, ConfigError for weights that cannot be meant.
+    """
+    entries = []
+    for corpus in corpora:
+        tokens = corpus.manifest.split(split, corpus.directory).tokens
+        if tokens == 0:
+            raise DataError(f"{corpus.directory}: split {split!r} is empty; leave the corpus out")
+        entries.append(
+            CorpusEntry(
+                name=corpus.name,
+                digest=corpus.manifest.digest,
+                tokens=tokens,
+                weight=corpus.weight,
+            )
+        )
+    phase = Phase(corpora=tuple(entries))
+    assert sum(phase.tokens_an_epoch.values()) == phase.num_tokens
+    return phase
+
+
+def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> Corpus | None:
+    """Where the evaluated split is. Raises DataError if it is nowhere, or of other tokens."""
+    split, path = config.evaluation.split, config.evaluation.path
+    if split is None:
+        return None
+    if path is not None:
+        corpora = [
+            Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path)),
+            *corpora,
+        ]
+        _check_alike(corpora[1], corpora[0])
+    having = [corpus for corpus in corpora if split in corpus.manifest.splits]
+    chosen = corpora[0] if path is not None or not having else having[0]
+    chosen.manifest.split(split, chosen.directory)  # refuses a missing split
+    return chosen

@@ -48,6 +48,8 @@ class Training:
     stop: StopRequest
     save: Save
     evaluate: Evaluate | None
+    evaluated_data: str | None
+    """Digest of the data that `evaluate` scores."""
     state: TrainState
 
     def run(self) -> TrainState:
@@ -139,6 +141,7 @@ class Training:
             nats_per_token=result.sums.nats_per_token,
             split=result.settings.split,
             max_tokens=result.settings.max_tokens,
+            data_digest=self.evaluated_data,
         )
         improved = best.improves_on(self.state.best)
         if improved:

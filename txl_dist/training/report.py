@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from txl_dist.checkpoint.manifest import TrainState
+from txl_dist.checkpoint.phases import realised_shares
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.loss_sums import LossSums
 from txl_dist.tracking.journal import MetricsJournal
@@ -100,6 +101,17 @@ class Report:
             f"{sums.num_tokens:,}",
             " | best so far" if improved else "",
         )
+
+    def phase(self, state: TrainState, *, is_new: bool) -> None:
+        """What is read from here on; shares go to the metrics of a new phase's first step."""
+        if self._journal is None:
+            return
+        shares = realised_shares(state.phases[-1])
+        log.info("mixture | %s", " | ".join(share.line for share in shares))
+        if is_new:
+            values = {f"mixture/{share.name}": share.share for share in shares}
+            # Of the step to come: a resume from here takes the line out and writes it again.
+            self._write(state.model_copy(update={"step": state.step + 1}), values)
 
     def event(self, message: str, *values: Any) -> None:
         """A line in the log, from rank 0."""

@@ -8,7 +8,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.manifest import ShardManifest
 from txl_dist.checkpoint.compatibility import check_config, check_data
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
@@ -20,6 +19,7 @@ from txl_dist.checkpoint.reader import (
 )
 from txl_dist.config_file import flatten_config
 from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.step import TrainStep
@@ -36,11 +36,11 @@ class ResumePoint:
     manifest: CheckpointManifest
 
 
-def find_resume_point(job: TrainJob, data: ShardManifest, world: World) -> ResumePoint | None:
+def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> ResumePoint | None:
     """The checkpoint to go on from, or None for a new run; all ranks call it and hash a share.
 
-    Raises CheckpointError (damaged with --strict, none good, or of another model), DataError (other
-    data), ConfigError (`never` in a directory that has checkpoints).
+    Raises CheckpointError (damaged with --strict, none good, another model or mixture), DataError
+    (other data), ConfigError (`never` in a directory that has checkpoints).
     """
     directory = CheckpointDirectory(job.run_path)
     if job.resume == "never":
@@ -58,7 +58,7 @@ def find_resume_point(job: TrainJob, data: ShardManifest, world: World) -> Resum
 
 
 def _newest_good(
-    job: TrainJob, data: ShardManifest, directory: CheckpointDirectory, world: World
+    job: TrainJob, data: TrainingData, directory: CheckpointDirectory, world: World
 ) -> ResumePoint | None:
     steps = world.from_first(directory.steps())
     damage: list[str] = []
@@ -101,9 +101,16 @@ def _verified(path: Path, world: World) -> CheckpointManifest:
 
 
 def _accepted(
-    job: TrainJob, data: ShardManifest, path: Path, manifest: CheckpointManifest
+    job: TrainJob, data: TrainingData, path: Path, manifest: CheckpointManifest
 ) -> ResumePoint:
-    check_data(manifest, data, allow_change=job.allow_data_change, where=str(path))
+    check_data(
+        manifest,
+        data.phase,
+        data.vocabulary,
+        allowed=job.allow_change,
+        allow_data_change=job.allow_data_change,
+        where=str(path),
+    )
     check_config(
         manifest.run, flatten_config(job.config), allowed=job.allow_change, where=str(path)
     )

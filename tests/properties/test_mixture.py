@@ -1,0 +1,297 @@
+"""Several corpora by weight in one order: shares, fairness, one cut for any ranks, phases.
+
+Every token of every corpus here is another number, so one that is lost or doubled shows.
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.lanes import LanePlan
+from data_pipeline.mixture import CorpusTape, MixedSource, tokens_an_epoch
+from data_pipeline.segments import SegmentReader
+from tests.token_sources import TextSource
+
+quickly = settings(max_examples=80, deadline=None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Corpora, given as document lengths by block, and a run over them."""
+
+    corpora: dict[str, list[list[int]]]
+    weights: dict[str, float]
+    num_lanes: int
+    tgt_len: int
+    shuffle: Any
+    seed: int
+
+    @cached_property
+    def sources(self) -> dict[str, TextSource]:
+        sources, number = {}, 0
+        for name, lengths in self.corpora.items():
+            blocks: list[list[list[int]]] = []
+            for block in lengths:
+                blocks.append([])
+                for length in block:
+                    blocks[-1].append(list(range(number, number + length)))
+                    number += length
+            sources[name] = TextSource(blocks)
+        return sources
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        return {name: sum(map(sum, blocks)) for name, blocks in self.corpora.items()}
+
+    @cached_property
+    def share(self) -> dict[str, int]:
+        return tokens_an_epoch(self.tokens, self.weights)
+
+    def mixed(self, *, start: int = 0, first_epoch: int = 0) -> MixedSource:
+        return MixedSource(
+            [
+                CorpusTape(
+                    source, tokens_an_epoch=self.share[name], shuffle=self.shuffle,
+                    seed=self.seed, key=number, start=start, first_epoch=first_epoch,
+                )
+                for number, (name, source) in enumerate(self.sources.items())
+            ]
+        )  # fmt: skip
+
+    def plan(self, **where: int) -> LanePlan:
+        return LanePlan(
+            num_tokens=sum(self.tokens.values()), num_lanes=self.num_lanes, tgt_len=self.tgt_len,
+            **where,
+        )  # fmt: skip
+
+    def reader(self, source: Any, plan: LanePlan, lanes: range | None = None) -> SegmentReader:
+        return SegmentReader(
+            source, plan, lanes=range(self.num_lanes) if lanes is None else lanes,
+            num_rows=self.num_lanes, reset="document", shuffle=self.shuffle, seed=self.seed,
+        )  # fmt: skip
+
+    def read_epoch(self, epoch: int) -> list[int]:
+        """Tokens of an epoch in the order of its parts, straight from the source."""
+        source = self.mixed().epoch(epoch)
+        parts = [source.read(b, 0, int(n)) for b, n in enumerate(source.block_tokens)]
+        return np.concatenate(parts).tolist()
+
+    def corpus_of(self, token: int) -> str:
+        ends = np.cumsum(list(self.tokens.values()))
+        return list(self.corpora)[int(np.searchsorted(ends, token, side="right"))]
+
+    def counts(self, num_epochs: int) -> Counter[int]:
+        return Counter(token for epoch in range(num_epochs) for token in self.read_epoch(epoch))
+
+
+blocks = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+corpora = st.lists(st.lists(blocks, min_size=1, max_size=6), min_size=1, max_size=4)
+weights = st.floats(0.01, 100.0)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    contents = dict(zip("abcd", draw(corpora.filter(_has_two_tokens)), strict=False))
+    num_tokens = sum(sum(map(sum, lengths)) for lengths in contents.values())
+    case = Case(
+        corpora=contents,
+        weights={name: draw(weights) for name in contents},
+        num_lanes=draw(st.integers(1, min(5, num_tokens // 2))),
+        tgt_len=draw(st.integers(1, 7)),
+        shuffle=draw(st.sampled_from(["blocks", "none"])),
+        seed=draw(st.integers(0, 2**63 - 1)),
+    )
+    try:
+        assert case.share
+    except ConfigError:  # a weight of less than a token
+        even = dict.fromkeys(contents, 1.0)
+        case = replace(case, weights=even)
+    return case
+
+
+def _has_two_tokens(contents: list[list[list[int]]]) -> bool:
+    return sum(sum(map(sum, lengths)) for lengths in contents) >= 2 * len(contents)
+
+
+# --- what an epoch holds ------------------------------------------------------------------------
+
+
+@quickly
+@given(case=cases(), epoch=st.integers(0, 9))
+def test_every_epoch_has_each_corpus_to_a_token_of_its_weight(case: Case, epoch: int) -> None:
+    tokens = case.read_epoch(epoch)
+    assert len(tokens) == sum(case.tokens.values())
+    found = Counter(map(case.corpus_of, tokens))
+    for name, weight in case.weights.items():
+        wanted = len(tokens) * weight / sum(case.weights.values())
+        assert abs(found[name] - wanted) < 1 + 1e-6 * wanted
+        assert found[name] == case.share[name]
+
+
+@quickly
+@given(case=cases(), num_epochs=st.integers(1, 6))
+def test_no_token_is_read_twice_more_often_than_another_of_its_corpus(
+    case: Case, num_epochs: int
+) -> None:
+    counts = case.counts(num_epochs)
+    for name, source in case.sources.items():
+        passes = num_epochs * case.share[name] / case.tokens[name]
+        floor, ceil = int(np.floor(passes)), int(np.ceil(passes))
+        for document in source.documents:
+            assert {counts[token] for token in document} <= {floor, ceil}
+
+
+@quickly
+@given(case=cases(), epoch=st.integers(0, 3))
+def test_weights_like_the_sizes_read_every_token_once_an_epoch(case: Case, epoch: int) -> None:
+    weights = {name: 7.0 * tokens for name, tokens in case.tokens.items()}
+    plain = replace(case, weights=weights)
+    assert sorted(plain.read_epoch(epoch)) == list(range(sum(case.tokens.values())))
+    num_blocks = sum(map(len, case.corpora.values()))
+    assert len(plain.mixed().epoch(epoch).block_tokens) == num_blocks, "no block is cut"
+
+
+@quickly
+@given(case=cases(), epoch=st.integers(0, 3))
+def test_documents_of_a_part_begin_where_the_corpus_or_the_cut_says(case: Case, epoch: int) -> None:
+    source = case.mixed().epoch(epoch)
+    true_starts = {doc[0] for each in case.sources.values() for doc in each.documents}
+    for part, num_tokens in enumerate(source.block_tokens.tolist()):
+        tokens = source.read(part, 0, num_tokens).tolist()
+        expected = [i for i, token in enumerate(tokens) if i == 0 or token in true_starts]
+        assert source.document_starts(part).tolist() == expected
+
+
+def test_without_a_shuffle_corpora_alternate_evenly() -> None:
+    lengths = {"a": [[2]] * 8, "b": [[2]] * 8}
+    case = Case(lengths, {"a": 3.0, "b": 1.0}, 1, 1, "none", 0)
+    read = "".join(case.corpus_of(token) for token in case.read_epoch(0)[::2])
+    assert read.count("a") == 12
+    assert all("b" in read[i : i + 5] and "aa" in read[i : i + 5] for i in range(12))
+
+
+# --- lanes and ranks ----------------------------------------------------------------------------
+
+
+@quickly
+@given(case=cases(), num_epochs=st.integers(1, 3))
+def test_lanes_serve_every_position_of_every_epoch_once(case: Case, num_epochs: int) -> None:
+    plan = case.plan()
+    num_segments = -(-num_epochs * plan.lane_tokens // case.tgt_len)
+    found = case.reader(case.mixed(), plan).read(0, num_segments)
+    inputs = np.concatenate([segment.input for segment in found], axis=1)
+    for epoch in range(num_epochs):
+        slices = inputs[:, epoch * plan.lane_tokens : (epoch + 1) * plan.lane_tokens]
+        read, whole = Counter(slices.ravel().tolist()), Counter(case.read_epoch(epoch))
+        assert read <= whole
+        assert whole.total() - read.total() == plan.num_tokens % plan.num_lanes
+
+
+@quickly
+@given(case=cases(), data=st.data())
+def test_any_number_of_ranks_reads_the_same_lanes(case: Case, data: st.DataObject) -> None:
+    plan = case.plan()
+    num_ranks = data.draw(st.integers(1, case.num_lanes))
+    position = data.draw(st.integers(0, 2 * plan.lane_tokens))
+    at_once = case.reader(case.mixed(), plan).read(position, 4)
+    row = 0
+    for rank in range(num_ranks):
+        lanes = plan.lanes_of_rank(rank, num_ranks)
+        mine = case.reader(case.mixed(), plan, lanes).read(position, 4)
+        for expected, found in zip(at_once, mine, strict=True):
+            for name in ("input", "target", "age"):
+                assert_array_equal(
+                    getattr(found, name)[: len(lanes)],
+                    getattr(expected, name)[row : row + len(lanes)],
+                )
+        row += len(lanes)
+    assert row == case.num_lanes
+
+
+@quickly
+@given(case=cases())
+def test_memory_reaches_over_neighbours_of_one_document_only(case: Case) -> None:
+    plan = case.plan()
+    found = case.reader(case.mixed(), plan).read(0, -(-2 * plan.lane_tokens // case.tgt_len))
+    inputs = np.concatenate([segment.input for segment in found], axis=1)
+    ages = np.concatenate([segment.age for segment in found], axis=1)
+    for row_inputs, row_ages in zip(inputs.tolist(), ages.tolist(), strict=True):
+        for i, age in enumerate(row_ages):
+            seen = row_inputs[i - age : i + 1]
+            assert all(b == a + 1 for a, b in pairwise(seen)), "tokens are numbered in text order"
+
+
+# --- phases -------------------------------------------------------------------------------------
+
+
+@quickly
+@given(case=cases(), data=st.data())
+def test_a_plan_that_starts_later_is_the_same_plan_moved(case: Case, data: st.DataObject) -> None:
+    start, position = data.draw(st.integers(0, 50)), data.draw(st.integers(0, 50))
+    num_ranks = data.draw(st.integers(1, case.num_lanes))
+    lanes = case.plan().lanes_of_rank(num_ranks - 1, num_ranks)
+    here = case.reader(case.mixed(), case.plan(), lanes).read(position, 3)
+    moved = case.plan(start=start)
+    there = case.reader(case.mixed(), moved, lanes).read(start + position, 3)
+    for expected, found in zip(here, there, strict=True):
+        assert found.position == start + expected.position
+        assert moved.targets_in_step(found.position) == case.plan().targets_in_step(
+            expected.position
+        )
+        for name in ("input", "target", "age"):
+            assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert (case.reader(case.mixed(), moved, lanes).read(start, 1)[0].age[:, 0] == 0).all()
+
+
+@quickly
+@given(case=cases(), first_epoch=st.integers(0, 4), start=st.integers(0, 99))
+def test_a_tape_goes_on_where_the_phase_before_left_it(
+    case: Case, first_epoch: int, start: int
+) -> None:
+    """Two epochs from `start` and one after them from where they end are three in a row."""
+    at_once = case.mixed(start=start, first_epoch=first_epoch)
+    for number, tape in enumerate(at_once.tapes):
+        later = case.mixed(start=start + 2 * tape.tokens_an_epoch, first_epoch=first_epoch + 2)
+        for found, expected in zip(
+            later.tapes[number].parts(first_epoch + 2), tape.parts(first_epoch + 2), strict=True
+        ):
+            assert_array_equal(found, expected)
+
+
+# --- limits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [({"a": 1e-9, "b": 1.0}, "a.weight=1e-09 is not one token"),
+     ({"a": 1e6, "b": 1.0}, "a.weight=1000000.0 would read its 2 tokens")],
+)  # fmt: skip
+def test_a_weight_that_cannot_be_meant_is_refused(weights: dict[str, float], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tokens_an_epoch({"a": 2, "b": 10_000_000}, weights)
+
+
+def test_ten_thousand_blocks_are_mixed_in_milliseconds() -> None:
+    class Blocks:
+        dtype = np.dtype(np.uint16)
+        block_tokens = np.full(5_000, 1 << 18)
+
+    tapes = [
+        CorpusTape(Blocks(), tokens_an_epoch=5_000 << 18, shuffle="blocks", seed=1, key=key)  # type: ignore[arg-type]
+        for key in (1, 2)
+    ]
+    source = MixedSource(tapes)
+    began = time.process_time()
+    for epoch in range(5):
+        source.epoch(epoch)
+    assert (time.process_time() - began) / 5 < 0.05

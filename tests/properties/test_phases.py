@@ -1,0 +1,162 @@
+"""Changing corpora and weights in mid-run: fair over all phases, and resumed exactly."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from data_pipeline.lanes import LanePlan
+from data_pipeline.mixture import source_of_epoch
+from data_pipeline.segments import SegmentReader
+from tests.token_sources import TextSource
+from txl_dist.checkpoint.manifest import CorpusEntry, Phase
+from txl_dist.checkpoint.phases import phases_from
+from txl_dist.training.data import mixed_source
+
+TGT_LEN = 3
+quickly = settings(max_examples=100, deadline=None)
+
+
+def digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Run:
+    """Corpora by name, and which of them are read by what weight after so many more steps."""
+
+    lengths: dict[str, list[list[int]]]
+    legs: list[tuple[dict[str, float], int]]
+    num_lanes: int
+    shuffle: Any
+
+    @property
+    def sources(self) -> dict[str, TextSource]:
+        found, number = {}, 0
+        for name, lengths in self.lengths.items():
+            blocks: list[list[list[int]]] = []
+            for block in lengths:
+                blocks.append([])
+                for length in block:
+                    blocks[-1].append(list(range(number, number + length)))
+                    number += length
+            found[digest(name)] = TextSource(blocks)
+        return found
+
+    def mixture(self, weights: dict[str, float]) -> Phase:
+        entries = [
+            CorpusEntry(
+                name=name, digest=digest(name), tokens=sum(map(sum, self.lengths[name])),
+                weight=weight,
+            )
+            for name, weight in weights.items()
+        ]  # fmt: skip
+        return Phase(corpora=tuple(entries))
+
+    def phases(self) -> tuple[tuple[Phase, ...], int]:
+        """After all legs, and the position reached."""
+        phases: tuple[Phase, ...] = ()
+        position = 0
+        for weights, num_steps in self.legs:
+            now = self.mixture(weights)
+            phases = phases_from(phases, now, position=position, num_lanes=self.num_lanes)
+            position += num_steps * TGT_LEN
+        return phases, position
+
+    def plan(self, phase: Phase) -> LanePlan:
+        return LanePlan(
+            num_tokens=phase.num_tokens, num_lanes=self.num_lanes, tgt_len=TGT_LEN,
+            start=phase.position, first_epoch=phase.first_epoch,
+        )  # fmt: skip
+
+    def source(self, phase: Phase) -> Any:
+        return mixed_source(phase, self.sources, shuffle=self.shuffle, seed=5)
+
+    def reader(self, phase: Phase, lanes: range) -> SegmentReader:
+        return SegmentReader(
+            self.source(phase), self.plan(phase), lanes=lanes, num_rows=len(lanes),
+            reset="document", shuffle=self.shuffle, seed=5,
+        )  # fmt: skip
+
+
+corpus = st.lists(st.lists(st.integers(2, 7), min_size=1, max_size=3), min_size=2, max_size=5)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    names = ("a", "b", "c")
+    lengths = {name: draw(corpus) for name in names}
+    legs = draw(
+        st.lists(
+            st.tuples(
+                st.dictionaries(st.sampled_from(names), st.floats(0.5, 4.0), min_size=1),
+                st.integers(1, 30),
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    return Run(lengths, legs, draw(st.integers(1, 2)), draw(st.sampled_from(["blocks", "none"])))
+
+
+@quickly
+@given(run=runs())
+def test_over_all_phases_no_token_is_begun_twice_more_often_than_another(run: Run) -> None:
+    """Whatever leaves and comes back; an epoch that was begun counts as read."""
+    phases, position = run.phases()
+    counts: Counter[int] = Counter()
+    epochs = []
+    stops = [*(phase.position for phase in phases[1:]), position]
+    for phase, stop in zip(phases, stops, strict=True):
+        spans = run.plan(phase).spans(phase.position, stop)
+        for epoch in sorted({span.epoch for span in spans}):
+            source = source_of_epoch(run.source(phase), epoch)
+            for part, num_tokens in enumerate(source.block_tokens):
+                counts.update(source.read(part, 0, int(num_tokens)).tolist())
+            epochs.append(epoch)
+    assert epochs == list(range(len(epochs))), "no two epochs share a number, so none an order"
+    for source in run.sources.values():
+        read = [counts[token] for document in source.documents for token in document]
+        assert max(read) - min(read) <= 1
+
+
+@quickly
+@given(run=runs(), data=st.data())
+def test_a_resume_inside_the_last_phase_reads_on_with_any_number_of_ranks(
+    run: Run, data: st.DataObject
+) -> None:
+    phases, position = run.phases()
+    phase = phases[-1]
+    straight = run.reader(phase, range(run.num_lanes))
+    num_steps = (position - phase.position) // TGT_LEN
+    expected = straight.read(phase.position, num_steps + 4)[num_steps:]
+
+    weights = {name: 3 * weight for name, weight in run.legs[-1][0].items()}
+    renamed = run.mixture(weights)
+    again = phases_from(phases, renamed, position=position, num_lanes=run.num_lanes)
+    assert again == phases, "the same shares are no new phase"
+    num_ranks = data.draw(st.integers(1, run.num_lanes))
+    for rank in range(num_ranks):
+        lanes = run.plan(phase).lanes_of_rank(rank, num_ranks)
+        for segment, whole in zip(
+            run.reader(again[-1], lanes).read(position, 4), expected, strict=True
+        ):
+            for name in ("input", "target", "age"):
+                assert_array_equal(
+                    getattr(segment, name), getattr(whole, name)[lanes.start : lanes.stop]
+                )
+
+
+@quickly
+@given(run=runs())
+def test_ages_begin_anew_with_a_phase(run: Run) -> None:
+    phases, _ = run.phases()
+    for phase in phases:
+        first = run.reader(phase, range(run.num_lanes)).read(phase.position, 1)[0]
+        assert (first.age[:, 0] == 0).all()
+        assert (first.age <= np.arange(TGT_LEN)).all()

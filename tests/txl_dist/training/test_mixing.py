@@ -1,0 +1,254 @@
+"""Runs over several corpora: what is read, changing it on the way, and what is refused."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.manifest import PrepareSettings
+from data_pipeline.prepare import prepare_dataset
+from tests.commands import txl
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_job, train
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.config_file import dump_run_config, load_run_config
+from txl_dist.errors import ConfigError, DataError
+from txl_dist.training.data import TrainingData
+from txl_dist.training.job import TrainJob
+
+SETTINGS = (
+    NO_EVALUATION,
+    "training.checkpoint_interval_steps=4",
+    "training.keep_checkpoints=9",
+    # So few tokens that the 20 steps cross the ends of epochs.
+    "data.train_split=valid",
+)
+CHANGE = ("data.mixture",)
+STEPS = ("training.num_steps",)
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three datasets of bytes with a small split `valid`: of 11, 7 and 5 documents."""
+    found = {}
+    for name, num_documents in (("oak", 11), ("ash", 7), ("elm", 5)):
+        folder = tmp_path_factory.mktemp(name)
+        for number in range(2 * num_documents):
+            (folder / f"{number:02d}.txt").write_text(f"{name} {number}" * (1 + number % 3))
+        settings = PrepareSettings(split={"valid": 0.5}, block_bytes=512)
+        found[name] = folder / "data"
+        prepare_dataset(sorted(folder.glob("*.txt")), found[name], settings)
+    return found
+
+
+def mixed_job(
+    corpora: dict[str, Path], weights: dict[str, float], run: Path, *overrides: str, **how: object
+) -> TrainJob:
+    mixture = {
+        name: {"path": str(corpora[name]), "weight": weight} for name, weight in weights.items()
+    }
+    given = ("data.path=null", f"data.mixture={json.dumps(mixture)}")
+    return tiny_job(corpora["oak"], run, *SETTINGS, *given, *overrides, **how)
+
+
+def refusal(run: Path) -> str:
+    failures = sorted((run / "logs").glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
+    return json.loads(failures[-1].read_text())["message"]
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
+    ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    before, after = {"oak": 3.0, "ash": 1.0}, {"oak": 1.0, "elm": 2.0, "ash": 1.0}
+    assert ranks(2).run(train, mixed_job(corpora, before, first)) == [0, 0]
+
+    at_8 = str(checkpoint(first, 8))
+    job = mixed_job(corpora, after, second, resume=at_8)
+    assert ranks(2).run(train, job) == [4, 4]
+    told = refusal(second)
+    assert "data.mixture.elm: not in the checkpoint, now 50.00%" in told
+    assert "data.mixture.oak: checkpoint 0.75, now 0.25" in told
+    assert "data.mixture.ash" not in told, "its share is the same"
+    assert "--allow-change data.mixture" in told
+
+    job = mixed_job(corpora, after, second, resume=at_8, allow_change=CHANGE)
+    assert ranks(2).run(train, job) == [0, 0]
+    uninterrupted = losses(second)
+    assert sorted(uninterrupted) == list(range(9, 21))
+    assert uninterrupted[9] != losses(first)[9], "other text"
+    valid = {line["step"]: line["memory_valid"] for line in metrics(second) if "loss" in line}
+    assert valid[9] == 0 < valid[10], "memory of the phase before is not used"
+
+    phases = load_checkpoint_manifest(checkpoint(second, 12)).state.phases
+    assert [phase.position for phase in phases] == [0, 8 * 3]
+    assert phases[1].first_epoch > 0
+    for at, num_ranks, tolerance in [(12, 2, 0.0), (12, 1, 2e-6), (16, 1, 2e-6)]:
+        resumed = tmp_path / f"resumed-{at}-{num_ranks}"
+        job = mixed_job(corpora, after, resumed, resume=str(checkpoint(second, at)))
+        assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+        expected = {step: loss for step, loss in uninterrupted.items() if step > at}
+        assert losses(resumed) == pytest.approx(expected, rel=tolerance)
+        assert load_checkpoint_manifest(checkpoint(resumed, 20)).state.phases == phases
+
+
+def test_the_realised_shares_are_told_once_a_phase(
+    ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    short = "training.num_steps=6"
+    assert ranks(1).run(train, mixed_job(corpora, {"oak": 1, "elm": 3}, run, short)) == [0]
+    again = mixed_job(
+        corpora, {"oak": 2, "elm": 6}, run, "training.num_steps=8",
+        allow_change=STEPS,
+    )  # fmt: skip
+    assert ranks(1).run(train, again) == [0], "the same shares are no change"
+    (told,) = [line for line in metrics(run) if "mixture/oak" in line]
+    assert told["step"] == 1
+    assert told["mixture/oak"] == pytest.approx(0.25, abs=0.01)
+    assert told["mixture/oak"] + told["mixture/elm"] == pytest.approx(1)
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert log.count("mixture | oak 2") == 2
+
+
+def test_one_corpus_becomes_two_and_one_again(
+    ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    assert ranks(1).run(train, tiny_job(corpora["oak"], first, *SETTINGS)) == [0]
+    two = mixed_job(
+        corpora, {"oak": 1, "ash": 1}, second, resume=str(checkpoint(first, 8)),
+        allow_change=CHANGE,
+    )  # fmt: skip
+    assert ranks(1).run(train, two) == [0]
+    one = tiny_job(
+        corpora["ash"], third, *SETTINGS, resume=str(checkpoint(second, 12)), allow_change=CHANGE
+    )
+    assert ranks(1).run(train, one) == [0]
+    phases = load_checkpoint_manifest(checkpoint(third, 20)).state.phases
+    assert [phase.position for phase in phases] == [0, 24, 36]
+    assert [[c.name for c in phase.corpora] for phase in phases] == [
+        ["data"],
+        ["oak", "ash"],
+        ["data"],
+    ]
+    assert ranks(1).run(train, tiny_job(corpora["oak"], third, *SETTINGS)) == [3]
+
+
+def test_a_corpus_that_changed_is_refused_by_name(
+    ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    weights = {"oak": 1.0, "ash": 1.0}
+    assert ranks(1).run(train, mixed_job(corpora, weights, run, "training.num_steps=6")) == [0]
+    changed = {**corpora, "ash": corpora["elm"]}
+    job = mixed_job(changed, weights, run)
+    assert ranks(1).run(train, job) == [3]
+    assert "data.mixture.ash.path has" in refusal(run)
+    assert "--allow-data-change" in refusal(run)
+    moved = mixed_job(changed, weights, run, allow_data_change=True, allow_change=STEPS)
+    assert ranks(1).run(train, moved) == [0]
+    assert len(load_checkpoint_manifest(checkpoint(run, 20)).state.phases) == 2
+
+
+def test_a_checkpoint_from_before_there_were_mixtures_goes_on(
+    ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    run, resumed = tmp_path / "run", tmp_path / "resumed"
+    assert ranks(1).run(train, tiny_job(corpora["oak"], run, *SETTINGS)) == [0]
+    path = checkpoint(run, 8) / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["digest"], content["state"]["phases"], content["run"]["data.mixture"]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    path.write_text(json.dumps({"digest": digest, **content}))
+    job = tiny_job(corpora["oak"], resumed, *SETTINGS, resume=str(path.parent))
+    assert ranks(1).run(train, job) == [0]
+    assert losses(resumed) == {step: loss for step, loss in losses(run).items() if step > 8}
+
+
+def test_evaluation_reads_the_first_corpus_that_has_the_split_or_the_one_named(
+    ranks: RankGroups, corpora: dict[str, Path], dataset: Path, tmp_path: Path
+) -> None:
+    wood, seen = {**corpora, "all": dataset}, []
+    tokens = {
+        name: json.loads((path / "manifest.json").read_text())["splits"]["valid"]["tokens"]
+        for name, path in wood.items()
+    }
+    assert len(set(tokens.values())) == 4
+    for number, (weights, override, scored) in enumerate(
+        [
+            ({"ash": 1.0, "oak": 1.0}, "evaluation.path=null", "ash"),
+            ({"ash": 1.0, "oak": 1.0}, f"evaluation.path={corpora['elm']}", "elm"),
+        ]
+    ):
+        run = tmp_path / "run"
+        num_steps = 4 * (number + 1)
+        given = (f"training.num_steps={num_steps}", "evaluation.split=valid", override)
+        job = mixed_job(wood, weights, run, *given, allow_change=STEPS)
+        assert ranks(2).run(train, job) == [0, 0]
+        line = [line for line in metrics(run) if "valid/loss" in line][-1]
+        assert (line["step"], line["valid/tokens_scored"]) == (num_steps, tokens[scored] - 1)
+        best = load_checkpoint_manifest(checkpoint(run, num_steps)).state.best
+        assert best is not None
+        assert best.step == num_steps, "a score on other text is not compared"
+        seen.append(best.data_digest)
+    assert len(set(seen)) == 2
+
+
+def test_corpora_that_do_not_fit_together_are_refused_by_name(
+    corpora: dict[str, Path], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("words of another tokenizer " * 9)
+    prepare_dataset([text], tmp_path / "chars", PrepareSettings(tokenizer="char"))
+    copy = tmp_path / "copy"
+    shutil.copytree(corpora["oak"], copy)
+    there = {**corpora, "chars": tmp_path / "chars", "copy": copy}
+    for other, told in (
+        ("chars", "corpora 'oak' .* and 'chars' .* tokenizer_digest is"),
+        ("copy", "data.mixture.oak .* and copy .* are the same data"),
+    ):
+        job = mixed_job(there, {"oak": 1.0, other: 1.0}, tmp_path / "run")
+        with pytest.raises(DataError, match=told):
+            TrainingData.open(job.config, num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["data.path=d", "data.mixture={a: {path: x, weight: 1}}"], "data.path: is given beside"),
+        (["data.path=null"], "data.path: is missing"),
+        (["data.path=null", "data.mixture={a: {path: x, weight: 0}}"], "mixture.a.weight is 0"),
+        (["data.path=null", "data.mixture={a.b: {path: x, weight: 1}}"], "a.b"),
+        (["data.path=null", "data.mixture={apikey: {path: x, weight: 1}}"], "like a secret"),
+        (["data.path=null", "data.mixture={a: {path: x}}"], "data.mixture.a.weight is missing"),
+        (["data.path=null", "data.mixture={}"], "data.mixture"),
+        (["data.path=null", "data.mixture={a: {path: x, weights: 1}}"], "unknown key"),
+    ],
+)
+def test_a_mixture_that_cannot_be_meant_is_a_config_error(given: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(TINY, given)
+    assert told in str(caught.value)
+
+
+def test_the_shares_can_be_seen_before_the_run(corpora: dict[str, Path], tmp_path: Path) -> None:
+    config = mixed_job(corpora, {"oak": 1.0, "elm": 3.0}, tmp_path).config
+    (tmp_path / "run.yaml").write_text(dump_run_config(config))
+    done = txl("data", "mix", tmp_path / "run.yaml", "data.mixture.oak.weight=9", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    oak, elm = found["corpora"]["oak"], found["corpora"]["elm"]
+    assert oak["tokens_an_epoch"] + elm["tokens_an_epoch"] == found["tokens_an_epoch"]
+    assert abs(oak["tokens_an_epoch"] - 0.75 * found["tokens_an_epoch"]) <= 1
+    assert oak["passes"] == oak["tokens_an_epoch"] / oak["tokens"]
+    told = txl("data", "mix", tmp_path / "run.yaml").stdout
+    assert "elm 7" in told
+    assert "times its" in told

@@ -1,0 +1,39 @@
+"""`txl data mix`: what a run's corpora and weights come to, before the run."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def mix(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of one run.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[k.e.y=value ...]", help="Settings put over the file's."),
+    ] = None,
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on standard output.")
+    ] = False,
+) -> None:
+    """Show the tokens an epoch reads of each corpus, and how often it reads the corpus.
+
+    Example: txl data mix run.yaml data.mixture.web.weight=3
+    """
+    from txl_dist.checkpoint.phases import realised_shares
+    from txl_dist.config_file import load_run_config
+    from txl_dist.training.data import first_phase, open_corpora
+
+    data = load_run_config(config, overrides or []).data
+    phase = first_phase(open_corpora(data), data.train_split)
+    shares = realised_shares(phase)
+    if as_json:
+        corpora = {share.name: {**asdict(share), "passes": share.passes} for share in shares}
+        print(json.dumps({"tokens_an_epoch": phase.num_tokens, "corpora": corpora}))
+        return
+    print(f"an epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
+    for share in shares:
+        print(f"  {share.line}")

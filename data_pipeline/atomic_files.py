@@ -20,9 +20,12 @@ import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from data_pipeline.errors import DataError, UnfinishedError
+
+if TYPE_CHECKING:
+    from data_pipeline.remote import DatasetPath
 
 STAGING = ".staging.tmp"
 """The folder inside the target where files are written aside."""
@@ -58,7 +61,7 @@ def write_file(path: Path, data: bytes) -> None:
     fsync_directory(path.parent)
 
 
-def sha256_file(path: Path) -> str:
+def sha256_file(path: "DatasetPath") -> str:
     """Hex sha256 of a file, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

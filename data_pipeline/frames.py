@@ -122,6 +122,21 @@ class FrameWriter:
         self.num_bytes += len(data)
 
 
+def compress(data: bytes) -> bytes:
+    """One frame with size and checksum, for what is always read whole."""
+    return zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True).compress(data)
+
+
+def decompress(data: bytes, *, limit: int) -> bytes:
+    """What `compress` was given; FrameError for anything else, or for more than `limit` bytes."""
+    try:
+        size = zstandard.get_frame_parameters(data).content_size
+    except zstandard.ZstdError as error:
+        raise FrameError(f"zstd refuses it: {error}") from error
+    frame = Frame(0, len(data), 0, size, int.from_bytes(data[-4:], "little"))
+    return decode_frame(data, frame, limit=limit)
+
+
 def seek_table(frames: Sequence[Frame]) -> bytes:
     """The seekable format's table for `frames`, as one skippable frame."""
     entries = b"".join(
@@ -138,12 +153,12 @@ def frames_array(frames: Sequence[Frame]) -> np.ndarray:
     return np.array(frames, dtype=np.int64).reshape(-1, len(FRAME_COLUMNS))
 
 
-def decode_frame(data: bytes, frame: Frame) -> bytes:
+def decode_frame(data: bytes, frame: Frame, *, limit: int = MAX_FRAME_BYTES) -> bytes:
     """The raw bytes of one frame, or FrameError; never more than `frame.raw_size` of them."""
     if len(data) != frame.compressed_size:
         raise FrameError(f"{len(data):,} bytes were left to read, not {frame.compressed_size:,}")
-    if frame.raw_size > MAX_FRAME_BYTES:
-        raise FrameError(f"it declares {frame.raw_size:,} bytes, the limit is {MAX_FRAME_BYTES:,}")
+    if frame.raw_size > limit:
+        raise FrameError(f"it declares {frame.raw_size:,} bytes, the limit is {limit:,}")
     try:
         header = zstandard.get_frame_parameters(data)
         if header.content_size != frame.raw_size:

@@ -4,10 +4,10 @@ Text comes from a corpus that nobody has read, so control characters are escaped
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from data_pipeline.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.readers import printable
+from data_pipeline.remote import DatasetPath
 from data_pipeline.shard_index import read_index
 from data_pipeline.shard_reader import SplitReader, open_split
 from data_pipeline.tokenizers import Tokenizer
@@ -60,7 +60,7 @@ def summarize(manifest: ShardManifest) -> list[SplitSummary]:
     ]
 
 
-def excerpts(directory: Path, *, documents: int) -> list[Excerpt]:
+def excerpts(directory: DatasetPath, *, documents: int) -> list[Excerpt]:
     """The beginnings of the first `documents` documents of every split, safe to print."""
     manifest = load_manifest(directory)
     tokenizer = open_tokenizer(directory, manifest)

@@ -7,7 +7,6 @@ from split and number, so a manifest cannot point outside its directory.
 
 import json
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from data_pipeline import strict_json
 from data_pipeline.errors import DataError
 from data_pipeline.readers import FORMATS
+from data_pipeline.remote import DatasetPath, RemotePath, dataset_path
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
 from data_pipeline.tokenizers.recipes import RecipeName, recipe_of
 
@@ -64,7 +64,7 @@ class PrepareSettings(_Strict):
     """Most ids, the end of a document included; null keeps every symbol of the training text."""
     min_freq: Annotated[int, Field(ge=1)] | None = None
     """How often a symbol, or a pair to be merged, must occur to get an id."""
-    train_bytes: int = Field(DEFAULT_TRAIN_BYTES, ge=1)
+    train_bytes: int = Field(default=DEFAULT_TRAIN_BYTES, ge=1)
     """Bytes of the training text's beginning that bpe is trained on."""
     split: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = {}
     """Fraction of the documents held out per split; the rest is `train`."""
@@ -72,9 +72,9 @@ class PrepareSettings(_Strict):
     """Seed of the document-level shuffle; null keeps the order of the input."""
     dedup: Literal["none", "exact"] = "none"
     """exact: of documents with the same text, the first in input order stays."""
-    shard_bytes: int = Field(64 * 2**20, ge=1)
+    shard_bytes: int = Field(default=64 * 2**20, ge=1)
     """UTF-8 bytes of text of a shard at most; a larger document is alone in its shard."""
-    block_bytes: int = Field(512 * 2**10, ge=512, le=8 * 2**20)
+    block_bytes: int = Field(default=512 * 2**10, ge=512, le=8 * 2**20)
     """Raw token bytes of a block of documents, and of a zstd frame."""
 
     @model_validator(mode="after")
@@ -220,7 +220,7 @@ class ShardManifest(DatasetHeader):
         text = json.dumps({"digest": _digest(content), **content}, sort_keys=True, indent=1)
         return text.encode() + b"\n"
 
-    def split(self, name: str, directory: Path) -> SplitEntry:
+    def split(self, name: str, directory: DatasetPath) -> SplitEntry:
         """The entry of a split, or DataError with the ones there are."""
         if name not in self.splits:
             raise DataError(
@@ -240,28 +240,30 @@ def _digest(content: dict[str, Any]) -> str:
     return strict_json.sha256_of(content)
 
 
-def load_manifest(directory: str | Path) -> ShardManifest:
-    """The checked manifest of a dataset directory; DataError says what is wrong and what to do."""
-    path = Path(directory) / MANIFEST_NAME
+def load_manifest(directory: str | DatasetPath) -> ShardManifest:
+    """The checked manifest of a dataset directory or URL; DataError says what is wrong."""
+    path = dataset_path(directory) / MANIFEST_NAME
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise DataError(f"{path} is larger than {MAX_MANIFEST_BYTES:,} bytes: no manifest.")
         content = strict_json.parse(path.read_bytes())
     except FileNotFoundError:
         cause = "there is no such directory" if not path.parent.is_dir() else "it has no manifest"
+        where = path.parent
+        how = f"DIR, then txl data push DIR {where}" if isinstance(path, RemotePath) else where
         raise DataError(
             f"{path}: {cause}, so no complete dataset is here (an interrupted prepare leaves none)."
-            f" Create it: txl prepare INPUT --out {directory}. If its shards are there: txl data "
-            f"rebuild {directory}"
+            f" Create it: txl prepare INPUT --out {how}. If its shards are there: txl data rebuild "
+            f"{directory}"
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}). {_again(directory)}") from error
+        raise DataError(f"{path} is not valid JSON ({error}). {_again(path.parent)}") from error
     return _checked(content, path)
 
 
-def _checked(content: object, path: Path) -> ShardManifest:
+def _checked(content: object, path: DatasetPath) -> ShardManifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(
             f'{path} is not the manifest of a txl dataset (no "format": "{FORMAT}"); it belongs to '
@@ -287,17 +289,19 @@ def _checked(content: object, path: Path) -> ShardManifest:
     return manifest
 
 
-def _again(directory: str | Path) -> str:
+def _again(directory: DatasetPath) -> str:
     return (
         f"It was edited or damaged; restore it, make it again with txl data rebuild {directory}, "
         f"or remove {directory} and run txl prepare INPUT --out {directory}"
     )
 
 
-def open_tokenizer(directory: str | Path, manifest: ShardManifest | None = None) -> Tokenizer:
+def open_tokenizer(
+    directory: str | DatasetPath, manifest: ShardManifest | None = None
+) -> Tokenizer:
     """The dataset's tokenizer, or DataError when it is not the one the shards were made with."""
     manifest = manifest or load_manifest(directory)
-    path = Path(directory) / TOKENIZER_NAME
+    path = dataset_path(directory) / TOKENIZER_NAME
     tokenizer = load_tokenizer(path)
     if tokenizer.digest != manifest.tokenizer_digest:
         raise DataError(
@@ -309,7 +313,7 @@ def open_tokenizer(directory: str | Path, manifest: ShardManifest | None = None)
     if found != (manifest.vocab_size, manifest.end_of_document):
         raise DataError(
             f"{path}: vocab_size and end_of_document are {found}, the manifest says "
-            f"{(manifest.vocab_size, manifest.end_of_document)}. {_again(directory)}"
+            f"{(manifest.vocab_size, manifest.end_of_document)}. {_again(path.parent)}"
         )
     return tokenizer
 

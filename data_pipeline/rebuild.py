@@ -123,7 +123,7 @@ def _read_back(shard: _Found) -> tuple[IndexHeader, ShardEntry]:
             "raw_bytes": int(arrays["frames"][-1, 2:4].sum()),
             "index_bytes": index_path.stat().st_size,
             "index_sha256": sha256_file(index_path),
-            "documents": len(arrays["document_starts"]),
+            "documents": int(arrays["block_documents"].sum()),
             "blocks": len(arrays["block_tokens"]),
             "tokens": int(arrays["block_tokens"].sum()),
             "text_bytes": about["text_bytes"],

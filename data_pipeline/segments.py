@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.cursor import MAX_AGE, LaneCursor
+from data_pipeline.cursor import LaneCursor, rising_ages
 from data_pipeline.lanes import LanePlan, Span
 from data_pipeline.order import EpochOrder, Shuffle
 
@@ -105,12 +105,15 @@ class SegmentReader:
         for row in range(len(self._cursors)):
             tokens, document_age = self._read_lane(row, spans, orders)
             input_KBT[:, row] = tokens[:-1].reshape(shape_KT)
-            target_KBT[:, row] = tokens[1:].reshape(shape_KT)
+            target_KBT[-1, row, -1] = tokens[-1]
             if self._reset == "document":
                 np.minimum(document_age[:-1].reshape(shape_KT), slice_age_KT, out=age_KBT[:, row])
             else:
                 age_KBT[:, row] = slice_age_KT
 
+        # Shifted whole: to widen the tokens a second time would cost more than the copy.
+        target_KBT[:, :, :-1] = input_KBT[:, :, 1:]
+        target_KBT[:-1, :, -1] = input_KBT[1:, :, 0]
         ends = np.asarray(self._plan.slice_ends(position, stop), np.int64) - position
         target_KBT[ends // tgt_len, :, ends % tgt_len] = IGNORED
         padding = slice(len(self._cursors), None)
@@ -138,8 +141,8 @@ class SegmentReader:
 
     def _slice_age(self, start: int, stop: int) -> NDArray[np.int32]:
         """Tokens since the slice's start at lane positions [start, stop), the same in all lanes."""
-        offsets = [np.arange(span.start, span.stop) for span in self._plan.spans(start, stop)]
-        return np.minimum(np.concatenate(offsets), MAX_AGE).astype(np.int32)
+        ages = [rising_ages(span.start, span.stop) for span in self._plan.spans(start, stop)]
+        return ages[0] if len(ages) == 1 else np.concatenate(ages)
 
     def _orders_of(self, spans: list[Span]) -> list[EpochOrder]:
         """The order of each span's epoch. Keeps those it returns, mostly one, for the next call."""

@@ -11,7 +11,6 @@ import io
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -20,7 +19,8 @@ from data_pipeline.atomic_files import sha256_file
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import SHARD_SUFFIX, ShardEntry
 from data_pipeline.readers import printable
-from data_pipeline.shard_index import ShardIndex, check_shard_size, read_frame, read_index
+from data_pipeline.remote import DatasetPath
+from data_pipeline.shard_index import ShardIndex, check_sizes, read_frame, read_index
 
 _PIECE_ELEMENTS = 2**20
 
@@ -29,7 +29,7 @@ _PIECE_ELEMENTS = 2**20
 class ShardCheck:
     """All that a worker needs to check one shard."""
 
-    directory: Path
+    directory: DatasetPath
     entry: ShardEntry
     dtype: str
     vocab_size: int
@@ -89,14 +89,14 @@ def check_shard(check: ShardCheck) -> list[str | OtherContent]:
 def glance(check: ShardCheck) -> list[str | OtherContent]:
     """What opening a shard for training would notice: sizes, and the index in full."""
     try:
-        check_shard_size(check.directory, check.entry)
+        check_sizes(check.directory, [check.entry])
         read_index(check.directory, check.entry, np.dtype(check.dtype).itemsize)
     except DataError as error:
         return [str(error)]
     return []
 
 
-def _file_problem(path: Path, size: int, sha256: str) -> str | OtherContent | None:
+def _file_problem(path: DatasetPath, size: int, sha256: str) -> str | OtherContent | None:
     """What keeps a file from being the one expected, if anything."""
     try:
         found_size, found_sha256 = path.stat().st_size, sha256_file(path)
@@ -207,7 +207,7 @@ def _next_array(tar: tarfile.TarFile, name: str) -> _Array:
 class RawStream(io.RawIOBase):
     """The tar stream of a shard as a file to read from start to end, hashed on the way."""
 
-    def __init__(self, directory: Path, entry: ShardEntry, index: ShardIndex) -> None:
+    def __init__(self, directory: DatasetPath, entry: ShardEntry, index: ShardIndex) -> None:
         self.sha256 = hashlib.sha256()
         self._frames = (
             read_frame(directory, entry, index.frame(number), number)

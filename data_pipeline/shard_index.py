@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,21 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
+from data_pipeline import strict_json
+from data_pipeline.document_table import DocumentTable, unpack_documents
 from data_pipeline.errors import DataError
 from data_pipeline.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame
 from data_pipeline.manifest import ShardEntry
+from data_pipeline.readers import printable
+from data_pipeline.remote import DatasetPath, RemotePath
 
+_MAX_HEADER_BYTES = 2**16
 _INDEX_TYPES = {
     "frames": (np.int64, 2),
     "block_tokens": (np.int64, 1),
     "block_offset": (np.int64, 1),
     "block_documents": (np.int64, 1),
-    "document_starts": (np.int64, 1),
-    "document_id_bytes": (np.uint8, 1),
-    "document_id_offsets": (np.int64, 1),
+    "documents": (np.uint8, 1),
 }
 
 
@@ -44,15 +48,15 @@ class ShardIndex:
     block_offset: np.ndarray
     """int64 [N]: raw byte of the block's first token in the tar stream."""
     block_documents: np.ndarray
-    document_starts: np.ndarray
-    """int64 [D]: first token of every document, from its block's start."""
-    document_id_bytes: np.ndarray
-    document_id_offsets: np.ndarray
-    """int64 [D + 1]: document i's id is document_id_bytes[offsets[i]:offsets[i + 1]], in UTF-8."""
+    documents: DocumentTable
+
+    @property
+    def document_starts(self) -> np.ndarray:
+        """int64 [D]: first token of every document, from its block's start."""
+        return self.documents.starts
 
     def document_id(self, document: int) -> str:
-        first, last = self.document_id_offsets[document : document + 2]
-        return self.document_id_bytes[first:last].tobytes().decode("utf-8", errors="replace")
+        return self.documents.document_id(document)
 
     def frame(self, number: int) -> Frame:
         return Frame(*map(int, self.frames[number]))
@@ -99,13 +103,12 @@ def _arrays_sha256(arrays: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def read_index(directory: Path, entry: ShardEntry, itemsize: int) -> ShardIndex:
+def read_index(directory: DatasetPath, entry: ShardEntry, itemsize: int) -> ShardIndex:
     """Load and check the index of a shard; DataError names the file and what is wrong with it."""
     path = directory / entry.index_name
-    found = _size_of(path, directory)
-    if found != entry.index_bytes:
-        raise refusal(path, directory, f"is {found:,} bytes, expected {entry.index_bytes:,}")
-    data = path.read_bytes()
+    data = _read(path, directory, 0, entry.index_bytes)
+    if len(data) != entry.index_bytes:
+        raise refusal(path, directory, f"is {len(data):,} bytes, expected {entry.index_bytes:,}")
     digest = hashlib.sha256(data).hexdigest()
     if digest != entry.index_sha256:
         raise refusal(path, directory, f"has sha256 {digest}, expected {entry.index_sha256}")
@@ -114,9 +117,17 @@ def read_index(directory: Path, entry: ShardEntry, itemsize: int) -> ShardIndex:
     except (SafetensorError, KeyError, ValueError, AttributeError) as error:
         raise refusal(path, directory, f"is no safetensors file ({error})") from error
     problem = _index_problem(arrays, entry, itemsize)
+    if not problem:
+        table = arrays.pop("documents").tobytes()
+        try:
+            documents = unpack_documents(table, num_documents=entry.documents)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            problem = _starts_problem(documents.starts, arrays)
     if problem:
         raise refusal(path, directory, f"contradicts the manifest or itself: {problem}")
-    return ShardIndex(**arrays)
+    return ShardIndex(**arrays, documents=documents)
 
 
 def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: int) -> str:
@@ -125,12 +136,10 @@ def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: i
     if found != {name: (np.dtype(kind), ndim) for name, (kind, ndim) in _INDEX_TYPES.items()}:
         return f"its arrays are {sorted(found)}"
     frames, tokens, offset = arrays["frames"], arrays["block_tokens"], arrays["block_offset"]
-    documents, starts = arrays["block_documents"], arrays["document_starts"]
-    id_offsets = arrays["document_id_offsets"]
+    documents = arrays["block_documents"]
     if frames.shape[1] != 5 or len(frames) < 1 or (frames < 0).any():
         return "its table of frames"
     compressed, raw = frames[:, 0] + frames[:, 1], frames[:, 2] + frames[:, 3]
-    first_document = np.cumsum(documents) - documents
     checks = {
         "frame offsets": (frames[0, [0, 2]] == 0).all()
         and (frames[1:, 0] == compressed[:-1]).all()
@@ -145,15 +154,15 @@ def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: i
         and (tokens <= (entry.raw_bytes - offset) // itemsize).all(),
         "number of documents": (documents > 0).all()
         and (documents <= entry.documents).all()
-        and documents.sum() == len(starts) == entry.documents,
-        "document ids": len(id_offsets) == entry.documents + 1
-        and id_offsets[0] == 0
-        and (np.diff(id_offsets) >= 0).all()
-        and id_offsets[-1] == len(arrays["document_id_bytes"]),
+        and documents.sum() == entry.documents,
     }
-    problem = next((name for name, holds in checks.items() if not holds), "")
-    if problem:
-        return problem
+    return next((name for name, holds in checks.items() if not holds), "")
+
+
+def _starts_problem(starts: np.ndarray, arrays: dict[str, np.ndarray]) -> str:
+    """What is wrong with where documents start in their blocks, or an empty string."""
+    tokens, documents = arrays["block_tokens"], arrays["block_documents"]
+    first_document = np.cumsum(documents) - documents
     rising = np.diff(starts) > 0
     rising[first_document[1:] - 1] = True  # a new block starts again from 0
     inside = starts < np.repeat(tokens, documents)
@@ -162,43 +171,126 @@ def _index_problem(arrays: dict[str, np.ndarray], entry: ShardEntry, itemsize: i
     return ""
 
 
-def read_frame(directory: Path, entry: ShardEntry, frame: Frame, number: int) -> bytes:
+def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
+    """int64 [blocks]: tokens of every block of a shard, by one small read of its index.
+
+    All that a plan needs of a shard it may never read. No hash covers a part of a file: number and
+    sum must be the manifest's, and whoever reads the shard compares with the whole, hashed index.
+    """
+    path = directory / entry.index_name
+    # txl writes two arrays of this size before it: mostly the first read has all.
+    start = _read(path, directory, 0, min(entry.index_bytes, 1024 + 3 * 8 * entry.blocks))
+    header_end = 8 + int.from_bytes(start[:8], "little")
+    try:
+        if header_end > _MAX_HEADER_BYTES:
+            raise ValueError("its header does not end")
+        if header_end > len(start):
+            start = _read(path, directory, 0, header_end)
+        about = strict_json.parse(start[8:header_end])["block_tokens"]
+        if (about["dtype"], about["shape"]) != ("I64", [entry.blocks]):
+            raise ValueError(f"block_tokens is {about['dtype']} {about['shape']}")
+        first, last = (header_end + offset for offset in about["data_offsets"])
+        if last - first != 8 * entry.blocks or not header_end <= first <= entry.index_bytes:
+            raise ValueError("block_tokens lies elsewhere")
+        if last <= len(start):
+            data = start[first:last]
+        else:
+            data = _read(path, directory, first, last - first)
+        tokens = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
+        if len(tokens) != entry.blocks or (tokens <= 0).any() or tokens.sum() != entry.tokens:
+            raise ValueError(f"blocks do not sum to {entry.tokens:,} tokens")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        problem = f"contradicts the manifest or itself: {printable(str(error))[:200]}"
+        raise refusal(path, directory, problem) from error
+    return tokens
+
+
+def read_frame(directory: DatasetPath, entry: ShardEntry, frame: Frame, number: int) -> bytes:
     """Read and decode one frame of a shard, or DataError with its place and the cause."""
     path = directory / entry.name
-    place = f"frame {number} at byte {frame.compressed_offset:,}"
+    data = _read(
+        path, directory, frame.compressed_offset, frame.compressed_size, _place(frame, number)
+    )
+    return checked_frame(data, path, frame, number)
+
+
+def checked_frame(data: bytes, path: DatasetPath, frame: Frame, number: int) -> bytes:
+    """A frame of the shard at `path`, decoded, or DataError with its place and the cause."""
     try:
-        # Opened for every frame: a corpus may have more shards than a process may have open files.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            data = os.pread(descriptor, frame.compressed_size, frame.compressed_offset)
-        finally:
-            os.close(descriptor)
         return decode_frame(data, frame)
     except FrameError as error:
-        raise refusal(path, directory, f"{place} is damaged: {error}") from error
+        problem = f"{_place(frame, number)} is damaged: {error}"
+        raise refusal(path, path.parent, problem) from error
+
+
+def _place(frame: Frame, number: int) -> str:
+    return f"frame {number} at byte {frame.compressed_offset:,}"
+
+
+def _read(
+    path: DatasetPath, directory: DatasetPath, first: int, size: int, what: str = ""
+) -> bytes:
+    """Bytes [first, first + size) of a file, fewer if it ends before; DataError if it fails."""
+    try:
+        if isinstance(path, RemotePath):
+            return path.read_range(first, size)
+        # Opened for every read: a corpus may have more shards than a process may have open files.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return os.pread(descriptor, size, first)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        raise refusal(path, directory, f"{place} cannot be read ({error.strerror})") from error
+        raise unreadable(path, directory, what, error) from error
 
 
-def check_shard_size(directory: Path, entry: ShardEntry) -> None:
-    """Refuse a shard that is missing or not as long as the manifest says."""
-    path = directory / entry.name
-    found = _size_of(path, directory)
-    if found != entry.bytes:
-        raise refusal(path, directory, f"is {found:,} bytes, expected {entry.bytes:,}")
+def check_sizes(directory: DatasetPath, entries: Sequence[ShardEntry]) -> None:
+    """Refuse shards and indexes that are missing or not as long as the manifest says.
+
+    Web servers are not asked: they list nothing, and all that is read is checked anyway.
+    """
+    remote = isinstance(directory, RemotePath)
+    try:
+        listed = directory.sizes() if isinstance(directory, RemotePath) else {}
+    except OSError as error:
+        raise unreadable(directory, directory, "", error) from error
+    if remote and not listed:
+        return
+    for entry in entries:
+        for name, expected in (
+            (entry.name, entry.bytes),
+            (entry.index_name, entry.index_bytes),
+        ):
+            path = directory / name
+            found = listed.get(name) if remote else _size_of(path, directory)
+            if found is None:
+                raise refusal(path, directory, "is missing")
+            if found != expected:
+                raise refusal(path, directory, f"is {found:,} bytes, expected {expected:,}")
 
 
-def _size_of(path: Path, directory: Path) -> int:
+def _size_of(path: DatasetPath, directory: DatasetPath) -> int:
     try:
         status = path.stat()
     except OSError as error:
         raise refusal(path, directory, f"cannot be opened ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode):
         raise refusal(path, directory, "is not a regular file")
-    return status.st_size
+    return int(status.st_size)
 
 
-def refusal(path: Path, directory: Path, problem: str) -> DataError:
+def unreadable(path: DatasetPath, directory: DatasetPath, what: str, error: OSError) -> DataError:
+    """A DataError for a read that failed: of `what` in the file, or of all of it."""
+    problem = f"{what} cannot be read ({error.strerror})".lstrip()
+    if isinstance(path, RemotePath) and not isinstance(error, FileNotFoundError):
+        return DataError(
+            f"{path} {problem}. Check the address, the credentials and the network, then run it "
+            "again: nothing here was changed."
+        )
+    return refusal(path, directory, problem)
+
+
+def refusal(path: DatasetPath, directory: DatasetPath, problem: str) -> DataError:
     return DataError(
         f"{path} {problem}. The file was cut short, damaged, or swapped with another after it was "
         f"written. To list everything that is wrong: txl data verify {directory}"

@@ -1,23 +1,40 @@
 """Reading shards: any token range of any block, decoding only the frames it needs.
 
-Nothing is trusted that the manifest does not vouch for: file sizes and the index's hash when a
-split is opened, every frame's size and checksum when it is read. So a truncated, flipped, swapped
-or overwritten shard is refused by name before a wrong token gets out. Order, epochs and lanes are
-`lanes.py`'s; the checks of one file `shard_index.py`'s; writing `shard_writer.py`'s.
+Nothing is trusted that the manifest does not vouch for: file sizes when a split is opened, the hash
+of a shard's index when the shard is first read, every frame's size and checksum when it is. So a
+truncated, flipped, swapped or overwritten shard is refused by name before a wrong token gets out.
+Opening loads the blocks' sizes only; indexes are loaded, and let go of, shard by shard.
+
+Order, epochs and lanes are `lanes.py`'s; the checks of one file `shard_index.py`'s; datasets behind
+URLs `remote_frames.py`'s; writing `shard_writer.py`'s.
 """
 
 import threading
 from collections import OrderedDict
-from pathlib import Path
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
 
+from data_pipeline.frame_cache import FrameCache
 from data_pipeline.frames import Frame
-from data_pipeline.manifest import ShardManifest, load_manifest
-from data_pipeline.shard_index import check_shard_size, read_frame, read_index, refusal
+from data_pipeline.manifest import ShardEntry, ShardManifest, load_manifest
+from data_pipeline.remote import DatasetPath, RemotePath, dataset_path
+from data_pipeline.remote_frames import read_remote_frames
+from data_pipeline.shard_index import (
+    ShardIndex,
+    check_sizes,
+    read_block_tokens,
+    read_frame,
+    read_index,
+    refusal,
+)
 
 DEFAULT_CACHE_FRAMES = 64
+INDEX_CACHE_BYTES = 256 * 2**20
+"""Of indexes kept: those of some 250 shards of 128M tokens in documents of a thousand."""
+_REQUESTS_AT_ONCE = 16
 
 
 class TokenSource(Protocol):
@@ -35,43 +52,53 @@ class TokenSource(Protocol):
         """Tokens [start, stop) of a block, 1-D."""
 
 
+class _OpenShard:
+    """What reading needs of one shard's index, its numbers of blocks and documents local."""
+
+    def __init__(self, index: ShardIndex) -> None:
+        self.frames = index.frames
+        self.frame_ends = index.frames[:, 2] + index.frames[:, 3]
+        self.block_offset = index.block_offset
+        self.first_document = np.concatenate([[0], np.cumsum(index.block_documents)])
+        self.document_starts = index.document_starts
+        self.num_bytes = sum(array.nbytes for array in vars(self).values())
+
+
 class SplitReader:
-    """A TokenSource over one split on disk. Safe to share between threads; not to pickle.
+    """A TokenSource over one split. Safe to share between threads; not to pickle.
 
     `cache_frames` decoded frames (about 512 KiB each) are kept, the latest used: at least one per
-    lane that reads at once keeps every frame from being decoded twice.
+    lane that reads at once keeps every frame from being decoded twice. Of the shards' indexes about
+    `cache_index_bytes` are kept. Behind a URL, `frame_cache` keeps frames on disk; the user's own
+    (`FrameCache.of_user`) if not given.
     """
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | DatasetPath,
         split: str,
         *,
         manifest: ShardManifest,
         cache_frames: int = DEFAULT_CACHE_FRAMES,
+        cache_index_bytes: int = INDEX_CACHE_BYTES,
+        frame_cache: FrameCache | None = None,
     ) -> None:
         if cache_frames < 1:
             raise ValueError(f"cache_frames={cache_frames} must be at least 1")
-        self.directory, self.split, self.manifest = Path(directory), split, manifest
+        self.directory, self.split, self.manifest = dataset_path(directory), split, manifest
         self.entry = manifest.split(split, self.directory)
         self.dtype = np.dtype(manifest.dtype)
         self._cache: OrderedDict[tuple[int, int], bytes] = OrderedDict()
         self._cache_frames = cache_frames
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._cache_index_bytes = cache_index_bytes
+        if isinstance(self.directory, RemotePath):
+            self._frame_cache = frame_cache or FrameCache.of_user()
         self._lock = threading.Lock()
-        for shard in self.entry.shards:
-            check_shard_size(self.directory, shard)
-        indexes = [
-            read_index(self.directory, shard, self.dtype.itemsize) for shard in self.entry.shards
-        ]
-        self._frames = [index.frames for index in indexes]
-        self._frame_ends = [index.frames[:, 2] + index.frames[:, 3] for index in indexes]
-        self.block_tokens = np.concatenate([index.block_tokens for index in indexes])
-        self._block_offset = np.concatenate([index.block_offset for index in indexes])
-        blocks = [len(index.block_tokens) for index in indexes]
-        self._block_shard = np.repeat(np.arange(len(indexes)), blocks)
-        self._starts = np.concatenate([index.document_starts for index in indexes])
-        documents = np.concatenate([index.block_documents for index in indexes])
-        self._first_document = np.concatenate([[0], np.cumsum(documents)])
+        check_sizes(self.directory, self.entry.shards)
+        self.block_tokens = load_block_tokens(self.directory, self.entry.shards)
+        blocks = [shard.blocks for shard in self.entry.shards]
+        self._first_block = np.concatenate([[0], np.cumsum(blocks)])
 
     @property
     def num_tokens(self) -> int:
@@ -79,8 +106,9 @@ class SplitReader:
 
     def document_starts(self, block: int) -> np.ndarray:
         """int64 [documents of the block], rising from 0; a read-only view."""
-        self._check_block(block)
-        view = self._starts[self._first_document[block] : self._first_document[block + 1]]
+        shard, place = self._place(block)
+        index = self._index(shard)
+        view = index.document_starts[index.first_document[place] : index.first_document[place + 1]]
         view.flags.writeable = False
         return view
 
@@ -90,13 +118,13 @@ class SplitReader:
         Raises DataError naming shard, frame and offset when a frame is not what the index says,
         IndexError for a range outside the block.
         """
-        self._check_block(block)
+        shard, place = self._place(block)
         if not 0 <= start <= stop <= self.block_tokens[block]:
             raise IndexError(
                 f"[{start}, {stop}) leaves block {block} of {self.block_tokens[block]}"
             )
-        shard, itemsize = int(self._block_shard[block]), self.dtype.itemsize
-        first = int(self._block_offset[block]) + start * itemsize
+        itemsize = self.dtype.itemsize
+        first = int(self._index(shard).block_offset[place]) + start * itemsize
         last = first + (stop - start) * itemsize
         tokens = np.frombuffer(self._raw(shard, first, last), dtype=self.dtype).copy()
         if tokens.size and tokens.max() >= self.manifest.vocab_size:
@@ -108,49 +136,97 @@ class SplitReader:
             )
         return tokens
 
-    def _check_block(self, block: int) -> None:
+    def _place(self, block: int) -> tuple[int, int]:
+        """The shard of a block, and the block's number in it."""
         if not 0 <= block < len(self.block_tokens):
             raise IndexError(f"block {block} of {len(self.block_tokens)} in split {self.split}")
+        shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
+        return shard, block - int(self._first_block[shard])
+
+    def _index(self, shard: int) -> _OpenShard:
+        """A shard's index, loaded and checked if it is not among those kept."""
+        with self._lock:
+            if shard in self._open:
+                self._open.move_to_end(shard)
+                return self._open[shard]
+        entry = self.entry.shards[shard]
+        index = read_index(self.directory, entry, self.dtype.itemsize)
+        first, last = self._first_block[shard : shard + 2]
+        if not np.array_equal(index.block_tokens, self.block_tokens[first:last]):
+            path = self.directory / entry.index_name
+            raise refusal(path, self.directory, "had other block sizes when the split was opened")
+        found = _OpenShard(index)
+        with self._lock:
+            self._open[shard] = found
+            kept = sum(index.num_bytes for index in self._open.values())
+            while kept > self._cache_index_bytes and len(self._open) > 1:
+                kept -= self._open.popitem(last=False)[1].num_bytes
+        return found
 
     def _raw(self, shard: int, first: int, last: int) -> memoryview | bytes:
         """Bytes [first, last) of the shard's tar stream."""
-        ends = self._frame_ends[shard]
-        number = int(np.searchsorted(ends, first, side="right"))
+        if first == last:
+            return b""
+        index = self._index(shard)
+        low = int(np.searchsorted(index.frame_ends, first, side="right"))
+        high = int(np.searchsorted(index.frame_ends, last, side="left"))
         pieces = []
-        while first < last:
-            begin = int(self._frames[shard][number, 2])
-            data = self._frame(shard, number)
-            end = min(last, begin + len(data))
-            pieces.append(memoryview(data)[first - begin : end - begin])
-            first, number = end, number + 1
+        for number, data in zip(
+            range(low, high + 1), self._frames(shard, low, high + 1), strict=True
+        ):
+            begin = int(index.frames[number, 2])
+            pieces.append(memoryview(data)[max(0, first - begin) : last - begin])
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _frame(self, shard: int, number: int) -> bytes:
-        key = (shard, number)
+    def _frames(self, shard: int, low: int, high: int) -> list[bytes]:
+        """Frames [low, high) of a shard, decoded; those not kept are read."""
+        found: dict[int, bytes] = {}
         with self._lock:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
-        frame = Frame(*map(int, self._frames[shard][number]))
-        data = read_frame(self.directory, self.entry.shards[shard], frame, number)
+            for number in range(low, high):
+                if (shard, number) in self._cache:
+                    self._cache.move_to_end((shard, number))
+                    found[number] = self._cache[shard, number]
+        missing = [number for number in range(low, high) if number not in found]
+        if missing:
+            found |= zip(missing, self._read_frames(shard, missing), strict=True)
         with self._lock:
-            self._cache[key] = data
+            for number in missing:
+                self._cache[shard, number] = found[number]
             while len(self._cache) > self._cache_frames:
                 self._cache.popitem(last=False)
-        return data
+        return [found[number] for number in range(low, high)]
+
+    def _read_frames(self, shard: int, numbers: list[int]) -> list[bytes]:
+        entry, index = self.entry.shards[shard], self._index(shard)
+        frames = {number: Frame(*index.frames[number].tolist()) for number in numbers}
+        if isinstance(self.directory, RemotePath):
+            return read_remote_frames(self.directory, entry, frames, self._frame_cache)
+        return [
+            read_frame(self.directory, entry, frame, number) for number, frame in frames.items()
+        ]
+
+
+def load_block_tokens(directory: DatasetPath, shards: Sequence[ShardEntry]) -> np.ndarray:
+    """int64 [num_blocks]: tokens of every block of these shards, and nothing else of them."""
+    if isinstance(directory, RemotePath):
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            parts = list(pool.map(lambda shard: read_block_tokens(directory, shard), shards))
+    else:
+        parts = [read_block_tokens(directory, shard) for shard in shards]
+    return np.concatenate(parts)
 
 
 def open_split(
-    directory: str | Path,
+    directory: str | DatasetPath,
     split: str,
     *,
     manifest: ShardManifest | None = None,
     cache_frames: int = DEFAULT_CACHE_FRAMES,
 ) -> SplitReader:
-    """Open one split for reading. `manifest` is loaded from the directory when not given.
+    """Open one split, in a directory or behind a URL. `manifest` is loaded when not given.
 
-    Raises DataError for a missing split or shard, a wrong size, or an index that is not the
-    manifest's. Shard contents are checked frame by frame as they are read.
+    Raises DataError for a missing split or shard, a wrong size, or block sizes that are not the
+    manifest's. Indexes and frames are checked as they are read.
     """
     manifest = manifest or load_manifest(directory)
     return SplitReader(directory, split, manifest=manifest, cache_frames=cache_frames)

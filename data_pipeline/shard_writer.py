@@ -28,6 +28,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from data_pipeline.atomic_files import write_synced
+from data_pipeline.document_table import pack_documents
 from data_pipeline.errors import DataError
 from data_pipeline.frames import FrameWriter, frames_array
 from data_pipeline.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
@@ -43,7 +44,7 @@ _TAR_RECORD = 512
 class _Block:
     """Documents waiting to be one block."""
 
-    ids: list[bytes] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -76,7 +77,7 @@ class ShardWriter:
         self._block = _Block()
         self._blocks: list[tuple[int, int, int]] = []  # tokens, raw offset, documents
         self._starts: list[np.ndarray] = []
-        self._ids: list[bytes] = []
+        self._ids: list[str] = []
         self._text_bytes = 0
 
     def add(self, document_id: str, pieces: Iterable[np.ndarray], *, text_bytes: int) -> None:
@@ -100,7 +101,7 @@ class ShardWriter:
                 raise ValueError(f"{document_id}: tokens must not be empty")
             if self._block.ids and self._block.num_bytes + size > self._block_bytes:
                 self._flush()
-            self._block.ids.append(document_id.encode("utf-8"))
+            self._block.ids.append(document_id)
             self._block.tokens.append(held[0] if len(held) == 1 else np.concatenate(held))
             self._block.num_bytes += size
             if self._block.num_bytes >= self._block_bytes:
@@ -192,7 +193,7 @@ class ShardWriter:
             file.seek(0)
             self._write_block({"npy": file}, num_tokens)
         self._starts.append(np.zeros(1, np.int64))
-        self._ids.append(document_id.encode("utf-8"))
+        self._ids.append(document_id)
 
     def _write_block(self, members: dict[str, BinaryIO], num_tokens: int) -> None:
         sizes = {name: content.seek(0, io.SEEK_END) for name, content in members.items()}
@@ -208,15 +209,13 @@ class ShardWriter:
 
     def _index(self) -> bytes:
         tokens, offsets, documents = zip(*self._blocks, strict=True)
-        ids = list(itertools.accumulate((len(name) for name in self._ids), initial=0))
+        table = pack_documents(np.concatenate(self._starts), self._ids)
         arrays = {
             "frames": frames_array(self._frames.frames),
             "block_tokens": np.array(tokens, dtype=np.int64),
             "block_offset": np.array(offsets, dtype=np.int64),
             "block_documents": np.array(documents, dtype=np.int64),
-            "document_starts": np.concatenate(self._starts),
-            "document_id_bytes": np.frombuffer(b"".join(self._ids), dtype=np.uint8),
-            "document_id_offsets": np.array(ids, dtype=np.int64),
+            "documents": np.frombuffer(table, dtype=np.uint8),
         }
         return index_bytes(arrays, text_bytes=self._text_bytes, header=self._header)
 

@@ -19,6 +19,7 @@ from data_pipeline.manifest import (
     open_tokenizer,
 )
 from data_pipeline.readers import printable
+from data_pipeline.remote import DatasetPath
 from data_pipeline.shard_check import ShardCheck, check_shard, glance
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.workers import InProcess, Workers
@@ -35,7 +36,7 @@ class Verified:
 
 
 def verify_dataset(
-    directory: Path,
+    directory: DatasetPath,
     *,
     fast: bool = False,
     workers: Workers | None = None,
@@ -58,7 +59,7 @@ def verify_dataset(
 
 
 def shard_problems(
-    directory: Path,
+    directory: DatasetPath,
     manifest: ShardManifest,
     tokenizer: Tokenizer | None,
     workers: Workers | None,
@@ -86,12 +87,12 @@ def shard_problems(
 
 
 def _checks(
-    directory: Path, manifest: ShardManifest, tokenizer: Tokenizer | None
+    directory: DatasetPath, manifest: ShardManifest, tokenizer: Tokenizer | None
 ) -> list[ShardCheck]:
     bytes_of_id = tokenizer.token_bytes() if tokenizer and tokenizer.lossless else None
     return [
         ShardCheck(
-            directory.absolute(),
+            directory.absolute() if isinstance(directory, Path) else directory,
             shard,
             manifest.dtype,
             manifest.vocab_size,
@@ -104,7 +105,7 @@ def _checks(
     ]
 
 
-def _name_problems(directory: Path, manifest: ShardManifest) -> list[str]:
+def _name_problems(directory: DatasetPath, manifest: ShardManifest) -> list[str]:
     """Shards and indexes that are there but not listed, and what they hold if one is missing."""
     listed = {*manifest.file_names()}
     missing = {name for name in listed if not (directory / name).is_file()}
@@ -120,7 +121,7 @@ def _name_problems(directory: Path, manifest: ShardManifest) -> list[str]:
     }
     sizes = {size for size, _ in contents}
     problems = []
-    for path in sorted(directory.iterdir()):
+    for path in [directory / name for name in sorted(entry.name for entry in directory.iterdir())]:
         if path.name in listed or not path.is_file():
             continue
         size = path.stat().st_size

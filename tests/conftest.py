@@ -1,8 +1,13 @@
 """What every test may use: groups of ranks, and a small dataset of real text."""
 
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+
+# Before torch is imported, and for every process that tests start: their products are tiny, and
+# threads that wait for each other take most of the time where ranks share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.manifest import ShardManifest
+from data_pipeline.remote import DatasetPath
 from data_pipeline.segments import Reset
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.checkpoint.directory import resolve_checkpoint
@@ -36,7 +37,7 @@ class StoredModel:
     """The model on the CPU and its tokenizer. The config may differ from the stored one in what
     carries no weights. Raises CheckpointError for what is damaged."""
 
-    def check_data(self, manifest: ShardManifest, directory: Path) -> None:
+    def check_data(self, manifest: ShardManifest, directory: DatasetPath) -> None:
         """Raises DataError if the ids of a dataset mean something else to this model, or nothing.
 
         Without a tokenizer of its own all that can be compared is the vocabulary's size.

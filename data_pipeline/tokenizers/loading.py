@@ -1,13 +1,13 @@
 """Reading `tokenizer.json`: strict, and refused by name. Every kind has its line in KINDS."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from data_pipeline import strict_json
 from data_pipeline.errors import DataError
+from data_pipeline.remote import DatasetPath, dataset_path
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import CharTokenizer
 from data_pipeline.tokenizers.interface import Tokenizer
@@ -31,17 +31,18 @@ KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
 }
 
 
-def load_tokenizer(source: str | Path | dict[str, Any]) -> Tokenizer:
+def load_tokenizer(source: str | DatasetPath | dict[str, Any]) -> Tokenizer:
     """The tokenizer of a `tokenizer.json` or of its parsed content.
 
     Raises DataError when it is missing, damaged, or of a kind or version unknown here.
     """
     if isinstance(source, dict):
         return _from_description(source, "the tokenizer description")
-    return _from_description(read_description(Path(source)), str(source))
+    path = dataset_path(source)
+    return _from_description(read_description(path), str(path))
 
 
-def read_description(path: Path) -> Any:
+def read_description(path: DatasetPath) -> Any:
     """The JSON of a tokenizer's file, whatever it holds. Raises DataError."""
     try:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:

@@ -2,11 +2,14 @@
 
 import os
 import sys
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
 
 from data_pipeline.manifest import PrepareSettings, ShardManifest
 from data_pipeline.prepare import prepare_dataset
@@ -64,3 +67,29 @@ def dataset(corpus: Path, tmp_path: Path) -> tuple[Path, ShardManifest]:
     out = tmp_path / "data"
     settings = PrepareSettings(split={"valid": 0.3}, shard_bytes=8_000, block_bytes=3_000)
     return out, prepare_dataset([corpus], out, settings).manifest
+
+
+@pytest.fixture
+def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadedMotoServer]:
+    """An S3 on 127.0.0.1 that fsspec finds by the environment, as a user sets it."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+    urllib.request.urlopen(reset).close()  # moto's buckets outlive its servers
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield server
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server: ThreadedMotoServer) -> Any:
+    """A file system with one bucket, `bucket`."""
+    system = s3fs.S3FileSystem()
+    system.mkdir("bucket")
+    return system

@@ -21,6 +21,7 @@ from data_pipeline.manifest import (
     ShardManifest,
     SplitEntry,
 )
+from data_pipeline.shard_index import read_index
 from data_pipeline.shard_reader import SplitReader, open_split
 from data_pipeline.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer, token_dtype
@@ -209,10 +210,10 @@ def test_small_documents_share_a_block_and_none_is_torn(tmp_path: Path) -> None:
 def test_frames_end_at_block_ends(tmp_path: Path) -> None:
     documents = some_documents([40, 170, 300, 10, 511, 2000, 7, 90])
     manifest = write_split(tmp_path, documents, shard_bytes=10**9)
-    source = open_split(tmp_path, "train", manifest=manifest)
-    ends = set(source._frame_ends[0].tolist())
+    index = read_index(tmp_path, manifest.splits["train"].shards[0], itemsize=2)
+    ends = set((index.frames[:, 2] + index.frames[:, 3]).tolist())
     # The next block's first token lies one tar header and one npy header behind the frame's end.
-    assert {int(offset) - 512 - 128 for offset in source._block_offset[1:]} <= ends
+    assert {int(offset) - 512 - 128 for offset in index.block_offset[1:]} <= ends
 
 
 @pytest.mark.parametrize("token", [257, 65_535, 65_536 + 7, -1])

@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
+from data_pipeline.remote import DatasetPath
 from txl_dist.analysis.attention_by_distance import AttentionByDistance, Mass
 from txl_dist.errors import DataError
 from txl_dist.evaluation.evaluate import EvaluationSettings
@@ -97,7 +98,7 @@ class AttentionFile(_Strict):
         attention: AttentionByDistance,
         *,
         checkpoint: Path,
-        data: Path,
+        data: DatasetPath,
         model: ModelConfig,
         settings: EvaluationSettings,
     ) -> Self:
@@ -155,6 +156,6 @@ def _nested(tensor: Tensor) -> tuple:
     return tuple(map(_nested, tensor)) if tensor.dim() > 1 else tuple(tensor.tolist())
 
 
-def _text(path: Path) -> str:
+def _text(path: DatasetPath) -> str:
     """A path as valid text: bytes of another encoding are written as escapes."""
     return str(path).encode("utf-8", "backslashreplace").decode()

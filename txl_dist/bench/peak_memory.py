@@ -1,6 +1,5 @@
 """Peak memory of training above the built model, measured in a process of its own."""
 
-import resource
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -23,8 +22,13 @@ def peak_mib(build: Callable[..., Callable[[], object]], *arguments: object) -> 
 
 def _measure(build: Callable[..., Callable[[], object]], *arguments: object) -> float:
     run = build(*arguments)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    before = pages * resource.getpagesize()
+    before = _kib("VmRSS")
     for _ in range(_STEPS):
         run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 2**20
+    return (_kib("VmHWM") - before) / 1024
+
+
+def _kib(name: str) -> int:
+    """A line of the process's status. (`ru_maxrss` would be the parent's, if that was larger.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))

@@ -45,13 +45,17 @@ class Times:
         return min(self.seconds)
 
 
+WARM_UP_ROUNDS = 5
+"""Not counted: until then the process still asks the system for memory."""
+
+
 def take_turns(candidates: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Times]:
-    """Run every candidate once a round; the first round warms up and is not counted."""
+    """Run every candidate once a round, `rounds` times after the rounds that warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(rounds + 1):
+    for number in range(WARM_UP_ROUNDS + rounds):
         for name, run in candidates.items():
             began = time.perf_counter()
             run()
-            if number:
+            if number >= WARM_UP_ROUNDS:
                 seconds[name].append(time.perf_counter() - began)
     return {name: Times(values) for name, values in seconds.items()}

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def attention(
     checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT)],
-    data: Annotated[Path, typer.Argument(help="Directory that txl prepare wrote.")],
+    data: Annotated[
+        str, typer.Argument(help="Directory that txl prepare wrote, or the URL of a copy.")
+    ],
     split: Annotated[str, typer.Option(help="Which split to read.")] = "valid",
     max_tokens: Annotated[
         int, typer.Option(min=2, help="Read only the first so many tokens of the split.")

@@ -30,6 +30,23 @@ def model(
     show(bench_model(rounds=rounds), as_json=as_json)
 
 
+@app.command()
+def data(
+    *,
+    megabytes: Annotated[
+        float, typer.Option(min=6, help="Text to prepare, from this Python.")
+    ] = 40,
+    as_json: AsJson = False,
+) -> None:
+    """Preparation, loading, resume, size, damage and planning against their limits.
+
+    Example: txl bench data --megabytes 100
+    """
+    from txl_dist.bench.data import bench_data
+
+    show(bench_data(megabytes=megabytes), as_json=as_json)
+
+
 def show(figures: Iterable["Figure"], *, as_json: bool) -> None:
     """Print every figure as soon as it is there, or all of them as one object."""
     if as_json:

@@ -12,9 +12,13 @@ from txl_dist.cli.workers import NumWorkers, On, open_workers
 
 if TYPE_CHECKING:
     from data_pipeline.manifest import ShardManifest
+    from data_pipeline.remote import DatasetPath
 
 app = typer.Typer(help="Check prepared datasets and look inside.", no_args_is_help=True)
 
+Dataset = Annotated[
+    str, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote, or its URL.")
+]
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.")
 ]
@@ -23,7 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standar
 
 @app.command()
 def verify(
-    directory: Directory,
+    dataset: Dataset,
     *,
     fast: Annotated[
         bool, typer.Option("--fast", help="Names, sizes and indexes only; shards are not read.")
@@ -36,8 +40,10 @@ def verify(
 
     Example: txl data verify data/books
     """
+    from data_pipeline.remote import dataset_path
     from data_pipeline.verify import verify_dataset
 
+    directory = dataset_path(dataset)
     with open_workers(on, workers) as pool, progress_in_bytes() as progress:
         found = verify_dataset(directory, fast=fast, workers=pool, progress=progress)
     if as_json:
@@ -81,7 +87,7 @@ def rebuild(
 
 @app.command()
 def inspect(
-    directory: Directory,
+    dataset: Dataset,
     *,
     documents: Annotated[
         int, typer.Option(min=0, help="Documents of every split to show the beginning of.")
@@ -96,7 +102,9 @@ def inspect(
 
     from data_pipeline.inspection import excerpts, summarize
     from data_pipeline.manifest import load_manifest
+    from data_pipeline.remote import dataset_path
 
+    directory = dataset_path(dataset)
     manifest = load_manifest(directory)
     shown = excerpts(directory, documents=documents)
     if as_json:
@@ -117,7 +125,30 @@ def inspect(
         print(f"  {excerpt.text}")
 
 
-def totals(directory: Path, manifest: "ShardManifest") -> dict[str, Any]:
+@app.command()
+def push(
+    directory: Directory,
+    url: Annotated[str, typer.Argument(metavar="URL", help="s3:// or gs:// to copy it to.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a dataset to object storage, its manifest last. Another dataset is never overwritten.
+
+    Example: txl data push data/books s3://bucket/books
+    """
+    from data_pipeline.push import push_dataset
+    from data_pipeline.remote import dataset_path
+
+    with progress_in_bytes() as progress:
+        manifest = push_dataset(directory, url, progress=progress)
+    if as_json:
+        print(json.dumps({"status": "complete", **totals(dataset_path(url), manifest)}))
+        return
+    print(f"{dataset_path(url)}: complete")
+    print_totals(manifest)
+
+
+def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any]:
     """The part of `--json` that every command here shares."""
     return {
         "directory": str(directory),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 if TYPE_CHECKING:
+    from data_pipeline.remote import DatasetPath
     from txl_dist.config import Precision
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 
@@ -15,7 +16,9 @@ CHECKPOINT = "A checkpoint, a run (its newest), or what txl export or import wro
 
 def evaluate(
     checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT)],
-    data: Annotated[Path, typer.Argument(help="Directory that txl prepare wrote.")],
+    data: Annotated[
+        str, typer.Argument(help="Directory that txl prepare wrote, or the URL of a copy.")
+    ],
     split: Annotated[str, typer.Option(help="Which split to score.")] = "valid",
     mode: Annotated[
         Literal["exact", "fast"],
@@ -76,7 +79,7 @@ def evaluate(
 
 def evaluation_job(
     checkpoint: Path,
-    data: Path,
+    data: "str | DatasetPath",
     *,
     split: str,
     mode: Literal["exact", "fast"] = "exact",
@@ -92,6 +95,7 @@ def evaluation_job(
 
     Raises CheckpointError for what is no model, ConfigError for options that do not suit it.
     """
+    from data_pipeline.remote import dataset_path
     from txl_dist.errors import ConfigError
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
     from txl_dist.stored_model import find_model
@@ -110,7 +114,9 @@ def evaluation_job(
         precision=precision,
         max_tokens=max_tokens,
     )
-    job = EvaluationJob(checkpoint=stored.path, data=data, settings=settings, batch_pieces=batch)
+    job = EvaluationJob(
+        checkpoint=stored.path, data=dataset_path(data), settings=settings, batch_pieces=batch
+    )
     try:
         job.model_config(trained)
     except ValueError as error:

@@ -13,8 +13,10 @@ import torch
 
 from data_pipeline.cursor import read_range
 from data_pipeline.manifest import load_manifest, open_tokenizer
+from data_pipeline.remote import DatasetPath
 from data_pipeline.segments import Reset
 from data_pipeline.shard_reader import TokenSource, open_split
+from txl_dist.allocation import keep_freed_memory
 from txl_dist.config import Precision
 from txl_dist.errors import DataError
 from txl_dist.evaluation.pieces import Mode, Piece, overhead, plan_pieces
@@ -125,13 +127,21 @@ class EvaluationJob:
 
     checkpoint: Path
     """Or the directory of an exported model."""
-    data: Path
+    data: DatasetPath
     settings: EvaluationSettings
     batch_pieces: int
 
     def model_config(self, trained: ModelConfig) -> ModelConfig:
-        """The architecture with the memory options of this evaluation."""
+        """The architecture with the memory options of this evaluation.
+
+        Raises ValueError for options that it cannot have.
+        """
         settings = self.settings
+        if trained.distance_encoding == "shaw" and settings.clamp_len != trained.clamp_len:
+            raise ValueError(
+                f"clamp_len={settings.clamp_len}, but distance_encoding=shaw has learned a vector "
+                f"for every distance up to {trained.clamp_len}; leave clamp_len as trained"
+            )
         return replace(
             trained,
             mem_len=settings.mem_len,
@@ -141,6 +151,7 @@ class EvaluationJob:
 
     def open(self) -> Scorer:
         """Load model and split. Raises CheckpointError, or DataError for another tokenizer."""
+        keep_freed_memory()
         trained = find_model(self.checkpoint)
         manifest = load_manifest(self.data)
         trained.check_data(manifest, self.data)

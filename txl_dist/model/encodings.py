@@ -32,7 +32,7 @@ Drop = Callable[[Tensor], Tensor]
 """Dropout of what all layers share."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: ZeRO stage 3 looks for tensors in `vars` of it
 class DistanceTerms:
     """The terms of one layer for S keys, at the distances S - 1 down to 0."""
 

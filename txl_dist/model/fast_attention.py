@@ -77,7 +77,7 @@ class _FusedAttention(Function):
         if r_HRK is None:
             score_NTS = torch.bmm(q_u.flatten(0, 1), k_NSK.transpose(1, 2))
         else:
-            score_NTS = _distance_scores(q_v, r_HRK, b_HS)
+            score_NTS = _padded_distance_scores(q_v, r_HRK, b_HS)
             score_NTS.baddbmm_(q_u.flatten(0, 1), k_NSK.transpose(1, 2))
         weight_HBTS = score_NTS.unflatten(0, (num_heads, num_lanes)) + mask
         torch.softmax(weight_HBTS, -1, out=weight_HBTS)
@@ -146,10 +146,8 @@ def biased_attention(
     u_HK, v_HK = _like(terms.content_bias_HK, q_HBTK), _like(terms.distance_bias_HK, q_HBTK)
     bias = mask_BTS.to(q_HBTK.dtype)
     if terms.distance_HSK is not None:
-        r_HRK = pad(terms.distance_HSK.to(q_HBTK.dtype), (0, 0, 1, 0))
-        score_NTS = _distance_scores(
-            _scaled_query(q_HBTK, v_HK), r_HRK, _like(terms.score_HS, q_HBTK)
-        )
+        r_HSK, b_HS = terms.distance_HSK.to(q_HBTK.dtype), _like(terms.score_HS, q_HBTK)
+        score_NTS = _distance_scores(_scaled_query(q_HBTK, v_HK), r_HSK, b_HS)
         bias = score_NTS.unflatten(0, q_HBTK.shape[:2]) + bias
     elif terms.score_HS is not None:
         bias = bias + _align_fixed(terms.score_HS, mask_BTS).to(q_HBTK.dtype)
@@ -174,8 +172,19 @@ def _scaled_query(q_HBTK: Tensor, bias_HK: Tensor | None) -> Tensor:
     return torch.add(bias_H11K, q_HBTK, alpha=scale, out=packed)
 
 
-def _distance_scores(q_HBTK: Tensor, r_HRK: Tensor, b_HS: Tensor | None) -> Tensor:
-    """Scores by distance, aligned with keys: a view [N, T, S] into the product of all heads."""
+def _distance_scores(q_HBTK: Tensor, r_HSK: Tensor, b_HS: Tensor | None) -> Tensor:
+    """Scores by distance, aligned with keys: [N, T, S]."""
+    if q_HBTK.shape[2] > 1:
+        return _padded_distance_scores(q_HBTK, pad(r_HSK, (0, 0, 1, 0)), b_HS)
+    # One query stands where no shift is needed, and a copy of all distances would cost the most.
+    score_HBS = torch.bmm(q_HBTK.flatten(1, 2), r_HSK.transpose(1, 2))
+    if b_HS is not None:
+        score_HBS = score_HBS + b_HS[:, None]
+    return score_HBS.flatten(0, 1)[:, None]
+
+
+def _padded_distance_scores(q_HBTK: Tensor, r_HRK: Tensor, b_HS: Tensor | None) -> Tensor:
+    """The same as a view into the product of all heads; `r_HRK` has a row to spare in front."""
     num_heads, num_lanes, num_queries, _ = q_HBTK.shape
     product_HXR = torch.bmm(q_HBTK.flatten(1, 2), r_HRK.transpose(1, 2))
     if b_HS is not None:

@@ -44,11 +44,12 @@ def inference_flops(
 def training_flops(
     config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int] = ()
 ) -> int:
-    """Forward and backward. Backward is two products for one, but for the projections of memory
-    and distances: their inputs need no gradient.
+    """Forward and backward. Backward is two products for one, but for the projections of distances
+    and of the memory: their inputs need no gradient, unless a norm stands between (`pre_lnorm`).
     """
     forward = forward_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
     memory = config.n_layer * _keys_and_values(config, num_lanes * config.mem_len)
+    memory = 0 if config.pre_lnorm else memory
     return 3 * forward - memory - _distances(config, config.mem_len + tgt_len)
 
 

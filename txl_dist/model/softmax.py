@@ -60,24 +60,27 @@ class TokenSoftmax(nn.Module):
             column = self.bounds[0][1] + number - 1
             inside_N = (target_N >= start) & (target_N < stop)
             head_target_N = torch.where(inside_N, column, head_target_N)
-        nats_N = _cross_entropy(self._head(hidden_ND, table), head_target_N)
+        layers = self._layers(table)
+        head = self._logits_of(0, hidden_ND, layers, table)
+        nats_N = _cross_entropy(head, head_target_N)
         for number, (start, stop) in self._clusters():
             # With no rows if need be: every rank touches every parameter at every step.
             row_N = ((target_N >= start) & (target_N < stop)).nonzero().squeeze(1)
-            logits = self._tail(number, hidden_ND[row_N], table)
+            logits = self._logits_of(number, hidden_ND[row_N], layers, table)
             nats_N = nats_N.index_add(0, row_N, _cross_entropy(logits, target_N[row_N] - start))
         return nats_N.view(target_BT.shape)
 
     def logits(self, hidden_BTD: Tensor, table: TokenTable) -> Tensor:
         """Log-probabilities of all tokens [B, T, V]; unnormalised without clusters."""
-        head = self._head(hidden_BTD, table)
+        layers = self._layers(table)
+        head = self._logits_of(0, hidden_BTD, layers, table)
         if len(self.bounds) == 1:
             return head
         shortlist = self.bounds[0][1]
         head = head.log_softmax(dim=-1)
         tails = [
             head[..., [shortlist + number - 1]]
-            + self._tail(number, hidden_BTD, table).log_softmax(dim=-1)
+            + self._logits_of(number, hidden_BTD, layers, table).log_softmax(dim=-1)
             for number, _ in self._clusters()
         ]
         return torch.cat([head[..., :shortlist], *tails], dim=-1)
@@ -86,25 +89,27 @@ class TokenSoftmax(nn.Module):
         """Number, from 1, and bounds of the clusters beside the shortlist."""
         return enumerate(self.bounds[1:], start=1)
 
-    def _head(self, hidden: Tensor, table: TokenTable) -> Tensor:
-        """Logits of the shortlist, then of the clusters: [..., shortlist + C]."""
-        weight, bias = self._weight(0, table), self.bias[: self.bounds[0][1]]
-        if len(self.bounds) > 1:
-            weight = torch.cat([weight, self.cluster_weight])
-            bias = torch.cat([bias, self.cluster_bias])
-        return _in_fp32(linear(self._project(0, hidden, table), weight, bias))
+    def _layers(self, table: TokenTable) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias of the head, then of every cluster's tail.
 
-    def _tail(self, number: int, hidden: Tensor, table: TokenTable) -> Tensor:
-        """Logits of one cluster's tokens, given that it was chosen."""
-        bias = self.bias[slice(*self.bounds[number])]
-        weight = self._weight(number, table)
-        return _in_fp32(linear(self._project(number, hidden, table), weight, bias))
+        The head scores the shortlist, then the clusters; a tail its tokens, given that it was
+        chosen. Cut at once: a slice for each would give each a gradient as large as the whole.
+        """
+        sizes = [stop - start for start, stop in self.bounds]
+        weights = list(self.weights if len(self.weights) else table.weights)
+        if len(weights) < len(sizes):
+            weights = list(weights[0].split(sizes))
+        biases = list(self.bias.split(sizes))
+        if len(sizes) > 1:
+            weights[0] = torch.cat([weights[0], self.cluster_weight])
+            biases[0] = torch.cat([biases[0], self.cluster_bias])
+        return list(zip(weights, biases, strict=True))
 
-    def _weight(self, number: int, table: TokenTable) -> Tensor:
-        weights = self.weights if len(self.weights) else table.weights
-        if len(weights) == len(self.bounds):
-            return weights[number]
-        return weights[0][slice(*self.bounds[number])]
+    def _logits_of(
+        self, number: int, hidden: Tensor, layers: list[tuple[Tensor, Tensor]], table: TokenTable
+    ) -> Tensor:
+        projected = self._project(number, hidden, table)
+        return _in_fp32(linear(projected, *layers[number]))
 
     def _project(self, number: int, hidden: Tensor, table: TokenTable) -> Tensor:
         if str(number) in self.projections:

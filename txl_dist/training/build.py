@@ -12,6 +12,7 @@ import torch
 
 from data_pipeline.atomic_files import write_file
 from data_pipeline.pipeline import segment_pipeline
+from data_pipeline.remote import dataset_path
 from data_pipeline.segments import SegmentStream
 from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
@@ -237,11 +238,20 @@ class RankBuilder:
             Tracker.start(
                 self.directory.path,
                 self.config,
-                data_manifest=Path(self.config.data.path) / "manifest.json",
+                data_manifest=self._data_manifest(),
                 tags={"num_ranks": str(self.world.num_ranks)},
                 new_run=new_run,
             )
         )
+
+    def _data_manifest(self) -> Path:
+        """A local file with the data's manifest; of a dataset behind a URL, a copy."""
+        where = dataset_path(self.config.data.path)
+        if isinstance(where, Path):
+            return where / "manifest.json"
+        copy = self.directory.path / "data-manifest.json"
+        write_file(copy, self.data.manifest.to_bytes())
+        return copy
 
     def _announcement(self, engine: Engine, state: TrainState, resumed_from: str | None) -> str:
         config, world = self.config, self.world

@@ -1,10 +1,10 @@
 """TrainingData: the dataset of a run, opened and checked before any rank is started."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from data_pipeline.lanes import LanePlan
 from data_pipeline.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.remote import dataset_path
 from data_pipeline.shard_reader import SplitReader, open_split
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config import RunConfig
@@ -29,7 +29,7 @@ class TrainingData:
         Raises DataError for missing, damaged or foreign data, ConfigError for more ranks than
         lanes.
         """
-        where = Path(config.data.path)
+        where = dataset_path(config.data.path)
         manifest = load_manifest(where)
         tokenizer = open_tokenizer(where, manifest)
         train = manifest.split(config.data.train_split, where)

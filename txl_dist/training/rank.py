@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from txl_dist.allocation import keep_freed_memory
 from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.errors import TxlError
 from txl_dist.training.build import RankBuilder
@@ -25,6 +26,7 @@ log = logging.getLogger("txl_dist.training")
 
 def train_rank(job: TrainJob, world: World) -> TrainState:
     """Take part in a run until it ends; errors are logged and recorded for the launcher."""
+    keep_freed_memory()
     directory = RunDirectory(job.run_path)
     directory.create()
     with _logging_to(directory.log(world.rank)):

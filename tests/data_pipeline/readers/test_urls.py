@@ -10,8 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import s3fs
-from moto.server import ThreadedMotoServer
 from pyarrow import parquet
 
 from data_pipeline.errors import DataError
@@ -21,25 +19,6 @@ from tests.data_pipeline.readers.reading import one_file, read, texts
 
 LINES = [f"line {number}" for number in range(50)]
 JSONL = b"".join(json.dumps({"text": line}).encode() + b"\n" for line in LINES)
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An S3 file system that fsspec finds by the environment, as a user sets it."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    system = s3fs.S3FileSystem()
-    system.mkdir("bucket")
-    yield system
-    system.rm("bucket", recursive=True)
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
 
 
 def test_a_corpus_in_s3_is_prepared_as_the_same_folder_is(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from tests.small_models import random_text, read_stream, small_model
 from txl_dist.model.memory import Memory
@@ -52,7 +53,8 @@ def test_no_gradient_passes_into_the_memory() -> None:
         age_BT = torch.arange(4, 8).expand(3, 4)
         nats_BT, _ = model(text_BN[:, 4:8], text_BN[:, 5:9], age_BT, past)
         gradients.append(torch.autograd.grad(nats_BT.sum(), list(model.parameters())))
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    # Close, not equal: without gradients attention has another form.
+    assert_close(*gradients)
 
 
 def test_an_empty_memory_is_like_the_parameters() -> None:

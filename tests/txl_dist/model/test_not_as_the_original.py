@@ -24,7 +24,7 @@ def filled(model: TransformerXL) -> Memory:
     return Memory(tuple(torch.randn_like(layer) for layer in empty.layers))
 
 
-@pytest.mark.parametrize("attention", ["reference", "fast"])
+@pytest.mark.parametrize("attention", ["reference", "fused"])
 def test_reading_a_segment_leaves_the_memory_it_was_given_alone(attention: str) -> None:
     model = small_model(attention=attention)
     memory = filled(model)
@@ -35,7 +35,7 @@ def test_reading_a_segment_leaves_the_memory_it_was_given_alone(attention: str) 
     assert all(map(torch.equal, memory.layers, before))
 
 
-@pytest.mark.parametrize("attention", ["reference", "fast"])
+@pytest.mark.parametrize("attention", ["reference", "fused"])
 def test_nobody_looks_at_the_zeros_of_an_empty_memory(attention: str) -> None:
     model = small_model(attention=attention)
     with_zeros, _ = read(model, model.empty_memory(2), start=0, tgt_len=3)

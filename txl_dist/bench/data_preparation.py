@@ -1,0 +1,170 @@
+"""`txl bench data`, the writing side: rates, sizes and damage, on text that every machine has.
+
+The text is source code and documentation: the running Python's standard library and installed
+packages, each file a document. Rates are by CPU-second of this process, which prepares alone, so
+that other work on the machine does not count.
+"""
+
+import random
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from data_pipeline.manifest import TOKENIZER_NAME, PrepareSettings, ShardManifest, SplitEntry
+from data_pipeline.prepare import prepare_dataset
+from data_pipeline.shard_reader import SplitReader, open_split
+from data_pipeline.tokenizers import load_tokenizer
+from txl_dist.bench.rounds import Figure
+
+VOCAB_SIZE = 32_768
+_SUFFIXES = (".py", ".rst", ".md", ".txt")
+_LONGEST_SENTENCE = 400
+_FLIPS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class BenchText:
+    """Documents in a folder, and a tokenizer trained on them."""
+
+    folder: Path
+    tokenizer: Path
+    num_bytes: int
+
+
+def gather_text(work: Path, *, megabytes: float) -> BenchText:
+    """Copy documents of this Python to `work` until there is enough, and train BPE on them."""
+    folder, size = work / "text", 0
+    for number, path in enumerate(_documents()):
+        if size >= megabytes * 1e6:
+            break
+        text = path.read_bytes()
+        if _is_text(text):
+            target = folder / f"{number // 1000:03d}" / f"{number:06d}{path.suffix}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(text)
+            size += len(text)
+    settings = PrepareSettings(tokenizer="bpe", vocab_size=VOCAB_SIZE)
+    prepare_dataset([folder], work / "trained", settings)
+    return BenchText(folder, work / "trained" / TOKENIZER_NAME, size)
+
+
+def _documents() -> Iterator[Path]:
+    paths = sysconfig.get_paths()
+    for root in (Path(paths["stdlib"]), Path(paths["purelib"])):
+        files = (path for path in root.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
+        inside = "site-packages"
+        yield from sorted(p for p in files if inside not in p.relative_to(root).parts)
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        return bool(content.decode("utf-8").strip())
+    except UnicodeDecodeError:
+        return False
+
+
+def rate_figures(text: BenchText, work: Path) -> Iterator[Figure]:
+    """BPE preparation from files to shards, and the share that the tokenizer alone would take."""
+    settings = PrepareSettings(tokenizer="file")
+    spent = _cpu_seconds(
+        lambda: prepare_dataset(
+            [text.folder], work / "prepared", settings, tokenizer_file=text.tokenizer
+        )
+    )
+    rate, bare = text.num_bytes / 1e6 / spent, _bare_rate(text)
+    note = f"{text.num_bytes / 1e6:.0f} MB; the tokenizer alone: {bare:.1f}"
+    yield Figure("BPE preparation, files to shards", rate, "MB per CPU-s", 15.0, note=note)
+    yield Figure("the same, of the tokenizer's rate", rate / bare, "", 0.7)
+
+
+def _bare_rate(text: BenchText) -> float:
+    tokenizer = load_tokenizer(text.tokenizer)
+    texts = [path.read_text("utf-8") for path in sorted(text.folder.rglob("*")) if path.is_file()]
+    spent = _cpu_seconds(lambda: [tokenizer.encode(document) for document in texts])
+    return text.num_bytes / 1e6 / spent
+
+
+def size_figures(text: BenchText, work: Path) -> Iterator[Figure]:
+    """Compressed shards against text, and sentences against the same text in long documents."""
+    manifest = _prepare(text, text.folder, work / "sized", "text")
+    entry = manifest.splits["train"]
+    note = f"with indexes {_with_indexes(entry) / entry.text_bytes:.3f}"
+    ratio = _shards(entry) / entry.text_bytes
+    yield Figure("size, zstd level 3, of the raw text", ratio, "", 0.20, at_most=True, note=note)
+
+    sentences, long = work / "sentences.txt", work / "long.txt"
+    lines = _sentences(text)
+    sentences.write_text("\n".join(lines) + "\n", "utf-8")
+    long.write_text("\n".join(lines) + "\n", "utf-8")
+    one_each = _prepare(text, sentences, work / "each", "lines").splits["train"]
+    together = _prepare(text, long, work / "together", "text").splits["train"]
+    ratio = _shards(one_each) / _shards(together)
+    whole = _with_indexes(one_each) / _with_indexes(together)
+    note = f"{len(lines):,} sentences; with indexes {whole:.2f}"
+    yield Figure(
+        "size of sentences, of one long document", ratio, "", 1.10, at_most=True, note=note
+    )
+
+
+def _sentences(text: BenchText) -> list[str]:
+    """Lines of words, as a corpus of single sentences has them."""
+    lines = []
+    for path in sorted(text.folder.rglob("*")):
+        if path.is_file():
+            lines += [line.strip() for line in path.read_text("utf-8").splitlines()]
+    return [line for line in lines if 40 <= len(line) <= _LONGEST_SENTENCE][:60_000]
+
+
+def _prepare(text: BenchText, source: Path, out: Path, format: str) -> ShardManifest:
+    settings = PrepareSettings(tokenizer="file", format=format)
+    return prepare_dataset([source], out, settings, tokenizer_file=text.tokenizer).manifest
+
+
+def _shards(entry: SplitEntry) -> int:
+    return sum(shard.bytes for shard in entry.shards)
+
+
+def _with_indexes(entry: SplitEntry) -> int:
+    return sum(shard.bytes + shard.index_bytes for shard in entry.shards)
+
+
+def damage_figure(text: BenchText, work: Path) -> Figure:
+    """Random single bits flipped in a shard: how many give other tokens without an error."""
+    small = work / "small"
+    files = sorted(path for path in text.folder.rglob("*") if path.is_file())
+    small.mkdir()
+    for path in files[:60]:
+        shutil.copy(path, small)
+    directory = work / "flipped"
+    manifest = _prepare(text, small, directory, "text")
+    path = directory / manifest.splits["train"].shards[0].name
+    path.chmod(0o644)
+    whole, expected = path.read_bytes(), _tokens(open_split(directory, "train"))
+    unnoticed = 0
+    for seed in range(_FLIPS):
+        place = random.Random(seed).randrange(len(whole) * 8)
+        damaged = bytearray(whole)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            unnoticed += not np.array_equal(_tokens(open_split(directory, "train")), expected)
+        except DataError:
+            continue
+    return Figure("random bit flips unnoticed", unnoticed, f"of {_FLIPS}", 0, at_most=True)
+
+
+def _tokens(reader: SplitReader) -> np.ndarray:
+    blocks = enumerate(reader.block_tokens)
+    return np.concatenate([reader.read(block, 0, int(length)) for block, length in blocks])
+
+
+def _cpu_seconds(run: Callable[[], object]) -> float:
+    began = time.process_time()
+    run()
+    return time.process_time() - began

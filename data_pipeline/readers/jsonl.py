@@ -55,7 +55,7 @@ def text_of_line(raw: bytes, text_key: str) -> str:
     """The text in a line, or BadRecordError."""
     line = decode(raw)
     try:
-        content = json.loads(line, object_pairs_hook=_without_duplicates)
+        content = _DECODER.decode(line)
     except json.JSONDecodeError as error:
         byte = len(line[: error.pos].encode())
         cut = not raw.endswith(b"\n")
@@ -95,3 +95,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise _DuplicateKeyError(f'"{printable(twice)[:40]}"')
     return content
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)

@@ -16,23 +16,25 @@ def some_dataset(directory: Path) -> None:
     writer = ShardWriter(
         directory,
         "train",
+        0,
         dtype=np.dtype(np.uint16),
         vocab_size=257,
         block_bytes=2**16,
-        shard_bytes=2**28,
     )
     random = np.random.default_rng(0)
     for number in range(60):
         tokens = random.integers(0, 256, 3000 + 7 * number)
-        writer.add(str(number), tokens, text_bytes=len(tokens))
+        writer.add(str(number), [tokens], text_bytes=len(tokens))
     manifest = ShardManifest(
         tokenizer_digest=ByteTokenizer().digest,
         vocab_size=257,
         end_of_document=256,
         dtype="uint16",
         settings=PrepareSettings(),
-        input=InputSummary(digest="0" * 64, files=1, documents=60, empty=0, rejected=0),
-        splits={"train": SplitEntry.of(writer.close())},
+        input=InputSummary(
+            digest="0" * 64, files=1, documents=60, empty=0, rejected=0, duplicates=0
+        ),
+        splits={"train": SplitEntry.of([writer.close()])},
     )
     (directory / "manifest.json").write_bytes(manifest.to_bytes())
 

@@ -42,6 +42,18 @@ def test_a_corpus_in_s3_is_prepared_as_the_same_folder_is(
     assert written[0] == written[1]
 
 
+def test_an_object_that_was_replaced_by_one_of_its_size_is_seen_to_have_changed(
+    bucket: Any,
+) -> None:
+    bucket.pipe("bucket/x/a.txt", b"one")
+    urls = ("s3://bucket/x/a.txt", "s3://bucket/x")
+    before = [one_file(url).mark for url in urls]
+    assert before == [one_file(url).mark for url in urls]
+    bucket.pipe("bucket/x/a.txt", b"two")
+    after = [one_file(url).mark for url in urls]
+    assert all(mark and mark != old for mark, old in zip(after, before, strict=True))
+
+
 def test_keys_patterns_and_failures_of_s3(bucket: Any) -> None:
     bucket.pipe({"bucket/x/a.jsonl": JSONL, "bucket/x/y/b.jsonl": JSONL, "bucket/x/c.txt": b"c"})
     file = one_file("s3://bucket/x/a.jsonl")

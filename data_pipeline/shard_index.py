@@ -29,6 +29,7 @@ from data_pipeline.readers import printable
 from data_pipeline.remote import DatasetPath, RemotePath
 
 _MAX_HEADER_BYTES = 2**16
+_USUAL_HEADER_BYTES = 4096
 _INDEX_TYPES = {
     "frames": (np.int64, 2),
     "block_tokens": (np.int64, 1),
@@ -186,7 +187,7 @@ def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
     """
     path = directory / entry.index_name
     # txl writes two arrays of this size before it: mostly the first read has all.
-    start = read_piece(path, directory, 0, min(entry.index_bytes, 1024 + 3 * 8 * entry.blocks))
+    start = read_piece(path, directory, 0, min(entry.index_bytes, _USUAL_HEADER_BYTES + 3 * 8 * entry.blocks))
     header_end = 8 + int.from_bytes(start[:8], "little")
     try:
         if header_end > _MAX_HEADER_BYTES:

@@ -187,7 +187,8 @@ def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
     """
     path = directory / entry.index_name
     # txl writes two arrays of this size before it: mostly the first read has all.
-    start = read_piece(path, directory, 0, min(entry.index_bytes, _USUAL_HEADER_BYTES + 3 * 8 * entry.blocks))
+    usual = _USUAL_HEADER_BYTES + 3 * 8 * entry.blocks
+    start = read_piece(path, directory, 0, min(entry.index_bytes, usual))
     header_end = 8 + int.from_bytes(start[:8], "little")
     try:
         if header_end > _MAX_HEADER_BYTES:

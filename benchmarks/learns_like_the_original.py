@@ -17,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from data_pipeline.manifest import PrepareSettings
-from data_pipeline.prepare import prepare_dataset
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.config_file import load_run_config
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings, evaluate_here

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cluster.session import ray_session, uses_gpus
-from data_pipeline.shard_reader import open_split
+from data_pipeline.shards.shard_reader import open_split
 from txl_dist.errors import TxlError
 from txl_dist.evaluation.evaluate import (
     EvaluationJob,

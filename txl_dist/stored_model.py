@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.manifest import ShardManifest
 from data_pipeline.remote import DatasetPath
-from data_pipeline.segments import Reset
+from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.streams.segments import Reset
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest

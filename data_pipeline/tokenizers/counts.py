@@ -12,7 +12,7 @@ from data_pipeline.tokenizers.recipes import recipe_of
 from data_pipeline.tokenizers.word import symbols_of
 
 if TYPE_CHECKING:
-    from data_pipeline.manifest import PrepareSettings
+    from data_pipeline.settings import PrepareSettings
 
 
 @dataclass(frozen=True, slots=True)

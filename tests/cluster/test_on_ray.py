@@ -13,8 +13,8 @@ from cluster.preparation import RayWorkers
 from cluster.session import ray_session
 from cluster.training import train_on_ray
 from data_pipeline.errors import DataError, UnfinishedError
-from data_pipeline.manifest import load_manifest
-from data_pipeline.shard_reader import open_split
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.shard_reader import open_split
 from tests.commands import num_lines, start_txl, txl, wait_until
 from tests.gloo_ranks import RankGroups
 from tests.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train

@@ -11,8 +11,9 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
-from data_pipeline.manifest import PrepareSettings, ShardManifest
-from data_pipeline.prepare import prepare_dataset
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import ShardManifest
 
 SENTENCE = "Gathering, the grey sea; 潮は満ちる. "
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.inspection import excerpts
-from data_pipeline.manifest import load_manifest
-from data_pipeline.shard_reader import open_split
+from data_pipeline.shards.inspection import excerpts
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.tokenizers import ByteTokenizer
 
 Txl = Callable[..., Any]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.manifest import PrepareSettings
+from data_pipeline.settings import PrepareSettings
 from data_pipeline.tokenizers import load_tokenizer, ready_tokenizer, train_tokenizer
 from data_pipeline.tokenizers.byte_pairs import ranked_bytes
 from data_pipeline.tokenizers.pretrained import (

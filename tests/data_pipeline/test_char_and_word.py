@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import PrepareSettings
+from data_pipeline.settings import PrepareSettings
 from data_pipeline.tokenizers import Counts, TokenCounter, load_tokenizer, train_tokenizer
 from data_pipeline.tokenizers.recipes import RECIPES, fixed_split
 from data_pipeline.tokenizers.word import symbols_of

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save
 
-from data_pipeline.document_table import pack_documents, unpack_documents
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import ShardManifest, load_manifest, open_tokenizer
-from data_pipeline.shard_reader import open_split
-from data_pipeline.verify import verify_dataset
+from data_pipeline.shards.document_table import pack_documents, unpack_documents
+from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.shards.verify import verify_dataset
 
 Dataset = tuple[Path, ShardManifest]
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data_pipeline.document_table import pack_documents, unpack_documents
+from data_pipeline.shards.document_table import pack_documents, unpack_documents
 
 IDS = st.one_of(
     st.text(max_size=9),

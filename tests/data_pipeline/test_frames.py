@@ -10,7 +10,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.frames import MAX_FRAME_BYTES, Frame, FrameError, FrameWriter, decode_frame
+from data_pipeline.shards.frames import (
+    MAX_FRAME_BYTES,
+    Frame,
+    FrameError,
+    FrameWriter,
+    decode_frame,
+)
 
 
 def write_units(units: list[bytes], *, frame_bytes: int, piece: int) -> tuple[bytes, FrameWriter]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.lanes import LanePlan, Span
+from data_pipeline.streams.lanes import LanePlan, Span
 
 
 @st.composite

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from data_pipeline import shard_reader
-from data_pipeline.cursor import _permute
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import ShardManifest
-from data_pipeline.shard_index import read_block_tokens, read_index
-from data_pipeline.shard_reader import SplitReader, open_split
+from data_pipeline.shards import shard_reader
+from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.shards.shard_index import read_block_tokens, read_index
+from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.streams.cursor import _permute
 
 Dataset = tuple[Path, ShardManifest]
 

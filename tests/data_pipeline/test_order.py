@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data_pipeline.order import GOLDEN_GAMMA, EpochOrder, Shuffle, hash_ids, splitmix64
+from data_pipeline.streams.order import GOLDEN_GAMMA, EpochOrder, Shuffle, hash_ids, splitmix64
 
 BLOCK_TOKENS = np.array([5, 1, 300, 7, 7, 40], np.int64)
 

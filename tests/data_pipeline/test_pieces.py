@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data_pipeline.manifest import PrepareSettings
+from data_pipeline.settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, cuts_of, train_tokenizer
 from data_pipeline.tokenizers.pieces import text_pieces
 from data_pipeline.tokenizers.pretrained import HARD_STRINGS

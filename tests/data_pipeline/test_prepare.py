@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.inspection import excerpts
-from data_pipeline.manifest import PrepareSettings, load_manifest
-from data_pipeline.prepare import prepare_dataset
-from data_pipeline.verify import verify_dataset
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.inspection import excerpts
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.verify import verify_dataset
 
 Txl = Callable[..., Any]
 SETTINGS = PrepareSettings(

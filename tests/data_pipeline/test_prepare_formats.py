@@ -14,15 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_pipeline.cursor import read_range
 from data_pipeline.errors import DataError
-from data_pipeline.finished_units import RECORDS
-from data_pipeline.inspection import excerpts
-from data_pipeline.manifest import PrepareSettings, load_manifest, open_tokenizer
-from data_pipeline.prepare import prepare_dataset
-from data_pipeline.shard_reader import open_split
+from data_pipeline.preparation.finished_units import RECORDS
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.inspection import excerpts
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.shards.verify import verify_dataset
+from data_pipeline.streams.cursor import read_range
 from data_pipeline.tokenizers import TokenCounter, load_tokenizer, train_tokenizer
-from data_pipeline.verify import verify_dataset
 from data_pipeline.workers import ProcessWorkers
 from tests.data_pipeline.test_prepare import files_of
 from tests.data_pipeline.test_work_units import Backwards, StopsAfter, prepare
@@ -119,7 +120,7 @@ def test_a_trained_tokenizer_is_not_trained_again_by_a_rerun(
         prepare(tmp_path / "in", out, 10**6, settings=options, workers=StopsAfter(units))
     assert (out / ".staging.tmp" / RECORDS / "tokenizer.json").is_file()
     monkeypatch.setattr(TokenCounter, "count", None)
-    monkeypatch.setattr("data_pipeline.build_tokenizer.train_tokenizer", None)
+    monkeypatch.setattr("data_pipeline.preparation.build_tokenizer.train_tokenizer", None)
     done = prepare(tmp_path / "in", out, 10**6, settings=options)
     assert done.reused_units == 2, "the scan and the tokenizer"
     assert files_of(out) == files_of(tmp_path / "whole")
@@ -159,7 +160,7 @@ def test_a_corpus_of_one_document_is_split_by_its_tokens(
 
     reading = formats.read_pieces
     monkeypatch.setattr(
-        "data_pipeline.texts.read_pieces",
+        "data_pipeline.preparation.texts.read_pieces",
         lambda *about, **more: reading(*about, piece_bytes=piece_bytes, **more),
     )
     text = "".join(chr(97 + n % 25) + "ä" * (n % 3 == 0) for n in range(301))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import PrepareSettings, ShardManifest
-from data_pipeline.prepare import prepare_dataset
-from data_pipeline.rebuild import rebuild_manifest
-from data_pipeline.verify import verify_dataset
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.shards.rebuild import rebuild_manifest
+from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.workers import ProcessWorkers
 
 Dataset = tuple[Path, ShardManifest]

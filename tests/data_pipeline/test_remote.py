@@ -20,17 +20,18 @@ import s3fs
 from moto.server import ThreadedMotoServer
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.frame_cache import FrameCache
-from data_pipeline.lanes import LanePlan
-from data_pipeline.manifest import PrepareSettings, ShardManifest, load_manifest, open_tokenizer
-from data_pipeline.prepare import prepare_dataset
-from data_pipeline.push import push_dataset
+from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers import sources
 from data_pipeline.remote import RemotePath, dataset_path
-from data_pipeline.segments import SegmentStream
-from data_pipeline.shard_index import read_index
-from data_pipeline.shard_reader import SplitReader, TokenSource, open_split
-from data_pipeline.verify import verify_dataset
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.frame_cache import FrameCache
+from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.shards.push import push_dataset
+from data_pipeline.shards.shard_index import read_index
+from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
+from data_pipeline.shards.verify import verify_dataset
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segments import SegmentStream
 
 Dataset = tuple[Path, ShardManifest]
 URL = "s3://bucket/data"

@@ -18,13 +18,13 @@ import pytest
 import webdataset as wds
 from numpy.testing import assert_array_equal
 
-from data_pipeline import cursor
-from data_pipeline.cursor import read_range
 from data_pipeline.errors import DataError
-from data_pipeline.lanes import LanePlan
-from data_pipeline.manifest import ShardManifest
-from data_pipeline.segments import IGNORED, Segment, SegmentReader, SegmentStream
-from data_pipeline.shard_reader import open_split
+from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams import cursor
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segments import IGNORED, Segment, SegmentReader, SegmentStream
 
 
 class MemorySource:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import ShardManifest, load_manifest
+from data_pipeline.shards.manifest import ShardManifest, load_manifest
 
 Dataset = tuple[Path, ShardManifest]
 

@@ -14,18 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import (
-    InputSummary,
-    PrepareSettings,
-    ShardEntry,
-    ShardManifest,
-    SplitEntry,
-)
-from data_pipeline.shard_index import read_index
-from data_pipeline.shard_reader import SplitReader, open_split
-from data_pipeline.shard_writer import ShardWriter
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import InputSummary, ShardEntry, ShardManifest, SplitEntry
+from data_pipeline.shards.shard_index import read_index
+from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.shards.shard_writer import ShardWriter
+from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.tokenizers import ByteTokenizer, token_dtype
-from data_pipeline.verify import verify_dataset
 
 
 def write_split(
@@ -148,7 +143,7 @@ def test_the_tar_is_the_one_that_webdataset_writes(tmp_path: Path) -> None:
 def test_a_document_too_large_for_a_tar_is_refused_by_name_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_pipeline.shard_writer.MAX_DOCUMENT_BYTES", 9000)
+    monkeypatch.setattr("data_pipeline.shards.shard_writer.MAX_DOCUMENT_BYTES", 9000)
     write_split(tmp_path, some_documents([4000]))
     with pytest.raises(DataError, match=r"d/1 has more than 9,000 bytes .* Split its text"):
         write_split(tmp_path, some_documents([100, 4600]), piece_count=7)
@@ -179,7 +174,7 @@ def test_a_range_decodes_only_the_frames_it_needs(
         decoded.append(number)
         return read_frame(directory, entry, frame, number)
 
-    monkeypatch.setattr("data_pipeline.shard_reader.read_frame", counted)
+    monkeypatch.setattr("data_pipeline.shards.shard_reader.read_frame", counted)
     source.read(0, 3000, 3010)
     source.read(0, 3010, 3020)
     assert len(decoded) == 1

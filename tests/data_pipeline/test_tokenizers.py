@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import open_tokenizer
+from data_pipeline.shards.manifest import open_tokenizer
 from data_pipeline.tokenizers import ByteTokenizer, load_tokenizer, token_dtype
 
 

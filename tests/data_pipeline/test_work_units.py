@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.finished_units import RECORDS, FileSum, finish, finished
-from data_pipeline.inspection import excerpts
-from data_pipeline.manifest import PrepareSettings, load_manifest
-from data_pipeline.prepare import Prepared, prepare_dataset
+from data_pipeline.preparation.finished_units import RECORDS, FileSum, finish, finished
+from data_pipeline.preparation.prepare import Prepared, prepare_dataset
 from data_pipeline.readers import InputFile, find_files
-from data_pipeline.verify import verify_dataset
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.inspection import excerpts
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.workers import ProcessWorkers
 from tests.data_pipeline.test_prepare import files_of
 
@@ -45,7 +46,7 @@ class Backwards:
 def prepare(source: Path, out: Path, unit_bytes: int, **options: Any) -> Prepared:
     """Prepare with units of about `unit_bytes` to scan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data_pipeline.scan.UNIT_BYTES", unit_bytes)
+        patch.setattr("data_pipeline.preparation.scan.UNIT_BYTES", unit_bytes)
         options = {"settings": SETTINGS, "max_reject_rate": 1.0, **options}
         return prepare_dataset([source], out, **options)
 
@@ -256,8 +257,8 @@ def test_a_worker_that_does_not_see_the_staging_folder_is_refused(
 
 
 def test_memory_for_a_document_is_what_its_columns_say(lines: Path, tmp_path: Path) -> None:
-    from data_pipeline.corpus import Corpus
-    from data_pipeline.scan import plan_scan, scan
+    from data_pipeline.preparation.corpus import Corpus
+    from data_pipeline.preparation.scan import plan_scan, scan
 
     files = find_files([str(lines)], format="auto", exclude=tmp_path / "out").files
     units = plan_scan(files, "text")

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from data_pipeline import cursor, segments
-from data_pipeline.cursor import read_range
-from data_pipeline.lanes import LanePlan
-from data_pipeline.segments import Segment, SegmentStream
+from data_pipeline.streams import cursor, segments
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segments import Segment, SegmentStream
 
 MASK_64 = 2**64 - 1
 FIELDS = ("input", "target", "age")

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import cursor
-from data_pipeline.segments import Reset
+from data_pipeline.streams import cursor
+from data_pipeline.streams.segments import Reset
 from tests.small_models import VOCAB_SIZE, small_model
 from tests.token_sources import TextSource, random_corpus
 from txl_dist.errors import DataError

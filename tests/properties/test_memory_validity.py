@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from data_pipeline.lanes import LanePlan
-from data_pipeline.segments import Reset, Segment, SegmentReader
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segments import Reset, Segment, SegmentReader
 from tests.small_models import VOCAB_SIZE, small_model
 from tests.token_sources import OPENER, TextSource, random_corpus
 

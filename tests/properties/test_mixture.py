@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.lanes import LanePlan
-from data_pipeline.mixture import CorpusTape, MixedSource, tokens_an_epoch
-from data_pipeline.segments import SegmentReader
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.mixture import CorpusTape, MixedSource, tokens_an_epoch
+from data_pipeline.streams.segments import SegmentReader
 from tests.token_sources import TextSource
 
 quickly = settings(max_examples=80, deadline=None)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from data_pipeline.lanes import LanePlan
-from data_pipeline.mixture import source_of_epoch
-from data_pipeline.segments import SegmentReader
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.mixture import source_of_epoch
+from data_pipeline.streams.segments import SegmentReader
 from tests.token_sources import TextSource
 from txl_dist.checkpoint.manifest import CorpusEntry, Phase
 from txl_dist.checkpoint.phases import phases_from

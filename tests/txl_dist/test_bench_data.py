@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.manifest import InputSummary, PrepareSettings, ShardManifest, SplitEntry
-from data_pipeline.shard_writer import ShardWriter
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import InputSummary, ShardManifest, SplitEntry
+from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.bench.data_plan import measure_plan, plan_all, synthetic_blocks
 from txl_dist.bench.data_reading import measure_reading, measure_seek

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.manifest import PrepareSettings, load_manifest
-from data_pipeline.prepare import prepare_dataset
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.txl_dist.checkpoint import saving
 from tests.txl_dist.foreign.sources import HF, run_txl

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from data_pipeline.cursor import read_range
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import load_manifest, open_tokenizer
-from data_pipeline.shard_reader import open_split
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams.cursor import read_range
 from tests.gloo_ranks import RankGroups
 from tests.training_runs import tiny_job, train
 from txl_dist.cli.app import app

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_pipeline.segments import IGNORED
+from data_pipeline.streams.segments import IGNORED
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.pieces import Piece
 from txl_dist.evaluation.scoring import Scorer

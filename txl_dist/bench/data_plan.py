@@ -9,8 +9,8 @@ import tracemalloc
 
 import numpy as np
 
-from data_pipeline.lanes import LanePlan
-from data_pipeline.order import BlockPlace, EpochOrder
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.order import BlockPlace, EpochOrder
 
 BLOCK_TOKENS = 2**18
 

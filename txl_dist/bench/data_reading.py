@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.lanes import LanePlan
-from data_pipeline.segments import GROUP_TOKENS, SegmentReader
-from data_pipeline.shard_reader import SplitReader, open_split
+from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segments import GROUP_TOKENS, SegmentReader
 
 LANES = 8
 TGT_LEN = 512

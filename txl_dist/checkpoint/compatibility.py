@@ -8,7 +8,7 @@ another model or other data, and the checkpoint's memory and position would be w
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from data_pipeline.manifest import ShardManifest
+from data_pipeline.shards.manifest import ShardManifest
 from txl_dist.checkpoint.manifest import CheckpointManifest, CorpusEntry, Phase
 from txl_dist.checkpoint.phases import PhaseChange
 from txl_dist.config import ONLY_CORPUS

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from data_pipeline.mixture import tokens_an_epoch
+from data_pipeline.streams.mixture import tokens_an_epoch
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 
@@ -109,7 +109,7 @@ class CorpusEntry(_Strict):
     tokens: Annotated[Count, Field(ge=1)]
     weight: Annotated[float, Field(gt=0)]
     start: Count = 0
-    """Where on its tape (data_pipeline/mixture.py) the phase begins."""
+    """Where on its tape (data_pipeline/streams/mixture.py) the phase begins."""
 
 
 class Phase(_Strict):

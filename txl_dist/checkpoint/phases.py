@@ -1,7 +1,7 @@
 """Phases: how a run goes on when its corpora or their weights change. Pure integers, no files.
 
 A new phase begins at the lane position where the change is made, with a new cut of lanes: ages
-count from there, as at an epoch's end. Tapes (data_pipeline/mixture.py) go on behind the last epoch
+count from there, as at an epoch's end. Tapes (streams/mixture.py) go on behind the last epoch
 that was begun, so what a corpus has left comes before what was read. Corpora are known by digest;
 a new name or path of the same data changes nothing.
 """

@@ -11,8 +11,8 @@ from txl_dist.cli.byte_progress import progress_in_bytes
 from txl_dist.cli.workers import NumWorkers, On, open_workers
 
 if TYPE_CHECKING:
-    from data_pipeline.manifest import ShardManifest
     from data_pipeline.remote import DatasetPath
+    from data_pipeline.shards.manifest import ShardManifest
 
 app = typer.Typer(help="Check prepared datasets and look inside.", no_args_is_help=True)
 
@@ -41,7 +41,7 @@ def verify(
     Example: txl data verify data/books
     """
     from data_pipeline.remote import dataset_path
-    from data_pipeline.verify import verify_dataset
+    from data_pipeline.shards.verify import verify_dataset
 
     directory = dataset_path(dataset)
     with open_workers(on, workers) as pool, progress_in_bytes() as progress:
@@ -73,7 +73,7 @@ def rebuild(
 
     Example: txl data rebuild data/books
     """
-    from data_pipeline.rebuild import rebuild_manifest
+    from data_pipeline.shards.rebuild import rebuild_manifest
 
     with open_workers(on, workers) as pool, progress_in_bytes() as progress:
         done = rebuild_manifest(directory, workers=pool, progress=progress)
@@ -100,9 +100,9 @@ def inspect(
     """
     from dataclasses import asdict
 
-    from data_pipeline.inspection import excerpts, summarize
-    from data_pipeline.manifest import load_manifest
     from data_pipeline.remote import dataset_path
+    from data_pipeline.shards.inspection import excerpts, summarize
+    from data_pipeline.shards.manifest import load_manifest
 
     directory = dataset_path(dataset)
     manifest = load_manifest(directory)
@@ -136,8 +136,8 @@ def push(
 
     Example: txl data push data/books s3://bucket/books
     """
-    from data_pipeline.push import push_dataset
     from data_pipeline.remote import dataset_path
+    from data_pipeline.shards.push import push_dataset
 
     with progress_in_bytes() as progress:
         manifest = push_dataset(directory, url, progress=progress)
@@ -174,7 +174,7 @@ def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any
 
 
 def print_totals(manifest: "ShardManifest") -> None:
-    from data_pipeline.inspection import summarize
+    from data_pipeline.shards.inspection import summarize
 
     for split in summarize(manifest):
         print(

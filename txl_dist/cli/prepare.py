@@ -17,7 +17,7 @@ from txl_dist.cli.workers import NumWorkers, On, open_workers, sigterm_interrupt
 from txl_dist.errors import PreemptedError
 
 if TYPE_CHECKING:
-    from data_pipeline.manifest import PrepareSettings
+    from data_pipeline.settings import PrepareSettings
 
 _MIB = 2**20
 _DEFAULT_BPE = 32768
@@ -103,7 +103,7 @@ def prepare(
     )
     if not 0 <= max_reject_rate <= 1:
         raise ConfigError(f"--max-reject-rate {max_reject_rate} must lie in [0, 1]")
-    from data_pipeline.prepare import prepare_dataset
+    from data_pipeline.preparation.prepare import prepare_dataset
 
     with _stoppable(out), open_workers(on, workers) as pool, progress_in_bytes() as progress:
         done = prepare_dataset(
@@ -180,7 +180,7 @@ def _tokenizer_file(tokenizer: str) -> Path | None:
 def _settings(**values: Any) -> "PrepareSettings":
     from pydantic import ValidationError
 
-    from data_pipeline.manifest import PrepareSettings
+    from data_pipeline.settings import PrepareSettings
 
     try:
         return PrepareSettings(**values)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from data_pipeline.cursor import read_range
-from data_pipeline.manifest import load_manifest, open_tokenizer
 from data_pipeline.remote import DatasetPath
-from data_pipeline.segments import Reset
-from data_pipeline.shard_reader import TokenSource, open_split
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.shard_reader import TokenSource, open_split
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import Reset
 from txl_dist.allocation import keep_freed_memory
 from txl_dist.config import Precision
 from txl_dist.errors import DataError

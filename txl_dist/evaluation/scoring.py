@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_pipeline.cursor import read_range
-from data_pipeline.segments import IGNORED, Reset
-from data_pipeline.shard_reader import TokenSource
+from data_pipeline.shards.shard_reader import TokenSource
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.segments import IGNORED, Reset
 from txl_dist.config import Precision
 from txl_dist.evaluation.pieces import Piece
 from txl_dist.loss_sums import LossSums

@@ -21,7 +21,7 @@ from data_pipeline.atomic_files import (
     sha256_file,
     write_synced,
 )
-from data_pipeline.segments import Reset
+from data_pipeline.streams.segments import Reset
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.foreign.architecture import checked_config, read_json

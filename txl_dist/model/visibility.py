@@ -1,7 +1,7 @@
 """Which keys a query may see: one rule for empty memory, document starts and `same_length`.
 
 Key j is visible to query i iff 0 <= i - j <= age(i), and i - j < mem_len under `same_length`.
-`age` counts tokens since the document or the stream began (data_pipeline/segments.py).
+`age` counts tokens since the document or the stream began (data_pipeline/streams/segments.py).
 """
 
 import torch

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from data_pipeline.atomic_files import write_file
-from data_pipeline.lanes import LanePlan
-from data_pipeline.pipeline import segment_pipeline
-from data_pipeline.segments import SegmentStream
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.pipeline import segment_pipeline
+from data_pipeline.streams.segments import SegmentStream
 from txl_dist.checkpoint.manifest import Phase, TrainState
 from txl_dist.checkpoint.phases import phases_from
 from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint

@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from data_pipeline.lanes import LanePlan
-from data_pipeline.manifest import ShardManifest, load_manifest, open_tokenizer
-from data_pipeline.mixture import CorpusTape, MixedSource
-from data_pipeline.order import Shuffle
 from data_pipeline.remote import DatasetPath, dataset_path
-from data_pipeline.shard_reader import SplitReader, TokenSource, open_split
+from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.mixture import CorpusTape, MixedSource
+from data_pipeline.streams.order import Shuffle
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.checkpoint.manifest import CorpusEntry, Phase
 from txl_dist.config import DataConfig, RunConfig

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from data_pipeline.lanes import LanePlan
-from data_pipeline.segments import Segment
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segments import Segment
 from txl_dist.checkpoint.manifest import BestScore, TrainState
 from txl_dist.config import RunConfig
 from txl_dist.errors import PreemptedError

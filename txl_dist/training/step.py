@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data_pipeline.segments import Segment
+from data_pipeline.streams.segments import Segment
 from txl_dist.errors import DivergedError
 from txl_dist.loss_sums import LossSums
 from txl_dist.training.dropout_draws import LaneDraws

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from data_pipeline.segments import Reset
+from data_pipeline.streams.segments import Reset
 from tests.small_models import VOCAB_SIZE, small_model
 from tests.token_sources import TextSource, random_corpus
 from txl_dist.analysis.attention_by_distance import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.manifest import PrepareSettings
-from data_pipeline.prepare import prepare_dataset
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
 from tests.txl_dist.checkpoint import saving
 from tests.txl_dist.foreign.sources import run_txl
 from txl_dist.analysis.attention_file import load_attention

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from data_pipeline import segments
+from data_pipeline.streams import segments
 from tests.small_models import VOCAB_SIZE, random_text, small_model
 from txl_dist.model.softmax import IGNORED
 from txl_dist.model.transformer_xl import TransformerXL

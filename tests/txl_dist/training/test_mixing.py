@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.manifest import PrepareSettings
-from data_pipeline.prepare import prepare_dataset
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
 from tests.commands import txl
 from tests.gloo_ranks import RankGroups
 from tests.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_job, train

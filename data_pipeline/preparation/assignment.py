@@ -12,9 +12,9 @@ import itertools
 
 import numpy as np
 
-from data_pipeline.corpus import Corpus, first_of_each_text
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import PrepareSettings
+from data_pipeline.preparation.corpus import Corpus, first_of_each_text
+from data_pipeline.settings import PrepareSettings
 
 
 def assign(corpus: Corpus, settings: PrepareSettings) -> dict[str, list[np.ndarray]]:

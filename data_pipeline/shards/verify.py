@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.atomic_files import sha256_file
-from data_pipeline.corpus import Progress
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import (
+from data_pipeline.progress import Progress
+from data_pipeline.readers import printable
+from data_pipeline.remote import DatasetPath
+from data_pipeline.shards.manifest import (
     INDEX_SUFFIX,
     SHARD_SUFFIX,
     ShardManifest,
@@ -18,9 +20,7 @@ from data_pipeline.manifest import (
     load_manifest,
     open_tokenizer,
 )
-from data_pipeline.readers import printable
-from data_pipeline.remote import DatasetPath
-from data_pipeline.shard_check import ShardCheck, check_shard, glance
+from data_pipeline.shards.shard_check import ShardCheck, check_shard, glance
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.workers import InProcess, Workers
 

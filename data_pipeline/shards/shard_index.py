@@ -21,12 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from data_pipeline import strict_json
-from data_pipeline.document_table import DocumentTable, unpack_documents
 from data_pipeline.errors import DataError
-from data_pipeline.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame
-from data_pipeline.manifest import ShardEntry
 from data_pipeline.readers import printable
 from data_pipeline.remote import DatasetPath, RemotePath
+from data_pipeline.shards.document_table import DocumentTable, unpack_documents
+from data_pipeline.shards.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame
+from data_pipeline.shards.manifest import ShardEntry
 
 _MAX_HEADER_BYTES = 2**16
 _USUAL_HEADER_BYTES = 4096

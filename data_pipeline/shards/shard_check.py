@@ -17,10 +17,10 @@ import numpy as np
 
 from data_pipeline.atomic_files import sha256_file
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import SHARD_SUFFIX, ShardEntry
 from data_pipeline.readers import printable
 from data_pipeline.remote import DatasetPath
-from data_pipeline.shard_index import ShardIndex, check_sizes, read_frame, read_index
+from data_pipeline.shards.manifest import SHARD_SUFFIX, ShardEntry
+from data_pipeline.shards.shard_index import ShardIndex, check_sizes, read_frame, read_index
 
 _PIECE_ELEMENTS = 2**20
 

@@ -8,11 +8,11 @@ what was fetched damaged is refused.
 import itertools
 
 from data_pipeline.errors import DataError
-from data_pipeline.frame_cache import FrameCache
-from data_pipeline.frames import Frame, FrameError, decode_frame
-from data_pipeline.manifest import ShardEntry
 from data_pipeline.remote import RemotePath
-from data_pipeline.shard_index import (
+from data_pipeline.shards.frame_cache import FrameCache
+from data_pipeline.shards.frames import Frame, FrameError, decode_frame
+from data_pipeline.shards.manifest import ShardEntry
+from data_pipeline.shards.shard_index import (
     ShardIndex,
     checked_frame,
     checked_index,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from data_pipeline.frames import FrameError, compress, decompress
+from data_pipeline.shards.frames import FrameError, compress, decompress
 
 MAX_TABLE_BYTES = 2**31
 """No table decodes to more than this, whatever a file claims."""

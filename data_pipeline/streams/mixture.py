@@ -26,10 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.order import Shuffle, hash_ids
+from data_pipeline.streams.order import Shuffle, hash_ids
 
 if TYPE_CHECKING:
-    from data_pipeline.shard_reader import TokenSource
+    from data_pipeline.shards.shard_reader import TokenSource
 
 MAX_PASSES = 1000
 """Times a corpus may be read in one epoch; more is a misprint, and would fill the memory."""

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.atomic_files import StagedDirectory, write_file
-from data_pipeline.finished_units import FINGERPRINT, RECORDS, discard_attempts
-from data_pipeline.manifest import VERSION, PrepareSettings
+from data_pipeline.preparation.finished_units import FINGERPRINT, RECORDS, discard_attempts
+from data_pipeline.preparation.scan import UNIT_BYTES
 from data_pipeline.readers import InputFile
-from data_pipeline.scan import UNIT_BYTES
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import VERSION
 
 
 def fingerprint_of(

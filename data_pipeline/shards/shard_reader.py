@@ -17,12 +17,12 @@ from typing import Protocol
 
 import numpy as np
 
-from data_pipeline.frame_cache import FrameCache
-from data_pipeline.frames import Frame
-from data_pipeline.manifest import ShardEntry, ShardManifest, load_manifest
 from data_pipeline.remote import DatasetPath, RemotePath, dataset_path
-from data_pipeline.remote_frames import read_remote_frames, read_remote_index
-from data_pipeline.shard_index import (
+from data_pipeline.shards.frame_cache import FrameCache
+from data_pipeline.shards.frames import Frame
+from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
+from data_pipeline.shards.remote_frames import read_remote_frames, read_remote_index
+from data_pipeline.shards.shard_index import (
     ShardIndex,
     check_sizes,
     read_block_tokens,

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.cursor import LaneCursor, rising_ages
-from data_pipeline.lanes import LanePlan, Span
-from data_pipeline.mixture import MixedSource, source_of_epoch
-from data_pipeline.order import EpochOrder, Shuffle
+from data_pipeline.streams.cursor import LaneCursor, rising_ages
+from data_pipeline.streams.lanes import LanePlan, Span
+from data_pipeline.streams.mixture import MixedSource, source_of_epoch
+from data_pipeline.streams.order import EpochOrder, Shuffle
 
 if TYPE_CHECKING:
-    from data_pipeline.shard_reader import TokenSource
+    from data_pipeline.shards.shard_reader import TokenSource
 
 Reset = Literal["document", "stream"]
 

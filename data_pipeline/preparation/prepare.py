@@ -19,41 +19,49 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.assignment import assign
 from data_pipeline.atomic_files import (
     StagedDirectory,
     explain_disk_errors,
     write_file,
     write_synced,
 )
-from data_pipeline.build_tokenizer import (
+from data_pipeline.errors import DataError
+from data_pipeline.preparation.assignment import assign
+from data_pipeline.preparation.build_tokenizer import (
     keep_tokenizer,
     train_on_beginning,
     train_on_counts,
     trained_tokenizer,
 )
-from data_pipeline.corpus import Corpus, Progress, first_of_each_text
-from data_pipeline.errors import DataError
-from data_pipeline.existing_dataset import find_existing, require_same_input
-from data_pipeline.fixed_parts import cut_into_splits
-from data_pipeline.manifest import (
+from data_pipeline.preparation.corpus import Corpus, first_of_each_text
+from data_pipeline.preparation.existing_dataset import find_existing, require_same_input
+from data_pipeline.preparation.fixed_parts import cut_into_splits
+from data_pipeline.preparation.scan import Scan, plan_scan, scan
+from data_pipeline.preparation.staged_work import claim_staging, fingerprint_of
+from data_pipeline.preparation.texts import Documents
+from data_pipeline.preparation.work_units import (
+    CountUnit,
+    ShardUnit,
+    Task,
+    Unit,
+    keep_loaded,
+    run_task,
+)
+from data_pipeline.progress import Progress
+from data_pipeline.readers import InputFile, find_files
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
     DatasetHeader,
     IndexHeader,
     InputSummary,
-    PrepareSettings,
     ShardEntry,
     ShardManifest,
     SplitEntry,
 )
-from data_pipeline.readers import InputFile, find_files
-from data_pipeline.scan import Scan, plan_scan, scan
-from data_pipeline.staged_work import claim_staging, fingerprint_of
-from data_pipeline.texts import Documents
 from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
 from data_pipeline.tokenizers.recipes import recipe_of
-from data_pipeline.work_units import CountUnit, ShardUnit, Task, Unit, keep_loaded, run_task
 from data_pipeline.workers import InProcess, Workers, peak_memory_bytes
 
 DEFAULT_MAX_REJECT_RATE = 0.001

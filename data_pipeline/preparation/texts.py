@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.corpus import CHECK_BYTES, Corpus, document_id
 from data_pipeline.errors import DataError
-from data_pipeline.finished_units import RECORDS
+from data_pipeline.preparation.corpus import CHECK_BYTES, Corpus, document_id
+from data_pipeline.preparation.finished_units import RECORDS
+from data_pipeline.preparation.scan import spill_name
 from data_pipeline.readers import InputFile, read_pieces, shown
-from data_pipeline.scan import spill_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,105 +9,31 @@ import json
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from data_pipeline import strict_json
 from data_pipeline.errors import DataError
-from data_pipeline.readers import FORMATS
 from data_pipeline.remote import DatasetPath, RemotePath, dataset_path
+from data_pipeline.settings import SPLIT_PATTERN, PrepareSettings, SplitName, Strict
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
-from data_pipeline.tokenizers.recipes import RecipeName, recipe_of
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 REJECTS_NAME = "rejects.jsonl"
 FORMAT = "txl-shards"
 VERSION = 2
-SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
 SHARD_SUFFIX, INDEX_SUFFIX = ".tar.zst", ".index.safetensors"
 MAX_MANIFEST_BYTES = 256 * 2**20
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-SplitName = Annotated[str, Field(pattern=rf"^{SPLIT_PATTERN}$")]
 
 
 def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:06d}{SHARD_SUFFIX}"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-DEFAULT_TRAIN_BYTES = 256 * 2**20
-MIN_BPE_VOCAB_SIZE = 258
-
-
-def _format(name: str) -> str:
-    if name != "auto" and name not in FORMATS:
-        raise ValueError(f"legal are auto, {', '.join(FORMATS)}")
-    return name
-
-
-class PrepareSettings(_Strict):
-    """Every setting that decides the bytes of a dataset."""
-
-    format: Annotated[str, AfterValidator(_format)] = "auto"
-    text_key: str = "text"
-    """Key of a JSON line's object that holds the text."""
-    tokenizer: Literal["byte", "char", "word", "bpe", "file"] = "byte"
-    """`file` is one brought along: the manifest's digest says which."""
-    recipe: RecipeName | None = None
-    """Conventions of one of the paper's corpora; null is documents as they are."""
-    vocab_size: Annotated[int, Field(ge=4, le=2**20)] | None = None
-    """Most ids, the end of a document included; null keeps every symbol of the training text."""
-    min_freq: Annotated[int, Field(ge=1)] | None = None
-    """How often a symbol, or a pair to be merged, must occur to get an id."""
-    train_bytes: int = Field(default=DEFAULT_TRAIN_BYTES, ge=1)
-    """Bytes of the training text's beginning that bpe is trained on."""
-    split: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = {}
-    """Fraction of the documents held out per split; the rest is `train`."""
-    shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Seed of the document-level shuffle; null keeps the order of the input."""
-    dedup: Literal["none", "exact"] = "none"
-    """exact: of documents with the same text, the first in input order stays."""
-    shard_bytes: int = Field(default=64 * 2**20, ge=1)
-    """UTF-8 bytes of text of a shard at most; a larger document is alone in its shard."""
-    block_bytes: int = Field(default=512 * 2**10, ge=512, le=8 * 2**20)
-    """Raw token bytes of a block of documents, and of a zstd frame."""
-
-    @model_validator(mode="after")
-    def _tokenizer_options_go_together(self) -> Self:
-        kind, legal = self.tokenizer, recipe_of(self.recipe).tokenizers
-        trained = kind in ("char", "word", "bpe")
-        if kind not in legal:
-            raise ValueError(f"recipe: {self.recipe} is for tokenizer {' or '.join(legal)}")
-        if kind == "bpe" and (self.vocab_size or 0) < MIN_BPE_VOCAB_SIZE:
-            raise ValueError(
-                f"vocab_size: tokenizer bpe needs one of at least {MIN_BPE_VOCAB_SIZE} (256 bytes, "
-                "a merge, the end of a document), such as 32768"
-            )
-        if not trained and self.vocab_size is not None:
-            raise ValueError(f"vocab_size: tokenizer {kind} has its own; leave it out")
-        if not trained and self.min_freq is not None:
-            raise ValueError(f"min_freq: tokenizer {kind} counts nothing; leave it out")
-        if kind != "bpe" and self.train_bytes != DEFAULT_TRAIN_BYTES:
-            raise ValueError(f"train_bytes: is for tokenizer bpe, not {kind}; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _leaves_train(self) -> Self:
-        if "train" in self.split:
-            raise ValueError("train is what the other splits leave; do not give it a fraction")
-        if self.split and recipe_of(self.recipe).fixed_split:
-            raise ValueError(f"recipe {self.recipe} has its own valid and test; leave it out")
-        if sum(self.split.values()) >= 1:
-            raise ValueError(f"the fractions sum to {sum(self.split.values())}, nothing is left")
-        return self
-
-
-class InputSummary(_Strict):
+class InputSummary(Strict):
     """The corpus as it was read."""
 
     digest: Sha256
@@ -123,7 +49,7 @@ class InputSummary(_Strict):
     """Documents left out because an earlier one has the same text."""
 
 
-class ShardEntry(_Strict):
+class ShardEntry(Strict):
     """One shard and its sidecar index."""
 
     name: str
@@ -145,7 +71,7 @@ class ShardEntry(_Strict):
         return self.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX
 
 
-class SplitEntry(_Strict):
+class SplitEntry(Strict):
     """The shards of one split in corpus order, and their totals."""
 
     shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1)]
@@ -171,7 +97,7 @@ def _totals(shards: list[ShardEntry] | tuple[ShardEntry, ...]) -> dict[str, int]
     return {name: sum(getattr(shard, name) for shard in shards) for name in names}
 
 
-class DatasetHeader(_Strict):
+class DatasetHeader(Strict):
     """All of a manifest but its list of shards."""
 
     format: Literal["txl-shards"] = "txl-shards"
@@ -184,7 +110,7 @@ class DatasetHeader(_Strict):
     input: InputSummary
 
 
-class IndexHeader(_Strict):
+class IndexHeader(Strict):
     """What every index knows of its dataset, so that the shards can replace a lost manifest."""
 
     dataset: DatasetHeader

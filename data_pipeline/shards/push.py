@@ -7,17 +7,17 @@ writes. Every local file is hashed before it is sent, and its size asked for onc
 from pathlib import Path
 
 from data_pipeline.atomic_files import sha256_file
-from data_pipeline.corpus import Progress
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.manifest import (
+from data_pipeline.progress import Progress
+from data_pipeline.readers.sources import scheme_of
+from data_pipeline.remote import RemotePath, dataset_path
+from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     ShardManifest,
     is_dataset_file,
     load_manifest,
     open_tokenizer,
 )
-from data_pipeline.readers.sources import scheme_of
-from data_pipeline.remote import RemotePath, dataset_path
 
 WRITABLE = ("s3", "gs")
 

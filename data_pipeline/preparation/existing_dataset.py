@@ -5,15 +5,15 @@ from pathlib import Path
 
 from data_pipeline.atomic_files import STAGING
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import (
+from data_pipeline.readers import printable
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
     InputSummary,
-    PrepareSettings,
     ShardManifest,
     load_manifest,
 )
-from data_pipeline.readers import printable
 
 
 def find_existing(

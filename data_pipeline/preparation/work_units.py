@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.atomic_files import explain_disk_errors, write_synced
-from data_pipeline.build_tokenizer import counted_pieces, token_pieces
 from data_pipeline.errors import DataError
-from data_pipeline.finished_units import (
+from data_pipeline.preparation.build_tokenizer import counted_pieces, token_pieces
+from data_pipeline.preparation.finished_units import (
     FINGERPRINT,
     RECORDS,
     FileSum,
@@ -25,11 +25,12 @@ from data_pipeline.finished_units import (
     finish,
     finished,
 )
-from data_pipeline.manifest import TOKENIZER_NAME, IndexHeader, PrepareSettings, shard_name
+from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
+from data_pipeline.preparation.texts import Documents
 from data_pipeline.readers import printable
-from data_pipeline.scan import ScanUnit, scan, spill_name
-from data_pipeline.shard_writer import ShardWriter
-from data_pipeline.texts import Documents
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, shard_name
+from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.tokenizers import TokenCounter, Tokenizer, load_tokenizer
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from data_pipeline.segments import Segment, SegmentStream
+from data_pipeline.streams.segments import Segment, SegmentStream
 
 Stage = Callable[[Iterable[Segment]], Iterable[Segment]]
 

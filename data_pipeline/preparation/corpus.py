@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from data_pipeline.manifest import InputSummary
+from data_pipeline.preparation.scan import DOCUMENT, EMPTY, REJECT, Scan, ScanUnit
 from data_pipeline.readers import InputFile, Reject
-from data_pipeline.scan import DOCUMENT, EMPTY, REJECT, Scan, ScanUnit
-
-Progress = Callable[[str, int, int], None]
-"""progress(what, done bytes, total bytes), called often."""
+from data_pipeline.shards.manifest import InputSummary
 
 CHECK_BYTES = 16
 """Of a text's sha256, kept to find duplicates and files that change between the readings."""

@@ -16,14 +16,14 @@ import numpy as np
 from pydantic import ValidationError
 
 from data_pipeline.atomic_files import explain_disk_errors, sha256_file, write_file
-from data_pipeline.corpus import Progress
 from data_pipeline.errors import DataError
-from data_pipeline.frames import seek_table
-from data_pipeline.manifest import (
+from data_pipeline.progress import Progress
+from data_pipeline.settings import SPLIT_PATTERN
+from data_pipeline.shards.frames import seek_table
+from data_pipeline.shards.manifest import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
     SHARD_SUFFIX,
-    SPLIT_PATTERN,
     DatasetHeader,
     IndexHeader,
     ShardEntry,
@@ -33,9 +33,9 @@ from data_pipeline.manifest import (
     open_tokenizer,
     shard_name,
 )
-from data_pipeline.shard_check import RawStream
-from data_pipeline.shard_index import read_about, read_index, refusal
-from data_pipeline.verify import shard_problems
+from data_pipeline.shards.shard_check import RawStream
+from data_pipeline.shards.shard_index import read_about, read_index, refusal
+from data_pipeline.shards.verify import shard_problems
 from data_pipeline.workers import InProcess, Workers
 
 _SHARD = re.compile(rf"({SPLIT_PATTERN})-(\d{{6}}){re.escape(SHARD_SUFFIX)}")

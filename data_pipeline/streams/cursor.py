@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.order import EpochOrder
+from data_pipeline.streams.order import EpochOrder
 
 if TYPE_CHECKING:
-    from data_pipeline.shard_reader import TokenSource
+    from data_pipeline.shards.shard_reader import TokenSource
 
 CHUNK_TOKENS = 1 << 18
 LONG_DOCUMENT_TOKENS = 256

@@ -1,0 +1,1 @@
+"""From a corpus to shards: scan, assign, write, each in work units."""

@@ -1,0 +1,6 @@
+"""How long work says how far it is."""
+
+from collections.abc import Callable
+
+Progress = Callable[[str, int, int], None]
+"""progress(what, done bytes, total bytes), called often."""

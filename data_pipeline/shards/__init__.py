@@ -1,0 +1,1 @@
+"""What a prepared dataset is on disk: written, read, checked, copied."""

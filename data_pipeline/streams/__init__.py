@@ -1,0 +1,1 @@
+"""Who reads what, and in which order: lanes of endless text."""

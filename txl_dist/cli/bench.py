@@ -40,7 +40,7 @@ def data(
 ) -> None:
     """Preparation, loading, resume, size, damage and planning against their limits.
 
-    Example: txl bench data --megabytes 100
+    Example: txl bench data --megabytes 200
     """
     from txl_dist.bench.data import bench_data
 

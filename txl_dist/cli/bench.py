@@ -35,7 +35,7 @@ def data(
     *,
     megabytes: Annotated[
         float, typer.Option(min=6, help="Text to prepare, from this Python.")
-    ] = 40,
+    ] = 100,
     as_json: AsJson = False,
 ) -> None:
     """Preparation, loading, resume, size, damage and planning against their limits.

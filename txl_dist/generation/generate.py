@@ -25,7 +25,8 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Token ids after `prompt` (not empty), for ever or until `end` is drawn.
 
-    The prompt may be of any length: all of it passes the memory, `tgt_len` tokens at a time.
+    The prompt may be of any length: all of it passes the memory, `tgt_len` tokens at a time. Without
+    memory the last `tgt_len` tokens are all that counts, read again for every token that is drawn.
     """
     if not prompt:
         raise ValueError("the prompt needs at least one token; an empty text has the document's")
@@ -33,11 +34,15 @@ def generate_tokens(
     state, num_read = model.empty_state(1), 0
     has_memory = model.config.mem_len > 0
     pending = list(prompt)
+    if not has_memory:
+        pending = pending[-tgt_len:]
+    # Absolute places count to the segment's end, so it has to have the length of training's.
+    whole = tgt_len if model.config.distance_encoding == "absolute" else 0
     while True:
         while len(pending) > tgt_len:
-            _read(model, pending[:tgt_len], num_read, state, precision)
+            _read(model, pending[:tgt_len], num_read, state, precision, whole)
             pending, num_read = pending[tgt_len:], num_read + tgt_len
-        logits_V = _read(model, pending, num_read, state, precision)
+        logits_V = _read(model, pending, num_read, state, precision, whole)
         num_read += len(pending)
         token = next_token(logits_V, sampling, generator)
         if token == end:
@@ -55,14 +60,21 @@ def _read(
     num_read: int,
     state: InferenceState,
     precision: Precision,
+    whole: int,
 ) -> torch.Tensor:
-    """Read tokens after `num_read` others; the next token's logits [V] on the CPU."""
+    """Read tokens after `num_read` others; the next token's logits [V] on the CPU.
+
+    The segment is padded to `whole` tokens, which those before the padding cannot see.
+    """
     device = next(model.parameters()).device
-    input_BT = torch.tensor([tokens], device=device)
-    age_BT = torch.arange(num_read, num_read + len(tokens), device=device)[None]
+    num_tokens = max(whole, len(tokens))
+    input_BT = torch.zeros((1, num_tokens), dtype=torch.long, device=device)
+    input_BT[0, : len(tokens)] = torch.tensor(tokens)
+    age_BT = torch.arange(num_read, num_read + num_tokens, device=device)[None]
     with torch.no_grad(), autocast(precision, device):
         hidden_BTD, _ = model.hidden(input_BT, age_BT, state)
-        return model.logits(hidden_BTD[:, -1:])[0, 0].cpu()
+        last_BTD = hidden_BTD[:, len(tokens) - 1 : len(tokens)]
+        return model.logits(last_BTD)[0, 0].cpu()
 
 
 def stream_text(

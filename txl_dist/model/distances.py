@@ -33,10 +33,11 @@ def encode_distances(
     Computed in float64 and rounded once: in float32 the angle of a distance of thousands is coarse.
     Kept for the next call, because every segment of a run asks for the same.
     """
-    distance_S = distances(num_keys, clamp_len=clamp_len, device=device)
-    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
-    angle = distance_S[:, None] * 10000.0 ** -exponent[None, :]
-    return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
+    with torch.inference_mode(False):  # or a kept tensor of inference could not be trained with
+        distance_S = distances(num_keys, clamp_len=clamp_len, device=device)
+        exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
+        angle = distance_S[:, None] * 10000.0 ** -exponent[None, :]
+        return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
 
 
 def align_distances(by_distance: Tensor) -> Tensor:

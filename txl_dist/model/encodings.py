@@ -192,7 +192,8 @@ ENCODINGS: dict[str, Any] = {
 
 
 def turn(x_HBNK: Tensor, turn_SK: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn vectors [H, B, N, K] that stand at the last N of the S positions."""
+    """Turn vectors [H, B, N, K] that stand at the last N of the S positions; their dtype stays."""
     cos_NK, sin_NK = (table[-x_HBNK.shape[-2] :] for table in turn_SK)
     first, second = x_HBNK.chunk(2, dim=-1)
-    return x_HBNK * cos_NK + torch.cat([-second, first], dim=-1) * sin_NK
+    turned = x_HBNK * cos_NK + torch.cat([-second, first], dim=-1) * sin_NK
+    return turned.to(x_HBNK.dtype)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from txl_dist.model.distances import align_distances, align_padded_distances
@@ -40,7 +41,9 @@ def fused_attention(
 ) -> Tensor:
     """For CPUs, and wherever weights are dropped."""
     score_HS, mask = terms.score_HS, mask_BTS
-    if terms.distance_HSK is None and score_HS is not None:  # constants of a fixed encoding
+    if terms.distance_HSK is None and score_HS is not None:
+        if score_HS.requires_grad:
+            raise NotImplementedError("learned scores without learned distances have no gradient")
         mask, score_HS = mask_BTS + _align_fixed(score_HS, mask_BTS), None
     with torch.autocast(q_HBTK.device.type, enabled=False):
         return _FusedAttention.apply(
@@ -88,6 +91,7 @@ class _FusedAttention(Function):
         return mixed_NTK.unflatten(0, (num_heads, num_lanes)).permute(1, 2, 0, 3).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_u, q_v, k_NSK, v_NSK, r_HRK, weight_HBTS, keep_BHTS, mixed_NTK = ctx.saved_tensors
         heads_first, d_head = q_u.shape[:2], q_u.shape[-1]

@@ -81,7 +81,11 @@ def _distances(config: ModelConfig, num_keys: int) -> int:
 
 
 def _ends(config: ModelConfig, tokens: int) -> int:
-    """The softmax's head, and the projections where tables have another width than the model."""
+    """The softmax's head, and the projections where tables have another width than the model.
+
+    With `div_val` above 1 every token counts at its first table's width, which is within half a
+    percent of the whole.
+    """
     width = config.table_widths[0]
     head = 2 * tokens * width * (config.cluster_bounds[0][1] + len(config.cutoffs))
     projections = 2 * 2 * tokens * config.d_model * width if config.has_projection else 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from txl_dist.model.encodings import DistanceTerms
@@ -33,7 +34,14 @@ class LayerState:
         self._terms: dict[int, DistanceTerms] = {}
 
     def append(self, k_HBTK: Tensor, v_HBTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, B, M + T, K] of the past and these; they are the past from now on."""
+        """Keys and values [H, B, M + T, K] of the past and these; they are the past from now on.
+
+        Raises RuntimeError where gradients are recorded, ValueError for another number of lanes.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError("an InferenceState keeps no gradients; read under torch.no_grad()")
+        if k_HBTK.shape[1] != self._shape[1]:
+            raise ValueError(f"{k_HBTK.shape[1]} lanes for a state of {self._shape[1]}")
         mem_len, tgt_len = self._shape[2], k_HBTK.shape[2]
         keys, values = self._room_for(tgt_len, like=k_HBTK)
         past, new = self._start, self._start + mem_len

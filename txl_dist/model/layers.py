@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from txl_dist.model.attention import Attention, Surroundings
 from txl_dist.model.config import ModelConfig
@@ -35,7 +36,10 @@ class FeedForward(nn.Module):
 
 
 class _InPlaceRelu(Function):
-    """ReLU of a projection that nobody else has, forwards and backwards in its own memory."""
+    """ReLU of a projection that nobody else has, forwards and backwards in its own memory.
+
+    So a hook on the projection sees its output after the ReLU, and may not ask for its gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -44,6 +48,7 @@ class _InPlaceRelu(Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         (gradient,) = gradients  # made by the next product for this node alone

@@ -1,7 +1,7 @@
 """Memory: the stop-gradient inputs of every layer at the previous `mem_len` tokens.
 
-Its shape never changes, so a compiled model sees one shape; at a stream's start it holds zeros that
-nothing reads, because `age` (visibility.py) says how far back a token may look.
+Its shape never changes; at a stream's start it holds zeros that nothing reads, because `age`
+(visibility.py) says how far back a token may look.
 
 Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2.
 """

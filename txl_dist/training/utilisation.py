@@ -11,7 +11,8 @@ import torch
 
 from txl_dist.world import World
 
-SIZES = (1024, 2048)
+SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+"""Of the square matrices; a large GPU is not busy with small ones."""
 SECONDS_A_SIZE = 0.15
 
 
@@ -22,7 +23,7 @@ def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
     In the `dtype` of the run's products. Measured once a process; all ranks call it together.
     """
     world.together(lambda: None)
-    best = max(_product_flops(size, dtype, world.device) for size in SIZES)
+    best = max(_product_flops(size, dtype, world.device) for size in SIZES[world.device.type])
     return float(world.sum(torch.tensor([best], dtype=torch.float64)))
 
 

@@ -142,3 +142,21 @@ def test_streamed_words_are_set_apart_also_from_the_prompt() -> None:
         " end",
     ]
     assert "".join(stream_text(iter(others), tokenizer, after=first)) == " cat\nthe end"
+
+
+@pytest.mark.parametrize("num_prompt", [1, 4, 5, 7, 9])
+@pytest.mark.parametrize("encoding", ["absolute", "sinusoidal"])
+def test_without_memory_the_last_tgt_len_tokens_are_seen_as_in_evaluation(
+    num_prompt: int, encoding: str, seen: list[Tensor]
+) -> None:
+    """A segment of evaluation always has `tgt_len` tokens; what follows the text is padding."""
+    model = small_model(mem_len=0, distance_encoding=encoding)
+    prompt = prompt_of(num_prompt)
+    tokens = generated(model, prompt, 3)
+    for drawn, logits_V in enumerate(seen):
+        window = (prompt + tokens[:drawn])[-TGT_LEN:]
+        padded = torch.tensor([window + [0] * (TGT_LEN - len(window))])
+        with torch.no_grad():
+            age_BT = torch.arange(TGT_LEN)[None]
+            hidden_BTD, _ = model.hidden(padded, age_BT, model.empty_memory(1))
+            assert_close(logits_V, model.logits(hidden_BTD)[0, len(window) - 1])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.small_models import random_text, small_model
 from txl_dist.model.attention import reference_attention, reference_scores
 from txl_dist.model.distances import align_distances, align_padded_distances, encode_distances
 from txl_dist.model.encodings import DistanceTerms
@@ -54,7 +55,10 @@ class Inputs:
         visible_BTS = visible_keys(ages_BT, mem_len=M, same_length=False)
         return cls(
             *(draw(H, B, N, K) for N in (T, S, S)),
-            DistanceTerms(**{name: draw(shapes[name]) for name in TERMS[terms]}),
+            DistanceTerms(
+                # ALiBi's scores are constants.
+                **{n: draw(shapes[n]).requires_grad_(terms != "alibi") for n in TERMS[terms]}
+            ),
             mask_scores(visible_BTS, torch.float64),
             torch.randint(0, 3, (B, H, T, S)).double() if dropout else None,
         )
@@ -65,9 +69,8 @@ class Inputs:
     def gradients(self, attention: AttentionFunction, weight: Tensor) -> dict[str, Tensor]:
         own = {name: getattr(self, name) for name in ("q_HBTK", "k_HBSK", "v_HBSK")}
         terms = {field.name: getattr(self.terms, field.name) for field in fields(self.terms)}
-        wanted = own | {name: x for name, x in terms.items() if x is not None}
-        if attention is not reference_attention and self.terms.distance_HSK is None:
-            wanted.pop("score_HS", None)  # a fixed encoding's constant
+        given = {name: x for name, x in terms.items() if x is not None}
+        wanted = own | {name: x for name, x in given.items() if x.requires_grad}
         sum_ = (self.run(attention) * weight).sum()
         return dict(zip(wanted, torch.autograd.grad(sum_, list(wanted.values())), strict=True))
 
@@ -141,3 +144,28 @@ def test_clamped_distances_share_the_encoding_of_clamp_len(clamp_len: int) -> No
     clamped_SD = encode_distances(9, 6, clamp_len=clamp_len, **options)
     for row, distance in enumerate(range(8, -1, -1)):
         assert torch.equal(clamped_SD[row], free_SD[8 - min(distance, clamp_len)])
+
+
+@pytest.mark.parametrize("form", ["reference", *FORMS])
+@pytest.mark.parametrize("name", ["sinusoidal", "shaw", "rotary", "alibi", "absolute"])
+def test_every_encoding_runs_in_every_form_in_bf16(name: str, form: str) -> None:
+    options = {"clamp_len": 4} if name == "shaw" else {}
+    options |= {"mem_len": 0} if name == "absolute" else {}
+    model = small_model(distance_encoding=name, attention=form, **options).float()
+    text_BT, age_BT = random_text(2, 3), torch.arange(3).expand(2, 3)
+    exact_BT, _ = model(text_BT, text_BT, age_BT, model.empty_memory(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        nats_BT, _ = model(text_BT, text_BT, age_BT, model.empty_memory(2))
+    nats_BT.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    assert_close(nats_BT, exact_BT, rtol=0.1, atol=0.1)  # bf16 has three digits
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        again_BT, _ = model(text_BT, text_BT, age_BT, model.empty_state(2))
+    assert_close(again_BT, exact_BT.detach(), rtol=0.1, atol=0.1)
+
+
+def test_learned_scores_without_distances_are_refused_where_they_would_not_learn() -> None:
+    inputs = Inputs.of([2, 3, 4, 5, 6], "alibi")
+    inputs.terms.score_HS.requires_grad_()
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        inputs.run(FORMS["fused"])

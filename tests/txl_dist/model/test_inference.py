@@ -74,11 +74,21 @@ def test_distances_are_projected_once_for_every_number_of_keys() -> None:
     assert len(calls) == 2
 
 
+def test_it_refuses_what_would_be_silently_wrong() -> None:
+    model, text_BT = small_model(), random_text(2, 3)
+    given = (text_BT, text_BT, torch.zeros_like(text_BT))
+    with pytest.raises(RuntimeError, match="no_grad"):
+        model(*given, model.empty_state(2))
+    with torch.no_grad(), pytest.raises(ValueError, match="2 lanes for a state of 3"):
+        model(*given, model.empty_state(3))
+
+
 def test_a_state_keeps_no_graph_alive() -> None:
     model, text_BT = small_model(), random_text(2, 3)
     state = model.empty_state(2)
     with torch.no_grad():
         model(text_BT, text_BT, torch.zeros_like(text_BT), state)
-    keys, values = state.layers[0].append(*[torch.zeros(3, 2, 1, 4, dtype=torch.float64)] * 2)
+    with torch.no_grad():
+        keys, values = state.layers[0].append(*[torch.zeros(3, 2, 1, 4, dtype=torch.float64)] * 2)
     assert not keys.requires_grad
     assert not values.requires_grad

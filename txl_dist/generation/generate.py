@@ -25,8 +25,8 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Token ids after `prompt` (not empty), for ever or until `end` is drawn.
 
-    The prompt may be of any length: all of it passes the memory, `tgt_len` tokens at a time. Without
-    memory the last `tgt_len` tokens are all that counts, read again for every token that is drawn.
+    The prompt may be of any length: all of it passes the memory, `tgt_len` tokens at a time.
+    Without memory the last `tgt_len` tokens are all that counts, and are read again every time.
     """
     if not prompt:
         raise ValueError("the prompt needs at least one token; an empty text has the document's")

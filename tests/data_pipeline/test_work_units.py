@@ -96,6 +96,15 @@ def test_no_byte_depends_on_how_the_input_is_cut_or_in_which_order_units_are_don
         assert verify_dataset(cut).problems == []
 
 
+def test_lines_are_counted_from_the_file_when_a_range_is_blank(tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text(" \n \n \nwords\n = Title = \n x \n")
+    options = PrepareSettings(format="wikitext")
+    prepare(source, tmp_path / "out", 2, settings=options)
+    shown = excerpts(tmp_path / "out", documents=9)
+    assert [excerpt.document_id for excerpt in shown] == ["in.txt:4", "in.txt:5"]
+
+
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
     """A folder of JSON lines with repeats, and text files, one of them larger than a shard."""

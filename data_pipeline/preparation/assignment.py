@@ -73,7 +73,8 @@ def _cut(order: np.ndarray, text_bytes: np.ndarray, shard_bytes: int) -> list[np
     shards, first = [], 0
     while first < len(order):
         before = int(ends[first]) - int(text_bytes[first])
-        stop = int(np.searchsorted(ends, before + shard_bytes, side="right"))
+        limit = np.uint64(before + shard_bytes)  # a Python int would have all `ends` made floats
+        stop = int(np.searchsorted(ends, limit, side="right"))
         stop = max(stop, first + 1)
         shards.append(order[first:stop])
         first = stop

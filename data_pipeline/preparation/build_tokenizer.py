@@ -78,7 +78,7 @@ def token_pieces(
     """A document's tokens in pieces, the end-of-document token first if that opens documents.
 
     `texts` are its text in pieces cut anywhere; the tokens are those of the whole. Raises DataError
-    for a document without any token.
+    for a document without any token, or with the end-of-document token inside.
     """
     empty = not tokenizer.opens_documents
     if tokenizer.opens_documents:
@@ -86,6 +86,12 @@ def token_pieces(
     for text in text_pieces(texts, max_chars=PIECE_CHARS, cuts=tokenizer.cuts):
         tokens = tokenizer.encode(text)
         empty = empty and not tokens.size
+        if tokenizer.opens_documents and (tokens == tokenizer.end_of_document).any():
+            raise DataError(
+                f"{printable(document_id)} holds text of which this tokenizer makes its "
+                f"end-of-document token, id {tokenizer.end_of_document}. Use another tokenizer, or "
+                "take the document out of the corpus, and run this again."
+            )
         yield tokens
     if empty:
         raise DataError(

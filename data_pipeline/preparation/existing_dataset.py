@@ -1,6 +1,7 @@
 """What is in the output directory already: nothing, the dataset asked for, or something else."""
 
 import json
+import re
 from pathlib import Path
 
 from data_pipeline.atomic_files import STAGING
@@ -21,11 +22,14 @@ def find_existing(
 ) -> ShardManifest | None:
     """The manifest of a complete dataset with these settings; None for a free directory.
 
-    `tokenizer_digest` None: the corpus decides it. Raises DataError for what else is there.
+    `tokenizer_digest` None: the corpus decides it. Raises DataError for what else is there. What a
+    killed run left of its reject list is removed, so the caller must hold `out`.
     """
     names = sorted(entry.name for entry in out.iterdir() if entry.name != STAGING)
     if MANIFEST_NAME not in names:
-        foreign = [name for name in names if not _is_reject_list(out / name)]
+        unfinished = [out / name for name in names if _is_unfinished_list(out / name)]
+        ours = {path.name for path in unfinished}
+        foreign = [name for name in names if name not in ours and not _is_reject_list(out / name)]
         if foreign:
             shown = ", ".join(printable(name) for name in foreign[:5])
             more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
@@ -33,6 +37,8 @@ def find_existing(
                 f"{out} holds files that are not of a dataset: {shown}{more}. Nothing was "
                 "touched; choose an empty or new directory for --out."
             )
+        for path in unfinished:
+            path.unlink()
         return None
     manifest = load_manifest(out)
     before, now = manifest.settings.model_dump(), settings.model_dump()
@@ -68,6 +74,12 @@ def _other_dataset(out: Path, changes: list[str]) -> DataError:
         f"{out} holds another dataset: {'; '.join(changes)}. Nothing was touched; choose another "
         f"--out, or remove {out} and run this again. To look inside: txl data inspect {out}"
     )
+
+
+def _is_unfinished_list(path: Path) -> bool:
+    """Whether `write_file` was killed while it wrote the reject list here aside."""
+    aside = rf"\.{re.escape(REJECTS_NAME)}\.[0-9]+\.tmp"
+    return re.fullmatch(aside, path.name) is not None and path.is_file()
 
 
 def _is_reject_list(path: Path) -> bool:

@@ -154,7 +154,7 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> Scan:
             text_sizes.append(text_bytes)
             sha256 += found.sha256
         # Where reading broke off no lines are counted; the next part's must differ all the same.
-        lines.append(max(reading.lines, last_line))
+        lines.append(reading.lines or last_line)
     return Scan(
         part=np.array(part_of, dtype=np.uint32),
         kind=np.array(kind, dtype=np.uint8),

@@ -1,12 +1,13 @@
 """The staging folder of one `txl prepare`: whose work is in it, and whether it can be gone on with.
 
 Its fingerprint holds everything that the work in it depends on: settings, format version, a
-tokenizer brought along, and name, size and version mark (local: modification time) of every input
-file. With another fingerprint the folder is discarded.
+tokenizer brought along, and path, name, size and version mark (local: modification time) of every
+input file. With another fingerprint the folder is discarded.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from data_pipeline.atomic_files import StagedDirectory, write_file
 from data_pipeline.preparation.finished_units import FINGERPRINT, RECORDS, discard_attempts
 from data_pipeline.preparation.scan import UNIT_BYTES
-from data_pipeline.readers import InputFile
+from data_pipeline.readers import InputFile, local_path
 from data_pipeline.settings import PrepareSettings
 from data_pipeline.shards.manifest import VERSION
 
@@ -25,7 +26,9 @@ def fingerprint_of(
     """JSON of what the work depends on. `tokenizer_digest` None: it is still to be trained."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(json.dumps([file.name, file.kind, file.size, file.mark]).encode())
+        local = local_path(file.path)
+        path = file.path if local is None else os.path.abspath(local)  # noqa: PTH100
+        digest.update(json.dumps([path, file.name, file.kind, file.size, file.mark]).encode())
     content = {
         "version": VERSION,
         "unit_bytes": UNIT_BYTES,

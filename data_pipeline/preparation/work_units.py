@@ -111,7 +111,11 @@ def run_task(task: Task) -> Done:
     """Do a unit, or find it finished. Raises DataError for input that changed, and disk errors."""
     unit, staging = task.unit, task.staging
     _require_same_folder(task)
-    result = finished(staging, unit.name, unit.key)
+    # Without a mark nothing tells whether the file is still what a scan took its texts from.
+    again = isinstance(unit, ScanUnit) and any(
+        not part.file.rereadable and not part.file.mark for part in unit.parts
+    )
+    result = None if again else finished(staging, unit.name, unit.key)
     if result is not None:
         return Done(result, reused=True)
     with (

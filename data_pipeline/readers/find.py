@@ -68,8 +68,8 @@ def find_files(inputs: list[str], *, format: Format, exclude: Path) -> InputFile
 
     Folders are walked to the end, through links but never twice into the same folder, and not into
     `exclude` (the output); patterns (`**` for folders of any depth) select among the same files.
-    Raises DataError for a missing input, a folder without any text, and two files of the same
-    name; ConfigError for a URL of a scheme that is not read.
+    Raises DataError for a missing input, a folder without any text, two files of the same name, and
+    a file named as a document in another; ConfigError for a URL of a scheme that is not read.
     """
     try:
         return _find_files(inputs, format, exclude)
@@ -285,3 +285,10 @@ def _require_distinct(files: list[InputFile]) -> None:
                 f"{printable(file.name)!r}. Give a folder that contains both, or rename one."
             )
         by_name[file.name] = file
+    for name, file in by_name.items():
+        other = by_name.get(re.sub(r":[1-9][0-9]*\Z", "", name), file)
+        if other is not file and other.kind != "text":  # whose ids have no lines
+            raise DataError(
+                f"{shown(file.path)} has the name of a document in {shown(other.path)}, "
+                f"{printable(name)!r}. Rename one."
+            )

@@ -69,8 +69,13 @@ def pieces(source: Source) -> Iterator[Piece]:
 
 
 def line_pieces(source: Source, *, past_stop: bool = False) -> Iterator[Piece]:
-    """The lines that begin in the range, or from `source.start` to the file's end."""
+    """The lines that begin in the range, and with `past_stop` all behind them.
+
+    Nothing if no line begins in the range.
+    """
     offset, begins, line = _first_line(source), True, 0
+    if offset >= source.stop:
+        return
     while past_stop or not begins or offset < source.stop:
         raw = _read_line(source, offset, line + begins)
         if not raw:
@@ -86,12 +91,16 @@ def line_pieces(source: Source, *, past_stop: bool = False) -> Iterator[Piece]:
 
 
 def _first_line(source: Source) -> int:
-    """Move to the first line that begins at `source.start` or later; its offset."""
+    """Move to the first line that begins at `source.start` or later; its offset.
+
+    Or any offset from `source.stop` on if none begins in the range: a line that is longer than many
+    ranges is not read to its end in each of them.
+    """
     if not source.start:
         return 0
     offset = source.start - 1
     source.stream.seek(offset)
-    while raw := source.stream.readline(PIECE_BYTES):
+    while offset < source.stop and (raw := source.stream.readline(PIECE_BYTES)):
         offset += len(raw)
         if raw.endswith(b"\n"):
             break

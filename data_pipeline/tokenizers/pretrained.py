@@ -173,7 +173,8 @@ def adopt(content: dict[str, Any], where: str) -> PretrainedTokenizer:
     """The tokenizer of the library's JSON.
 
     The end of a document is a new id behind its vocabulary; or, if the file has exactly one special
-    token and no text gives that, this token's own id. Raises DataError.
+    token, this is not what the model gives for text it does not know, and no text gives it, this
+    token's own id. Raises DataError.
     """
     try:
         return _adopted(content)
@@ -200,6 +201,8 @@ def _adopted(content: dict[str, Any]) -> PretrainedTokenizer:
         raise ValueError(f"its special tokens stand before others, such as {moved[0][:40]!r}")
     new = max(after.values(), default=-1) + 1
     given = before[special[0]] if len(special) == 1 else new
+    if given == _unknown(content["model"], before):
+        given = new
     description = PretrainedDescription(type="file", end_of_document=new, tokenizer=plain)
     if given < new:  # in the vocabulary itself: see whether a text can give it
         tokenizer = PretrainedTokenizer(description)
@@ -209,6 +212,12 @@ def _adopted(content: dict[str, Any]) -> PretrainedTokenizer:
     tokenizer = PretrainedTokenizer(description)
     require_same_ids(tokenizer, [])
     return tokenizer
+
+
+def _unknown(model: dict[str, Any], ids: dict[str, int]) -> int | None:
+    """The id for text that the model does not know: Unigram has its number, others its token."""
+    by_number: int | None = model.get("unk_id")
+    return ids.get(model.get("unk_token") or "") if by_number is None else by_number
 
 
 def require_same_ids(tokenizer: PretrainedTokenizer, texts: list[str]) -> None:

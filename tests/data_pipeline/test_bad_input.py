@@ -140,6 +140,24 @@ def test_a_repaired_corpus_leaves_no_list_of_rejects(txl: Txl, tmp_path: Path) -
     assert not (out / "rejects.jsonl").exists()
 
 
+def test_a_list_of_rejects_that_was_being_written_is_removed_and_nothing_else(
+    txl: Txl, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "out"
+    source.write_text("text")
+    out.mkdir()
+    left, foreign = out / ".rejects.jsonl.4711.tmp", out / ".rejects.jsonl.mine.tmp"
+    left.write_text('{"file"')
+    foreign.write_text("")
+    ended = txl("prepare", source, "--out", out)
+    assert ended.code == 3
+    assert "not of a dataset: .rejects.jsonl.mine.tmp." in ended.err
+    assert left.exists(), "nothing was touched"
+    foreign.unlink()
+    assert txl("prepare", source, "--out", out).code == 0
+    assert not left.exists()
+
+
 def test_empty_documents_are_skipped_and_counted(txl: Txl, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("")
@@ -185,6 +203,19 @@ def test_a_file_name_that_is_no_unicode_becomes_an_escaped_id(txl: Txl, tmp_path
     Path(os.fsdecode(os.fsencode(tmp_path / "in") + b"/caf\xe9.txt")).write_text("a")
     assert txl("prepare", tmp_path / "in", "--out", tmp_path / "out").code == 0
     assert list(texts_of(tmp_path / "out")) == ["caf\\xe9.txt"]
+
+
+def test_a_dataset_whose_path_is_no_unicode_is_made_and_looked_at(txl: Txl, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a")
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    for ended in (
+        txl("prepare", tmp_path / "in.txt", "--out", out),
+        txl("data", "verify", out),
+        txl("data", "inspect", out),
+        txl("data", "rebuild", out),
+    ):
+        assert ended.code == 0
+        assert r"caf\udce9: " in ended.out
 
 
 def test_two_inputs_with_the_same_document_id_are_refused(txl: Txl, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.preparation.build_tokenizer import token_pieces
 from data_pipeline.settings import PrepareSettings
 from data_pipeline.tokenizers import load_tokenizer, ready_tokenizer, train_tokenizer
 from data_pipeline.tokenizers.byte_pairs import ranked_bytes
@@ -228,6 +229,40 @@ def test_another_kind_of_tokenizer_goes_through_the_library(tmp_path: Path) -> N
     assert tokenizer.token_bytes()[:3].tolist() == [6, 4, 4]
     with pytest.raises(UnicodeEncodeError, match="surrogates"):
         tokenizer.encode("the \ud800")
+
+
+def with_unknown_as_only_special(kind: str) -> tokenizers.Tokenizer:
+    library = tokenizers.Tokenizer(
+        models.BPE(unk_token="[UNK]") if kind == "bpe" else models.Unigram()
+    )
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = (
+        trainers.BpeTrainer(special_tokens=["[UNK]"], show_progress=False)
+        if kind == "bpe"
+        else trainers.UnigramTrainer(
+            special_tokens=["[UNK]"], unk_token="[UNK]", show_progress=False
+        )
+    )
+    library.train_from_iterator(["the cat sat", "[ U N K ] x"] * 9, trainer)
+    return library
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_the_token_for_what_is_unknown_never_ends_a_document(tmp_path: Path, kind: str) -> None:
+    tokenizer = ready_tokenizer(FILE, saved(tmp_path, with_unknown_as_only_special(kind)))
+    ids = tokenizer.encode("the cat 漢 sat")
+    assert 0 in ids, "the unknown token"
+    assert tokenizer.end_of_document == tokenizer.vocab_size - 1
+    assert tokenizer.end_of_document not in ids
+
+
+def test_a_document_that_holds_the_end_of_document_token_is_refused_by_name() -> None:
+    content = json.loads(with_unknown_as_only_special("bpe").to_str())
+    description = {"type": "file", "end_of_document": 0, "tokenizer": content}
+    tokenizer = PretrainedTokenizer.from_description(description)
+    assert len(list(token_pieces(tokenizer, ["the cat sat"], document_id="a.txt"))) == 2
+    with pytest.raises(DataError, match=r"b\.txt holds text .* end-of-document token, id 0"):
+        list(token_pieces(tokenizer, ["the cat 漢 sat"], document_id="b.txt"))
 
 
 @pytest.mark.parametrize("damage", ["dropout", "no unknown word", "a panic"])

@@ -1,8 +1,10 @@
 """Work units: who does them, how often and in which order changes no byte of the dataset."""
 
+import gzip
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.finished_units import RECORDS, FileSum, finish, finished
+from data_pipeline.preparation.finished_units import (
+    FINGERPRINT,
+    RECORDS,
+    FileSum,
+    finish,
+    finished,
+)
 from data_pipeline.preparation.prepare import Prepared, prepare_dataset
+from data_pipeline.preparation.scan import Part, ScanUnit
+from data_pipeline.preparation.work_units import Task, run_task
 from data_pipeline.readers import InputFile, find_files
 from data_pipeline.settings import PrepareSettings
 from data_pipeline.shards.inspection import excerpts
@@ -94,6 +104,15 @@ def test_no_byte_depends_on_how_the_input_is_cut_or_in_which_order_units_are_don
         prepare(source, cut, unit_bytes, settings=options, workers=Backwards())
         assert files_of(cut) == files_of(whole)
         assert verify_dataset(cut).problems == []
+
+
+def test_lines_are_counted_from_the_file_when_a_range_is_blank(tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text(" \n \n \nwords\n = Title = \n x \n")
+    options = PrepareSettings(format="wikitext")
+    prepare(source, tmp_path / "out", 2, settings=options)
+    shown = excerpts(tmp_path / "out", documents=9)
+    assert [excerpt.document_id for excerpt in shown] == ["in.txt:4", "in.txt:5"]
 
 
 @pytest.fixture
@@ -212,6 +231,42 @@ def test_finished_work_of_other_settings_or_input_is_discarded_with_the_reason(
     assert done.reused_units == 0
     assert "shuffle was 3 and is 4" in notes[0]
     assert "input files changed" in notes[1]
+
+
+def compressed(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    os.utime(path, (1, 1))
+    return path
+
+
+def text_of(out: Path) -> str:
+    return excerpts(out, documents=1)[0].text
+
+
+def test_finished_work_of_files_of_the_same_name_size_and_time_elsewhere_is_not_reused(
+    tmp_path: Path,
+) -> None:
+    one = compressed(tmp_path / "one" / "a.txt.gz", "abcd")
+    two = compressed(tmp_path / "two" / "a.txt.gz", "dcba")
+    assert one.stat().st_size == two.stat().st_size
+    out, settings = tmp_path / "out", PrepareSettings()
+    with pytest.raises(KeyboardInterrupt):
+        prepare(one, out, 500, settings=settings, workers=StopsAfter(1))
+    assert prepare(two, out, 500, settings=settings).reused_units == 0
+    assert text_of(out) == "dcba"
+
+
+@pytest.mark.parametrize("mark", ["", "a time or tag"])
+def test_a_scan_of_texts_that_are_spilled_is_reused_only_with_a_version_mark(
+    tmp_path: Path, mark: str
+) -> None:
+    source = compressed(tmp_path / "in" / "a.txt.gz", "abcd")
+    file = InputFile(str(source), "a.txt.gz", "text", "gz", source.stat().st_size, mark)
+    (tmp_path / RECORDS).mkdir()
+    (tmp_path / RECORDS / FINGERPRINT).write_text("same")
+    task = Task(ScanUnit(0, (Part(0, file, 0, file.size),), "text"), tmp_path, "same")
+    assert [run_task(task).reused for _ in range(2)] == [False, bool(mark)]
 
 
 @pytest.mark.parametrize("name", ["units/input-000001.scan.safetensors", "train-000000.tar.zst"])

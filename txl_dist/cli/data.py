@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.errors import DataError
+from data_pipeline.readers import printable
 from txl_dist.cli.byte_progress import progress_in_bytes
 from txl_dist.cli.workers import NumWorkers, On, open_workers
 
@@ -51,7 +52,7 @@ def verify(
         print(json.dumps({**result, **totals(directory, found.manifest)}))
     elif not found.problems:
         what = "names, sizes and indexes" if fast else f"all of {found.num_bytes:,} bytes"
-        print(f"{directory}: {what} are as written")
+        print(f"{printable(str(directory))}: {what} are as written")
         print_totals(found.manifest)
     if found.problems:
         listed = "".join(f"\n  {problem}" for problem in found.problems)
@@ -81,7 +82,7 @@ def rebuild(
     if as_json:
         print(json.dumps({"status": status, **totals(directory, done.manifest)}))
         return
-    print(f"{directory}: the manifest is {status}, digest {done.manifest.digest}")
+    print(f"{printable(str(directory))}: the manifest is {status}, digest {done.manifest.digest}")
     print_totals(done.manifest)
 
 
@@ -114,7 +115,7 @@ def inspect(
             content["splits"][summary.name]["text_bytes_per_compressed_byte"] = ratio
         print(json.dumps({**content, "documents": [asdict(excerpt) for excerpt in shown]}))
         return
-    print(f"{directory}: digest {manifest.digest}")
+    print(f"{printable(str(directory))}: digest {manifest.digest}")
     print(
         f"tokenizer {manifest.settings.tokenizer}: {manifest.vocab_size} ids as {manifest.dtype}, "
         f"end of document {manifest.end_of_document}, digest {manifest.tokenizer_digest}"
@@ -144,7 +145,7 @@ def push(
     if as_json:
         print(json.dumps({"status": "complete", **totals(dataset_path(url), manifest)}))
         return
-    print(f"{dataset_path(url)}: complete")
+    print(f"{printable(str(dataset_path(url)))}: complete")
     print_totals(manifest)
 
 

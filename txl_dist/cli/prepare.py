@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.readers import FORMATS, local_path
+from data_pipeline.readers import FORMATS, local_path, printable
 from txl_dist.cli.byte_progress import progress_in_bytes
 from txl_dist.cli.data import AsJson, print_totals, totals
 from txl_dist.cli.workers import NumWorkers, On, open_workers, sigterm_interrupts
@@ -132,17 +132,18 @@ def prepare(
         return
     reused = f", {done.reused_units} of {done.units} parts reused" if done.reused_units else ""
     print(
-        f"{out}: {status} in {done.seconds:,.1f} s{reused}; "
+        f"{printable(str(out))}: {status} in {done.seconds:,.1f} s{reused}; "
         f"at most {done.peak_memory_bytes / _MIB:,.0f} MiB a process"
     )
     print_totals(done.manifest)
     print("  read as " + ", ".join(f"{kind}: {n:,} files" for kind, n in done.kinds.items()))
     if done.ignored:
-        counts = ", ".join(f"{count} {suffix}" for suffix, count in sorted(done.ignored.items()))
+        counts = ", ".join(f"{n} {printable(suffix)}" for suffix, n in sorted(done.ignored.items()))
         print(f"ignored, not text by their suffix: {counts}", file=sys.stderr)
     if done.manifest.input.rejected:
         print(
-            f"{done.manifest.input.rejected} records could not be used: {out / 'rejects.jsonl'}",
+            f"{done.manifest.input.rejected} records could not be used: "
+            f"{printable(str(out / 'rejects.jsonl'))}",
             file=sys.stderr,
         )
 

@@ -1,6 +1,7 @@
 """What each format takes for a document, cut into any ranges, and read again."""
 
 import hashlib
+import io
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pyarrow import parquet
 
 from data_pipeline.readers import Record, Reject, read_again, read_pieces, scan_ranges
 from data_pipeline.readers.records import HELD_BYTES
-from data_pipeline.readers.spans import PIECE_BYTES
+from data_pipeline.readers.spans import PIECE_BYTES, Source, line_pieces
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
 BOM = b"\xef\xbb\xbf"
@@ -98,6 +99,31 @@ def test_any_ranges_give_the_records_of_one(
             assert hashlib.sha256(record.text.encode()).digest() == record.sha256
             assert read_again(file, "text", place) == record.text
             assert "".join(read_pieces(file, place, piece_bytes=3)) == record.text
+
+
+class CountsBytes(io.BytesIO):
+    read_bytes = 0
+
+    def readline(self, size: int | None = -1) -> bytes:
+        raw = super().readline(size)
+        self.read_bytes += len(raw)
+        return raw
+
+
+@pytest.mark.parametrize("past_stop", [False, True])
+def test_a_line_of_many_ranges_is_read_twice_at_most(
+    monkeypatch: pytest.MonkeyPatch, past_stop: bool
+) -> None:
+    monkeypatch.setattr("data_pipeline.readers.spans.PIECE_BYTES", 8)
+    content = b"x" * 2000
+    stream = CountsBytes(content + b"\nend")
+    found = []
+    for start in range(0, len(content), 20):
+        stream.seek(0)
+        source = Source("in", stream, start, start + 20, "text", rereadable=True)
+        found += [piece.offset for piece in line_pieces(source, past_stop=past_stop)]
+    assert stream.read_bytes < 2.5 * len(content)
+    assert found == sorted({*found}), "every piece once"
 
 
 @settings(max_examples=60, deadline=None)

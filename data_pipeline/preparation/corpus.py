@@ -7,6 +7,7 @@ What is in a unit is `scan.py`'s business, which documents go where `assignment.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -128,7 +129,7 @@ class Corpus:
             if kind == REJECT:
                 found = next(rejects)
                 shift = int(lines_before[scan.part[row]]) if found.line else 0
-                reject = Reject(found.file, found.line + shift, found.byte, found.reason)
+                reject = replace(found, line=found.line + shift)
                 self.rejects.append(reject)
                 self._digest.update(b"rejected\0" + reject.to_json().encode() + b"\n")
             else:

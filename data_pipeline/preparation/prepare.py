@@ -48,7 +48,7 @@ from data_pipeline.preparation.work_units import (
     run_task,
 )
 from data_pipeline.progress import Progress
-from data_pipeline.readers import InputFile, find_files
+from data_pipeline.readers import InputFile, Reject, find_files
 from data_pipeline.settings import PrepareSettings
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
@@ -101,10 +101,11 @@ def prepare_dataset(
     """Write the dataset of `inputs` to `out`, or find it there already complete.
 
     `max_reject_rate` is the fraction of records that may be unusable; they are listed in
-    `rejects.jsonl` either way. `tokenizer_file` belongs to `settings.tokenizer` file. `workers`
-    None: in this process. `note` receives lines for people. Raises DataError for input without
-    usable text, too many rejects, an `out` that holds something else; UnfinishedError, with
-    finished units kept, for a disk that is full and dead workers.
+    `rejects.jsonl` either way. Files that break off are accepted only with 1, for nobody knows how
+    many records they lose. `tokenizer_file` belongs to `settings.tokenizer` file. `workers` None:
+    in this process. `note` receives lines for people. Raises DataError for input without usable
+    text, too many rejects, an `out` that holds something else; UnfinishedError, with finished units
+    kept, for a disk that is full, disks and servers that cannot be read and dead workers.
     """
     started = time.monotonic()
     workers = workers or InProcess()
@@ -281,13 +282,11 @@ def _summary(
 
 
 def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
+    _require_whole(corpus, out, max_reject_rate)
     records = len(corpus) + corpus.empty + len(corpus.rejects)
     rejected = len(corpus.rejects)
     if rejected and (rejected > max_reject_rate * records or not len(corpus)):
-        with explain_disk_errors("writing the list of rejects", out):
-            write_file(out / REJECTS_NAME, corpus.reject_list())
-        shown = "".join(f"\n  {reject}" for reject in corpus.rejects[:5])
-        more = f"\n  and {rejected - 5:,} more" if rejected > 5 else ""
+        shown = _listed(corpus.rejects, corpus, out)
         advice = (
             ", or leave them out with a higher --max-reject-rate"
             if len(corpus)
@@ -295,7 +294,7 @@ def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
         )
         raise DataError(
             f"{rejected:,} of {records:,} records cannot be used, the limit is "
-            f"{max_reject_rate:.4%}; no dataset was written.{shown}{more}\nAll are listed in "
+            f"{max_reject_rate:.4%}; no dataset was written.{shown}\nAll are listed in "
             f"{out / REJECTS_NAME}. Repair them and run this again{advice}."
         )
     if not len(corpus):
@@ -303,3 +302,24 @@ def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
             f"the input holds no text: {len(corpus.files)} files, {corpus.empty} empty documents "
             f"and no other. Give files with text in them: txl prepare INPUT --out {out}"
         )
+
+
+def _require_whole(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
+    """A file that breaks off is one Reject, whatever was behind it: no rate can weigh that."""
+    broken = [reject for reject in corpus.rejects if reject.loses_rest]
+    if broken and max_reject_rate < 1:
+        advice = ", or accept the loss with --max-reject-rate 1" if len(corpus) else ""
+        raise DataError(
+            f"{len({reject.file for reject in broken}):,} of {len(corpus.files):,} files cannot be "
+            "read to their end, and what is behind that is lost; no dataset was written."
+            f"{_listed(broken, corpus, out)}\nAll are listed in {out / REJECTS_NAME}. Repair these "
+            f"files or leave them out{advice}."
+        )
+
+
+def _listed(some: list[Reject], corpus: Corpus, out: Path) -> str:
+    """The first of them, for a message; all rejects are in the list in `out` then."""
+    with explain_disk_errors("writing the list of rejects", out):
+        write_file(out / REJECTS_NAME, corpus.reject_list())
+    more = f"\n  and {len(some) - 5:,} more" if len(some) > 5 else ""
+    return "".join(f"\n  {reject}" for reject in some[:5]) + more

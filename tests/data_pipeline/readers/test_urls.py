@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import s3fs
 from moto.server import ThreadedMotoServer
 from pyarrow import parquet
 
@@ -161,6 +162,9 @@ def test_a_store_that_stops_answering_stops_the_run_and_keeps_what_is_finished(
     name: str,
 ) -> None:
     monkeypatch.setattr(sources_module, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # with waits of its own
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr("data_pipeline.preparation.scan.MAX_PARTS", 1)
     (tmp_path / "a.jsonl").write_bytes(JSONL)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(JSONL))

@@ -11,6 +11,7 @@ What is finished stays in the staging folder when the program is killed, and the
 on from it. Appearing all at once is `atomic_files.py`'s business.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,8 @@ import numpy as np
 from data_pipeline.atomic_files import (
     StagedDirectory,
     explain_disk_errors,
-    write_file,
     write_synced,
 )
-from data_pipeline.errors import DataError
 from data_pipeline.preparation.assignment import assign
 from data_pipeline.preparation.build_tokenizer import (
     keep_tokenizer,
@@ -39,6 +38,7 @@ from data_pipeline.preparation.fixed_parts import cut_into_splits
 from data_pipeline.preparation.scan import Scan, plan_scan, scan
 from data_pipeline.preparation.staged_work import claim_staging, fingerprint_of
 from data_pipeline.preparation.texts import Documents
+from data_pipeline.preparation.usable import require_usable
 from data_pipeline.preparation.work_units import (
     CountUnit,
     ShardUnit,
@@ -48,7 +48,7 @@ from data_pipeline.preparation.work_units import (
     run_task,
 )
 from data_pipeline.progress import Progress
-from data_pipeline.readers import InputFile, Reject, find_files
+from data_pipeline.readers import InputFile, find_files
 from data_pipeline.settings import PrepareSettings
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
@@ -157,7 +157,7 @@ class _Run:
         """Scan, assign, write, publish."""
         out, staging = self._staged.directory, self._staging
         corpus = self._scan()
-        _require_usable(corpus, out, max_reject_rate)
+        require_usable(corpus, staging, out, max_reject_rate)
         self._progress("ordering", 0, 0)
         if recipe_of(self._settings.recipe).fixed_split:
             shards = cut_into_splits(corpus, self._settings, staging)
@@ -169,8 +169,7 @@ class _Run:
         splits = self._write_shards(corpus, shards, header)
         manifest = ShardManifest(**dict(header), splits=splits)
         names = [*manifest.file_names()]
-        if corpus.rejects:
-            write_synced(staging / REJECTS_NAME, corpus.reject_list())
+        if corpus.rejected:
             names.append(REJECTS_NAME)
         else:
             (out / REJECTS_NAME).unlink(missing_ok=True)  # of an earlier, failed run
@@ -182,8 +181,11 @@ class _Run:
         units = plan_scan(self._files, self._settings.text_key)
         results = self._do("reading", units, sum(unit.size for unit in units))
         places = {number: str(result["scan"]) for number, result in results}
-        corpus = Corpus(self._files, units)
-        corpus.fill(lambda number: Scan.load(self._staging / places[number]))
+        with (self._staging / REJECTS_NAME).open("wb") as rejects:
+            corpus = Corpus(self._files, units, rejects)
+            corpus.fill(lambda number: Scan.load(self._staging / places[number]))
+            rejects.flush()
+            os.fsync(rejects.fileno())
         return corpus
 
     def _tokenizer(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
@@ -279,47 +281,3 @@ def _summary(
     if settings.dedup == "exact":
         first_of_each_text(corpus)
     return corpus.summary()
-
-
-def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
-    _require_whole(corpus, out, max_reject_rate)
-    records = len(corpus) + corpus.empty + len(corpus.rejects)
-    rejected = len(corpus.rejects)
-    if rejected and (rejected > max_reject_rate * records or not len(corpus)):
-        shown = _listed(corpus.rejects, corpus, out)
-        advice = (
-            ", or leave them out with a higher --max-reject-rate"
-            if len(corpus)
-            else "; no usable document is left"
-        )
-        raise DataError(
-            f"{rejected:,} of {records:,} records cannot be used, the limit is "
-            f"{max_reject_rate:.4%}; no dataset was written.{shown}\nAll are listed in "
-            f"{out / REJECTS_NAME}. Repair them and run this again{advice}."
-        )
-    if not len(corpus):
-        raise DataError(
-            f"the input holds no text: {len(corpus.files)} files, {corpus.empty} empty documents "
-            f"and no other. Give files with text in them: txl prepare INPUT --out {out}"
-        )
-
-
-def _require_whole(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
-    """A file that breaks off is one Reject, whatever was behind it: no rate can weigh that."""
-    broken = [reject for reject in corpus.rejects if reject.loses_rest]
-    if broken and max_reject_rate < 1:
-        advice = ", or accept the loss with --max-reject-rate 1" if len(corpus) else ""
-        raise DataError(
-            f"{len({reject.file for reject in broken}):,} of {len(corpus.files):,} files cannot be "
-            "read to their end, and what is behind that is lost; no dataset was written."
-            f"{_listed(broken, corpus, out)}\nAll are listed in {out / REJECTS_NAME}. Repair these "
-            f"files or leave them out{advice}."
-        )
-
-
-def _listed(some: list[Reject], corpus: Corpus, out: Path) -> str:
-    """The first of them, for a message; all rejects are in the list in `out` then."""
-    with explain_disk_errors("writing the list of rejects", out):
-        write_file(out / REJECTS_NAME, corpus.reject_list())
-    more = f"\n  and {len(some) - 5:,} more" if len(some) > 5 else ""
-    return "".join(f"\n  {reject}" for reject in some[:5]) + more

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from data_pipeline.preparation.corpus import Corpus
+from data_pipeline.preparation.scan import plan_scan, scan
+from data_pipeline.readers import find_files
 from data_pipeline.shards.inspection import excerpts
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
@@ -160,6 +164,24 @@ def test_a_file_that_breaks_off_is_accepted_by_no_rate_but_1(
         assert not (out / "manifest.json").exists()
     assert txl("prepare", source, "--out", out, "--max-reject-rate", 1).code == 0
     assert len(texts_of(out)) >= 999
+
+
+def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None:
+    number = 20_000
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"x\n" * number)
+    files = find_files([str(source)], format="auto", exclude=tmp_path / "out").files
+    units = plan_scan(files, "text")
+    (found,) = (scan(unit) for unit in units)
+    with (tmp_path / "rejects").open("wb") as listed:
+        tracemalloc.start()
+        corpus = Corpus(files, units, listed)
+        corpus.fill(lambda _: found)
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert corpus.rejected == number
+    assert kept < number
+    assert len((tmp_path / "rejects").read_bytes().splitlines()) == number
 
 
 def test_a_repaired_corpus_leaves_no_list_of_rejects(txl: Txl, tmp_path: Path) -> None:

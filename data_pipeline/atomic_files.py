@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from data_pipeline.errors import DataError, UnfinishedError
+from data_pipeline.errors import ConfigError, DataError, UnfinishedError
 
 if TYPE_CHECKING:
     from data_pipeline.remote import DatasetPath
@@ -96,8 +96,9 @@ class StagedDirectory:
     into staging what a killed process had moved out without the last file. Leaving removes the
     staging folder, and the directory itself if this hold created it and nothing is in it; but
     staging stays when it is `worth_keeping` (what was found there is; say so for what is made) and
-    the end is an UnfinishedError or a signal's, so that the next claim can go on. Raises DataError
-    when another process holds the directory.
+    the end says nothing against it, so that the next claim can go on: anything raised but a
+    ConfigError, or a DataError that is no UnfinishedError. Raises DataError when another process
+    holds the directory.
     """
 
     def __init__(self, directory: Path, *, last: str) -> None:
@@ -130,7 +131,8 @@ class StagedDirectory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        stopped = isinstance(error, UnfinishedError) or not isinstance(error, Exception | None)
+        refused = isinstance(error, ConfigError | DataError)
+        stopped = isinstance(error, UnfinishedError) or not (error is None or refused)
         try:
             # A full or failing disk must not hide the error that is on its way.
             with contextlib.suppress(OSError):

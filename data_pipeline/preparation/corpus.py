@@ -7,6 +7,8 @@ What is in a unit is `scan.py`'s business, which documents go where `assignment.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import BinaryIO
 
 import numpy as np
 
@@ -17,17 +19,34 @@ from data_pipeline.shards.manifest import InputSummary
 CHECK_BYTES = 16
 """Of a text's sha256, kept to find duplicates and files that change between the readings."""
 
+FIRST = 5
+"""Rejects held for a message: a corpus of another format has one for every line."""
+
 
 class Corpus:
-    """Documents by number, in input order, and what else the input held."""
+    """Documents by number, in input order, and what else the input held.
 
-    def __init__(self, files: list[InputFile], units: Sequence[ScanUnit]) -> None:
+    Rejects go to `reject_list`, if given, as the lines of `rejects.jsonl`; few are held.
+    """
+
+    def __init__(
+        self,
+        files: list[InputFile],
+        units: Sequence[ScanUnit],
+        reject_list: BinaryIO | None = None,
+    ) -> None:
         self.files = files
         self.units = units
         self.text_key = units[0].text_key if units else "text"
         self.documents = 0
         """With text, as they stand in the input."""
-        self.rejects: list[Reject] = []
+        self.rejected = 0
+        self.first_rejects: list[Reject] = []
+        """FIRST at most."""
+        self.broken_files = 0
+        """Those with a Reject that loses the rest."""
+        self.first_broken: list[Reject] = []
+        """One of each of them, FIRST at most."""
         self.empty = 0
         self.duplicates = 0
         self.file = np.empty(0, np.uint32)
@@ -37,6 +56,8 @@ class Corpus:
         self.check = np.empty((0, CHECK_BYTES), np.uint8)
         self._first_of_unit = np.zeros(len(units) + 1, np.int64)
         self._digest = hashlib.sha256()
+        self._reject_list = reject_list
+        self._last_broken = ""
 
     def __len__(self) -> int:
         return len(self.file)
@@ -64,13 +85,9 @@ class Corpus:
             files=len(self.files),
             documents=self.documents,
             empty=self.empty,
-            rejected=len(self.rejects),
+            rejected=self.rejected,
             duplicates=self.duplicates,
         )
-
-    def reject_list(self) -> bytes:
-        """The content of `rejects.jsonl`."""
-        return "".join(reject.to_json() + "\n" for reject in self.rejects).encode()
 
     def fill(self, scans: Callable[[int], Scan]) -> None:
         """Take all units in; `scans(number)` gives the scan of one, and is called twice for each.
@@ -128,13 +145,25 @@ class Corpus:
             if kind == REJECT:
                 found = next(rejects)
                 shift = int(lines_before[scan.part[row]]) if found.line else 0
-                reject = Reject(found.file, found.line + shift, found.byte, found.reason)
-                self.rejects.append(reject)
-                self._digest.update(b"rejected\0" + reject.to_json().encode() + b"\n")
+                reject = replace(found, line=found.line + shift)
+                self._digest.update(b"rejected\0" + self._add(reject))
             else:
                 id_ = document_id(self.files[number].name, line).encode()
                 text = hashes[32 * row : 32 * row + 32]
                 self._digest.update(b"document\0" + id_ + b"\0" + text + b"\n")
+
+    def _add(self, reject: Reject) -> bytes:
+        """Count and list a reject; its line."""
+        line = reject.to_json().encode() + b"\n"
+        self.rejected += 1
+        self.first_rejects = [*self.first_rejects, reject][:FIRST]
+        if reject.loses_rest and reject.file != self._last_broken:  # a file's stand together
+            self._last_broken = reject.file
+            self.broken_files += 1
+            self.first_broken = [*self.first_broken, reject][:FIRST]
+        if self._reject_list:
+            self._reject_list.write(line)
+        return line
 
 
 def document_id(name: str, line: int) -> str:

@@ -11,6 +11,7 @@ What is finished stays in the staging folder when the program is killed, and the
 on from it. Appearing all at once is `atomic_files.py`'s business.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,8 @@ import numpy as np
 from data_pipeline.atomic_files import (
     StagedDirectory,
     explain_disk_errors,
-    write_file,
     write_synced,
 )
-from data_pipeline.errors import DataError
 from data_pipeline.preparation.assignment import assign
 from data_pipeline.preparation.build_tokenizer import (
     keep_tokenizer,
@@ -39,6 +38,7 @@ from data_pipeline.preparation.fixed_parts import cut_into_splits
 from data_pipeline.preparation.scan import Scan, plan_scan, scan
 from data_pipeline.preparation.staged_work import claim_staging, fingerprint_of
 from data_pipeline.preparation.texts import Documents
+from data_pipeline.preparation.usable import require_usable
 from data_pipeline.preparation.work_units import (
     CountUnit,
     ShardUnit,
@@ -101,10 +101,11 @@ def prepare_dataset(
     """Write the dataset of `inputs` to `out`, or find it there already complete.
 
     `max_reject_rate` is the fraction of records that may be unusable; they are listed in
-    `rejects.jsonl` either way. `tokenizer_file` belongs to `settings.tokenizer` file. `workers`
-    None: in this process. `note` receives lines for people. Raises DataError for input without
-    usable text, too many rejects, an `out` that holds something else; UnfinishedError, with
-    finished units kept, for a disk that is full and dead workers.
+    `rejects.jsonl` either way. Files that break off are accepted only with 1, for nobody knows how
+    many records they lose. `tokenizer_file` belongs to `settings.tokenizer` file. `workers` None:
+    in this process. `note` receives lines for people. Raises DataError for input without usable
+    text, too many rejects, an `out` that holds something else; UnfinishedError, with finished units
+    kept, for a disk that is full, disks and servers that cannot be read and dead workers.
     """
     started = time.monotonic()
     workers = workers or InProcess()
@@ -156,7 +157,7 @@ class _Run:
         """Scan, assign, write, publish."""
         out, staging = self._staged.directory, self._staging
         corpus = self._scan()
-        _require_usable(corpus, out, max_reject_rate)
+        require_usable(corpus, staging, out, max_reject_rate)
         self._progress("ordering", 0, 0)
         if recipe_of(self._settings.recipe).fixed_split:
             shards = cut_into_splits(corpus, self._settings, staging)
@@ -168,8 +169,7 @@ class _Run:
         splits = self._write_shards(corpus, shards, header)
         manifest = ShardManifest(**dict(header), splits=splits)
         names = [*manifest.file_names()]
-        if corpus.rejects:
-            write_synced(staging / REJECTS_NAME, corpus.reject_list())
+        if corpus.rejected:
             names.append(REJECTS_NAME)
         else:
             (out / REJECTS_NAME).unlink(missing_ok=True)  # of an earlier, failed run
@@ -181,8 +181,11 @@ class _Run:
         units = plan_scan(self._files, self._settings.text_key)
         results = self._do("reading", units, sum(unit.size for unit in units))
         places = {number: str(result["scan"]) for number, result in results}
-        corpus = Corpus(self._files, units)
-        corpus.fill(lambda number: Scan.load(self._staging / places[number]))
+        with (self._staging / REJECTS_NAME).open("wb") as rejects:
+            corpus = Corpus(self._files, units, rejects)
+            corpus.fill(lambda number: Scan.load(self._staging / places[number]))
+            rejects.flush()
+            os.fsync(rejects.fileno())
         return corpus
 
     def _tokenizer(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
@@ -278,28 +281,3 @@ def _summary(
     if settings.dedup == "exact":
         first_of_each_text(corpus)
     return corpus.summary()
-
-
-def _require_usable(corpus: Corpus, out: Path, max_reject_rate: float) -> None:
-    records = len(corpus) + corpus.empty + len(corpus.rejects)
-    rejected = len(corpus.rejects)
-    if rejected and (rejected > max_reject_rate * records or not len(corpus)):
-        with explain_disk_errors("writing the list of rejects", out):
-            write_file(out / REJECTS_NAME, corpus.reject_list())
-        shown = "".join(f"\n  {reject}" for reject in corpus.rejects[:5])
-        more = f"\n  and {rejected - 5:,} more" if rejected > 5 else ""
-        advice = (
-            ", or leave them out with a higher --max-reject-rate"
-            if len(corpus)
-            else "; no usable document is left"
-        )
-        raise DataError(
-            f"{rejected:,} of {records:,} records cannot be used, the limit is "
-            f"{max_reject_rate:.4%}; no dataset was written.{shown}{more}\nAll are listed in "
-            f"{out / REJECTS_NAME}. Repair them and run this again{advice}."
-        )
-    if not len(corpus):
-        raise DataError(
-            f"the input holds no text: {len(corpus.files)} files, {corpus.empty} empty documents "
-            f"and no other. Give files with text in them: txl prepare INPUT --out {out}"
-        )

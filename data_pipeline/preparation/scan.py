@@ -9,7 +9,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -78,7 +78,7 @@ class Scan:
     rejects: tuple[Reject, ...]
 
     def to_bytes(self) -> bytes:
-        rejects = json.dumps([(r.file, r.line, r.byte, r.reason) for r in self.rejects])
+        rejects = json.dumps([astuple(reject) for reject in self.rejects])
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         return save({**arrays, "rejects": np.frombuffer(rejects.encode(), dtype=np.uint8)})
 
@@ -126,8 +126,9 @@ def spill_name(number: int) -> str:
 
 
 def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> Scan:
-    """Read a unit. What cannot be used is among its rejects, never an exception.
+    """Read a unit. What cannot be used is among its rejects.
 
+    Raises UnfinishedError only, for a disk or server that fails and may be well another time.
     Texts of files that are not rereadable go to `spill`, if given, and their places are in it.
     """
     part_of, kind, places, text_sizes = array("I"), array("B"), array("Q"), array("Q")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.corpus import CHECK_BYTES, Corpus, document_id
 from data_pipeline.preparation.finished_units import RECORDS
 from data_pipeline.preparation.scan import spill_name
@@ -76,24 +76,34 @@ class Documents:
         return document_id(self.files[self.file[number]].name, int(self.place[number, 2]))
 
     def texts(self, number: int, staging: Path) -> Iterator[str]:
-        """A document's text in pieces. Raises DataError if it is not the one that was scanned."""
+        """A document's text in pieces.
+
+        Raises DataError if it is not the one that was scanned, UnfinishedError if it cannot be read
+        now, or the spill file is not as it was written.
+        """
         file = self.files[self.file[number]]
         offset, size, line = self.place[number].tolist()
         unit = int(self.spill[number])
-        where = file if unit < 0 else _spill_file(staging / RECORDS / spill_name(unit))
+        spill = staging / RECORDS / spill_name(unit)
+        where = file if unit < 0 else _spill_file(spill)
+        changed = _changed(file) if unit < 0 else _unreadable(spill, "it is damaged")
         digest = hashlib.sha256()
         pieces = read_pieces(where, (offset, size, line), text_key=self.text_key)
         while True:
             try:
                 text = next(pieces, None)
-            except (OSError, ValueError):
-                raise _changed(file) from None
+            except ValueError:
+                raise changed from None
+            except OSError as error:
+                if unit < 0 and isinstance(error, FileNotFoundError):
+                    raise changed from None
+                raise _unreadable(where.path, error.strerror or type(error).__name__) from error
             if text is None:
                 break
             digest.update(text.encode("utf-8", errors="replace"))
             yield text
         if digest.digest()[:CHECK_BYTES] != self.check[number].tobytes():
-            raise _changed(file)
+            raise changed
 
 
 def _spill_file(path: Path) -> InputFile:
@@ -104,4 +114,11 @@ def _changed(file: InputFile) -> DataError:
     return DataError(
         f"{shown(file.path)} changed while it was being read. Nothing was "
         "written; run this again when nobody writes to the corpus."
+    )
+
+
+def _unreadable(path: str | Path, reason: str) -> UnfinishedError:
+    return UnfinishedError(
+        f"{shown(str(path))} cannot be read again: {reason}. Finished work is kept; when the disk "
+        "or network is well, the same command goes on from it."
     )

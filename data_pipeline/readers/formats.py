@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from data_pipeline.errors import UnfinishedError
 from data_pipeline.readers.jsonl import read_jsonl, text_of_line
 from data_pipeline.readers.lines import read_lines
 from data_pipeline.readers.parquet import read_parquet
@@ -25,8 +26,10 @@ from data_pipeline.readers.sources import (
     Compression,
     SourceError,
     explain,
+    is_passing,
     open_source,
     scheme_of,
+    shown,
 )
 from data_pipeline.readers.spans import PIECE_BYTES, Source
 from data_pipeline.readers.text import read_text
@@ -107,7 +110,10 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Reading:
-    """Iterate to get the records of one range, in order; what cannot be used is a Reject."""
+    """Iterate to get the records of one range, in order; what cannot be used is a Reject.
+
+    Raises UnfinishedError where a disk or server fails that may be well another time.
+    """
 
     file: InputFile
     text_key: str
@@ -132,10 +138,20 @@ class Reading:
                 )
                 yield from FORMATS[file.kind].read(source)
                 self.lines = source.lines
-        except BrokenStreamError as error:
-            yield Reject(file.name, error.line, error.byte, error.reason)
-        except OSError as error:
-            yield Reject(file.name, 0, 0, explain(error))
+        except (BrokenStreamError, OSError) as error:
+            yield self._broken(error)
+
+    def _broken(self, error: BrokenStreamError | OSError) -> Reject:
+        file = self.file
+        reason = explain(error) if isinstance(error, OSError) else error.reason
+        if is_passing(error):
+            raise UnfinishedError(
+                f"{shown(file.path)}: {reason}. Finished work is kept; when the disk or network is "
+                "well, the same command goes on from it."
+            ) from error
+        if isinstance(error, OSError):
+            return Reject(file.name, 0, 0, reason, loses_rest=True)
+        return Reject(file.name, error.line, error.byte, reason, loses_rest=True)
 
 
 def read_records(file: InputFile, text_key: str, start: int, stop: int) -> Reading:

@@ -48,6 +48,8 @@ class Reject:
     line: int
     byte: int
     reason: str
+    loses_rest: bool = False
+    """Nothing of the file behind it could be read: no one knows how many records that were."""
 
     def to_json(self) -> str:
         content = {"file": self.file, "line": self.line or None, "byte": self.byte}

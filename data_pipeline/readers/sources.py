@@ -8,6 +8,7 @@ Source: RFC 8878 for zstd frames; gzip by the standard library, URLs by fsspec.
 """
 
 import contextlib
+import errno
 import gzip
 import io
 import os
@@ -38,6 +39,26 @@ class SourceError(OSError):
     @property
     def reason(self) -> str:
         return str(self.strerror)
+
+
+class UnreachableError(SourceError):
+    """The network or the server failed, not what it serves: another time it may be read."""
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether `error`, or what led to it, is a failure of the surroundings that may pass.
+
+    A failing disk or server is; a missing or forbidden file and a damaged one stay as they are.
+    """
+    while error is not None:
+        if isinstance(error, SourceError):
+            return isinstance(error, UnreachableError)
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            return False
+        if isinstance(error, OSError) and error.errno:  # libraries' own, of bad bytes, have none
+            return error.errno != errno.EINVAL  # of a Parquet file that points before its start
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def explain(error: OSError) -> str:
@@ -102,7 +123,8 @@ def attempt(call: Callable[[], _T]) -> _T:
         except Exception as error:  # each store has errors of its own, from libraries of its own
             if not left:
                 reason = printable(_without_urls(str(error)))[:200] or type(error).__name__
-                raise SourceError(f"cannot be read after {_ATTEMPTS} attempts: {reason}") from error
+                tried = f"cannot be read after {_ATTEMPTS} attempts"
+                raise UnreachableError(f"{tried}: {reason}") from error
             time.sleep(_FIRST_WAIT_SECONDS * 2 ** (_ATTEMPTS - 1 - left))
     raise AssertionError("unreachable")
 
@@ -167,9 +189,10 @@ class _UrlStream(io.RawIOBase):
             try:
                 found = self._file.read(len(buffer))
             except Exception as error:
-                raise SourceError(f"the connection broke: {type(error).__name__}") from error
+                broke = f"the connection broke: {type(error).__name__}"
+                raise UnreachableError(broke) from error
         if not found and len(buffer) and self._size is not None and self._position < self._size:
-            raise SourceError(f"ended after {self._position:,} of {self._size:,} bytes")
+            raise UnreachableError(f"ended after {self._position:,} of {self._size:,} bytes")
         buffer[: len(found)] = found
         self._position += len(found)
         return len(found)

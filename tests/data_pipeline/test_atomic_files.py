@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.atomic_files import STAGING, StagedDirectory, write_file, write_synced
-from data_pipeline.errors import DataError, UnfinishedError
+from data_pipeline.errors import ConfigError, DataError, UnfinishedError
 
 
 def test_a_file_that_could_not_be_written_leaves_the_old_one(
@@ -53,9 +53,16 @@ def test_files_killed_between_their_moves_are_taken_back_by_the_next_claim(tmp_p
 
 @pytest.mark.parametrize(
     ("error", "kept"),
-    [(UnfinishedError(), True), (KeyboardInterrupt(), True), (DataError(), False)],
+    [
+        (UnfinishedError(), True),
+        (KeyboardInterrupt(), True),
+        (MemoryError(), True),
+        (RuntimeError(), True),
+        (DataError(), False),
+        (ConfigError(), False),
+    ],
 )
-def test_staged_work_outlives_a_full_disk_and_a_signal_but_no_bad_input(
+def test_staged_work_outlives_all_that_says_nothing_against_it_but_no_bad_input(
     tmp_path: Path, error: BaseException, kept: bool
 ) -> None:
     def fail(worth_keeping: bool) -> None:

@@ -1,13 +1,21 @@
 """Every kind of bad input, through the command line: its exit code, place, cause and next step."""
 
+import gzip
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+import zstandard
+from pyarrow import parquet
 
+from data_pipeline.preparation.corpus import Corpus
+from data_pipeline.preparation.scan import plan_scan, scan
+from data_pipeline.readers import find_files
 from data_pipeline.shards.inspection import excerpts
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
@@ -129,6 +137,51 @@ def test_rejects_below_the_limit_are_listed_and_left_out(txl: Txl, tmp_path: Pat
     assert texts["in.jsonl:40"] == "document 39"
     assert texts["in.jsonl:42"] == "document 40"
     assert "in.jsonl:41" not in texts
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
+def test_a_file_that_breaks_off_is_accepted_by_no_rate_but_1(
+    txl: Txl, tmp_path: Path, kind: str
+) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    lines = b"".join(b'{"text": "document %d"}\n' % number for number in range(999))
+    (source / "a.jsonl").write_bytes(lines)
+    broken = source / ("b.parquet" if kind == "parquet" else f"b.jsonl.{kind}")
+    if kind == "parquet":
+        parquet.write_table(pa.table({"text": ["x", "y"]}), broken)
+    else:
+        broken.write_bytes({"gz": gzip.compress, "zst": zstandard.compress}[kind](lines))
+    broken.write_bytes(broken.read_bytes()[:-9])
+    for rate in (0.001, 0.999):
+        ended = txl("prepare", source, "--out", out, "--max-reject-rate", rate)
+        assert ended.code == 3
+        assert "1 of 2 files cannot be read to their end" in ended.err
+        assert f"\n  {broken.name}:" in ended.err
+        assert "--max-reject-rate 1" in ended.err
+        (listed,) = (out / "rejects.jsonl").read_text().splitlines()
+        assert json.loads(listed)["file"] == broken.name
+        assert not (out / "manifest.json").exists()
+    assert txl("prepare", source, "--out", out, "--max-reject-rate", 1).code == 0
+    assert len(texts_of(out)) >= 999
+
+
+def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None:
+    number = 20_000
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"x\n" * number)
+    files = find_files([str(source)], format="auto", exclude=tmp_path / "out").files
+    units = plan_scan(files, "text")
+    (found,) = (scan(unit) for unit in units)
+    with (tmp_path / "rejects").open("wb") as listed:
+        tracemalloc.start()
+        corpus = Corpus(files, units, listed)
+        corpus.fill(lambda _: found)
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert corpus.rejected == number
+    assert kept < number
+    assert len((tmp_path / "rejects").read_bytes().splitlines()) == number
 
 
 def test_a_repaired_corpus_leaves_no_list_of_rejects(txl: Txl, tmp_path: Path) -> None:

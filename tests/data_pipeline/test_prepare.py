@@ -1,6 +1,7 @@
 """Preparing: the same bytes always, whatever happened before; splits and shuffles that stay put."""
 
 import fcntl
+import gzip
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.settings import PrepareSettings
 from data_pipeline.shards.inspection import excerpts
@@ -148,6 +149,47 @@ def test_a_file_that_changes_between_the_passes_is_refused(corpus: Path, tmp_pat
     with pytest.raises(DataError, match="changed while it was being read"):
         prepare_dataset([corpus], tmp_path / "out", SETTINGS, progress=change)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fails_on_the_second_reading_is_named_and_costs_no_finished_work(
+    corpus: Path, tmp_path: Path
+) -> None:
+    path, aside, out = corpus / "10.txt", tmp_path / "aside", tmp_path / "out"
+
+    def fail(what: str, done: int, total: int) -> None:
+        if what == "writing" and not done:
+            path.rename(aside)
+            path.symlink_to("/proc/self/mem")  # reading there is an EIO
+
+    with pytest.raises(UnfinishedError, match=r"10\.txt cannot be read again: Input/output error"):
+        prepare_dataset([corpus], out, SETTINGS, progress=fail)
+    path.unlink()
+    aside.rename(path)
+    assert prepare_dataset([corpus], out, SETTINGS).reused_units
+
+
+@pytest.mark.parametrize("damage", ["cut", "replaced", "gone", "failing"])
+def test_a_spill_file_that_is_lost_is_not_blamed_on_the_input(
+    corpus: Path, tmp_path: Path, damage: str
+) -> None:
+    out = tmp_path / "out"
+    for path in corpus.rglob("*.txt"):
+        path.with_suffix(".txt.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+
+    def lose(what: str, done: int, total: int) -> None:
+        if what == "writing" and not done:
+            (spill,) = out.glob(".staging.tmp/units/spill-??????")
+            size = spill.stat().st_size
+            spill.unlink()
+            if damage == "failing":
+                spill.symlink_to("/proc/self/mem")
+            elif damage != "gone":
+                spill.write_bytes(b"x" * (size if damage == "replaced" else 10))
+
+    with pytest.raises(UnfinishedError, match="spill-000000 cannot be read again"):
+        prepare_dataset([corpus], out, SETTINGS, progress=lose)
+    prepare_dataset([corpus], out, SETTINGS)  # its scan is done again
 
 
 def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from data_pipeline.errors import UnfinishedError
 from data_pipeline.readers import Record, Reject, read_records
 from data_pipeline.readers.records import MAX_RECORD_BYTES
 from tests.data_pipeline.readers.reading import one_file, read, split_at_reject, texts
@@ -280,6 +281,13 @@ def test_a_file_that_vanished_shrank_or_became_a_folder_is_rejected(tmp_path: Pa
     os.mkfifo(path)
     (found,) = read(one_file(path))
     assert "not a regular file" in str(found)
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.gz", "in.zst", "in.wiki"])
+def test_a_disk_that_fails_is_no_reject(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")  # reading there is an EIO
+    with pytest.raises(UnfinishedError, match=rf"{name}: .*Input/output error"):
+        read(one_file(tmp_path / name))
 
 
 def test_a_file_that_grew_is_read_to_its_end(tmp_path: Path) -> None:

@@ -10,11 +10,15 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
 from pyarrow import parquet
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnfinishedError
+from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers import Reject, find_files
 from data_pipeline.readers import sources as sources_module
+from data_pipeline.settings import PrepareSettings
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
 LINES = [f"line {number}" for number in range(50)]
@@ -141,8 +145,38 @@ def test_a_page_that_is_not_there_is_named(page: str) -> None:
         one_file(f"{page}/missing.jsonl")
 
 
-def test_a_connection_that_breaks_gives_a_reject(page: str) -> None:
-    file = one_file(f"{page}/lines.jsonl")
+def test_a_connection_that_breaks_is_no_end_of_the_file(page: str) -> None:
+    file = one_file(f"{page}/lines.jsonl?token=secret")
     _Page.cut = True
-    *_, last = read(file)
-    assert isinstance(last, Reject)
+    with pytest.raises(UnfinishedError, match=r"lines\.jsonl: cannot be read after 3") as caught:
+        read(file)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet"])
+def test_a_store_that_stops_answering_stops_the_run_and_keeps_what_is_finished(
+    s3_server: ThreadedMotoServer,
+    bucket: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    monkeypatch.setattr(sources_module, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # with waits of its own
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr("data_pipeline.preparation.scan.MAX_PARTS", 1)
+    (tmp_path / "a.jsonl").write_bytes(JSONL)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(JSONL))
+    parquet.write_table(pa.table({"text": LINES}), tmp_path / "c.parquet")
+    for key in ("0.jsonl", f"1{name[1:]}"):
+        bucket.put(str(tmp_path / (name if key[0] == "1" else "a.jsonl")), f"bucket/x/{key}")
+
+    def cut_off(what: str, done: int, total: int) -> None:
+        if what == "reading" and done:
+            s3_server.stop()
+
+    out = tmp_path / "out"
+    with pytest.raises(UnfinishedError, match=rf"1{name[1:]}: cannot be read after 3 attempts"):
+        prepare_dataset(["s3://bucket/x"], out, PrepareSettings(), progress=cut_off)
+    assert len(list(out.glob(".staging.tmp/units/*.scan.json"))) == 1

@@ -9,7 +9,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -78,7 +78,8 @@ class Scan:
     rejects: tuple[Reject, ...]
 
     def to_bytes(self) -> bytes:
-        rejects = json.dumps([astuple(reject) for reject in self.rejects])
+        fields = [(r.file, r.line, r.byte, r.reason, r.loses_rest) for r in self.rejects]
+        rejects = json.dumps(fields)
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         return save({**arrays, "rejects": np.frombuffer(rejects.encode(), dtype=np.uint8)})
 

@@ -71,7 +71,8 @@ def prepare(
         int | None, typer.Option(metavar="SEED", help="Shuffle the documents by this seed.")
     ] = None,
     max_reject_rate: Annotated[
-        float, typer.Option(help="Fraction of records that may be unusable; 1 also accepts files that break off.")
+        float,
+        typer.Option(help="Fraction of records that may be unusable; 1: broken files too."),
     ] = 0.001,
     dedup: Annotated[
         str, typer.Option(help="exact: of documents with the same text keep the first. Or none.")

@@ -16,11 +16,21 @@ from typing import BinaryIO
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from data_pipeline.readers import InputFile, Record, Reject, read_records, scan_ranges
+from data_pipeline.errors import DataError
+from data_pipeline.readers import (
+    InputFile,
+    Record,
+    Reject,
+    printable,
+    read_records,
+    scan_ranges,
+)
 
 UNIT_BYTES = 64 * 2**20
 MAX_PARTS = 4096
 """Small files of one unit at most."""
+MOST_REJECTS = 1_000_000
+"""Of one unit; each takes most of a kilobyte of memory."""
 DOCUMENT, EMPTY, REJECT = 0, 1, 2
 
 
@@ -129,7 +139,8 @@ def spill_name(number: int) -> str:
 def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> Scan:
     """Read a unit. What cannot be used is among its rejects.
 
-    Raises UnfinishedError only, for a disk or server that fails and may be well another time.
+    Raises UnfinishedError for a disk or server that fails and may be well another time, DataError
+    for more than MOST_REJECTS, which would fill the memory: such input is of another format.
     Texts of files that are not rereadable go to `spill`, if given, and their places are in it.
     """
     part_of, kind, places, text_sizes = array("I"), array("B"), array("Q"), array("Q")
@@ -145,6 +156,8 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> Scan:
             part_of.append(number)
             if isinstance(found, Reject):
                 rejects.append(found)
+                if len(rejects) > MOST_REJECTS:
+                    raise _no_text(part, rejects)
                 kind.append(REJECT)
                 places.extend((0, 0, 0))
                 text_sizes.append(0)
@@ -165,6 +178,15 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> Scan:
         text_sha256=np.frombuffer(sha256, dtype=np.uint8).reshape(-1, 32),
         part_lines=np.array(lines, dtype=np.int64),
         rejects=tuple(rejects),
+    )
+
+
+def _no_text(part: Part, rejects: list[Reject]) -> DataError:
+    shown = "".join(f"\n  {reject}" for reject in rejects[:5])
+    return DataError(
+        f"{printable(part.file.name)}: more than {MOST_REJECTS:,} records near byte {part.start:,} "
+        f"cannot be used, so it is hardly {part.file.kind}.{shown}\nNo dataset was written. Give its "
+        "format with --format, or leave it out."
     )
 
 

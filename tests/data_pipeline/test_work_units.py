@@ -322,3 +322,17 @@ def test_memory_for_a_document_is_what_its_columns_say(lines: Path, tmp_path: Pa
     columns = [value for value in vars(corpus).values() if isinstance(value, np.ndarray)]
     per_document = [array.nbytes for array in columns if len(array) == len(corpus)]
     assert sum(per_document) == 52 * len(corpus)
+
+
+def test_input_that_is_nothing_but_rejects_ends_before_they_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.txt").write_bytes(b"\xff\n" * 20)
+    monkeypatch.setattr("data_pipeline.preparation.scan.MOST_REJECTS", 19)
+    with pytest.raises(DataError, match=r"in\.txt: more than 19 records .* hardly lines"):
+        prepare_dataset(
+            [tmp_path / "in.txt"],
+            tmp_path / "out",
+            PrepareSettings(format="lines"),
+            max_reject_rate=1,
+        )

@@ -185,8 +185,8 @@ def _no_text(part: Part, rejects: list[Reject]) -> DataError:
     shown = "".join(f"\n  {reject}" for reject in rejects[:5])
     return DataError(
         f"{printable(part.file.name)}: more than {MOST_REJECTS:,} records near byte {part.start:,} "
-        f"cannot be used, so it is hardly {part.file.kind}.{shown}\nNo dataset was written. Give its "
-        "format with --format, or leave it out."
+        f"cannot be used, so it is hardly {part.file.kind}.{shown}\nNo dataset was written. "
+        "Give its format with --format, or leave it out."
     )
 
 

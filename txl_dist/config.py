@@ -205,6 +205,12 @@ class DeepSpeedConfig(Section):
             raise ValueError(
                 "extra.zero_optimization.stage would contradict deepspeed.zero_stage; remove it"
             )
+        offloads = sorted(key for key in zero if key.startswith("offload_"))
+        if self.zero_stage == 3 and offloads:
+            raise ValueError(
+                f"extra.zero_optimization.{offloads[0]} at zero_stage=3 is not supported: a "
+                "checkpoint would be loaded into copies. Remove it, or use zero_stage 1 or 2"
+            )
         return self
 
 

@@ -97,3 +97,13 @@ def test_it_is_json_the_same_every_time_and_changes_no_config() -> None:
     first, second = (deepspeed_settings(config, **SHAPE) for _ in range(2))
     assert json.loads(json.dumps(first)) == first == second
     assert config.model_dump_json() == before
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_is_refused_where_a_checkpoint_would_be_loaded_into_copies(stage: int) -> None:
+    extra = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    if stage == 3:
+        with pytest.raises(ValueError, match="offload_optimizer at zero_stage=3"):
+            DeepSpeedConfig(zero_stage=stage, extra=extra)
+    else:
+        assert DeepSpeedConfig(zero_stage=stage, extra=extra).extra == extra

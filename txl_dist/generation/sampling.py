@@ -31,8 +31,9 @@ def next_token(logits_V: Tensor, sampling: Sampling, generator: torch.Generator)
     scaled_V = (logits_V.double() - logits_V.max()) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scaled_V.numel():
         # By index, not by value: of tokens as likely as the last kept one, no more than k stay.
-        logits, tokens = scaled_V.topk(sampling.top_k)
-        scaled_V = torch.full_like(scaled_V, -torch.inf).scatter(-1, tokens, logits)
+        # Of the logits as they are: less the maximum, those that differ least may be equal.
+        tokens = logits_V.topk(sampling.top_k).indices
+        scaled_V = torch.full_like(scaled_V, -torch.inf).scatter(-1, tokens, scaled_V[tokens])
     probability_V = scaled_V.softmax(dim=-1)
     if sampling.top_p is not None:
         probability_V = _nucleus(probability_V, sampling.top_p)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,6 +26,7 @@ def test_temperature_0_takes_the_likeliest(logits: list[float]) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(logits=logits, top_k=st.integers(1, 10))
+@example(logits=[0.0, 0.0, 1.0, 1.2013333618494839e-45, 1.0], top_k=3)
 def test_top_k_draws_from_the_k_likeliest_ties_included(logits: list[float], top_k: int) -> None:
     logits_V = torch.tensor(logits)
     found = set(drawn(logits_V, Sampling(temperature=3.0, top_k=top_k)))

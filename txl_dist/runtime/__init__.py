@@ -1,0 +1,1 @@
+"""What any process of a run needs from its surroundings. Imports no torch."""

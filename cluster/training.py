@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,12 @@ def _train_loop(settings: dict[str, Any]) -> None:
         job = job.model_copy(update={"resume": "auto"})
     # An error of one rank makes Ray end the others; the next attempt finds it recorded and returns.
     # Errors that all ranks raise at the same step need no such round.
-    with suppress(PreemptedError, DivergedError):
+    try:
         train_rank(job, world)
+    except TxlError as error:
+        directory.record_failure(job.attempt, world.rank, error)
+        if not isinstance(error, PreemptedError | DivergedError):
+            raise
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Tiny training runs for tests: the config of configs/tiny.yaml on the test dataset."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def train(world: World, job: TrainJob) -> int:
     except TxlError as error:
         return error.exit_code
     return 0
+
+
+def refusal(run: Path) -> str:
+    """The message of the newest error in rank 0's log."""
+    log = (run / "logs" / "rank-0.log").read_text()
+    return re.split(r"^[\d:]{8} \w+Error: ", log, flags=re.MULTILINE)[-1]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DivergedError",
+    "LostRankError",
     "PreemptedError",
     "TxlError",
 ]
@@ -24,6 +25,10 @@ class DivergedError(TxlError):
     exit_code = 5
 
 
+class LostRankError(TxlError):
+    """Other ranks did not answer in a collective: a consequence, whose cause is theirs."""
+
+
 class PreemptedError(TxlError):
     """The run was asked to stop, saved its state and can be resumed (EX_TEMPFAIL)."""
 
@@ -32,5 +37,12 @@ class PreemptedError(TxlError):
 
 def error_of(name: str, message: str) -> TxlError:
     """The error of that class name, as another process raised it."""
-    classes = (ConfigError, DataError, CheckpointError, DivergedError, PreemptedError)
+    classes = (
+        ConfigError,
+        DataError,
+        CheckpointError,
+        DivergedError,
+        LostRankError,
+        PreemptedError,
+    )
     return {c.__name__: c for c in classes}.get(name, TxlError)(message)

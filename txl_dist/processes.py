@@ -1,30 +1,37 @@
 """ProcessLauncher: ranks as plain child processes of this one, on this machine. No Ray.
 
 A child gets its job through standard input, whose closing ends it: children never outlive this
-process, not even when it is killed. The first child to fail ends the run.
+process, not even when it is killed. What ended a child comes back on its standard output. The first
+child to fail ends the run.
 """
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from data_pipeline.workers import ProcessWorkers, Workers
-from txl_dist.errors import ConfigError, PreemptedError, TxlError
+from txl_dist.checkpoint.directory import resume_advice
+from txl_dist.errors import ConfigError, LostRankError, PreemptedError, TxlError, error_of
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_here
 from txl_dist.launchers import OnLine
+from txl_dist.runtime.stop_signals import NOTHING_TRAINED, STOPPING, StopSignals
+from txl_dist.runtime.torchrun import without_torchrun
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 
-GRACE_SECONDS = 30.0
-"""How long the other ranks get to end by themselves once one has failed."""
+GRACE_SECONDS = 10.0
+"""How long the other ranks get to end by themselves once one has failed. They notice at their next
+collective; one that does not hangs, or computes something whose result nobody will use."""
 POLL_SECONDS = 0.1
 
 
@@ -32,7 +39,7 @@ class ProcessLauncher:
     """Trains with `num_ranks` processes, evaluates in this one, prepares with children."""
 
     def train(self, job: TrainJob, *, num_ranks: int, on_line: OnLine) -> None:
-        """Raises the error of the first rank that failed, or PreemptedError."""
+        """Raises the error that ended the run, PreemptedError if it was a request to stop."""
         directory = RunDirectory(job.run_path)
         _check_devices(num_ranks)
         directory.create()
@@ -40,16 +47,10 @@ class ProcessLauncher:
             pass  # refuses a directory in use before anything is started
         with ExitStack() as stack:
             stack.enter_context(LogFollower(directory.log(0), on_line))
+            signals = stack.enter_context(StopSignals())
             ranks = stack.enter_context(_started(job, directory, num_ranks))
-            signalled = stack.enter_context(_signals_forwarded(ranks))
-            codes = _wait(ranks)
-        if error := directory.failure(job.attempt):
-            raise error
-        if signalled and any(-code in signalled for code in codes):
-            raise PreemptedError("stopped on request before the first step; nothing is lost")
-        failed = {rank: code for rank, code in enumerate(codes) if code}
-        if failed:
-            raise TxlError(_explain(failed, directory))
+            ends = _wait(ranks, signals, on_line)
+        _raise_cause(ends, stop_requested=bool(signals), directory=directory)
 
     def evaluate(
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
@@ -83,7 +84,7 @@ def _started(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     ranks: list[subprocess.Popen[bytes]] = []
     environment = {
-        **os.environ,
+        **without_torchrun(os.environ),
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
@@ -96,7 +97,7 @@ def _started(
                 process = subprocess.Popen(
                     [sys.executable, "-m", "txl_dist.training.rank"],
                     stdin=subprocess.PIPE,
-                    stdout=log,
+                    stdout=subprocess.PIPE,
                     stderr=log,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
@@ -113,50 +114,95 @@ def _started(
         for process in ranks:
             process.wait()
             assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.close()
+            process.stdout.close()
 
 
-@contextmanager
-def _signals_forwarded(ranks: list[subprocess.Popen[bytes]]) -> Iterator[set[int]]:
-    """SIGTERM and SIGINT to this process ask every rank to save and stop; gives those that came."""
-    signalled: set[int] = set()
+@dataclass(frozen=True, slots=True)
+class _RankEnd:
+    """How one rank ended."""
 
-    def forward(number: int, _frame: object) -> None:
-        signalled.add(number)
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    previous = {n: signal.signal(n, forward) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield signalled
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    rank: int
+    code: int
+    """Exit code; minus the signal's number for a killed process."""
+    error: TxlError | None
+    hung: bool
+    """It did not end by itself after another rank had, and was killed by this launcher."""
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Exit codes of all ranks; once one failed, the rest get a grace period."""
-    deadline = float("inf")
+def _wait(
+    ranks: Sequence[subprocess.Popen[bytes]], signals: StopSignals, on_line: OnLine
+) -> list[_RankEnd]:
+    """Wait for all ranks; forward a stop request once; end the rest when one has failed."""
+    deadline, forwarded = float("inf"), False
+    hung: set[int] = set()
     while any(process.poll() is None for process in ranks):
+        if signals and not forwarded:
+            forwarded = True
+            on_line(STOPPING)
+            for process in ranks:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
         if deadline == float("inf") and any(process.poll() for process in ranks):
             deadline = time.monotonic() + GRACE_SECONDS
         if time.monotonic() > deadline:
-            for process in ranks:
+            for rank, process in enumerate(ranks):
                 if process.poll() is None:
+                    hung.add(rank)
                     process.kill()
         time.sleep(POLL_SECONDS)
-    return [process.wait() for process in ranks]
+    return [
+        _RankEnd(rank, process.wait(), _error_of(process), rank in hung)
+        for rank, process in enumerate(ranks)
+    ]
 
 
-def _explain(failed: dict[int, int], directory: RunDirectory) -> str:
-    # A killed rank is the cause; the others then fail because it is gone.
-    rank, code = min(failed.items(), key=lambda item: (item[1] > 0, item[0]))
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return (
-        f"rank {rank} {how}; the run stopped. Its log: {directory.log(rank)}. The same command "
-        "resumes from the newest checkpoint"
-    )
+def _error_of(process: subprocess.Popen[bytes]) -> TxlError | None:
+    """What an ended rank wrote on its standard output."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        return None
+    content = json.loads(line)
+    return error_of(content["type"], content["message"])
+
+
+def _raise_cause(
+    ends: Sequence[_RankEnd], *, stop_requested: bool, directory: RunDirectory
+) -> None:
+    """Raise what ended the run, if it did not end well. The order is from causes to consequences:
+
+    a rank that somebody killed, an error that a rank found, a rank that hung; only then what the
+    other ranks noticed of it.
+    """
+    failed = [end for end in ends if end.code]
+    if not failed:
+        return
+    if stop_requested and any(end.code in _STOPPED for end in failed):
+        said = (e.error for e in failed if isinstance(e.error, PreemptedError))
+        raise next(said, PreemptedError(NOTHING_TRAINED))
+    where = f"Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
+    for end in failed:
+        if end.code < 0 and not end.hung:
+            name = signal.Signals(-end.code).name
+            raise TxlError(f"rank {end.rank} was killed by {name}; the run stopped. {where}")
+    for end in failed:
+        if end.error is not None and not isinstance(end.error, LostRankError):
+            raise end.error
+    noticed = next((f": {end.error}" for end in failed if end.error is not None), "")
+    hung = [str(end.rank) for end in failed if end.hung]
+    if hung:
+        raise TxlError(f"rank {', '.join(hung)} hung and was ended{noticed}. {where}")
+    raise TxlError(f"rank {failed[0].rank} ended with code {failed[0].code}{noticed}. {where}")
+
+
+_STOPPED = (
+    PreemptedError.exit_code,
+    *(-number for number in (signal.SIGTERM, signal.SIGKILL)),
+)
+"""How a rank ends after a stop request: saved or in start-up; before it could catch the signal, or
+by the kernel's hand when this launcher's patience was at its end."""
 
 
 def _free_port() -> int:

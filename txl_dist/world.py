@@ -7,7 +7,7 @@ MASTER_PORT, or hands over a process group that is already there.
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from txl_dist.errors import ConfigError, TxlError
+from txl_dist.runtime.collective_watch import Activity
+from txl_dist.runtime.torchrun import RANK_VARIABLES
 
 T = TypeVar("T")
-
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class World:
     rank: int
     num_ranks: int
     local_rank: int = 0
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
+    """What this rank is doing, for messages about ranks that do not answer."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
@@ -65,6 +67,17 @@ class World:
                 world_size=self.num_ranks,
                 timeout=timedelta(seconds=timeout_seconds),
             )
+
+    def limit_waits(self, *, timeout_seconds: float) -> None:
+        """Give every process group there is the limit of `join`.
+
+        A group that a library makes (DeepSpeed's for gradients) takes torch's default of 30
+        minutes instead, and a cut link would hold the run that long.
+        """
+        limit = timedelta(seconds=timeout_seconds)
+        # Private and pinned to this version; torch offers no public way after a group was made.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
     def leave(self) -> None:
         """End the process group, if there is one."""

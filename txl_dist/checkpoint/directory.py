@@ -93,6 +93,14 @@ class CheckpointDirectory:
                 shutil.rmtree(self.at(step))
 
 
+def resume_advice(run: Path) -> str:
+    """A sentence that says what the same command would do next in run directory `run`."""
+    steps = CheckpointDirectory(run).steps()
+    if not steps:
+        return "There is no checkpoint yet: the same command starts the run anew"
+    return f"The same command resumes from the checkpoint at step {steps[-1]}"
+
+
 def resolve_checkpoint(path: str | Path) -> Path:
     """A checkpoint's directory from itself, a run directory, or a LATEST or BEST file.
 

@@ -18,6 +18,7 @@ from txl_dist.cli import (
     prepare,
     train,
 )
+from txl_dist.cli.errors import print_error
 
 app = typer.Typer(
     name="txl",
@@ -45,5 +46,5 @@ def main() -> None:
     try:
         app(prog_name="txl")
     except TxlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)

@@ -1,6 +1,5 @@
 """`txl train`: start or resume a run, here or on a cluster, and show what it says."""
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +8,6 @@ import typer
 
 if TYPE_CHECKING:
     from txl_dist.training.job import TrainJob
-    from txl_dist.world import World
 
 
 def train(
@@ -18,9 +16,14 @@ def train(
         list[str] | None, typer.Argument(help="Settings to change: k.e.y=value ...")
     ] = None,
     on: Annotated[
-        str, typer.Option(help="ray: a Ray of its own here; an address; or processes.")
-    ] = "ray",
-    ranks: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
+        str | None,
+        typer.Option(
+            help="ray: a Ray of its own here; an address; or processes.", show_default="ray"
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Number of data-parallel ranks.", show_default="1")
+    ] = None,
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's path.")] = "auto",
     allow_change: Annotated[
         list[str] | None, typer.Option(help="A setting that may differ from the checkpoint's.")
@@ -40,36 +43,53 @@ def train(
 
     Example: txl train configs/quickstart.yaml --ranks 2 training.num_steps=500
     """
-    from txl_dist.cli.progress import run_progress
-    from txl_dist.config_file import load_run_config
-    from txl_dist.launchers import find_launcher
-    from txl_dist.training.data import TrainingData
-    from txl_dist.training.job import TrainJob
-    from txl_dist.training.run_directory import RunDirectory
-    from txl_dist.world import RANK_VARIABLES, World
+    from txl_dist.runtime.stop_signals import StopSignals, end_start_up
 
-    job = TrainJob(
-        config=load_run_config(config, overrides or []),
-        resume=resume,
-        allow_change=tuple(allow_change or ()),
-        allow_data_change=allow_data_change,
-        strict=strict,
-    )
-    if all(os.environ.get(name) for name in RANK_VARIABLES):
-        _train_as_rank(job, World.from_environment())
-        return
-    _check_allowed(job)
+    with StopSignals(on_request=end_start_up):  # imports and checks take seconds
+        from txl_dist.config_file import load_run_config
+        from txl_dist.runtime.torchrun import is_torchrun
+        from txl_dist.training.job import TrainJob
+
+        job = TrainJob(
+            config=load_run_config(config, overrides or []),
+            resume=resume,
+            allow_change=tuple(allow_change or ()),
+            allow_data_change=allow_data_change,
+            strict=strict,
+        )
+        _check_allowed(job)
+        if is_torchrun():
+            _train_as_rank(job, on=on, num_ranks=ranks, dry_run=dry_run)
+        else:
+            _launch(job, config, on=on or "ray", num_ranks=ranks or 1, dry_run=dry_run, quiet=quiet)
+
+
+def _launch(
+    job: "TrainJob", config: Path, *, on: str, num_ranks: int, dry_run: bool, quiet: bool
+) -> None:
+    """Check what can be checked, then have a launcher start the ranks."""
+    from txl_dist.cli.progress import run_progress
+    from txl_dist.launchers import find_launcher
+    from txl_dist.runtime.torchrun import stray_variables
+    from txl_dist.training.data import TrainingData
+    from txl_dist.training.run_directory import RunDirectory
+
+    if stray := stray_variables():
+        print(
+            f"{', '.join(stray)} set in the environment, but not by torchrun: ignored",
+            file=sys.stderr,
+        )
     launcher = find_launcher(on)
-    data = TrainingData.open(job.config, num_ranks=ranks)
+    data = TrainingData.open(job.config, num_ranks=num_ranks)
     if dry_run:
         print(
             f"{config}: ready. {data.plan.num_tokens:,} training tokens in {data.plan.num_lanes} "
-            f"lanes on {ranks} ranks; the run would write to {job.run_path}"
+            f"lanes on {num_ranks} ranks; the run would write to {job.run_path}"
         )
         return
     RunDirectory(job.run_path).create()
     with run_progress(job.config.training.num_steps, quiet=quiet) as on_line:
-        launcher.train(job, num_ranks=ranks, on_line=on_line)
+        launcher.train(job, num_ranks=num_ranks, on_line=on_line)
     if not quiet:
         print(f"done: {job.run_path} (checkpoints, metrics.jsonl, logs)")
 
@@ -90,15 +110,43 @@ def _check_allowed(job: "TrainJob") -> None:
             raise ConfigError(f"--allow-change {key}: there is no such setting; {hint}")
 
 
-def _train_as_rank(job: "TrainJob", world: "World") -> None:
+def _train_as_rank(
+    job: "TrainJob", *, on: str | None, num_ranks: int | None, dry_run: bool
+) -> None:
     """Under torchrun this process is one rank; rank 0 prints its own lines."""
     import logging
+    import os
 
+    from txl_dist.cli.errors import print_error
+    from txl_dist.errors import ConfigError, TxlError
+    from txl_dist.runtime.process_exit import exit_without_teardown
     from txl_dist.training.rank import train_rank
+    from txl_dist.world import World
 
+    world = World.from_environment()
+    contradictions = [
+        option
+        for option, contradicts in (
+            (f"--on {on}", on is not None),
+            (f"--ranks {num_ranks}", num_ranks not in (None, world.num_ranks)),
+            ("--dry-run", dry_run),
+        )
+        if contradicts
+    ]
+    if contradictions:
+        raise ConfigError(
+            f"torchrun started this process as rank {world.rank} of {world.num_ranks}, which "
+            f"contradicts {' and '.join(contradictions)}. Leave them out under torchrun, or run "
+            "txl train without it"
+        )
     if world.is_first:
+        run_id = os.environ["TORCHELASTIC_RUN_ID"]
+        print(f"rank 0 of {world.num_ranks}, started by torchrun (run {run_id})", flush=True)
         logging.getLogger("txl_dist").addHandler(logging.StreamHandler(sys.stdout))
     try:
-        train_rank(job, world)
-    finally:
+        train_rank(job, world, announce_stop=world.is_first)
         world.leave()
+    except TxlError as error:
+        print_error(error)
+        exit_without_teardown(error.exit_code)
+    exit_without_teardown(0)

@@ -29,6 +29,8 @@ from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.precision import PRODUCT_DTYPE
+from txl_dist.runtime.source_digest import LIBRARIES, code_description, source_digest
+from txl_dist.runtime.stop_signals import StopRequest
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import TrainingData
@@ -37,7 +39,7 @@ from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Evaluate, Save, Training
 from txl_dist.training.report import Report
 from txl_dist.training.resume import find_resume_point, restore
-from txl_dist.training.run_directory import RunDirectory, StopRequest
+from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.step import TrainStep
 from txl_dist.training.utilisation import measure_peak_flops
 from txl_dist.world import World
@@ -50,10 +52,17 @@ log = logging.getLogger(__name__)
 class RankBuilder:
     """Builds the parts of one rank; what it opens is closed when `stack` is."""
 
-    def __init__(self, job: TrainJob, world: World, directory: RunDirectory, stack: ExitStack):
+    def __init__(
+        self,
+        job: TrainJob,
+        world: World,
+        directory: RunDirectory,
+        stack: ExitStack,
+        stop: StopRequest | None = None,
+    ) -> None:
         self.job, self.config, self.world = job, job.config, world
         self.directory, self.stack = directory, stack
-        self.stop = StopRequest(Path(job.stop_file) if job.stop_file else None)
+        self.stop = StopRequest() if stop is None else stop
         self.data = TrainingData.open(job.config, num_ranks=world.num_ranks)
         self.journal: MetricsJournal | None = None
         """Rank 0's."""
@@ -118,17 +127,28 @@ class RankBuilder:
         self.journal.truncate_after(state.step)
 
     def _check_same_job(self) -> None:
-        """Every rank must run the same config on the same version."""
+        """Every rank must run the same config on the same data with the same code."""
         config = self.config.model_dump_json()
-        mine = (version("txl-dist"), hashlib.sha256(config.encode()).hexdigest())
-        others = self.world.gather(mine)
-        if any(other != others[0] for other in others):
-            told = "; ".join(
-                f"rank {r}: version {v}, config {c[:12]}" for r, (v, c) in enumerate(others)
-            )
+        mine = {
+            "txl-dist": version("txl-dist"),
+            **{name: version(name) for name in LIBRARIES},
+            "sources": source_digest()[:16],
+            "config": hashlib.sha256(config.encode()).hexdigest()[:16],
+            **self.data.digests,
+        }
+        everyone = self.world.gather(mine)
+        names = dict.fromkeys(name for one in everyone for name in one)
+        differing = [n for n in names if len({one.get(n) for one in everyone}) > 1]
+        if differing:
+            lines = [
+                f"\n  {name}: "
+                + ", ".join(f"rank {rank} {one.get(name)}" for rank, one in enumerate(everyone))
+                for name in differing
+            ]
             raise ConfigError(
-                f"the ranks were not started alike ({told}). Install the same version on all "
-                "machines and start every rank with the same command"
+                f"the ranks were not started alike; they would train something else than one "
+                f"model:{''.join(lines)}\nInstall the same version on all machines, give every "
+                "rank the same data (txl data verify DIR on each machine) and the same command"
             )
 
     def _engine_and_step(self) -> tuple[Engine, TrainStep]:
@@ -210,7 +230,7 @@ class RankBuilder:
 
     def _saver(self, engine: Engine, step: TrainStep, tracker: Tracker | None) -> Save:
         header = CheckpointHeader(
-            written_by=f"txl-dist {version('txl-dist')}",
+            written_by=code_description(),
             model=asdict(self.data.model_config),
             run=flatten_config(self.config),
             tokenizer_json=self.data.tokenizer.to_json(),

@@ -92,6 +92,14 @@ class TrainingData:
             return digests[0]
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of everything that is read, by a name for messages; the same on all ranks of a run."""
+        digests = {f"data {corpus.name}": corpus.manifest.digest for corpus in self.corpora}
+        if self.evaluation is not None:
+            digests["evaluation data"] = self.evaluation.manifest.digest
+        return digests
+
     def plan_of(self, phase: Phase) -> LanePlan:
         """The lanes of a phase over these corpora."""
         return replace(self.plan, start=phase.position, first_epoch=phase.first_epoch)

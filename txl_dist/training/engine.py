@@ -54,6 +54,7 @@ class Engine:
         self._optimizer = _adamw(model, config.optimizer)
         os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed insists
         self._engine = _initialise_deepspeed(model, self._optimizer, settings)
+        world.limit_waits(timeout_seconds=config.training.rank_timeout_seconds)
         self._fill_optimizer_state()
 
     @property

@@ -18,8 +18,8 @@ from txl_dist.config import RunConfig
 from txl_dist.errors import PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.loss_sums import LossSums
+from txl_dist.runtime.stop_signals import StopRequest
 from txl_dist.training.report import Report
-from txl_dist.training.run_directory import StopRequest
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.step import StepResult, TrainStep
 

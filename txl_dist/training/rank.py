@@ -1,49 +1,82 @@
 """One rank of a run, from beginning to end: the entry of every launcher.
 
 `python -m txl_dist.training.rank` reads a TrainJob from standard input and its place in the world
-from RANK and its kin. It ends with the run's exit code, and at once if standard input closes: that
-is the launcher having died, and ranks must not outlive it.
+from RANK and its kin. The error that ended it goes back as one JSON line on standard output, which
+carries nothing else; a file could not be written on a full disk. The process ends with the run's
+exit code, and at once if standard input closes: the launcher has then died, and ranks must not
+outlive it.
 """
 
+import json
 import logging
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from txl_dist.allocation import keep_freed_memory
 from txl_dist.checkpoint.manifest import TrainState
-from txl_dist.errors import TxlError
+from txl_dist.errors import PreemptedError, TxlError
+from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
+from txl_dist.runtime.process_exit import exit_without_teardown
+from txl_dist.runtime.stop_signals import (
+    STOPPING,
+    StopRequest,
+    StopSignals,
+    end_start_up,
+    say,
+)
 from txl_dist.training.build import RankBuilder
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.world import World
 
+MAX_MESSAGE_LENGTH = 30_000
+"""Of an error on its way to the launcher: less than a pipe holds, so that nobody has to read."""
+
 log = logging.getLogger("txl_dist.training")
 
 
-def train_rank(job: TrainJob, world: World) -> TrainState:
-    """Take part in a run until it ends; errors are logged and recorded for the launcher."""
+def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> TrainState:
+    """Take part in a run until it ends; errors are logged and raised.
+
+    A stop signal before the first step ends the process at once with exit code 75; later it is a
+    request, which `announce_stop` answers on standard error.
+    """
     keep_freed_memory()
     directory = RunDirectory(job.run_path)
     directory.create()
-    with _logging_to(directory.log(world.rank)):
+    limit_seconds = job.config.training.rank_timeout_seconds
+    with (
+        _logging_to(directory.log(world.rank)),
+        StopSignals(on_request=end_start_up) as signals,
+        CollectiveWatch(world.activity, rank=world.rank, limit_seconds=limit_seconds),
+    ):
         try:
             with ExitStack() as stack:
-                state = RankBuilder(job, world, directory, stack).training().run()
+                stop = StopRequest(signals, Path(job.stop_file) if job.stop_file else None)
+                training = RankBuilder(job, world, directory, stack, stop).training()
+                signals.on_request = lambda _: say(STOPPING) if announce_stop else None
+                state = training.run()
             log.info("finished at step %d", state.step)
             return state
+        except PreemptedError as request:
+            log.info("%s", request)
+            raise
         except TxlError as error:
-            log.error(
-                "stopped by %s; see failure-%s-*.json here", type(error).__name__, job.attempt
-            )
-            directory.record_failure(job.attempt, world.rank, error)
+            log.error("%s: %s", type(error).__name__, error)
             raise
-        except Exception:
+        except Exception as error:
             log.exception("rank %d failed", world.rank)
-            raise
+            lost = lost_rank_error(
+                error, world.activity, rank=world.rank, limit_seconds=limit_seconds
+            )
+            if lost is None:
+                raise
+            log.error("%s", lost)
+            raise lost from error
 
 
 @contextmanager
@@ -60,7 +93,8 @@ def _logging_to(path: Path) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # a full disk must not replace the error that is on its way
+            handler.close()
 
 
 def _die_with_launcher() -> None:
@@ -71,25 +105,31 @@ def _die_with_launcher() -> None:
     os._exit(1)
 
 
+def _take_standard_output() -> int:
+    """A descriptor for the final error; what libraries print goes to standard error instead."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    return answer
+
+
 def main() -> int:
     """Read the job, train, return the exit code."""
+    answer = _take_standard_output()
     try:
         job = TrainJob.from_json(sys.stdin.buffer.readline())
         world = World.from_environment()
-    except TxlError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
-    threading.Thread(target=_die_with_launcher, daemon=True).start()
-    try:
+        threading.Thread(target=_die_with_launcher, daemon=True).start()
         train_rank(job, world)
-    except TxlError as error:
-        return error.exit_code
-    except Exception:  # logged with its traceback
-        return 1
-    finally:
         world.leave()
+    except TxlError as error:
+        content = {"type": type(error).__name__, "message": str(error)[:MAX_MESSAGE_LENGTH]}
+        os.write(answer, json.dumps(content).encode() + b"\n")
+        return error.exit_code
+    except Exception:
+        log.exception("this rank failed")  # to standard error, if not to the rank's log before
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_without_teardown(main())

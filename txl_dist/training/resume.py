@@ -19,6 +19,7 @@ from txl_dist.checkpoint.reader import (
 )
 from txl_dist.config_file import flatten_config
 from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.runtime.source_digest import code_description
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
@@ -114,6 +115,14 @@ def _accepted(
     check_config(
         manifest.run, flatten_config(job.config), allowed=job.allow_change, where=str(path)
     )
+    if manifest.written_by != (current := code_description()):
+        log.warning(
+            "%s was written by %s, this is %s: its losses may differ from those of a run that was "
+            "never stopped",
+            path,
+            manifest.written_by,
+            current,
+        )
     return ResumePoint(path, manifest)
 
 

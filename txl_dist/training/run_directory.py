@@ -1,16 +1,13 @@
-"""RunDirectory: the files of one run, who may write there, and how a run is told to stop."""
+"""RunDirectory: the files of one run and who may write there."""
 
 import fcntl
 import json
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from data_pipeline.atomic_files import write_file
 from txl_dist.checkpoint.directory import CheckpointDirectory
@@ -71,7 +68,7 @@ class RunDirectory:
     # --- how a failed rank tells the launcher why -----------------------------------------------
 
     def record_failure(self, attempt: str, rank: int, error: TxlError) -> None:
-        """Leave `error` for the launcher of this attempt, and for whoever looks later."""
+        """Leave `error` for the launcher of this attempt."""
         content = {"type": type(error).__name__, "message": str(error)}
         write_file(self._failure(attempt, rank), json.dumps(content).encode())
 
@@ -95,26 +92,3 @@ def _try_lock(descriptor: int) -> bool:
     except OSError:
         return True  # a file system without locks
     return True
-
-
-class StopRequest:
-    """Becomes true on SIGTERM or SIGINT to this process, or when `stop_file` appears.
-
-    Signals can be caught in the main thread only; under Ray the launcher writes the file instead.
-    """
-
-    def __init__(self, stop_file: Path | None) -> None:
-        self._stop_file = stop_file
-        self._signalled = False
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signalled:
-            # Asked twice: end at once; the previous checkpoint is whole.
-            os._exit(75)
-        self._signalled = True
-
-    def __bool__(self) -> bool:
-        return self._signalled or (self._stop_file is not None and self._stop_file.exists())

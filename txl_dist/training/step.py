@@ -55,6 +55,7 @@ class TrainStep:
 
         Raises DivergedError on every rank before the optimizer step if a loss is not finite.
         """
+        self.world.activity.name = f"step {step}"
         local = LossSums()
         for index in range(len(self.memories)):
             local += self._micro_batch(index, segment, step=step, num_targets=num_targets)

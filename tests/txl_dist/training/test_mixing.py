@@ -11,7 +11,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.settings import PrepareSettings
 from tests.commands import txl
 from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_job, train
+from tests.training_runs import NO_EVALUATION, TINY, losses, metrics, refusal, tiny_job, train
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.config_file import dump_run_config, load_run_config
 from txl_dist.errors import ConfigError, DataError
@@ -51,11 +51,6 @@ def mixed_job(
     }
     given = ("data.path=null", f"data.mixture={json.dumps(mixture)}")
     return tiny_job(corpora["oak"], run, *SETTINGS, *given, *overrides, **how)
-
-
-def refusal(run: Path) -> str:
-    failures = sorted((run / "logs").glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
-    return json.loads(failures[-1].read_text())["message"]
 
 
 def checkpoint(run: Path, step: int) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, losses, tiny_job, train
+from tests.training_runs import NO_EVALUATION, losses, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import CheckpointError
 
@@ -27,14 +27,6 @@ def flip(run: Path, step: int, kind: str) -> None:
     path.write_bytes(content)
 
 
-def message(run: Path) -> str:
-    """Of the newest refusal."""
-    failures = (run / "logs").glob("failure-*-rank-00000.json")
-    return json.loads(max(failures, key=lambda path: path.stat().st_mtime_ns).read_text())[
-        "message"
-    ]
-
-
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_counts_the_lost_steps(
     ranks: RankGroups, dataset: Path, run: Path
 ) -> None:
@@ -51,7 +43,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_counts_the_lost
 def test_strict_refuses_to_fall_back(ranks: RankGroups, dataset: Path, run: Path) -> None:
     flip(run, 20, "optimizer")
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, strict=True)) == [4, 4]
-    assert "optimizer-rank-00000.safetensors" in message(run)
+    assert "optimizer-rank-00000.safetensors" in refusal(run)
 
 
 def test_a_half_written_checkpoint_is_never_chosen(
@@ -77,7 +69,7 @@ def test_another_models_or_runs_checkpoint_is_refused_with_what_differs(
     ranks: RankGroups, dataset: Path, run: Path, override: str, told: str
 ) -> None:
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, override)) == [4, 4]
-    assert told in message(run)
+    assert told in refusal(run)
 
 
 def test_a_change_that_was_allowed_is_made(ranks: RankGroups, dataset: Path, run: Path) -> None:
@@ -96,7 +88,7 @@ def test_other_data_is_refused_unless_it_is_allowed(
     options = {"allow_change": ("training.num_steps",)}
     refused = tiny_job(other, run, *SETTINGS, *longer, **options)
     assert ranks(1).run(train, refused) == [3]
-    assert "--allow-data-change" in message(run)
+    assert "--allow-data-change" in refusal(run)
     allowed = tiny_job(other, run, *SETTINGS, *longer, allow_data_change=True, **options)
     assert ranks(1).run(train, allowed) == [0]
 
@@ -116,7 +108,7 @@ def test_never_resuming_does_not_touch_a_directory_with_a_run(
 ) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, resume="never")) == [2]
-    assert "--resume auto" in message(run)
+    assert "--resume auto" in refusal(run)
     assert (run / "metrics.jsonl").read_bytes() == before
 
 

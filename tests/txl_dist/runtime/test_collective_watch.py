@@ -1,0 +1,123 @@
+"""A rank that waits long for the others says so, and names the collective."""
+
+import logging
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gloo_ranks import RankGroups
+from txl_dist.runtime.collective_watch import (
+    Activity,
+    CollectiveWatch,
+    collective_name,
+    lost_rank_error,
+)
+from txl_dist.world import World
+
+NOTICE_SECONDS = 0.4
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def wait_for_a_late_rank(world: World) -> list[str]:
+    """Rank 1 comes late to a collective; the lines that this rank logged."""
+    handler = Lines()
+    logger = logging.getLogger("txl_dist.training")
+    logger.addHandler(handler)
+    world.activity.name = "step 7"
+    with CollectiveWatch(
+        world.activity, rank=world.rank, limit_seconds=60, notice_seconds=NOTICE_SECONDS
+    ):
+        if world.rank == 1:
+            time.sleep(4 * NOTICE_SECONDS)
+        world.gather(world.rank)
+    logger.removeHandler(handler)
+    return handler.lines
+
+
+def test_a_long_wait_is_told_with_its_collective_and_a_busy_rank_is_silent(
+    ranks: RankGroups,
+) -> None:
+    waiting, busy = ranks(2).run(wait_for_a_late_rank)
+    assert len(waiting) >= 2
+    assert waiting[0].startswith("step 7 | rank 0 has waited ")
+    assert "for the other ranks in all_gather_object;" in waiting[0]
+    assert busy == []
+
+
+def stop_answering(world: World, limit_seconds: float) -> str | None:
+    """Rank 1 stays away from a collective of a group of its own; what rank 0 makes of it."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=600))
+    world.limit_waits(timeout_seconds=limit_seconds)
+    message = None
+    if world.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            lost = lost_rank_error(
+                error, Activity("step 3"), rank=world.rank, limit_seconds=limit_seconds
+            )
+            message = str(lost)
+    else:
+        time.sleep(3 * limit_seconds)
+    world.limit_waits(timeout_seconds=60)
+    return message
+
+
+def test_the_limit_reaches_every_group_and_the_error_names_rank_and_collective(
+    ranks: RankGroups,
+) -> None:
+    group = ranks(2)
+    message, _ = group.run(stop_answering, 1.0)
+    group.is_broken = True  # its second group is
+    assert message is not None
+    assert message.startswith(
+        "rank 0 waited training.rank_timeout_seconds=1 for the other ranks in all_reduce (step 3)"
+    )
+
+
+def test_an_error_outside_a_collective_is_not_blamed_on_other_ranks() -> None:
+    error = RuntimeError("Connection closed by peer, timed out")
+    assert lost_rank_error(error, Activity(), rank=0, limit_seconds=1) is None
+
+
+@pytest.mark.parametrize(
+    ("frames", "name"),
+    [
+        ([("txl_dist/world.py", 1, "gather")], None),
+        ([], None),
+        (
+            [
+                ("txl_dist/world.py", 1, "gather"),
+                ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather_object"),
+                ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather"),
+            ],
+            "all_gather_object",
+        ),
+    ],
+)
+def test_a_stack_names_its_outermost_collective(
+    frames: list[tuple[str, int, str]], name: str | None
+) -> None:
+    assert collective_name(frames) == name
+
+
+def test_the_watch_ends_with_its_context() -> None:
+    before: list[Any] = threading.enumerate()
+    with CollectiveWatch(Activity(), rank=0, limit_seconds=1):
+        assert len(threading.enumerate()) == len(before) + 1
+    assert threading.enumerate() == before

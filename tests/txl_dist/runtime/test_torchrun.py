@@ -1,0 +1,77 @@
+"""Only torchrun's whole set of variables makes a process a rank."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.training_runs import TINY
+from txl_dist.cli.app import app
+from txl_dist.errors import ConfigError
+from txl_dist.runtime.torchrun import (
+    TORCHRUN_VARIABLES,
+    is_torchrun,
+    stray_variables,
+    without_torchrun,
+)
+
+LEFT_BEHIND = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "LOCAL_RANK": "1",
+}
+WHOLE = {**LEFT_BEHIND, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some-run"}
+
+
+@pytest.mark.parametrize("missing", TORCHRUN_VARIABLES)
+def test_a_set_that_is_not_whole_makes_no_rank(missing: str) -> None:
+    part = {name: value for name, value in WHOLE.items() if name != missing}
+    assert not is_torchrun(part)
+    assert set(stray_variables(part)) == set(part)
+    assert is_torchrun(WHOLE)
+    assert stray_variables(WHOLE) == []
+
+
+def test_launched_ranks_do_not_inherit_torchruns_variables() -> None:
+    other = {"PATH": "/bin", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert without_torchrun({**WHOLE, **other}) == {"PATH": "/bin"}
+
+
+def test_variables_left_behind_do_not_hijack_the_command(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in LEFT_BEHIND.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", str(TINY), f"data.path={dataset}", f"directory={tmp_path}", "--dry-run"]
+    done = CliRunner().invoke(app, [*words, "--ranks", "2"])
+    assert done.exit_code == 0, done.output
+    assert "ready" in done.stdout
+    assert "on 2 ranks" in done.stdout
+    assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK set in the" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--dry-run"], "--dry-run"),
+        (["--ranks", "3"], "--ranks 3"),
+        (["--on", "processes", "--ranks", "2"], "--on processes"),
+    ],
+)
+def test_options_that_contradict_torchrun_are_refused(
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    named: str,
+) -> None:
+    for name, value in WHOLE.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", str(TINY), f"data.path={dataset}", f"directory={tmp_path}", *options]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, ConfigError)
+    assert f"rank 1 of 2, which contradicts {named}." in str(done.exception)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,99 @@
+"""Ranks that read other data or run other code are refused before they train."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, refusal, tiny_job, train
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.training import build, resume
+from txl_dist.training.job import TrainJob
+from txl_dist.world import World
+
+SHORT = (NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=2")
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two folders, each with a dataset `data` of the same size, settings and name."""
+    folders = []
+    for letter in ("a", "b"):
+        folder = tmp_path_factory.mktemp(f"host-{letter}")
+        (folder / "text.txt").write_text(letter * 4000)
+        prepare_dataset([folder / "text.txt"], folder / "data", PrepareSettings())
+        folders.append(folder)
+    return folders
+
+
+def train_in(world: World, folders: list[Path], job: TrainJob) -> int:
+    """Train in this rank's own folder."""
+    before = Path.cwd()
+    os.chdir(folders[world.rank])
+    try:
+        return train(world, job)
+    finally:
+        os.chdir(before)
+
+
+def train_on_other_sources(world: World, job: TrainJob) -> int:
+    """Train with the digest of edited sources on rank 1."""
+    original = build.source_digest
+    if world.rank == 1:
+        build.source_digest = lambda: "edited" + original()  # type: ignore[assignment]
+    try:
+        return train(world, job)
+    finally:
+        build.source_digest = original
+
+
+def resume_on_other_sources(world: World, job: TrainJob) -> int:
+    """Train with code that describes itself otherwise than what wrote the checkpoint."""
+    original = resume.code_description
+    resume.code_description = lambda: "txl-dist 9 (sources edited)"  # type: ignore[assignment]
+    try:
+        return train(world, job)
+    finally:
+        resume.code_description = original
+
+
+def test_other_data_under_the_same_path_is_refused_by_rank(
+    ranks: RankGroups, two_hosts: list[Path], tmp_path: Path
+) -> None:
+    job = tiny_job(Path("data"), tmp_path, *SHORT)
+    assert ranks(2).run(train_in, two_hosts, job) == [2, 2]
+    message = refusal(tmp_path)
+    assert "data data: rank 0 " in message
+    assert ", rank 1 " in message
+    assert "sources" not in message  # names what differs, and nothing else
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+    same = [two_hosts[0], two_hosts[0]]
+    assert ranks(2).run(train_in, same, tiny_job(Path("data"), tmp_path, *SHORT)) == [0, 0]
+
+
+def test_other_sources_on_one_rank_are_refused(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SHORT)
+    assert ranks(2).run(train_on_other_sources, job) == [2, 2]
+    assert "sources: rank 0 " in refusal(tmp_path)
+    assert "rank 1 edited" in refusal(tmp_path)
+
+
+def test_a_resume_on_other_sources_is_noted(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *SHORT)) == [0]
+    manifest = load_checkpoint_manifest(tmp_path / "checkpoints" / "step-00000005")
+    assert "(sources " in manifest.written_by
+
+    job = tiny_job(
+        dataset, tmp_path, *SHORT, "training.num_steps=6", allow_change=("training.num_steps",)
+    )
+    assert ranks(1).run(resume_on_other_sources, job) == [0]
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert f"was written by {manifest.written_by}, this is txl-dist 9 (sources edited)" in log

@@ -1,0 +1,55 @@
+"""FAULTS 10: a full disk ends a run with its reason, although nothing can be written about it."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import num_lines, start_txl, wait_until
+from tests.training_runs import NO_EVALUATION, TINY
+
+pytestmark = pytest.mark.fault
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB of its own."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mounted)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root and a kernel that allows it")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Leave no byte free."""
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_4_and_the_reason(
+    dataset: Path, small_disk: Path
+) -> None:
+    run = small_disk / "run"
+    process = start_txl(
+        "train", TINY, f"data.path={dataset}", f"directory={run}", NO_EVALUATION,
+        "training.num_steps=400", "training.checkpoint_interval_steps=100",
+        "tracking.enabled=false", "--on", "processes", "--ranks", 2,
+    )  # fmt: skip
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 5)
+    fill(small_disk)
+    assert shutil.disk_usage(small_disk).free == 0
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 4, output
+    assert "CheckpointError" in output
+    assert "disk full" in output

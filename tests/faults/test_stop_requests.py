@@ -1,0 +1,122 @@
+"""FAULTS 5 and 6: a request to stop, as schedulers and people really send it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import ENVIRONMENT, children_of, is_alive, num_lines, start_txl, txl, wait_until
+from tests.training_runs import TINY, losses, metrics
+
+pytestmark = pytest.mark.fault
+
+SETTINGS = (
+    "training.num_steps=400",
+    "training.checkpoint_interval_steps=400",
+    "evaluation.split=null",
+    "tracking.enabled=false",
+)
+START_UP_LIMIT_SECONDS = 15.0
+"""Some seconds are the goal; shared machines are slow, and a hanging start-up took 31."""
+
+
+def words(dataset: Path, run: Path) -> tuple[object, ...]:
+    return ("train", TINY, f"data.path={dataset}", f"directory={run}", *SETTINGS)
+
+
+def assert_saved_where_it_stopped(run: Path) -> None:
+    last = metrics(run)[-1]["step"]
+    assert (run / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
+    assert not list((run / "logs").glob("failure-*"))
+    assert "Error" not in (run / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_every_process_of_a_job_is_one_request(
+    dataset: Path, tmp_path: Path, number: int
+) -> None:
+    process = start_txl(*words(dataset, tmp_path), "--on", "processes", "--ranks", 2)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
+    for _ in range(2):
+        for pid in (process.pid, *children_of(process.pid)):
+            os.kill(pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "stopping after this step, then saving" in output
+    assert_saved_where_it_stopped(tmp_path)
+
+
+def test_the_same_request_long_after_the_first_ends_the_run_at_once(
+    dataset: Path, tmp_path: Path
+) -> None:
+    process = start_txl(*words(dataset, tmp_path), "--on", "processes", "--ranks", 2)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 5)
+    ranks = children_of(process.pid)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)  # the step never ends
+    process.send_signal(signal.SIGINT)
+    time.sleep(4)  # longer than what counts as a copy of the same request
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75, output
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
+    wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
+
+
+@pytest.mark.parametrize("delay_seconds", [0.5, 2.0, 4.0, 6.0, 8.0])
+def test_a_request_in_start_up_ends_within_seconds(
+    dataset: Path, tmp_path: Path, delay_seconds: float
+) -> None:
+    process = start_txl(*words(dataset, tmp_path), "--on", "processes", "--ranks", 2)
+    time.sleep(delay_seconds)
+    if num_lines(tmp_path / "metrics.jsonl"):
+        process.kill()
+        pytest.skip(f"this machine trains before {delay_seconds} s have passed")
+    ranks = children_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert time.monotonic() - began < START_UP_LIMIT_SECONDS
+    wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=10)
+
+
+def test_torchrun_and_its_ranks_are_signalled_together(dataset: Path, tmp_path: Path) -> None:
+    launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "txl_dist"]
+        + [str(word) for word in words(dataset, tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=90)
+    assert "rank 0 of 2, started by torchrun" in output
+    assert re.search(r"stopped on request after step \d+; everything is saved", output)
+    assert_saved_where_it_stopped(tmp_path)
+
+
+def test_a_run_stopped_by_a_group_signal_goes_on_as_if_nothing_had_been(
+    dataset: Path, tmp_path: Path
+) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    done = txl(*words(dataset, straight), "--on", "processes", "--ranks", 2)
+    assert done.returncode == 0, done.stderr
+    process = start_txl(*words(dataset, stopped), "--on", "processes", "--ranks", 2)
+    wait_until(lambda: num_lines(stopped / "metrics.jsonl") > 50)
+    for pid in (process.pid, *children_of(process.pid)):
+        os.kill(pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    done = txl(*words(dataset, stopped), "--on", "processes", "--ranks", 2)
+    assert done.returncode == 0, done.stderr
+    assert losses(stopped) == losses(straight)

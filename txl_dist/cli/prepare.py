@@ -35,7 +35,10 @@ def prepare(
     *,
     format: Annotated[
         str,
-        typer.Option(help=f"auto (each file by its suffix), or one of {', '.join(FORMATS)}."),
+        typer.Option(
+            help="auto (each file by its suffix; .json must hold JSON lines), or one of "
+            f"{', '.join(FORMATS)}."
+        ),
     ] = "auto",
     text_key: Annotated[
         str, typer.Option(help="Key of the text in a JSON line, or column in Parquet.")
@@ -104,7 +107,7 @@ def prepare(
     )
     if not 0 <= max_reject_rate <= 1:
         raise ConfigError(f"--max-reject-rate {max_reject_rate} must lie in [0, 1]")
-    from data_pipeline.preparation.prepare import prepare_dataset
+    from data_pipeline.preparation.prepare import list_read_as, prepare_dataset
 
     with _stoppable(out), open_workers(on, workers) as pool, progress_in_bytes() as progress:
         done = prepare_dataset(
@@ -126,7 +129,8 @@ def prepare(
             "reused_units": done.reused_units,
             "peak_memory_bytes": done.peak_memory_bytes,
             "seconds": done.seconds,
-            "formats": done.kinds,
+            "formats": {kind: sum(of.values()) for kind, of in done.read_as.items()},
+            "read_as": done.read_as,
             "ignored": done.ignored,
         }
         print(json.dumps({**facts, **totals(out, done.manifest)}))
@@ -137,7 +141,7 @@ def prepare(
         f"at most {done.peak_memory_bytes / _MIB:,.0f} MiB a process"
     )
     print_totals(done.manifest)
-    print("  read as " + ", ".join(f"{kind}: {n:,} files" for kind, n in done.kinds.items()))
+    print(f"  read {list_read_as(done.read_as)}")
     if done.ignored:
         counts = ", ".join(f"{n} {printable(suffix)}" for suffix, n in sorted(done.ignored.items()))
         print(f"ignored, not text by their suffix: {counts}", file=sys.stderr)

@@ -68,11 +68,17 @@ def explain(error: OSError) -> str:
     return f"cannot be read: {error.strerror or type(error).__name__}"
 
 
+def is_url(given: str) -> bool:
+    """Whether `given` is a URL of any scheme, and no path."""
+    scheme, mark, _ = given.partition("://")
+    return bool(mark) and "/" not in scheme
+
+
 def scheme_of(given: str) -> str:
     """The scheme of a URL, "" for a local path; ConfigError for one that is not read here."""
-    scheme, mark, _ = given.partition("://")
-    if not mark or "/" in scheme:
+    if not is_url(given):
         return ""
+    scheme = given.partition("://")[0]
     if scheme.lower() not in SCHEMES:
         raise ConfigError(
             f"{shown(given)}: URLs of scheme {printable(scheme)!r} are not read; legal are "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.readers.sources import is_url, shown
 
 DEFAULT_CACHE_BYTES = 10 * 2**30
 DIRECTORY_VARIABLE, BYTES_VARIABLE = "TXL_CACHE_DIR", "TXL_CACHE_BYTES"
@@ -42,10 +43,15 @@ class FrameCache:
     def of_user(cls) -> Self:
         """The cache by `TXL_CACHE_DIR` and `TXL_CACHE_BYTES`, else in the user's cache directory.
 
-        Raises ConfigError for a size that is no number of bytes.
+        Raises ConfigError for a URL, and a size that is no number of bytes.
         """
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         given = os.environ.get(DIRECTORY_VARIABLE) or f"{home}/txl/frames"
+        if is_url(given):
+            raise ConfigError(
+                f"{DIRECTORY_VARIABLE}={shown(given)} must be a directory of this machine, not a "
+                "URL: the cache saves asking a server twice."
+            )
         limit = os.environ.get(BYTES_VARIABLE) or str(DEFAULT_CACHE_BYTES)
         if not re.fullmatch(r"[0-9]{1,18}", limit):
             raise ConfigError(

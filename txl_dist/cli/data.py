@@ -9,6 +9,7 @@ import typer
 from data_pipeline.errors import DataError
 from data_pipeline.readers import printable
 from txl_dist.cli.byte_progress import progress_in_bytes
+from txl_dist.cli.paths import local_path_parser
 from txl_dist.cli.workers import NumWorkers, On, open_workers
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ Dataset = Annotated[
     str, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote, or its URL.")
 ]
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.")
+    Path,
+    typer.Argument(
+        metavar="DIR", help="Directory that `txl prepare` wrote.", parser=local_path_parser()
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 

@@ -13,6 +13,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.readers import FORMATS, local_path, printable
 from txl_dist.cli.byte_progress import progress_in_bytes
 from txl_dist.cli.data import AsJson, print_totals, totals
+from txl_dist.cli.paths import local_path_parser, require_local
 from txl_dist.cli.workers import NumWorkers, On, open_workers, sigterm_interrupts
 from txl_dist.errors import PreemptedError
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _DEFAULT_BPE = 32768
+_PUSH = (
+    "Write to a local directory, and copy that there when it is complete: txl prepare INPUT "
+    "--out DIR, then txl data push DIR {url}"
+)
 
 
 def prepare(
@@ -31,7 +36,14 @@ def prepare(
             help="Files, folders, patterns ('data/**/*.jsonl'), and URLs (s3, gs, http, https).",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New or empty directory to write.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="New or empty directory to write.",
+            parser=local_path_parser(_PUSH),
+        ),
+    ],
     *,
     format: Annotated[
         str,
@@ -175,7 +187,7 @@ def _tokenizer_file(tokenizer: str) -> Path | None:
     """The file that `--tokenizer` names, or None for a kind."""
     if tokenizer in ("byte", "char", "word", "bpe"):
         return None
-    if not Path(tokenizer).is_file():
+    if not Path(require_local(tokenizer)).is_file():
         raise ConfigError(
             f"--tokenizer {tokenizer!r} is neither byte, char, word or bpe nor a file. Give one of "
             "these, or the path of a tokenizer.json."

@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from txl_dist.cli.paths import local_path_parser, require_local
+
 if TYPE_CHECKING:
     from txl_dist.training.job import TrainJob
     from txl_dist.world import World
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="YAML file of the run.", show_default=False, parser=local_path_parser()
+        ),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings to change: k.e.y=value ...")
     ] = None,
@@ -21,7 +28,13 @@ def train(
         str, typer.Option(help="ray: a Ray of its own here; an address; or processes.")
     ] = "ray",
     ranks: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
-    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's path.")] = "auto",
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto, never, or a checkpoint's path.",
+            parser=require_local,
+        ),
+    ] = "auto",
     allow_change: Annotated[
         list[str] | None, typer.Option(help="A setting that may differ from the checkpoint's.")
     ] = None,

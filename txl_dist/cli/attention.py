@@ -10,7 +10,7 @@ from txl_dist.cli.evaluate import CHECKPOINT, evaluation_job
 from txl_dist.cli.paths import SEND, local_path_parser
 
 if TYPE_CHECKING:
-    from data_pipeline.atomic_files import StagedDirectory
+    from data_pipeline.atomic_files import StagedDirectory, require_writable
     from txl_dist.analysis.attention_by_distance import AttentionByDistance
     from txl_dist.analysis.attention_file import AttentionFile
     from txl_dist.evaluation.evaluate import EvaluationJob
@@ -51,7 +51,7 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from data_pipeline.atomic_files import StagedDirectory
+    from data_pipeline.atomic_files import StagedDirectory, require_writable
     from txl_dist.analysis.attention_file import ATTENTION_NAME
 
     job = evaluation_job(
@@ -66,6 +66,8 @@ def attention(
     with ExitStack() as stack:
         # Before the reading, so that an unusable --out is told at once.
         staged = out and stack.enter_context(StagedDirectory(out, last=ATTENTION_NAME))
+        if out:
+            require_writable(out)
         found, stored = _look(job, quiet=as_json)
         if staged:
             _write(staged, found, stored)

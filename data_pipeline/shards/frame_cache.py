@@ -31,6 +31,8 @@ _KEPT = 7 / 8  # of the limit, after an eviction
 class FrameCache:
     """Pieces of shards on disk, at most about `limit_bytes`. Safe for threads and processes.
 
+    A limit of 0 is no cache: nothing is written, and nothing of an earlier run is read.
+
     No failure of the disk stops a reader: what cannot be kept is fetched again.
     """
 
@@ -56,13 +58,15 @@ class FrameCache:
         if not re.fullmatch(r"[0-9]{1,18}", limit):
             raise ConfigError(
                 f"{BYTES_VARIABLE}={limit!r} must be a number of bytes, such as "
-                f"{DEFAULT_CACHE_BYTES} (10 GiB); 0 keeps nothing."
+                f"{DEFAULT_CACHE_BYTES} (10 GiB); 0 uses no cache."
             )
         return cls(Path(given).expanduser(), int(limit))
 
     def get(self, sha256: str, first: int, size: int) -> bytes | None:
         """The piece, marked as just used, or None. May be damaged: check it, and `drop` it."""
         path = self._path(sha256, first, size)
+        if not self.limit_bytes:  # switched off: what an earlier run left is not read either
+            return None
         with contextlib.suppress(OSError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_size == size:

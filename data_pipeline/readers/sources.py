@@ -61,6 +61,19 @@ def is_passing(error: BaseException | None) -> bool:
     return False
 
 
+def is_unread(error: BaseException | None) -> bool:
+    """Whether `error`, or what led to it, is a failure to read: it says nothing of the content.
+
+    A missing file, or a folder in its place, says enough.
+    """
+    while error is not None:
+        if isinstance(error, OSError):
+            missing = FileNotFoundError | IsADirectoryError | NotADirectoryError
+            return not isinstance(error, missing)
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def explain(error: OSError) -> str:
     """An OSError as the reason of a Reject."""
     if isinstance(error, SourceError):

@@ -91,7 +91,8 @@ def rebuild_manifest(
         progress("reading shards", done, total)
     manifest = _put_together(directory, known)
     tokenizer = open_tokenizer(directory, manifest)
-    problems = shard_problems(directory, manifest, tokenizer, workers, progress)
+    found_in_shards = shard_problems(directory, manifest, tokenizer, workers, progress)
+    problems = found_in_shards.problems + found_in_shards.unread
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise DataError(

@@ -10,7 +10,7 @@ from txl_dist.cli.evaluate import CHECKPOINT, evaluation_job
 from txl_dist.cli.paths import SEND, local_path_parser
 
 if TYPE_CHECKING:
-    from data_pipeline.atomic_files import StagedDirectory, require_writable
+    from data_pipeline.atomic_files import StagedDirectory
     from txl_dist.analysis.attention_by_distance import AttentionByDistance
     from txl_dist.analysis.attention_file import AttentionFile
     from txl_dist.evaluation.evaluate import EvaluationJob

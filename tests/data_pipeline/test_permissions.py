@@ -1,4 +1,4 @@
-"""A path that cannot be written ends a command with exit code 2, at once, and is named."""
+"""What may not be written is refused at once (2); what may not be read is not called damaged."""
 
 import os
 import shutil
@@ -12,6 +12,7 @@ import pytest
 
 from data_pipeline.atomic_files import StagedDirectory
 from data_pipeline.errors import ConfigError
+from data_pipeline.shards.manifest import ShardManifest
 from tests.commands import ENVIRONMENT
 
 Txl = Callable[..., Any]
@@ -86,3 +87,16 @@ def test_a_complete_dataset_in_a_read_only_directory_is_found(
     ended = as_a_user("data", "rebuild", directory)
     assert ended.returncode == 2, ended.stderr
     assert "Permission denied" in ended.stderr
+
+
+def test_a_shard_that_may_not_be_read_is_not_called_damaged(
+    dataset: tuple[Path, ShardManifest],
+) -> None:
+    directory, _ = dataset
+    (directory / "train-000001.tar.zst").chmod(0)
+    (directory / "train-000002.index.safetensors").chmod(0)
+    ended = as_a_user("data", "verify", directory)
+    assert ended.returncode == 1, ended.stderr
+    assert "2 could not be read now:\n  train-000001.tar.zst: cannot be read: Perm" in ended.stderr
+    assert "Check the disk and the permissions" in ended.stderr
+    assert "Restore" not in ended.stderr

@@ -262,7 +262,11 @@ class _Run:
             self._staged.worth_keeping = True
             self.units += 1
             self.reused += outcome.reused
-            done += sizes.pop(number)
+            size = sizes.pop(number)
+            if outcome.reused:
+                total -= size
+            else:
+                done += size
             self._progress(what, done, total)
             yield number, outcome.result
 

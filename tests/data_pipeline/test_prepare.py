@@ -185,6 +185,10 @@ def test_a_spill_file_that_is_lost_is_not_blamed_on_the_input(
     prepare_dataset([corpus], out, SETTINGS)  # its scan is done again
 
 
+TWO_SHARDS = PrepareSettings(split={"valid": 0.2}, shuffle=3, block_bytes=2_000)
+"""Every kind of file operation, and each as seldom as can be: the test kills at every one."""
+
+
 def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:
     """Prepare in a child that SIGKILLs itself at its n-th file operation; whether it got there."""
     child = os.fork()
@@ -200,7 +204,7 @@ def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:
 
         sys.addaudithook(kill)
         try:
-            prepare_dataset([corpus], out, SETTINGS)
+            prepare_dataset([corpus], out, TWO_SHARDS)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -210,7 +214,7 @@ def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:
 def test_after_a_kill_at_any_file_operation_a_rerun_gives_the_same_bytes(
     corpus: Path, tmp_path: Path
 ) -> None:
-    prepare_dataset([corpus], tmp_path / "whole", SETTINGS)
+    prepare_dataset([corpus], tmp_path / "whole", TWO_SHARDS)
     whole = files_of(tmp_path / "whole")
     out = tmp_path / "out"
     event, published, reused = 0, 0, 0
@@ -218,7 +222,7 @@ def test_after_a_kill_at_any_file_operation_a_rerun_gives_the_same_bytes(
         if (out / "manifest.json").exists():
             assert verify_dataset(out).problems == []
             published += 1
-        reused += prepare_dataset([corpus], out, SETTINGS).reused_units > 0
+        reused += prepare_dataset([corpus], out, TWO_SHARDS).reused_units > 0
         assert files_of(out) == whole
         shutil.rmtree(out)
     assert event > 30

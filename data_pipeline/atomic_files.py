@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ STAGING = ".staging.tmp"
 """The folder inside the target where files are written aside."""
 _MOVING = "moving.json"
 """In the staging folder: names that may already stand in the target, written before any move."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def fsync_directory(directory: Path) -> None:
@@ -73,7 +75,7 @@ def explain_disk_errors(what: str, directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _FULL:
             usable = "unknown"
             with contextlib.suppress(OSError):
                 usable = f"{shutil.disk_usage(directory).free:,}"
@@ -89,6 +91,24 @@ def explain_disk_errors(what: str, directory: Path) -> Iterator[None]:
         ) from error
 
 
+def require_writable(directory: Path) -> None:
+    """Raises ConfigError unless files can be made in a directory."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        if error.errno not in _FULL:  # which is no fault of the path, and named where it hurts
+            raise _unwritable(directory, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
+    return ConfigError(
+        f"{path} cannot be written: {reason}. Nothing was touched; choose another directory, or "
+        "change its permissions."
+    )
+
+
 class StagedDirectory:
     """Exclusive hold on `directory`, with a staging folder whose files `publish` moves out.
 
@@ -97,8 +117,8 @@ class StagedDirectory:
     staging folder, and the directory itself if this hold created it and nothing is in it; but
     staging stays when it is `worth_keeping` (what was found there is; say so for what is made) and
     the end says nothing against it, so that the next claim can go on: anything raised but a
-    ConfigError, or a DataError that is no UnfinishedError. Raises DataError when another process
-    holds the directory.
+    ConfigError, or a DataError that is no UnfinishedError. Raises ConfigError for a path that can
+    be no directory, DataError when another process holds the directory.
     """
 
     def __init__(self, directory: Path, *, last: str) -> None:
@@ -111,10 +131,7 @@ class StagedDirectory:
 
     def __enter__(self) -> Self:
         with explain_disk_errors("opening the output directory", self.directory):
-            if self.directory.exists() and not self.directory.is_dir():
-                raise DataError(f"{self.directory} is a file; --out must name a directory.")
-            self._created = not self.directory.exists()
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._create()
             self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 self._lock()
@@ -144,7 +161,11 @@ class StagedDirectory:
             os.close(self._descriptor)
 
     def stage(self, *, fresh: bool = True) -> Path:
-        """The staging folder to write the files in, empty unless what is left there may be used."""
+        """The staging folder to write the files in, empty unless what is left there may be used.
+
+        Raises ConfigError for a directory that must not be written.
+        """
+        require_writable(self.directory)
         if fresh:
             self.discard()
         self.path.mkdir(exist_ok=True)
@@ -171,6 +192,15 @@ class StagedDirectory:
         fsync_directory(self.directory)
         (self.path / self.last).replace(self.directory / self.last)
         fsync_directory(self.directory)
+
+    def _create(self) -> None:
+        try:
+            self._created = not self.directory.exists()
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in _FULL:
+                raise
+            raise _unwritable(self.directory, error) from error
 
     def _lock(self) -> None:
         try:

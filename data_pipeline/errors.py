@@ -23,6 +23,10 @@ class DataError(TxlError):
     exit_code = 3
 
 
+class UnreadError(TxlError):
+    """Data that could not be read now, by a disk, a network or a server: it may be sound."""
+
+
 class UnfinishedError(DataError):
     """Work that its surroundings stopped (a full disk, a lost worker), not what it works on.
 

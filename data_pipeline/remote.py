@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 from data_pipeline.readers.sources import (
     SourceError,
+    UnreachableError,
     attempt,
     file_system,
     local_path,
@@ -63,7 +64,7 @@ class RemotePath:
         """`st_size` in bytes, as it is now. Raises OSError, FileNotFoundError if it is missing."""
         info = self._ask(lambda system: system.info(self.url))
         if info["type"] != "file":
-            raise SourceError("is a folder")
+            raise IsADirectoryError(errno.EISDIR, "is a folder")
         if info.get("size") is None:
             raise SourceError("its server does not say how long it is")
         return SimpleNamespace(st_size=int(info["size"]))
@@ -111,6 +112,8 @@ class RemotePath:
 
         def fetch(system: Any) -> bytes:
             data: bytes = system.cat_file(self.url, start=first, end=first + size)
+            if len(data) < size and first + len(data) < (system.info(self.url).get("size") or 0):
+                raise UnreachableError(f"the answer ended after {len(data):,} of {size:,} bytes")
             return data
 
         data = self._ask(fetch)
@@ -169,4 +172,4 @@ def _plain_reason() -> Iterator[None]:
             raise FileNotFoundError(errno.ENOENT, "no such object") from error
         if isinstance(cause, PermissionError):
             raise PermissionError(errno.EACCES, "access denied; check the credentials") from error
-        raise SourceError(error.reason.removeprefix("cannot be read ")) from error
+        raise type(error)(error.reason.removeprefix("cannot be read ")) from error

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from data_pipeline.readers.sources import is_url, shown
 from txl_dist.model.config import ModelConfig
 from txl_dist.redaction import is_secret_name, redact, redact_field
 
@@ -240,6 +241,16 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     ray: RayConfig = RayConfig()
+
+    @field_validator("directory")
+    @classmethod
+    def _is_on_a_file_system(cls, directory: str) -> str:
+        if is_url(directory):
+            raise ValueError(
+                f"{shown(directory)!r}: a run is written to a directory on a file system, not a "
+                "URL. Give one that all ranks can reach, and copy it when the run has ended"
+            )
+        return directory
 
     @field_validator("precision", mode="before")
     @classmethod

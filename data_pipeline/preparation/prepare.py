@@ -48,7 +48,7 @@ from data_pipeline.preparation.work_units import (
     run_task,
 )
 from data_pipeline.progress import Progress
-from data_pipeline.readers import InputFile, find_files
+from data_pipeline.readers import InputFile, find_files, printable
 from data_pipeline.settings import PrepareSettings
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
@@ -65,6 +65,7 @@ from data_pipeline.tokenizers.recipes import recipe_of
 from data_pipeline.workers import InProcess, Workers, peak_memory_bytes
 
 DEFAULT_MAX_REJECT_RATE = 0.001
+_SUFFIXES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ class Prepared:
     already_complete: bool
     ignored: dict[str, int]
     """Files of the input folders that were left out, by suffix."""
-    kinds: dict[str, int]
-    """Files read, by format."""
+    read_as: dict[str, dict[str, int]]
+    """Files read, by format and in it by suffix."""
     workers: int
     units: int
     """Scans, counts and shards of the dataset."""
@@ -110,6 +111,7 @@ def prepare_dataset(
     started = time.monotonic()
     workers = workers or InProcess()
     found = find_files([str(given) for given in inputs], format=settings.format, exclude=out)
+    note(f"reading {list_read_as(found.read_as)}")
     ready = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     with StagedDirectory(out, last=MANIFEST_NAME) as staged:
         existing = find_existing(out, settings, ready.digest if ready else None)
@@ -124,13 +126,24 @@ def prepare_dataset(
         manifest=manifest,
         already_complete=run is None,
         ignored=dict(+found.ignored),
-        kinds=dict(found.kinds),
+        read_as=found.read_as,
         workers=workers.num_workers,
         units=run.units if run else 0,
         reused_units=run.reused if run else 0,
         peak_memory_bytes=max(peak_memory_bytes(), workers.peak_memory_bytes),
         seconds=time.monotonic() - started,
     )
+
+
+def list_read_as(read_as: dict[str, dict[str, int]]) -> str:
+    """`Prepared.read_as` in words, the most frequent suffixes of every format."""
+    formats = []
+    for kind, counts in read_as.items():
+        frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        listed = [f"{count:,} {printable(suffix)}" for suffix, count in frequent[:_SUFFIXES_SHOWN]]
+        more = sum(count for _, count in frequent[_SUFFIXES_SHOWN:])
+        formats.append(f"{kind}: {', '.join(listed)}" + (f" and {more:,} others" if more else ""))
+    return f"as {'; '.join(formats)}"
 
 
 class _Run:
@@ -249,7 +262,11 @@ class _Run:
             self._staged.worth_keeping = True
             self.units += 1
             self.reused += outcome.reused
-            done += sizes.pop(number)
+            size = sizes.pop(number)
+            if outcome.reused:
+                total -= size
+            else:
+                done += size
             self._progress(what, done, total)
             yield number, outcome.result
 

@@ -1,38 +1,30 @@
 """Finding the input files: paths, folders, patterns and URLs to a list in a fixed order.
 
-What `--format auto` takes a file for, below a compression's suffix (.gz, .zst):
-
-- .jsonl, .ndjson: jsonl; .parquet, .pq: parquet; by the `suffixes` of `FORMATS`
-- .tokens, or a name with "wiki" in it: wikitext if its first line that is not blank is a
-  ` = Title = `, else text
-- everything else: text. `lines` is never guessed.
+What each is read as is decided in `kinds.py`.
 """
 
 import fnmatch
 import glob
 import os
-import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind
+from data_pipeline.readers.kinds import kind_of, require_json_lines, suffix_of
 from data_pipeline.readers.records import printable
 from data_pipeline.readers.sources import (
-    Compression,
     SourceError,
     attempt,
     file_system,
     local_path,
-    open_source,
     scheme_of,
     shown,
 )
-from data_pipeline.readers.wikitext import MAX_TITLE_BYTES, is_title
 
 _NOT_TEXT = {
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".ico", ".tif", ".tiff"),
@@ -42,16 +34,28 @@ _NOT_TEXT = {
 """Suffixes that are never text: ignored in folders, and counted. All else must be UTF-8."""
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"}
 """Not unpacked here: ignored in folders, refused when given by name."""
-_COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 
 
 @dataclass(frozen=True, slots=True)
 class InputFiles:
-    """The files in reading order, how many were ignored, by suffix, and how many are of a kind."""
+    """The files in reading order, and what was decided by name or by a look inside."""
 
     files: list[InputFile]
     ignored: Counter[str]
-    kinds: Counter[Kind]
+    """Files left out, by suffix."""
+
+    @property
+    def kinds(self) -> Counter[Kind]:
+        return Counter(file.kind for file in self.files)
+
+    @property
+    def read_as(self) -> dict[Kind, dict[str, int]]:
+        """Files of every kind and, in it, of every suffix."""
+        counts = Counter((file.kind, str(suffix_of(file.name))) for file in self.files)
+        return {
+            kind: {suffix: n for (each, suffix), n in sorted(counts.items()) if each == kind}
+            for kind in sorted(self.kinds)
+        }
 
 
 class _Found(NamedTuple):
@@ -68,8 +72,9 @@ def find_files(inputs: list[str], *, format: Format, exclude: Path) -> InputFile
 
     Folders are walked to the end, through links but never twice into the same folder, and not into
     `exclude` (the output); patterns (`**` for folders of any depth) select among the same files.
-    Raises DataError for a missing input, a folder without any text, two files of the same name, and
-    a file named as a document in another; ConfigError for a URL of a scheme that is not read.
+    Raises DataError for a missing input, a folder without any text, JSON that is not lines, two
+    files of the same name, and a file named as a document in another; ConfigError for a URL of a
+    scheme that is not read.
     """
     try:
         return _find_files(inputs, format, exclude)
@@ -95,7 +100,8 @@ def _find_files(inputs: list[str], format: Format, exclude: Path) -> InputFiles:
             )
         files += [_input_file(found, format) for found in entries]
     _require_distinct(files)
-    return InputFiles(files, ignored, Counter(file.kind for file in files))
+    require_json_lines(files)
+    return InputFiles(files, ignored)
 
 
 def _entries(given: str, exclude: Path) -> tuple[list[_Found], bool]:
@@ -216,44 +222,26 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _suffixes(name: str) -> tuple[str, Compression]:
-    """The lower-case suffix below the compression's, and the compression."""
-    stem, suffix = posixpath.splitext(name.lower())
-    compression = _COMPRESSIONS.get(suffix, "")
-    return (posixpath.splitext(stem)[1] if compression else suffix), compression
-
-
 def _input_file(found: _Found, format: Format) -> InputFile:
-    suffix, compression = _suffixes(found.name)
-    kind = format
-    if format == "auto":
-        by_suffix = (kind for kind, about in FORMATS.items() if suffix in about.suffixes)
-        kind = next(by_suffix, None) or _text_or_wikitext(found, suffix, compression)
     name = os.fsencode(found.name).decode("utf-8", errors="backslashreplace")
-    return InputFile(found.path, name, kind, compression, found.size, found.mark)
-
-
-def _text_or_wikitext(found: _Found, suffix: str, compression: Compression) -> Kind:
-    if suffix != ".tokens" and "wiki" not in posixpath.basename(found.name).lower():
-        return "text"
-    try:
-        with open_source(found.path, compression) as stream:
-            lines: Iterator[bytes] = iter(lambda: stream.readline(MAX_TITLE_BYTES + 1), b"")
-            first = next((line for line in lines if line.strip()), b"")
-    except OSError:  # reading it will say why
-        return "text"
-    return "wikitext" if is_title(first) else "text"
+    return InputFile(
+        path=found.path,
+        name=name,
+        kind=kind_of(found.path, found.name, format),
+        compression=suffix_of(found.name).compression,
+        size=found.size,
+        mark=found.mark,
+    )
 
 
 def _is_ignored(name: str, format: Format, ignored: Counter[str]) -> bool:
-    suffix, compression = _suffixes(name)
+    suffix = suffix_of(name)
     wanted = () if format == "auto" else FORMATS[format].suffixes
     binary = _NOT_TEXT | _ARCHIVES
     if format not in ("auto", "parquet"):
         binary = binary | set(FORMATS["parquet"].suffixes)
-    skip = suffix not in wanted if wanted else suffix in binary
-    shown_suffix = suffix + (f".{compression}" if compression else "")
-    ignored[shown_suffix or "without suffix"] += skip
+    skip = suffix.name not in wanted if wanted else suffix.name in binary
+    ignored[str(suffix)] += skip
     return skip
 
 
@@ -263,7 +251,7 @@ def _list_ignored(ignored: Counter[str]) -> str:
 
 
 def _require_no_archive(found: _Found) -> None:
-    suffix, _ = _suffixes(found.name)
+    suffix = suffix_of(found.name).name
     if suffix in _ARCHIVES:
         raise ConfigError(
             f"{shown(found.path)}: {suffix} files are not unpacked here. Unpack it and give the "

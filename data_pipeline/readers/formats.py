@@ -62,7 +62,7 @@ FORMATS: dict[Kind, FileFormat] = {
     "text": FileFormat(read=read_text, again=_as_it_is),
     "lines": FileFormat(read=read_lines, again=_as_it_is, by_range=True),
     "jsonl": FileFormat(
-        read=read_jsonl, suffixes=(".jsonl", ".ndjson"), again=text_of_line, by_range=True
+        read=read_jsonl, suffixes=(".jsonl", ".ndjson", ".json"), again=text_of_line, by_range=True
     ),
     "parquet": FileFormat(read=read_parquet, suffixes=(".parquet", ".pq")),
     "wikitext": FileFormat(read=read_wikitext, again=_as_it_is, by_range=True),

@@ -10,6 +10,7 @@ from data_pipeline.readers.records import (
     Record,
     Reject,
     decode,
+    did_you_mean,
     printable,
 )
 from data_pipeline.readers.spans import Source, line_pieces, too_long
@@ -68,8 +69,10 @@ def text_of_line(raw: bytes, text_key: str) -> str:
     if not isinstance(content, dict):
         raise BadRecordError(0, f"not a JSON object but a {type(content).__name__}")
     if text_key not in content:
-        seen = ", ".join(printable(key)[:40] for key in list(content)[:10]) or "none"
-        raise BadRecordError(0, f'no key "{text_key}"; keys seen: {seen} (see --text-key)')
+        keys = tuple(content)[:10]
+        seen = ", ".join(printable(key)[:40] for key in keys) or "none"
+        hint = did_you_mean(text_key, keys)
+        raise BadRecordError(0, f'no key "{text_key}"{hint}; keys seen: {seen} (see --text-key)')
     text = content[text_key]
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__

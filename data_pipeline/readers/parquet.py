@@ -1,5 +1,7 @@
 """parquet: a row of a Parquet file is a document, its text in the column `--text-key`.
 
+The column holds strings, or binary values in UTF-8, also through a dictionary.
+
 Read in batches of rows, so that of a row group only the pages in use are decoded. Page checksums
 are verified where the file has them.
 """
@@ -12,6 +14,7 @@ from data_pipeline.readers.records import (
     BrokenStreamError,
     Record,
     Reject,
+    did_you_mean,
     printable,
 )
 from data_pipeline.readers.sources import SourceError
@@ -71,24 +74,36 @@ def _values(source: Source) -> Iterator[Any]:
 
 
 def _require_text_column(schema: Any, text_key: str) -> None:
-    from pyarrow import types
-
     names = [printable(name)[:40] for name in schema.names]
     count = schema.names.count(text_key)
     if count != 1:
         what = f'no column "{text_key}"' if not count else f'"{text_key}" names {count} columns'
+        hint = did_you_mean(text_key, tuple(each.name for each in schema if _holds_text(each.type)))
         listed = ", ".join(names[:20]) or "none"
-        raise BrokenStreamError(0, 0, f"{what}; columns: {listed} (see --text-key)")
+        raise BrokenStreamError(0, 0, f"{what}{hint}; columns: {listed} (see --text-key)")
     kind = schema.field(text_key).type
-    plain = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
+    if not _holds_text(kind):
         raise BrokenStreamError(0, 0, f'column "{text_key}" is not of strings but of {kind}')
+
+
+def _holds_text(kind: Any) -> bool:
+    """Whether values are strings, or bytes that may be UTF-8; also through a dictionary."""
+    from pyarrow import types
+
+    plain = kind.value_type if types.is_dictionary(kind) else kind
+    tests = (
+        *(types.is_string, types.is_large_string, types.is_string_view),
+        *(types.is_binary, types.is_large_binary, types.is_binary_view),
+    )
+    return any(test(plain) for test in tests)
 
 
 def _record(source: Source, row: int, value: Any) -> Record | Reject:
     """The document of a row counted from 1."""
     try:
         text = value.as_py()
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
     except UnicodeDecodeError as error:
         return source.reject(row, 0, f"invalid UTF-8 at byte {error.start} of the text")
     if text is None:

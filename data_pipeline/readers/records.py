@@ -4,6 +4,8 @@ A document's place is an offset, a size and a line; what the three count is said
 """
 
 import codecs
+import difflib
+import functools
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -113,3 +115,11 @@ def _not_utf8(error: UnicodeDecodeError, start: int) -> BadRecordError:
 def printable(text: str) -> str:
     """`text` with control characters escaped: safe to show on a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+@functools.lru_cache(maxsize=256)  # a wrong key is wrong in every record
+def did_you_mean(name: str, known: tuple[str, ...]) -> str:
+    """`; did you mean "text"?` where one of `known` is near to `name`, else nothing."""
+    by_lower = {each.casefold(): each for each in known}
+    nearest = difflib.get_close_matches(name.casefold(), by_lower, n=1)
+    return f'; did you mean "{printable(by_lower[nearest[0]])[:40]}"?' if nearest else ""

@@ -61,6 +61,19 @@ def is_passing(error: BaseException | None) -> bool:
     return False
 
 
+def is_unread(error: BaseException | None) -> bool:
+    """Whether `error`, or what led to it, is a failure to read: it says nothing of the content.
+
+    A missing file, or a folder in its place, says enough.
+    """
+    while error is not None:
+        if isinstance(error, OSError):
+            missing = FileNotFoundError | IsADirectoryError | NotADirectoryError
+            return not isinstance(error, missing)
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def explain(error: OSError) -> str:
     """An OSError as the reason of a Reject."""
     if isinstance(error, SourceError):
@@ -68,11 +81,17 @@ def explain(error: OSError) -> str:
     return f"cannot be read: {error.strerror or type(error).__name__}"
 
 
+def is_url(given: str) -> bool:
+    """Whether `given` is a URL of any scheme, and no path."""
+    scheme, mark, _ = given.partition("://")
+    return bool(mark) and "/" not in scheme
+
+
 def scheme_of(given: str) -> str:
     """The scheme of a URL, "" for a local path; ConfigError for one that is not read here."""
-    scheme, mark, _ = given.partition("://")
-    if not mark or "/" in scheme:
+    if not is_url(given):
         return ""
+    scheme = given.partition("://")[0]
     if scheme.lower() not in SCHEMES:
         raise ConfigError(
             f"{shown(given)}: URLs of scheme {printable(scheme)!r} are not read; legal are "

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.readers.sources import is_url, shown
 
 DEFAULT_CACHE_BYTES = 10 * 2**30
 DIRECTORY_VARIABLE, BYTES_VARIABLE = "TXL_CACHE_DIR", "TXL_CACHE_BYTES"
@@ -29,6 +30,8 @@ _KEPT = 7 / 8  # of the limit, after an eviction
 
 class FrameCache:
     """Pieces of shards on disk, at most about `limit_bytes`. Safe for threads and processes.
+
+    A limit of 0 is no cache: nothing is written, and nothing of an earlier run is read.
 
     No failure of the disk stops a reader: what cannot be kept is fetched again.
     """
@@ -42,21 +45,28 @@ class FrameCache:
     def of_user(cls) -> Self:
         """The cache by `TXL_CACHE_DIR` and `TXL_CACHE_BYTES`, else in the user's cache directory.
 
-        Raises ConfigError for a size that is no number of bytes.
+        Raises ConfigError for a URL, and a size that is no number of bytes.
         """
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         given = os.environ.get(DIRECTORY_VARIABLE) or f"{home}/txl/frames"
+        if is_url(given):
+            raise ConfigError(
+                f"{DIRECTORY_VARIABLE}={shown(given)} must be a directory of this machine, not a "
+                "URL: the cache saves asking a server twice."
+            )
         limit = os.environ.get(BYTES_VARIABLE) or str(DEFAULT_CACHE_BYTES)
         if not re.fullmatch(r"[0-9]{1,18}", limit):
             raise ConfigError(
                 f"{BYTES_VARIABLE}={limit!r} must be a number of bytes, such as "
-                f"{DEFAULT_CACHE_BYTES} (10 GiB); 0 keeps nothing."
+                f"{DEFAULT_CACHE_BYTES} (10 GiB); 0 uses no cache."
             )
         return cls(Path(given).expanduser(), int(limit))
 
     def get(self, sha256: str, first: int, size: int) -> bytes | None:
         """The piece, marked as just used, or None. May be damaged: check it, and `drop` it."""
         path = self._path(sha256, first, size)
+        if not self.limit_bytes:  # switched off: what an earlier run left is not read either
+            return None
         with contextlib.suppress(OSError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_size == size:

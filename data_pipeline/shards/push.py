@@ -44,13 +44,13 @@ def push_dataset(
     hashes = _hashes(manifest)
     names = [name for name in manifest.file_names() if name != MANIFEST_NAME] + [MANIFEST_NAME]
     sizes = {name: (directory / name).stat().st_size for name in names if _is_here(directory, name)}
-    done, total = 0, sum(sizes.values())
-    for name in names:
-        progress(f"sending {name}", done, total)
-        if not (complete and there.get(name) == sizes[name]):
-            _send(directory / name, target / name, sizes[name], hashes.get(name))
+    missing = [name for name in names if not (complete and there.get(name) == sizes[name])]
+    done, total = 0, sum(sizes[name] for name in missing)
+    progress("sending", done, total)
+    for name in missing:
+        _send(directory / name, target / name, sizes[name], hashes.get(name))
         done += sizes[name]
-    progress("sent", total, total)
+        progress("sending", done, total)
     return manifest
 
 

@@ -15,7 +15,12 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from data_pipeline.atomic_files import explain_disk_errors, sha256_file, write_file
+from data_pipeline.atomic_files import (
+    explain_disk_errors,
+    require_writable,
+    sha256_file,
+    write_file,
+)
 from data_pipeline.errors import DataError
 from data_pipeline.progress import Progress
 from data_pipeline.settings import SPLIT_PATTERN
@@ -67,7 +72,8 @@ def rebuild_manifest(
     progress: Progress = lambda what, done, total: None,
 ) -> Rebuilt:
     """Put `manifest.json` back. Raises DataError when a shard is missing, damaged or of another
-    dataset, and for a lost tokenizer; then nothing is written.
+    dataset, and for a lost tokenizer, ConfigError when nothing may be written there; then nothing
+    is.
     """
     try:
         return Rebuilt(load_manifest(directory), was_sound=True)
@@ -75,6 +81,7 @@ def rebuild_manifest(
         pass
     workers = workers or InProcess()
     found = _shards(directory)
+    require_writable(directory)
     total = sum((directory / str(shard)).stat().st_size for shard in found)
     done = 0
     known: dict[tuple[str, int], tuple[IndexHeader, ShardEntry]] = {}
@@ -84,7 +91,8 @@ def rebuild_manifest(
         progress("reading shards", done, total)
     manifest = _put_together(directory, known)
     tokenizer = open_tokenizer(directory, manifest)
-    problems = shard_problems(directory, manifest, tokenizer, workers, progress)
+    found_in_shards = shard_problems(directory, manifest, tokenizer, workers, progress)
+    problems = found_in_shards.problems + found_in_shards.unread
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise DataError(

@@ -18,6 +18,7 @@ import numpy as np
 from data_pipeline.atomic_files import sha256_file
 from data_pipeline.errors import DataError
 from data_pipeline.readers import printable
+from data_pipeline.readers.sources import is_unread
 from data_pipeline.remote import DatasetPath
 from data_pipeline.shards.manifest import SHARD_SUFFIX, ShardEntry
 from data_pipeline.shards.shard_index import ShardIndex, check_sizes, read_frame, read_index
@@ -72,7 +73,17 @@ class OtherContent:
         return f"{self.name}: {problem}"
 
 
-def check_shard(check: ShardCheck) -> list[str | OtherContent]:
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A file that could not be read now: it may be sound."""
+
+    problem: str
+
+
+Finding = str | OtherContent | Unread
+
+
+def check_shard(check: ShardCheck) -> list[Finding]:
     """Every problem of a shard and its index."""
     entry = check.entry
     found = [
@@ -86,39 +97,44 @@ def check_shard(check: ShardCheck) -> list[str | OtherContent]:
     return problems or list(_content_problems(check))
 
 
-def glance(check: ShardCheck) -> list[str | OtherContent]:
+def glance(check: ShardCheck) -> list[Finding]:
     """What opening a shard for training would notice: sizes, and the index in full."""
     try:
         check_sizes(check.directory, [check.entry])
         read_index(check.directory, check.entry, np.dtype(check.dtype).itemsize)
     except DataError as error:
-        return [str(error)]
+        return [_finding(error)]
     return []
 
 
-def _file_problem(path: DatasetPath, size: int, sha256: str) -> str | OtherContent | None:
+def _finding(error: DataError) -> Finding:
+    return Unread(str(error)) if is_unread(error) else str(error)
+
+
+def _file_problem(path: DatasetPath, size: int, sha256: str) -> Finding | None:
     """What keeps a file from being the one expected, if anything."""
     try:
         found_size, found_sha256 = path.stat().st_size, sha256_file(path)
     except FileNotFoundError:
         return f"{path.name}: missing"
     except OSError as error:
-        return f"{path.name}: cannot be read: {error.strerror}"
+        problem = f"{path.name}: cannot be read: {error.strerror}"
+        return Unread(problem) if is_unread(error) else problem
     if (found_size, found_sha256) == (size, sha256):
         return None
     return OtherContent(path.name, found_size, found_sha256, size, sha256)
 
 
-def _content_problems(check: ShardCheck) -> list[str]:
+def _content_problems(check: ShardCheck) -> list[Finding]:
     """The tar inside a shard whose files are as listed: against index, manifest and vocabulary."""
     entry = check.entry
     try:
         index = read_index(check.directory, entry, np.dtype(check.dtype).itemsize)
         stream = RawStream(check.directory, entry, index)
-        problems = list(_member_problems(stream, check, index))
+        problems: list[Finding] = list(_member_problems(stream, check, index))
         stream.drain()  # what follows the tar's end still counts for the hash
     except DataError as error:
-        return [str(error)]
+        return [_finding(error)]
     except (tarfile.TarError, ValueError, EOFError) as error:
         return [f"{entry.name}: the tar inside is damaged: {error}"]
     if stream.sha256.hexdigest() != entry.raw_sha256:

@@ -23,6 +23,7 @@ from safetensors.numpy import load, save
 from data_pipeline import strict_json
 from data_pipeline.errors import DataError
 from data_pipeline.readers import printable
+from data_pipeline.readers.sources import is_unread
 from data_pipeline.remote import DatasetPath, RemotePath
 from data_pipeline.shards.document_table import DocumentTable, unpack_documents
 from data_pipeline.shards.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame
@@ -282,7 +283,7 @@ def _size_of(path: DatasetPath, directory: DatasetPath) -> int:
     try:
         status = path.stat()
     except OSError as error:
-        raise refusal(path, directory, f"cannot be opened ({error.strerror})") from error
+        raise unreadable(path, directory, "", error) from error
     if not stat.S_ISREG(status.st_mode):
         raise refusal(path, directory, "is not a regular file")
     return int(status.st_size)
@@ -291,12 +292,19 @@ def _size_of(path: DatasetPath, directory: DatasetPath) -> int:
 def unreadable(path: DatasetPath, directory: DatasetPath, what: str, error: OSError) -> DataError:
     """A DataError for a read that failed: of `what` in the file, or of all of it."""
     problem = f"{what} cannot be read ({error.strerror})".lstrip()
-    if isinstance(path, RemotePath) and not isinstance(error, FileNotFoundError):
-        return DataError(
-            f"{path} {problem}. Check the address, the credentials and the network, then run it "
-            "again: nothing here was changed."
-        )
-    return refusal(path, directory, problem)
+    if not is_unread(error):
+        return refusal(path, directory, problem)
+    return DataError(
+        f"{path} {problem}. Check {what_to_check(path)}, then run it again: nothing here was "
+        "changed."
+    )
+
+
+def what_to_check(path: DatasetPath) -> str:
+    """What may be at fault when a file cannot be read."""
+    if isinstance(path, RemotePath):
+        return "the address, the credentials and the network"
+    return "the disk and the permissions"
 
 
 def refusal(path: DatasetPath, directory: DatasetPath, problem: str) -> DataError:

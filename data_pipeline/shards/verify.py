@@ -1,5 +1,8 @@
 """Verifying: every byte of a dataset against its manifest, every problem listed, none skipped.
 
+What is damaged or missing is one verdict, what could not be read now another: a network that fails
+says nothing of the data behind it.
+
 What is wrong with one shard is `shard_check.py`'s business, and any number of workers share the
 shards. Here is what concerns the directory: names, the tokenizer, whose content is whose.
 """
@@ -8,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.atomic_files import sha256_file
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnreadError
 from data_pipeline.progress import Progress
 from data_pipeline.readers import printable
+from data_pipeline.readers.sources import is_unread
 from data_pipeline.remote import DatasetPath
 from data_pipeline.shards.manifest import (
     INDEX_SUFFIX,
@@ -20,17 +24,28 @@ from data_pipeline.shards.manifest import (
     load_manifest,
     open_tokenizer,
 )
-from data_pipeline.shards.shard_check import ShardCheck, check_shard, glance
+from data_pipeline.shards.shard_check import (
+    Finding,
+    OtherContent,
+    ShardCheck,
+    Unread,
+    check_shard,
+    glance,
+)
+from data_pipeline.shards.shard_index import what_to_check
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.workers import InProcess, Workers
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What `verify_dataset` found. No problems: everything is as it was written."""
+    """What `verify_dataset` found. Nothing listed: everything is as it was written."""
 
     manifest: ShardManifest
     problems: list[str]
+    """What is damaged, missing or extra."""
+    unread: list[str]
+    """What could not be read now."""
     num_bytes: int
     """Compressed bytes of all shards and indexes that the manifest lists."""
 
@@ -44,18 +59,40 @@ def verify_dataset(
 ) -> Verified:
     """Read everything again, or with `fast` only names, sizes and indexes.
 
-    Raises DataError only when there is no manifest to verify against.
+    Raises DataError when there is no manifest to verify against, UnreadError when that, or the
+    list of files, could not be read now.
     """
-    manifest = load_manifest(directory)
-    problems = _name_problems(directory, manifest)
+    try:
+        manifest = load_manifest(directory)
+        problems = _name_problems(directory, manifest)
+    except (DataError, OSError) as error:
+        if not is_unread(error):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UnreadError(
+            f"{directory} could not be read now: {reason.removesuffix('.')}. Check "
+            f"{what_to_check(directory)}, then run this again: it may well be sound."
+        ) from error
+    unread: list[str] = []
     try:
         tokenizer = open_tokenizer(directory, manifest)
     except DataError as error:
-        problems.append(str(error))
+        (unread if is_unread(error) else problems).append(str(error))
         tokenizer = None
-    problems += shard_problems(directory, manifest, tokenizer, workers, progress, fast=fast)
+    of_shards = shard_problems(directory, manifest, tokenizer, workers, progress, fast=fast)
+    problems += of_shards.problems
+    unread += of_shards.unread
     shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
-    return Verified(manifest, problems, sum(entry.bytes + entry.index_bytes for entry in shards))
+    num_bytes = sum(entry.bytes + entry.index_bytes for entry in shards)
+    return Verified(manifest, problems, unread, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardProblems:
+    """Of all shards, in the manifest's order; as in `Verified`."""
+
+    problems: list[str]
+    unread: list[str]
 
 
 def shard_problems(
@@ -66,8 +103,8 @@ def shard_problems(
     progress: Progress,
     *,
     fast: bool = False,
-) -> list[str]:
-    """The problems of all shards that `manifest` lists, in its order.
+) -> ShardProblems:
+    """The problems of all shards that `manifest` lists.
 
     `tokenizer` None: it cannot be read, so text bytes are not checked.
     """
@@ -75,15 +112,21 @@ def shard_problems(
     owners = {check.entry.sha256: check.entry.name for check in checks}
     owners |= {check.entry.index_sha256: check.entry.index_name for check in checks}
     total, done = sum(check.num_bytes for check in checks), 0
-    found: dict[int, list[str]] = {}
+    found: dict[int, list[Finding]] = {}
     progress("verifying", done, total)
     for number, outcome in (workers or InProcess()).map(glance if fast else check_shard, checks):
-        found[number] = [
-            each if isinstance(each, str) else each.explain(owners) for each in outcome
-        ]
+        found[number] = outcome
         done += checks[number].num_bytes
         progress("verifying", done, total)
-    return [problem for number in sorted(found) for problem in found[number]]
+    in_order = [each for number in sorted(found) for each in found[number]]
+    return ShardProblems(
+        problems=[
+            each.explain(owners) if isinstance(each, OtherContent) else each
+            for each in in_order
+            if not isinstance(each, Unread)
+        ],
+        unread=[each.problem for each in in_order if isinstance(each, Unread)],
+    )
 
 
 def _checks(

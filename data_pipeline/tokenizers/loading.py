@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from data_pipeline import strict_json
 from data_pipeline.errors import DataError
+from data_pipeline.readers.sources import is_unread
 from data_pipeline.remote import DatasetPath, dataset_path
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import CharTokenizer
@@ -49,9 +50,13 @@ def read_description(path: DatasetPath) -> Any:
             raise DataError(f"{path} is larger than {MAX_TOKENIZER_BYTES:,} bytes: no tokenizer.")
         return strict_json.parse(path.read_text("utf-8"))
     except OSError as error:
+        advice = (
+            "Run it again when the disk or network is well."
+            if is_unread(error)
+            else "A complete dataset has one; re-create it with txl prepare INPUT --out DIR."
+        )
         raise DataError(
-            f"{path}: the tokenizer cannot be read ({error.strerror}). A complete dataset has one; "
-            "re-create it with txl prepare INPUT --out DIR."
+            f"{path}: the tokenizer cannot be read ({error.strerror}). {advice}"
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(

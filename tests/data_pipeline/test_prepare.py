@@ -94,13 +94,6 @@ def test_foreign_files_in_the_way_are_refused_and_left_alone(
         assert files_of(out) == {name: b"mine"}
 
 
-def test_an_output_that_is_a_file_is_refused(txl: Txl, corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("mine")
-    ended = txl("prepare", corpus, "--out", tmp_path / "out")
-    assert ended.code == 3
-    assert (tmp_path / "out").read_text() == "mine"
-
-
 def test_a_dataset_that_lost_a_shard_is_not_called_complete(
     txl: Txl, corpus: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +185,10 @@ def test_a_spill_file_that_is_lost_is_not_blamed_on_the_input(
     prepare_dataset([corpus], out, SETTINGS)  # its scan is done again
 
 
+TWO_SHARDS = PrepareSettings(split={"valid": 0.2}, shuffle=3, block_bytes=2_000)
+"""Every kind of file operation, and each as seldom as can be: the test kills at every one."""
+
+
 def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:
     """Prepare in a child that SIGKILLs itself at its n-th file operation; whether it got there."""
     child = os.fork()
@@ -207,7 +204,7 @@ def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:
 
         sys.addaudithook(kill)
         try:
-            prepare_dataset([corpus], out, SETTINGS)
+            prepare_dataset([corpus], out, TWO_SHARDS)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -217,7 +214,7 @@ def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:
 def test_after_a_kill_at_any_file_operation_a_rerun_gives_the_same_bytes(
     corpus: Path, tmp_path: Path
 ) -> None:
-    prepare_dataset([corpus], tmp_path / "whole", SETTINGS)
+    prepare_dataset([corpus], tmp_path / "whole", TWO_SHARDS)
     whole = files_of(tmp_path / "whole")
     out = tmp_path / "out"
     event, published, reused = 0, 0, 0
@@ -225,7 +222,7 @@ def test_after_a_kill_at_any_file_operation_a_rerun_gives_the_same_bytes(
         if (out / "manifest.json").exists():
             assert verify_dataset(out).problems == []
             published += 1
-        reused += prepare_dataset([corpus], out, SETTINGS).reused_units > 0
+        reused += prepare_dataset([corpus], out, TWO_SHARDS).reused_units > 0
         assert files_of(out) == whole
         shutil.rmtree(out)
     assert event > 30
@@ -281,6 +278,26 @@ def test_a_document_keeps_its_split_when_the_corpus_grows(tmp_path: Path) -> Non
     small, large = ids_of(tmp_path / "300"), ids_of(tmp_path / "400")
     assert set(small["valid"]) <= set(large["valid"])
     assert set(small["train"]) <= set(large["train"])
+
+
+@pytest.mark.parametrize("shuffle", [None, 5])
+def test_dedup_moves_no_document_to_another_split_or_place(
+    tmp_path: Path, shuffle: int | None
+) -> None:
+    """Split and order hang on a document's id and number, not on its rank among those kept."""
+    lines = [f'{{"text": "number {n if n % 3 else n // 4}"}}\n' for n in range(600)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(lines))
+    found = {}
+    for dedup in ("none", "exact"):
+        settings = PrepareSettings(split={"valid": 0.2, "test": 0.1}, shuffle=shuffle, dedup=dedup)
+        prepare_dataset([source], tmp_path / dedup, settings)
+        found[dedup] = ids_of(tmp_path / dedup)
+    firsts = {f"in.jsonl:{lines.index(line) + 1}" for line in lines}
+    assert 350 < len(firsts) < 550
+    assert found["exact"] == {
+        split: [id_ for id_ in ids if id_ in firsts] for split, ids in found["none"].items()
+    }
 
 
 @pytest.mark.parametrize("count", [3, 4, 7])

@@ -4,6 +4,7 @@ All servers listen on 127.0.0.1: moto's S3, and the standard library's HTTP with
 """
 
 import itertools
+import json
 import pickle
 import re
 import threading
@@ -185,6 +186,10 @@ class _Files(SimpleHTTPRequestHandler):
     broken: int = 0
     """Requests still to be cut short."""
     ranges: bool = True
+    honest: bool = False
+    """Whether a broken answer says how short it is, as some proxies do."""
+    breaks: Callable[[str, bool], bool] = staticmethod(lambda name, is_range: True)
+    """(name, whether a range is asked for) -> whether the answer may be broken."""
 
     def do_GET(self) -> None:
         path = Path(self.translate_path(self.path.partition("?")[0]))
@@ -196,14 +201,16 @@ class _Files(SimpleHTTPRequestHandler):
         if wanted and self.ranges:
             first = int(wanted[1])
             data = data[first : int(wanted[2]) + 1]
-        self.send_response(206 if wanted and self.ranges else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
         cut = self.command == "GET" and type(self).broken > 0
+        cut = cut and self.breaks(path.name, bool(wanted))
         type(self).broken -= cut
+        sent = data[: len(data) // 2] if cut else data
+        self.send_response(206 if wanted and self.ranges else 200)
+        self.send_header("Content-Length", str(len(sent if self.honest else data)))
+        self.end_headers()
         if self.command == "GET":
             self.sent.append((path.name, first, len(data)))
-            self.wfile.write(data[: len(data) // 2] if cut else data)
+            self.wfile.write(sent)
 
     do_HEAD = do_GET
 
@@ -271,6 +278,52 @@ def test_a_connection_that_breaks_is_asked_again(
     handler.broken = 1000
     with pytest.raises(DataError, match=r"http://127.*/data/train-.* cannot be read \(after"):
         source.read(len(source.block_tokens) - 1, 0, 9)
+
+
+@pytest.mark.parametrize("broken", ["every answer", "the shards", "the tokenizer", "ranges"])
+def test_verify_blames_no_data_for_answers_cut_on_the_way(
+    dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any], broken: str
+) -> None:
+    url, handler = web
+    handler.broken = 10**6
+    handler.breaks = staticmethod(
+        {
+            "every answer": lambda name, is_range: True,
+            "the shards": lambda name, is_range: name.endswith(".tar.zst"),
+            "the tokenizer": lambda name, is_range: name == "tokenizer.json",
+            "ranges": lambda name, is_range: is_range and name.endswith(".tar.zst"),
+        }[broken]
+    )
+    handler.honest = broken == "ranges"  # a proxy that declares what it has cut to be all
+    ended = txl("data", "verify", f"{url}/data")
+    assert ended.code == 1, ended.err
+    assert "could not be read now" in ended.err
+    assert "run this again" in ended.err
+    for word in ("damaged,", "Restore", "remove", "txl prepare", "Do not train"):
+        assert word not in ended.err
+    if broken != "every answer":
+        result = json.loads(txl("data", "verify", f"{url}/data", "--json").out)
+        assert (result["ok"], result["problems"]) == (False, [])
+        assert len(result["unread"]) == (1 if broken == "the tokenizer" else 4)
+
+
+def test_verify_tells_damage_from_what_could_not_be_read(
+    dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any]
+) -> None:
+    url, handler = web
+    path = dataset[0] / "train-000001.tar.zst"
+    path.write_bytes(bytes(path.stat().st_size))
+    handler.broken = 10**6
+    handler.breaks = staticmethod(lambda name, is_range: name == "train-000000.tar.zst")
+    ended = txl("data", "verify", f"{url}/data", "--json")
+    assert ended.code == 3
+    result = json.loads(ended.out)
+    assert [problem.split(":")[0] for problem in result["problems"]] == [path.name]
+    assert [problem.split(":")[0] for problem in result["unread"]] == ["train-000000.tar.zst"]
+    assert "1 problems:\n  train-000001.tar.zst" in ended.err
+    assert "1 could not be read now:\n  train-000000.tar.zst" in ended.err
+    assert "txl data push" in ended.err
+    assert "remove http" not in ended.err
 
 
 def test_a_server_without_ranges_is_refused_by_name(
@@ -352,3 +405,21 @@ def test_a_cache_of_no_bytes_or_on_a_file_only_costs_time(
         np.testing.assert_array_equal(segments_of(source), expected)
     assert not (tmp_path / "none").exists()
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_cache_of_no_bytes_reads_nothing_that_an_earlier_run_left(
+    dataset: Dataset,
+    web: tuple[str, type[_Files]],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, handler = web
+    expected = segments_of(open_split(f"{url}/data", "train"))
+    asked = len(handler.sent)
+    left = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert left
+    monkeypatch.setenv("TXL_CACHE_BYTES", "0")
+    handler.sent.clear()
+    np.testing.assert_array_equal(segments_of(open_split(f"{url}/data", "train")), expected)
+    assert len(handler.sent) >= asked
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == left

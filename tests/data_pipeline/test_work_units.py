@@ -229,8 +229,8 @@ def test_finished_work_of_other_settings_or_input_is_discarded_with_the_reason(
     (lines / "small.txt").write_text("another")
     done = prepare(lines, out, 500, settings=other, note=notes.append)
     assert done.reused_units == 0
-    assert "shuffle was 3 and is 4" in notes[0]
-    assert "input files changed" in notes[1]
+    assert "shuffle was 3 and is 4" in notes[1]
+    assert "input files changed" in notes[3]
 
 
 def compressed(path: Path, text: str) -> Path:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from txl_dist.cli.evaluate import CHECKPOINT, evaluation_job
+from txl_dist.cli.paths import SEND, local_path_parser
 
 if TYPE_CHECKING:
     from data_pipeline.atomic_files import StagedDirectory
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def attention(
-    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT)],
+    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT, parser=local_path_parser())],
     data: Annotated[
         str, typer.Argument(help="Directory that txl prepare wrote, or the URL of a copy.")
     ],
@@ -34,7 +35,11 @@ def attention(
         int, typer.Option(min=1, help="Pieces read side by side; fewer need less memory.")
     ] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="Write attention.json, .png and .svg to this directory.")
+        Path | None,
+        typer.Option(
+            help="Write attention.json, .png and .svg to this directory.",
+            parser=local_path_parser(SEND),
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, as in attention.json.")
@@ -46,7 +51,7 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from data_pipeline.atomic_files import StagedDirectory
+    from data_pipeline.atomic_files import StagedDirectory, require_writable
     from txl_dist.analysis.attention_file import ATTENTION_NAME
 
     job = evaluation_job(
@@ -61,6 +66,8 @@ def attention(
     with ExitStack() as stack:
         # Before the reading, so that an unusable --out is told at once.
         staged = out and stack.enter_context(StagedDirectory(out, last=ATTENTION_NAME))
+        if out:
+            require_writable(out)
         found, stored = _look(job, quiet=as_json)
         if staged:
             _write(staged, found, stored)

@@ -35,7 +35,7 @@ def progress_in_bytes() -> Iterator[Callable[[str, int, int], None]]:
         def show(what: str, done: int, total: int) -> None:
             nonlocal phase
             if what != phase:
-                bar.reset(task)  # rate and time left are of one phase
+                bar.reset(task, completed=done, total=total)  # rates are of one phase
                 phase = what
             bar.update(task, description=what, completed=done, total=total)
 
@@ -43,21 +43,22 @@ def progress_in_bytes() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _lines() -> Callable[[str, int, int], None]:
-    phase, began, last = "", 0.0, time.monotonic()
+    phase, began, first, last = "", 0.0, 0, time.monotonic()
 
     def show(what: str, done: int, total: int) -> None:
-        nonlocal phase, began, last
+        nonlocal phase, began, first, last
         now = time.monotonic()
-        if what != phase:
-            phase, began = what, now
+        if what != phase or done == first:  # until then nothing was done in this phase
+            phase, began, first = what, now, done
         if now - last < _SECONDS_BETWEEN_LINES or not total:
             return
         last = now
-        rate = done / _MIB / max(now - began, 1e-9)
-        left = f", {(total - done) / _MIB / rate:,.0f} s left" if rate else ""
+        speed = ""
+        if done > first and now > began:
+            rate = (done - first) / _MIB / (now - began)
+            speed = f", {rate:,.1f} MiB/s, {(total - done) / _MIB / rate:,.0f} s left"
         print(
-            f"{what}: {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB ({done / total:.0%}), "
-            f"{rate:,.1f} MiB/s{left}",
+            f"{what}: {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB ({done / total:.0%}){speed}",
             file=sys.stderr,
         )
 

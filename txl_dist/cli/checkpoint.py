@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
+from txl_dist.cli.paths import local_path_parser
+
 app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[Path, typer.Argument(help="A run directory.", parser=local_path_parser())],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Complete checkpoints of a run, oldest first.
@@ -55,7 +57,9 @@ def list_(
 
 @app.command()
 def verify(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a run: its newest.", parser=local_path_parser())
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Hash every file against the manifest; exit code 4 names all that is damaged.

@@ -5,9 +5,13 @@ from typing import Annotated
 
 import typer
 
+from txl_dist.cli.paths import local_path_parser
+
 app = typer.Typer(help="Show and check run configs.", no_args_is_help=True)
 
-ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of one run.")]
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file of one run.", parser=local_path_parser())
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[k.e.y=value ...]", help="Settings put over the file's, in YAML."),

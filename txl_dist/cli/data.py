@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnreadError
 from data_pipeline.readers import printable
 from txl_dist.cli.byte_progress import progress_in_bytes
+from txl_dist.cli.paths import local_path_parser
 from txl_dist.cli.workers import NumWorkers, On, open_workers
 
 if TYPE_CHECKING:
     from data_pipeline.remote import DatasetPath
     from data_pipeline.shards.manifest import ShardManifest
+    from data_pipeline.shards.verify import Verified
 
 app = typer.Typer(help="Check prepared datasets and look inside.", no_args_is_help=True)
 
@@ -21,7 +23,10 @@ Dataset = Annotated[
     str, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote, or its URL.")
 ]
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote.")
+    Path,
+    typer.Argument(
+        metavar="DIR", help="Directory that `txl prepare` wrote.", parser=local_path_parser()
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
@@ -39,6 +44,8 @@ def verify(
 ) -> None:
     """Read everything again and list all that is not as it was written; then exit code 3.
 
+    What could not be read now, by a disk or a network, is listed apart; exit code 1 if it is all.
+
     Example: txl data verify data/books
     """
     from data_pipeline.remote import dataset_path
@@ -48,19 +55,44 @@ def verify(
     with open_workers(on, workers) as pool, progress_in_bytes() as progress:
         found = verify_dataset(directory, fast=fast, workers=pool, progress=progress)
     if as_json:
-        result = {"ok": not found.problems, "problems": found.problems, "bytes": found.num_bytes}
+        result = {
+            "ok": not found.problems and not found.unread,
+            "problems": found.problems,
+            "unread": found.unread,
+            "bytes": found.num_bytes,
+        }
         print(json.dumps({**result, **totals(directory, found.manifest)}))
-    elif not found.problems:
+    elif not found.problems and not found.unread:
         what = "names, sizes and indexes" if fast else f"all of {found.num_bytes:,} bytes"
         print(f"{printable(str(directory))}: {what} are as written")
         print_totals(found.manifest)
+    _raise_verdict(directory, found)
+
+
+def _raise_verdict(directory: "DatasetPath", found: "Verified") -> None:
+    from data_pipeline.remote import RemotePath
+    from data_pipeline.shards.shard_index import what_to_check
+
+    unread = f"{len(found.unread)} could not be read now:{_listed(found.unread)}"
+    again = f"Check {what_to_check(directory)}, then run this again."
     if found.problems:
-        listed = "".join(f"\n  {problem}" for problem in found.problems)
-        raise DataError(
-            f"{directory}: {len(found.problems)} problems:{listed}\nDo not train on it. Restore "
-            f"these files from a copy, or remove {directory} and run txl prepare again: the same "
-            "corpus and options give the same bytes."
+        repair = (
+            "Remove these files there and send them again from a sound copy: "
+            f"txl data push DIR {directory}"
+            if isinstance(directory, RemotePath)
+            else f"Restore these files from a copy, or remove {directory} and run txl prepare "
+            "again: the same corpus and options give the same bytes."
         )
+        raise DataError(
+            f"{directory}: {len(found.problems)} problems:{_listed(found.problems)}\n"
+            f"Do not train on it. {repair}" + (f"\n{unread}\n{again}" if found.unread else "")
+        )
+    if found.unread:
+        raise UnreadError(f"{directory}: {unread}\nNothing that was read is damaged. {again}")
+
+
+def _listed(problems: list[str]) -> str:
+    return "".join(f"\n  {problem}" for problem in problems)
 
 
 @app.command()

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from txl_dist.cli.paths import local_path_parser
+
 if TYPE_CHECKING:
     from data_pipeline.remote import DatasetPath
     from txl_dist.config import Precision
@@ -15,7 +17,7 @@ CHECKPOINT = "A checkpoint, a run (its newest), or what txl export or import wro
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT)],
+    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT, parser=local_path_parser())],
     data: Annotated[
         str, typer.Argument(help="Directory that txl prepare wrote, or the URL of a copy.")
     ],

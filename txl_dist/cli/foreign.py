@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from txl_dist.cli.paths import SEND, local_path_parser
+
 if TYPE_CHECKING:
     from txl_dist.model.transformer_xl import TransformerXL
 
-Out = Annotated[Path, typer.Option(help="Directory to write, new or empty.")]
+Out = Annotated[
+    Path, typer.Option(help="Directory to write, new or empty.", parser=local_path_parser(SEND))
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -19,7 +23,8 @@ def import_(
         typer.Argument(
             help="A TransfoXL directory of transformers, the original's state dict as .npz "
             "(its constructor's arguments inside as config_json, or beside it as .json), or what "
-            "txl export wrote."
+            "txl export wrote.",
+            parser=local_path_parser(),
         ),
     ],
     out: Out,
@@ -39,7 +44,9 @@ def import_(
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run: its newest.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a run: its newest.", parser=local_path_parser())
+    ],
     out: Out,
     as_json: AsJson = False,
 ) -> None:

@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 import typer
 
 from txl_dist.cli.evaluate import CHECKPOINT
+from txl_dist.cli.paths import local_path_parser
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT)],
+    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT, parser=local_path_parser())],
     prompt: Annotated[str, typer.Option(help="Text to continue; empty: a new document.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest.")] = 0.8,

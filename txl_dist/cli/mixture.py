@@ -7,9 +7,14 @@ from typing import Annotated
 
 import typer
 
+from txl_dist.cli.paths import local_path_parser
+
 
 def mix(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of one run.")],
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="YAML file of one run.", parser=local_path_parser()),
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[k.e.y=value ...]", help="Settings put over the file's."),

@@ -13,6 +13,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.readers import FORMATS, local_path, printable
 from txl_dist.cli.byte_progress import progress_in_bytes
 from txl_dist.cli.data import AsJson, print_totals, totals
+from txl_dist.cli.paths import local_path_parser, require_local
 from txl_dist.cli.workers import NumWorkers, On, open_workers, sigterm_interrupts
 from txl_dist.errors import PreemptedError
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _DEFAULT_BPE = 32768
+_PUSH = (
+    "Write to a local directory, and copy that there when it is complete: txl prepare INPUT "
+    "--out DIR, then txl data push DIR {url}"
+)
 
 
 def prepare(
@@ -31,11 +36,21 @@ def prepare(
             help="Files, folders, patterns ('data/**/*.jsonl'), and URLs (s3, gs, http, https).",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New or empty directory to write.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="New or empty directory to write.",
+            parser=local_path_parser(_PUSH),
+        ),
+    ],
     *,
     format: Annotated[
         str,
-        typer.Option(help=f"auto (each file by its suffix), or one of {', '.join(FORMATS)}."),
+        typer.Option(
+            help="auto (each file by its suffix; .json must hold JSON lines), or one of "
+            f"{', '.join(FORMATS)}."
+        ),
     ] = "auto",
     text_key: Annotated[
         str, typer.Option(help="Key of the text in a JSON line, or column in Parquet.")
@@ -104,7 +119,7 @@ def prepare(
     )
     if not 0 <= max_reject_rate <= 1:
         raise ConfigError(f"--max-reject-rate {max_reject_rate} must lie in [0, 1]")
-    from data_pipeline.preparation.prepare import prepare_dataset
+    from data_pipeline.preparation.prepare import list_read_as, prepare_dataset
 
     with _stoppable(out), open_workers(on, workers) as pool, progress_in_bytes() as progress:
         done = prepare_dataset(
@@ -126,7 +141,8 @@ def prepare(
             "reused_units": done.reused_units,
             "peak_memory_bytes": done.peak_memory_bytes,
             "seconds": done.seconds,
-            "formats": done.kinds,
+            "formats": {kind: sum(of.values()) for kind, of in done.read_as.items()},
+            "read_as": done.read_as,
             "ignored": done.ignored,
         }
         print(json.dumps({**facts, **totals(out, done.manifest)}))
@@ -137,7 +153,7 @@ def prepare(
         f"at most {done.peak_memory_bytes / _MIB:,.0f} MiB a process"
     )
     print_totals(done.manifest)
-    print("  read as " + ", ".join(f"{kind}: {n:,} files" for kind, n in done.kinds.items()))
+    print(f"  read {list_read_as(done.read_as)}")
     if done.ignored:
         counts = ", ".join(f"{n} {printable(suffix)}" for suffix, n in sorted(done.ignored.items()))
         print(f"ignored, not text by their suffix: {counts}", file=sys.stderr)
@@ -171,7 +187,7 @@ def _tokenizer_file(tokenizer: str) -> Path | None:
     """The file that `--tokenizer` names, or None for a kind."""
     if tokenizer in ("byte", "char", "word", "bpe"):
         return None
-    if not Path(tokenizer).is_file():
+    if not Path(require_local(tokenizer)).is_file():
         raise ConfigError(
             f"--tokenizer {tokenizer!r} is neither byte, char, word or bpe nor a file. Give one of "
             "these, or the path of a tokenizer.json."

@@ -6,12 +6,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from txl_dist.cli.paths import local_path_parser, require_local
+
 if TYPE_CHECKING:
     from txl_dist.training.job import TrainJob
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="YAML file of the run.", show_default=False, parser=local_path_parser()
+        ),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings to change: k.e.y=value ...")
     ] = None,
@@ -24,7 +31,13 @@ def train(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Number of data-parallel ranks.", show_default="1")
     ] = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's path.")] = "auto",
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto, never, or a checkpoint's path.",
+            parser=require_local,
+        ),
+    ] = "auto",
     allow_change: Annotated[
         list[str] | None, typer.Option(help="A setting that may differ from the checkpoint's.")
     ] = None,

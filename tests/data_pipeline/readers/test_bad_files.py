@@ -221,15 +221,34 @@ def test_a_parquet_file_without_the_column_lists_its_columns(tmp_path: Path) -> 
     assert found.reason == 'column "n" is not of strings but of int64'
 
 
-def test_bad_rows_of_parquet_are_rejected_one_by_one(tmp_path: Path) -> None:
-    raw = pa.array([b"a", None, b"\xff", b"", b"e"]).cast(pa.binary())
-    text = pa.Array.from_buffers(pa.string(), 5, raw.buffers())  # as a careless writer would
+@pytest.mark.parametrize(
+    ("wrong", "nearest"), [("txt", "text"), ("Text", "text"), ("TEXT", "text"), ("content", None)]
+)
+def test_a_wrong_text_key_is_answered_with_the_nearest_name(
+    tmp_path: Path, wrong: str, nearest: str | None
+) -> None:
+    write_table(tmp_path / "in.parquet", text=pa.array(["x"]), contents=pa.array([1]))
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "x", "url": "y"}))
+    for name in ("in.parquet", "in.jsonl"):
+        (found,) = read(one_file(tmp_path / name), text_key=wrong)
+        assert isinstance(found, Reject)
+        assert (f'did you mean "{nearest}"?' in found.reason) == (nearest is not None)
+        assert "did you mean" not in found.reason or nearest, "contents is no column of text"
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.large_binary()])
+def test_bad_rows_of_parquet_are_rejected_one_by_one(tmp_path: Path, kind: pa.DataType) -> None:
+    text = pa.array([b"a", None, b"b\xff", b"", b"e"]).cast(pa.binary())
+    if kind == pa.string():
+        text = pa.Array.from_buffers(kind, 5, text.buffers())  # as a careless writer would
+    else:
+        text = text.cast(kind)
     write_table(tmp_path / "in.parquet", text=text)
     found = read(one_file(tmp_path / "in.parquet"))
     assert [type(record) for record in found] == [Record, Reject, Reject, Record, Record]
     assert [record.line for record in found] == [1, 2, 3, 4, 5]
     assert '"text" is null' in str(found[1])
-    assert "invalid UTF-8 at byte 0" in str(found[2])
+    assert "invalid UTF-8 at byte 1" in str(found[2])
 
 
 def test_a_damaged_parquet_file_never_raises(tmp_path: Path) -> None:

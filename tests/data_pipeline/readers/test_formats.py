@@ -57,8 +57,11 @@ def test_text_before_the_first_title_is_a_document_unless_blank(tmp_path: Path, 
 
 def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     values = [f"row {number} é" * number for number in range(7)]
-    for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
-        table = pa.table({"n": list(range(7)), "body": pa.array(values).cast(kind)})
+    texts_of = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.string_view())
+    dictionaries = [pa.dictionary(pa.int32(), kind) for kind in texts_of[:4]]
+    for kind in (*texts_of, *dictionaries):
+        body = pa.array(values).dictionary_encode() if kind in dictionaries else pa.array(values)
+        table = pa.table({"n": list(range(7)), "body": body.cast(kind)})
         parquet.write_table(table, tmp_path / "in.parquet", row_group_size=3)
         file = one_file(tmp_path / "in.parquet")
         assert (file.kind, file.rereadable) == ("parquet", False)

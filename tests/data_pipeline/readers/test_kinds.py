@@ -1,0 +1,138 @@
+"""What a file is taken for: its suffix, and for .json what is inside."""
+
+import gzip
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from data_pipeline.errors import DataError
+from data_pipeline.readers import InputFiles, find_files
+from tests.data_pipeline.readers.reading import one_file, read, texts
+
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda raw: raw,
+    ".gz": lambda raw: gzip.compress(raw, mtime=0),
+    ".gzip": lambda raw: gzip.compress(raw, mtime=0),
+    ".zst": zstandard.compress,
+    ".zstd": zstandard.compress,
+}
+
+
+def found_in(folder: Path, format: str = "auto") -> InputFiles:
+    return find_files([str(folder)], format=format, exclude=Path("/nowhere"))
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize(
+    "raw",
+    [
+        LINES,
+        b"\xef\xbb\xbf\n \n" + LINES,
+        b'{"text": "cut \n' + LINES[16:],  # the first line is damaged, the second is not
+        b'{"text": "one line only"}',
+        b'{"text": "' + b"long " * 30_000 + b'"}\n' + LINES,
+        b"",
+    ],
+    ids=["lines", "blank", "damaged", "one", "long", "empty"],
+)
+def test_json_lines_are_read_as_such_under_every_compression(
+    tmp_path: Path, suffix: str, raw: bytes
+) -> None:
+    (tmp_path / f"c4.json{suffix}").write_bytes(PACKED[suffix](raw))
+    assert found_in(tmp_path).kinds == {"jsonl": 1}
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_json_lines_give_their_documents_as_text(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"c4.json{suffix}"
+    path.write_bytes(PACKED[suffix](LINES))
+    assert texts(read(one_file(path))) == ["one", "two"]
+    assert texts(read(one_file(path, "jsonl"))) == ["one", "two"]
+
+
+@pytest.mark.parametrize("format", ["auto", "jsonl"])
+@pytest.mark.parametrize(
+    ("raw", "shape", "filter"),
+    [
+        (b'[{"text": "one"}, {"text": "two"}]', "one JSON array", ".[]"),
+        (b'\xef\xbb\xbf\n [\n {"text": "one"},\n {"text": "two"}\n]', "one JSON array", ".[]"),
+        (b'{\n "text": "one"\n}', "an object over several lines", "."),
+        (b'{"text": "one",\n "n": {\n "a": 1}}\n', "an object over several lines", "."),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zstd"])
+def test_other_json_is_refused_with_the_command_that_makes_lines_of_it(
+    tmp_path: Path, raw: bytes, shape: str, filter: str, suffix: str, format: str
+) -> None:
+    path = tmp_path / f"all of it.json{suffix}"
+    path.write_bytes(PACKED[suffix](raw))
+    with pytest.raises(DataError, match=r"all of it\.json") as refused:
+        found_in(tmp_path, format)
+    message = str(refused.value)
+    assert shape in message
+    assert "--format text" in message
+    command = message.split("\n")[1].strip()
+    assert f"jq -c {filter!r}" in command or f"jq -c {filter}" in command
+    if shutil.which("jq") and shutil.which("zstd"):
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+        lines = (tmp_path / "all of it.jsonl").read_text().splitlines()
+        assert all(isinstance(json.loads(line), dict) for line in lines)
+
+
+def test_json_that_is_refused_is_counted_and_may_be_taken_as_text(tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"{number}.json").write_text("[]")
+    (tmp_path / "lines.json").write_bytes(LINES)
+    with pytest.raises(DataError, match=r"7 of 8 \.json files"):
+        found_in(tmp_path)
+    assert found_in(tmp_path, "text").kinds == {"text": 8}
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_a_format_that_is_asked_for_takes_every_compression_of_its_files(
+    tmp_path: Path, format: str
+) -> None:
+    suffixes = {"jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet", ".pq")}[format]
+    names = {f"a{suffix}{packed}" for suffix in suffixes for packed in PACKED}
+    for name in names:
+        packed = next(each for each in reversed(PACKED) if name.endswith(each))
+        (tmp_path / name).write_bytes(PACKED[packed](LINES))
+    (tmp_path / "b.txt.zstd").write_bytes(b"")
+    found = found_in(tmp_path, format)
+    assert {file.name for file in found.files} == names
+    assert +found.ignored == {".txt.zstd": 1}
+
+
+def test_text_under_the_long_suffixes_is_decompressed(tmp_path: Path) -> None:
+    for suffix in (".gzip", ".zstd"):
+        path = tmp_path / f"in.txt{suffix}"
+        path.write_bytes(PACKED[suffix](b"plain"))
+        assert texts(read(one_file(path))) == ["plain"]
+
+
+def test_prepare_says_what_every_suffix_is_read_as(txl: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.json").write_bytes(LINES)
+    (folder / "b.json.gz").write_bytes(gzip.compress(LINES))
+    (folder / "c.txt").write_text("text")
+    (folder / "d").write_text("text")
+    ended = txl("prepare", folder, "--out", tmp_path / "out")
+    assert ended.code == 0, ended.err
+    told = "read as jsonl: 1 .json, 1 .json.gz; text: 1 .txt, 1 without suffix"
+    assert told in ended.out
+    assert told.replace("read", "reading", 1) in ended.err, "before the work, not only behind it"
+    content = json.loads(txl("prepare", folder, "--out", tmp_path / "out", "--json").out)
+    assert content["formats"] == {"jsonl": 2, "text": 2}
+    assert content["read_as"] == {
+        "jsonl": {".json": 1, ".json.gz": 1},
+        "text": {".txt": 1, "without suffix": 1},
+    }
+    assert content["input"]["documents"] == 6

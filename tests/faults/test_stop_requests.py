@@ -110,13 +110,15 @@ def test_a_run_stopped_by_a_group_signal_goes_on_as_if_nothing_had_been(
     dataset: Path, tmp_path: Path
 ) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    done = txl(*words(dataset, straight), "--on", "processes", "--ranks", 2)
+    options = ("training.num_steps=100", "--on", "processes", "--ranks", 2)
+    done = txl(*words(dataset, straight), *options)
     assert done.returncode == 0, done.stderr
-    process = start_txl(*words(dataset, stopped), "--on", "processes", "--ranks", 2)
-    wait_until(lambda: num_lines(stopped / "metrics.jsonl") > 50)
+    process = start_txl(*words(dataset, stopped), *options)
+    wait_until(lambda: num_lines(stopped / "metrics.jsonl") > 30)
     for pid in (process.pid, *children_of(process.pid)):
         os.kill(pid, signal.SIGTERM)
     process.communicate(timeout=60)
-    done = txl(*words(dataset, stopped), "--on", "processes", "--ranks", 2)
+    assert process.returncode == 75
+    done = txl(*words(dataset, stopped), *options)
     assert done.returncode == 0, done.stderr
     assert losses(stopped) == losses(straight)

@@ -127,8 +127,8 @@ class TrainingConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation during training: `split` in `exact` mode every so many steps, and at the end."""
 
-    split: str | None = None
-    """null: no evaluation."""
+    split: str | None = "auto"
+    """`auto`: the split `valid` where the data has it, else none. null: no evaluation."""
     path: str | None = None
     """Where the split is; null: the first corpus of `data` that has it."""
     interval_steps: int = Field(default=500, ge=1)

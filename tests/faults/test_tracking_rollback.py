@@ -63,8 +63,10 @@ def test_after_a_sigkill_and_a_resume_the_curves_are_the_journal(
     assert finished.returncode == 0, finished.stderr + finished.stdout
     wait_until(lambda: (s := _state(run)) is not None and s.delivered, timeout_seconds=120)
     second = _state(run)
-    assert first is not None and first.run_id
-    assert second is not None and second.run_id
+    assert first is not None
+    assert first.run_id
+    assert second is not None
+    assert second.run_id
     assert _recorded(run, second.run_id) == _journalled(run)
     abandoned = {step for _, step, _ in _recorded(run, first.run_id)}
     assert max(abandoned) == journalled

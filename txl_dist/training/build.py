@@ -79,6 +79,7 @@ class RankBuilder:
             utilisation_per_rate=self._flops_per_step() / self._peak_flops(),
         )
         report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
+        report.evaluation_plan(self.config.evaluation, self.data)
         if len(state.phases) > 1 or len(phase.corpora) > 1:
             report.phase(state, is_new=phase.position == state.position)
         evaluated = self.data.evaluation
@@ -91,7 +92,7 @@ class RankBuilder:
             stop=self.stop,
             save=self._saver(engine, step, tracker),
             evaluate=self._evaluator(engine),
-            evaluated_data=evaluated.manifest.digest if evaluated else None,
+            evaluated_data=evaluated.corpus.manifest.digest if evaluated else None,
             state=state,
         )
 
@@ -174,12 +175,12 @@ class RankBuilder:
         return self.stack.enter_context(closing(stream))
 
     def _evaluator(self, engine: Engine) -> Evaluate | None:
-        evaluation = self.config.evaluation
-        if evaluation.split is None or self.data.evaluation is None:
+        evaluation, evaluated = self.config.evaluation, self.data.evaluation
+        if evaluated is None:
             return None
         model = engine.model
         settings = EvaluationSettings(
-            split=evaluation.split,
+            split=evaluated.name,
             mode="exact",
             tgt_len=self.config.data.tgt_len,
             mem_len=model.config.mem_len,
@@ -191,7 +192,7 @@ class RankBuilder:
         )
         scorer = Scorer(
             model=model,
-            source=self.data.evaluation.open(evaluation.split),
+            source=evaluated.open(),
             tgt_len=settings.tgt_len,
             reset=settings.reset,
             precision=settings.precision,

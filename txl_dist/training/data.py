@@ -16,6 +16,9 @@ from txl_dist.config import DataConfig, RunConfig
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
 
+DEFAULT_SPLIT = "valid"
+"""What `evaluation.split: auto` scores."""
+
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
@@ -31,12 +34,26 @@ class Corpus:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluatedSplit:
+    """What is scored during training."""
+
+    corpus: Corpus
+    name: str
+
+    def open(self) -> SplitReader:
+        return self.corpus.open(self.name)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.corpus.manifest.splits[self.name].tokens
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingData:
     """What the data decides: who reads what, the vocabulary, and so the model's size."""
 
     corpora: tuple[Corpus, ...]
-    evaluation: Corpus | None
-    """Holds the split that is evaluated."""
+    evaluation: EvaluatedSplit | None
     tokenizer: Tokenizer
     phase: Phase
     """What a run reads that starts now."""
@@ -179,18 +196,21 @@ def first_phase(corpora: Sequence[Corpus], split: str) -> Phase:
     return phase
 
 
-def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> Corpus | None:
-    """Where the evaluated split is. Raises DataError if it is nowhere, or of other tokens."""
+def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> EvaluatedSplit | None:
+    """The split to score. Raises DataError if it is nowhere, or of other tokens."""
     split, path = config.evaluation.split, config.evaluation.path
     if split is None:
         return None
+    name = DEFAULT_SPLIT if split == "auto" else split
     if path is not None:
-        corpora = [
-            Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path)),
-            *corpora,
-        ]
-        _check_alike(corpora[1], corpora[0])
-    having = [corpus for corpus in corpora if split in corpus.manifest.splits]
-    chosen = corpora[0] if path is not None or not having else having[0]
-    chosen.manifest.split(split, chosen.directory)  # refuses a missing split
-    return chosen
+        corpus = Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path))
+        _check_alike(corpora[0], corpus)
+    else:
+        having = [c for c in corpora if name in c.manifest.splits]
+        if split == "auto":
+            having = [c for c in having if c.manifest.splits[name].tokens > 1]
+            if not having:
+                return None
+        corpus = having[0] if having else corpora[0]
+    corpus.manifest.split(name, corpus.directory)  # refuses a missing split
+    return EvaluatedSplit(corpus, name)

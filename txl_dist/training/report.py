@@ -12,9 +12,11 @@ from typing import Any
 
 from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.checkpoint.phases import realised_shares
+from txl_dist.config import EvaluationConfig
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.loss_sums import LossSums
 from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +104,23 @@ class Report:
             " | best so far" if improved else "",
         )
 
+    def evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
+        """What will be scored and when; a warning where nothing can be."""
+        if self._journal is None:
+            return
+        if config.split is None:
+            log.info("evaluation | none, as evaluation.split=null says")
+        elif data.evaluation is None:
+            log.warning(
+                "evaluation | WARNING: no evaluation, no score and no BEST checkpoint: no data of "
+                "this run has tokens in a split %r. Prepare data with --split %s=0.01, or name "
+                "another split with evaluation.split=NAME (evaluation.split=null: none is wanted)",
+                DEFAULT_SPLIT,
+                DEFAULT_SPLIT,
+            )
+        else:
+            log.info("evaluation | %s", evaluation_line(config, data.evaluation))
+
     def phase(self, state: TrainState, *, is_new: bool) -> None:
         """What is read from here on; shares go to the metrics of a new phase's first step."""
         if self._journal is None:
@@ -128,6 +147,16 @@ class Report:
         self._journal.write(
             {"step": state.step, "tokens": state.tokens, "time": time.time(), **values}
         )
+
+
+def evaluation_line(config: EvaluationConfig, evaluated: EvaluatedSplit) -> str:
+    """`split 'valid' of data/web (24,576 tokens) | every 500 steps and at the end`."""
+    where = f"split {evaluated.name!r} of {evaluated.corpus.directory}"
+    if config.max_tokens is not None and config.max_tokens < evaluated.num_tokens:
+        what = f"the first {config.max_tokens:,} tokens of {where}"
+    else:
+        what = f"{where} ({evaluated.num_tokens:,} tokens)"
+    return f"{what} | every {config.interval_steps:,} steps and at the end"
 
 
 def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str:

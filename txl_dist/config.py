@@ -192,25 +192,28 @@ class DeepSpeedConfig(Section):
 
     @model_validator(mode="after")
     def _contradicts_nothing(self) -> Self:
-        for key in self.extra:
-            if key in _DECIDED_BY:
-                raise ValueError(
-                    f"extra.{key} would contradict {_DECIDED_BY[key]}, which decides it; remove it "
-                    f"and set {_DECIDED_BY[key]}"
-                )
+        problems = [
+            f"extra.{key} would contradict {_DECIDED_BY[key]}, which decides it; remove it and set "
+            f"{_DECIDED_BY[key]}"
+            for key in self.extra
+            if key in _DECIDED_BY
+        ]
         zero = self.extra.get("zero_optimization", {})
         if not isinstance(zero, dict):
-            raise ValueError(f"extra.zero_optimization={zero!r} must be a mapping")
+            problems.append(f"extra.zero_optimization={zero!r} must be a mapping")
+            zero = {}
         if "stage" in zero:
-            raise ValueError(
+            problems.append(
                 "extra.zero_optimization.stage would contradict deepspeed.zero_stage; remove it"
             )
         offloads = sorted(key for key in zero if key.startswith("offload_"))
         if self.zero_stage == 3 and offloads:
-            raise ValueError(
+            problems.append(
                 f"extra.zero_optimization.{offloads[0]} at zero_stage=3 is not supported: a "
                 "checkpoint would be loaded into copies. Remove it, or use zero_stage 1 or 2"
             )
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
 
@@ -253,20 +256,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        problems = []
         warmup, steps = self.optimizer.warmup_steps, self.training.num_steps
         if warmup > steps:
-            raise ValueError(
+            problems.append(
                 f"optimizer.warmup_steps={warmup} is longer than training.num_steps={steps}; "
                 "lower it"
             )
         min_lr, lr = self.optimizer.min_lr, self.optimizer.lr
         if min_lr > lr:
-            raise ValueError(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")
+            problems.append(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")
         lanes, micro = self.data.num_lanes, self.training.micro_batch_lanes
         if micro is not None and micro > lanes:
-            raise ValueError(
+            problems.append(
                 f"training.micro_batch_lanes={micro} is above data.num_lanes={lanes}; use null"
             )
+        if problems:
+            raise ValueError("\n".join(problems))  # a line each, which `config_problems.py` splits
         return self
 
     @property

@@ -175,6 +175,78 @@ def test_all_problems_are_said_at_once_each_with_its_place(load: Any) -> None:
         assert part in message
 
 
+TWO_SECTIONS = """directory: runs/x
+data: {path: data/x}
+training:
+  num_steps: 50
+optimizer:
+  lr: 1.0e-3
+  warmup_steps: 10
+model:
+  d_model: 32
+  d_head: 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ("optimizer.warmup_steps=99", "optimizer.min_lr=1", "data.num_lanes=0"),
+            (
+                "override data.num_lanes: data.num_lanes is 0",
+                "override optimizer.warmup_steps, run.yaml:4: optimizer.warmup_steps=99 is longer",
+                "override optimizer.min_lr, run.yaml:6: optimizer.min_lr=1.0 is above",
+            ),
+        ),
+        (
+            ("model.d_model=33", "model.n_head=0", "model.dropout=3", "model.div_val=4"),
+            (
+                "override model.d_model: model: d_model=33 must be even",
+                "override model.n_head: model: n_head=0 must be at least 1",
+                "override model.dropout: model: dropout=3.0 must lie in [0, 0.99]",
+                "override model.div_val: model: div_val=4 must be 1",
+            ),
+        ),
+        (
+            ("optimizer={lr: 0, beta1: 2}", "training.num_steps=-3"),
+            (
+                "override optimizer: optimizer.lr is 0",
+                "override optimizer: optimizer.beta1 is 2",
+                "override training.num_steps: training.num_steps is -3",
+            ),
+        ),
+        (
+            (
+                "deepspeed.extra={fp16: 1, optimizer: 2, zero_optimization: {stage: 1}}",
+                "seed=-1",
+            ),
+            (
+                "override deepspeed.extra: deepspeed: extra.fp16 would contradict precision",
+                "override deepspeed.extra: deepspeed: extra.optimizer would contradict optimizer",
+                "extra.zero_optimization.stage would contradict deepspeed.zero_stage",
+                "override seed: seed is -1",
+            ),
+        ),
+    ],
+)
+def test_wrong_overrides_are_all_said_with_their_origin(
+    load: Any, tmp_path: Path, overrides: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(TWO_SECTIONS, *overrides)
+    message = str(caught.value)
+    assert f"{len(expected)} problems" in message, message
+    for part in expected:
+        assert part in message.replace(f"{tmp_path}/", ""), message
+
+
+def test_an_override_of_a_section_replaces_what_was_said_of_it_before(load: Any) -> None:
+    given = ("model.d_model=33", "model={d_head: 0}")
+    with pytest.raises(ConfigError, match=r"^override model: model: d_head=0 must be at least 1$"):
+        load(TWO_SECTIONS, *given)
+
+
 def test_a_file_that_is_not_there_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").write_text(SMALL)
     for name in ("quickstrat.yaml", "quickstart"):

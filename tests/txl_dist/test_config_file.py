@@ -67,13 +67,13 @@ def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> N
         SMALL + "evaluation:\n",
         "optimizer.lr=1",
         "optimizer.lr=1e-3",
-        "deepspeed.extra.comms.list=[1, {a: b}]",
+        "deepspeed.extra.aio.list=[1, {a: b}]",
         "evaluation.split=valid",
         "training={num_steps: 9, log_interval_steps: 2}",
         "model.d_embed=null",
     )
     assert config.optimizer.lr == 0.001
-    assert config.deepspeed.extra == {"comms": {"list": [1, {"a": "b"}]}}
+    assert config.deepspeed.extra == {"aio": {"list": [1, {"a": "b"}]}}
     assert config.evaluation.split == "valid"
     assert (config.training.num_steps, config.training.log_interval_steps) == (9, 2)
 
@@ -289,7 +289,7 @@ def test_yaml_is_read_back_as_it_was_written(value: dict[str, Any]) -> None:
 @given(
     lr=st.floats(1e-12, 1e3),
     split=st.none() | _words,
-    extra=st.dictionaries(st.sampled_from(["a", "b"]), _values, max_size=2),
+    extra=st.dictionaries(st.sampled_from(["aio", "comet"]), _values, max_size=2),
 )
 def test_a_dumped_config_loads_as_the_same_config(
     tmp_path_factory: pytest.TempPathFactory, lr: float, split: str | None, extra: dict[str, Any]
@@ -310,11 +310,11 @@ def test_a_dumped_config_loads_as_the_same_config(
 
 
 def test_a_flat_config_has_every_setting_under_its_dotted_name() -> None:
-    config = load_run_config(CONFIGS / "tiny.yaml", ["deepspeed.extra.a.b=[1, 2]"])
+    config = load_run_config(CONFIGS / "tiny.yaml", ["deepspeed.extra.aio.b=[1, 2]"])
     flat = flatten_config(config)
     assert flat["optimizer.lr"] == 0.01
     assert flat["model.d_embed"] is None
-    assert flat["deepspeed.extra.a.b"] == "[1, 2]"
+    assert flat["deepspeed.extra.aio.b"] == "[1, 2]"
     assert all(isinstance(value, str | int | float | None) for value in flat.values())
     assert list(flat) == list(flatten_config(config))
 
@@ -328,7 +328,7 @@ def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) ->
         data=DataConfig(path="d"),
         training=TrainingConfig(num_steps=1),
         tracking=TrackingConfig(uri="http://me:CANARY@host:5000?token=CANARY"),
-        deepspeed=DeepSpeedConfig(extra={"wandb": {"api_key": "CANARY"}, "authToken": ["CANARY"]}),
+        deepspeed=DeepSpeedConfig(extra={"wandb": {"api_key": "CANARY", "authToken": ["CANARY"]}}),
     )
     with pytest.raises(ConfigError) as caught:
         load(SMALL, "tracking.uri=file://me:CANARY@x", "data.api_key=CANARY", "data.token=CANARY")

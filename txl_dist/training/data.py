@@ -77,7 +77,7 @@ class TrainingData:
             raise DataError(
                 f"model.vocab_size={vocab_size}, but {where} was prepared with a tokenizer of "
                 f"{manifest.vocab_size} ids (digest {manifest.tokenizer_digest}). Set data.path to "
-                "the right data, or model.vocab_size=0 to take what the data has"
+                "the right data, or model.vocab_size=0 to take the data's vocabulary"
             )
         num_tokens = [
             c.manifest.split(config.data.train_split, c.directory).tokens for c in corpora
@@ -88,6 +88,7 @@ class TrainingData:
             tgt_len=config.data.tgt_len,
         )
         plan.rows_per_rank(num_ranks)  # refuses more ranks than lanes
+        _check_segment_length(plan)
         try:
             model_config = replace(config.model, vocab_size=manifest.vocab_size)
         except ValueError as error:
@@ -118,6 +119,16 @@ class TrainingData:
         split = config.data.train_split
         sources = {corpus.manifest.digest: corpus.open(split) for corpus in self.corpora}
         return mixed_source(phase, sources, shuffle=config.data.shuffle, seed=config.seed)
+
+
+def _check_segment_length(plan: LanePlan) -> None:
+    if plan.tgt_len > plan.lane_tokens:
+        raise ConfigError(
+            f"data.tgt_len={plan.tgt_len} is longer than a lane: the training data has "
+            f"{plan.num_tokens:,} tokens, {plan.lane_tokens:,} for each of data.num_lanes="
+            f"{plan.num_lanes}. Set data.tgt_len to at most {plan.lane_tokens}, lower "
+            "data.num_lanes, or prepare more text"
+        )
 
 
 def mixed_source(
@@ -168,8 +179,8 @@ def _check_alike(first: Corpus, other: Corpus) -> None:
             raise DataError(
                 f"corpora {first.name!r} ({first.directory}) and {other.name!r} "
                 f"({other.directory}) do not fit together: {what} is {expected} in the first, "
-                f"{found} in the second. Prepare one again with the other's tokenizer: txl prepare "
-                f"INPUT --out DIR --tokenizer {first.directory / 'tokenizer.json'}"
+                f"{found} in the second. Prepare the second with the first one's tokenizer: "
+                f"txl prepare INPUT --out NEW_DIR --tokenizer {first.directory / 'tokenizer.json'}"
             )
 
 

@@ -38,7 +38,7 @@ def _prepared(text: Path, out: Path, **settings: object) -> Path:
 @pytest.fixture(scope="module")
 def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run")
-    job = tiny_job(dataset, run, NO_EVALUATION, "training.num_steps=2")
+    job = tiny_job(dataset, run, NO_EVALUATION, "training.num_steps=4")
     assert ranks(1).run(train, job) == [0]
     return run
 

@@ -4,8 +4,9 @@ Reading files and command-line overrides is `config_file.py`; this module only s
 Every section refuses unknown keys. Nothing downstream edits a config or checks it again.
 """
 
+import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +21,7 @@ from pydantic import (
 )
 
 from data_pipeline.readers.sources import is_url, shown
+from txl_dist.deepspeed_keys import DECIDED_BY, READ_BY_DEEPSPEED
 from txl_dist.model.config import ModelConfig
 from txl_dist.redaction import is_secret_name, redact, redact_field
 
@@ -128,8 +130,8 @@ class TrainingConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation during training: `split` in `exact` mode every so many steps, and at the end."""
 
-    split: str | None = None
-    """null: no evaluation."""
+    split: str | None = "auto"
+    """`auto`: the split `valid` where the data has it, else none. null: no evaluation."""
     path: str | None = None
     """Where the split is; null: the first corpus of `data` that has it."""
     interval_steps: int = Field(default=500, ge=1)
@@ -165,25 +167,6 @@ class TrackingConfig(Section):
         return experiment
 
 
-_DECIDED_BY = {
-    "optimizer": "optimizer",
-    "scheduler": "optimizer.schedule",
-    "gradient_clipping": "optimizer.gradient_clipping",
-    "train_batch_size": "data.num_lanes",
-    "train_micro_batch_size_per_gpu": "training.micro_batch_lanes",
-    "gradient_accumulation_steps": "training.micro_batch_lanes",
-    "managed_gradient_accumulation": "training.micro_batch_lanes",
-    "gradient_allreduce_op": "data.num_lanes",
-    "fp16": "precision",
-    "bf16": "precision",
-    "bfloat16": "precision",  # DeepSpeed still reads the old name
-    "data_types": "precision",
-    "torch_autocast": "precision",
-    "checkpoint": "training",
-}
-"""Keys of DeepSpeed's JSON, and the setting of ours that decides each."""
-
-
 class DeepSpeedConfig(Section):
     """ZeRO and a passthrough for keys this project does not own."""
 
@@ -193,26 +176,56 @@ class DeepSpeedConfig(Section):
 
     @model_validator(mode="after")
     def _contradicts_nothing(self) -> Self:
+        problems = [*self._keys_refused(), *self._offload_refused()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _keys_refused(self) -> Iterator[str]:
         for key in self.extra:
-            if key in _DECIDED_BY:
-                raise ValueError(
-                    f"extra.{key} would contradict {_DECIDED_BY[key]}, which decides it; remove it "
-                    f"and set {_DECIDED_BY[key]}"
+            if key in DECIDED_BY:
+                yield (
+                    f"extra.{key} would contradict {DECIDED_BY[key]}, which decides it; remove it "
+                    f"and set {DECIDED_BY[key]}"
                 )
+            elif key not in READ_BY_DEEPSPEED:
+                nearest = difflib.get_close_matches(key, READ_BY_DEEPSPEED, n=1)
+                hint = f"did you mean extra.{nearest[0]}?" if nearest else "remove it"
+                yield f"extra.{key} is no key of DeepSpeed's, which would ignore it; {hint}"
         zero = self.extra.get("zero_optimization", {})
         if not isinstance(zero, dict):
-            raise ValueError(f"extra.zero_optimization={zero!r} must be a mapping")
-        if "stage" in zero:
-            raise ValueError(
-                "extra.zero_optimization.stage would contradict deepspeed.zero_stage; remove it"
-            )
+            yield f"extra.zero_optimization={zero!r} must be a mapping"
+        elif "stage" in zero:
+            yield "extra.zero_optimization.stage would contradict deepspeed.zero_stage; remove it"
+
+    def _offload_refused(self) -> Iterator[str]:
+        zero = self.extra.get("zero_optimization", {})
+        zero = zero if isinstance(zero, dict) else {}
         offloads = sorted(key for key in zero if key.startswith("offload_"))
+        at = f"at zero_stage={self.zero_stage}"
         if self.zero_stage == 3 and offloads:
-            raise ValueError(
-                f"extra.zero_optimization.{offloads[0]} at zero_stage=3 is not supported: a "
-                "checkpoint would be loaded into copies. Remove it, or use zero_stage 1 or 2"
+            yield (
+                f"extra.zero_optimization.{offloads[0]} {at} is not supported: a checkpoint would "
+                "be loaded into copies. Remove it, or use zero_stage 1 or 2"
             )
-        return self
+        elif "offload_param" in offloads:
+            yield (
+                f"extra.zero_optimization.offload_param {at} would be ignored: DeepSpeed moves "
+                "parameters at stage 3 only, where this is not supported. Remove it"
+            )
+        elif "offload_optimizer" in offloads and self.zero_stage == 0:
+            yield (
+                f"extra.zero_optimization.offload_optimizer {at} would be ignored: there is no "
+                "partition to move. Remove it, or use zero_stage 1 or 2"
+            )
+        elif (
+            "offload_optimizer" in offloads
+            and self.extra.get("zero_force_ds_cpu_optimizer") is not False
+        ):
+            yield (
+                "extra.zero_optimization.offload_optimizer is refused by DeepSpeed with the AdamW "
+                "used here; add deepspeed.extra.zero_force_ds_cpu_optimizer=false, or remove it"
+            )
 
 
 class RayConfig(Section):
@@ -264,20 +277,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        problems = []
         warmup, steps = self.optimizer.warmup_steps, self.training.num_steps
         if warmup > steps:
-            raise ValueError(
+            problems.append(
                 f"optimizer.warmup_steps={warmup} is longer than training.num_steps={steps}; "
                 "lower it"
             )
         min_lr, lr = self.optimizer.min_lr, self.optimizer.lr
         if min_lr > lr:
-            raise ValueError(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")
+            problems.append(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")
         lanes, micro = self.data.num_lanes, self.training.micro_batch_lanes
         if micro is not None and micro > lanes:
-            raise ValueError(
+            problems.append(
                 f"training.micro_batch_lanes={micro} is above data.num_lanes={lanes}; use null"
             )
+        if problems:
+            raise ValueError("\n".join(problems))  # a line each, which `config_problems.py` splits
         return self
 
     @property

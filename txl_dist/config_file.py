@@ -1,29 +1,35 @@
 """Run configs as files: read strictly, overridden from the command line, written back.
 
 `load_run_config` reads one YAML file, puts `a.b.c=value` overrides over it and checks the whole
-against the schema of `config.py`. Whatever is wrong is reported at once, each line saying what was
-found, where and what is legal. The YAML rules are `strict_yaml.py`'s, the schema `config.py`'s.
+against the schema of `config.py`. All problems are reported together, each with the line or the
+override it came from. The YAML rules are in `strict_yaml.py`, the wording in `config_problems.py`.
 """
 
-import dataclasses
+import copy
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from txl_dist.config import CorpusConfig, RunConfig
+from txl_dist.config import RunConfig
+from txl_dist.config_problems import explain, kind_of
 from txl_dist.errors import ConfigError
 from txl_dist.redaction import redact
 from txl_dist.strict_yaml import KeyPath, dotted, dump_yaml, read_yaml
 
 __all__ = ["dump_run_config", "flatten_config", "load_run_config", "redact"]
 
+_NONE = object()
 MAX_BYTES = 256 * 1024
 """A config longer than this is something else."""
+
+_REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
+"""The settings without a default, and values for them that are legal."""
 
 Scalar = str | int | float | bool | None
 
@@ -37,13 +43,8 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     source.read_file()
     for override in overrides:
         source.override(override)
-    try:
-        # By way of JSON: its strict mode takes mappings for dataclasses and lists for tuples.
-        config = RunConfig.model_validate_json(json.dumps(source.value), strict=True)
-    except ValidationError as error:
-        source.add_schema_problems(error)
-        raise source.error() from None
-    if source.problems:
+    config = source.validated()
+    if config is None or source.problems:
         raise source.error()
     return config
 
@@ -64,8 +65,7 @@ def flatten_config(config: RunConfig) -> dict[str, Scalar]:
 
 def default_settings() -> dict[str, Scalar]:
     """Every setting that has a default, by dotted key."""
-    required = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
-    settings = flatten_config(RunConfig.model_validate(required))
+    settings = flatten_config(RunConfig.model_validate(_REQUIRED))
     return {
         key: value
         for key, value in settings.items()
@@ -114,7 +114,7 @@ class _Source:
             ) from None
         self.problems += [(f"{self.path}:{line}", text) for line, text in document.problems]
         if not isinstance(document.value, dict):
-            found = "nothing" if document.value is None else _kind(document.value)
+            found = "nothing" if document.value is None else kind_of(document.value)
             raise ConfigError(
                 f"{self.path}: a config is a mapping of sections (data, model, training, ...), "
                 f"found {found}. See configs/quickstart.yaml for a complete one."
@@ -142,31 +142,113 @@ class _Source:
                 section[part] = {}
             section = section[part]
             if not isinstance(section, dict):
-                wrong = f"{dotted(parts[:depth])} is {_kind(section)}, not a section"
+                wrong = f"{dotted(parts[:depth])} is {kind_of(section)}, not a section"
                 self.problems.append((where, wrong))
                 return
         section[parts[-1]] = document.value
+        self._forget_origins(parts)
         self._overrides[parts] = where
 
-    def add_schema_problems(self, error: ValidationError) -> None:
-        """Say each of pydantic's findings in this project's words, in the file's order."""
-        known = {where for where, _ in self.problems}  # a refused alias is no value either
+    def _forget_origins(self, path: KeyPath) -> None:
+        """What stood below `path` before is replaced."""
+        for origins in (self._lines, self._overrides):
+            for below in [key for key in origins if key[: len(path)] == path]:
+                del origins[below]
+
+    def validated(self) -> RunConfig | None:
+        """The config, or None; what is wrong with it is added to the problems.
+
+        Checks that compare settings run only if each of these is legal by itself. So what was
+        refused is replaced by its default, and the rest is checked again, until nothing new comes.
+        """
+        value, refused = copy.deepcopy(self.value), set[KeyPath]()
+        known = {where for where, _ in self.problems}
+        while True:
+            try:
+                # By way of JSON: its strict mode takes mappings for dataclasses, lists for tuples.
+                return RunConfig.model_validate_json(json.dumps(value), strict=True)
+            except ValidationError as error:
+                found = self._add_schema_problems(error, refused, known)
+            if found <= refused:
+                return None
+            refused |= found
+            for path in found:
+                _replace_by_default(value, path)
+
+    def _add_schema_problems(
+        self, error: ValidationError, refused: set[KeyPath], known: set[str]
+    ) -> set[KeyPath]:
+        """Add pydantic's findings, except those about a refused setting, which has its default now.
+
+        Returns the settings they are about. `known` are places that have a problem already: a
+        refused alias is no value either.
+        """
+        settings: set[KeyPath] = set()
         for found in error.errors(include_url=False):
             path = tuple(found["loc"])
-            where = self._where(path)
-            if where not in known:
-                self.problems.append((where, _explain(dict(found), path)))
+            for text in explain(dict(found), path):
+                about = self._settings_of(path, text)
+                settings.update(about)
+                named = [path, *_named_in(text, path, pattern=r"[a-z][\w.]*\w")]
+                if any(_is_in(setting, refused) for setting in named):
+                    continue
+                where = ", ".join(dict.fromkeys(map(self._where, about)))
+                if where not in known:
+                    self.problems.append((where, text))
+        return settings
+
+    def _settings_of(self, path: KeyPath, text: str) -> list[KeyPath]:
+        """What a finding at `path` is about: that setting, or those of a section that it names."""
+        if not isinstance(_value_at(self.value, path), dict):
+            return [path]
+        for pattern in (r"[a-z][\w.]*(?==)", r"[a-z][\w.]*\w"):  # `lr=1` rather than just `lr`
+            named = _named_in(text, path, pattern=pattern)
+            given = [setting for setting in named if _value_at(self.value, setting) is not _NONE]
+            if given:
+                return given
+        return [path]
 
     def _where(self, path: KeyPath) -> str:
-        for overridden, where in self._overrides.items():
-            if path and path == overridden[: len(path)] and path not in self._lines:
-                return where
         for length in range(len(path), 0, -1):
             if path[:length] in self._overrides:
                 return self._overrides[path[:length]]
             if path[:length] in self._lines:
                 return f"{self.path}:{self._lines[path[:length]]}"
         return str(self.path)
+
+
+def _named_in(text: str, section: KeyPath, *, pattern: str) -> list[KeyPath]:
+    """The settings that the words of a message may mean: of the section, or by their full names."""
+    words = [tuple(word.split(".")) for word in re.findall(pattern, text)]
+    paths = [path for word in words for path in ((*section, *word), word if len(word) > 1 else ())]
+    return list(dict.fromkeys(path for path in paths if len(path) > 1))
+
+
+def _is_in(path: KeyPath, sections: set[KeyPath]) -> bool:
+    return any(path[:length] in sections for length in range(1, len(path) + 1))
+
+
+def _value_at(value: Any, path: KeyPath) -> Any:
+    """The value at `path`, or _NONE."""
+    for part in path:
+        if not isinstance(value, dict) or part not in value:
+            return _NONE
+        value = value[part]
+    return value
+
+
+def _replace_by_default(value: dict[str, Any], path: KeyPath) -> None:
+    default: Any = _REQUIRED
+    for depth, part in enumerate(map(str, path), start=1):
+        default = default.get(part) if isinstance(default, dict) else None
+        if depth < len(path) and isinstance(value.get(part), dict):
+            value = value[part]
+        elif default is None:
+            value.pop(part, None)
+            return
+        else:
+            value[part] = copy.deepcopy(default)
+            return
 
 
 def _syntax(error: yaml.YAMLError) -> str:
@@ -212,76 +294,3 @@ def _nearest_file(path: Path) -> str:
         return f"; did you mean {path.parent / nearest[0]}?"
     choices = [name for name in names if name.endswith((".yaml", ".yml"))]
     return f". {path.parent} holds: {', '.join(choices) or 'no YAML file'}"
-
-
-def _explain(found: Mapping[str, Any], path: KeyPath) -> str:
-    kind, value, name = found["type"], found["input"], dotted(path)
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key {name}; {_nearest_key(path)}"
-    if kind == "missing":
-        return f"{name} is missing; give it a value (see configs/quickstart.yaml)"
-    if kind == "value_error":
-        text = str(found["msg"]).removeprefix("Value error, ")
-        return f"{name}: {text}" if name else text
-    if kind in ("model_type", "dataclass_type", "dict_type"):
-        return f"{name} is a section; write its keys below it, found {_show(name, value)}"
-    legal = str(found["msg"])[:1].lower() + str(found["msg"])[1:]
-    return f"{name} is {_show(name, value)}; {legal.replace('input', 'it', 1)}{_hint(found)}"
-
-
-def _hint(found: Mapping[str, Any]) -> str:
-    kind, value = found["type"], found["input"]
-    if kind == "bool_type":
-        return "; write true or false"
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    if kind in ("int_type", "float_type") and isinstance(value, str):
-        return "; write the number without quotes, leading zeros or units"
-    if kind == "string_type" and isinstance(value, (int, float)):
-        return f"; quote it: '{value}'"
-    if kind == "literal_error" and isinstance(value, str):
-        legal = [
-            word.strip("', ") for word in found["ctx"]["expected"].replace(" or ", ", ").split(",")
-        ]
-        nearest = difflib.get_close_matches(value, legal, n=1)
-        return f"; did you mean {nearest[0]}?" if nearest else ""
-    return ""
-
-
-def _nearest_key(path: KeyPath) -> str:
-    legal = _legal_keys()
-    section, name = path[:-1], str(path[-1])
-    if section[:2] == ("data", "mixture"):
-        legal += [(*map(str, section), key) for key in CorpusConfig.model_fields]
-    here = [key[-1] for key in legal if key[:-1] == section]
-    nearest = difflib.get_close_matches(name, here, n=1)
-    if nearest:
-        return f"did you mean {dotted((*section, nearest[0]))}?"
-    elsewhere = {".".join(key): key[-1] for key in legal}
-    same = [full for full, last in elsewhere.items() if name in (last, full)]
-    if same:
-        return f"did you mean {same[0]}?" + (" Sections are nested." if same[0] == name else "")
-    return f"legal here: {', '.join(here)}"
-
-
-def _legal_keys() -> list[tuple[str, ...]]:
-    keys: list[tuple[str, ...]] = []
-    for name, info in RunConfig.model_fields.items():
-        keys.append((name,))
-        section = info.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            keys += [(name, inner) for inner in section.model_fields]
-        elif isinstance(section, type) and dataclasses.is_dataclass(section):
-            keys += [(name, inner.name) for inner in dataclasses.fields(section)]
-    return keys
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "a mapping", list: "a list", str: "text", bool: "true/false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _show(name: str, value: Any) -> str:
-    shown = redact({name.rpartition(".")[2]: value})
-    text = json.dumps(next(iter(shown.values())), ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -48,13 +48,15 @@ class StoredModel:
                 f"{directory} was prepared with tokenizer {manifest.tokenizer_digest} "
                 f"({manifest.vocab_size} ids), {self.path} was trained with "
                 f"{self.tokenizer_digest} ({size} ids): the same ids mean other text. Prepare the "
-                "text with the model's tokenizer"
+                "text with the model's tokenizer: txl prepare INPUT --out NEW_DIR --tokenizer "
+                f"{self.path / 'tokenizer.json'}"
             )
         if manifest.vocab_size != size:
             raise DataError(
                 f"{directory} has vocab_size={manifest.vocab_size}, {self.path} has "
                 f"vocab_size={size}: its ids are of another tokenizer. Prepare the text with the "
-                "one that the model was trained with"
+                "one that the model was trained with: txl prepare INPUT --out NEW_DIR --tokenizer "
+                "ITS/tokenizer.json"
             )
 
     def load_with_tokenizer(self) -> tuple[TransformerXL, Tokenizer]:

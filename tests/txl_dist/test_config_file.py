@@ -67,13 +67,13 @@ def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> N
         SMALL + "evaluation:\n",
         "optimizer.lr=1",
         "optimizer.lr=1e-3",
-        "deepspeed.extra.comms.list=[1, {a: b}]",
+        "deepspeed.extra.aio.list=[1, {a: b}]",
         "evaluation.split=valid",
         "training={num_steps: 9, log_interval_steps: 2}",
         "model.d_embed=null",
     )
     assert config.optimizer.lr == 0.001
-    assert config.deepspeed.extra == {"comms": {"list": [1, {"a": "b"}]}}
+    assert config.deepspeed.extra == {"aio": {"list": [1, {"a": "b"}]}}
     assert config.evaluation.split == "valid"
     assert (config.training.num_steps, config.training.log_interval_steps) == (9, 2)
 
@@ -175,6 +175,78 @@ def test_all_problems_are_said_at_once_each_with_its_place(load: Any) -> None:
         assert part in message
 
 
+TWO_SECTIONS = """directory: runs/x
+data: {path: data/x}
+training:
+  num_steps: 50
+optimizer:
+  lr: 1.0e-3
+  warmup_steps: 10
+model:
+  d_model: 32
+  d_head: 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ("optimizer.warmup_steps=99", "optimizer.min_lr=1", "data.num_lanes=0"),
+            (
+                "override data.num_lanes: data.num_lanes is 0",
+                "override optimizer.warmup_steps, run.yaml:4: optimizer.warmup_steps=99 is longer",
+                "override optimizer.min_lr, run.yaml:6: optimizer.min_lr=1.0 is above",
+            ),
+        ),
+        (
+            ("model.d_model=33", "model.n_head=0", "model.dropout=3", "model.div_val=4"),
+            (
+                "override model.d_model: model: d_model=33 must be even",
+                "override model.n_head: model: n_head=0 must be at least 1",
+                "override model.dropout: model: dropout=3.0 must lie in [0, 0.99]",
+                "override model.div_val: model: div_val=4 must be 1",
+            ),
+        ),
+        (
+            ("optimizer={lr: 0, beta1: 2}", "training.num_steps=-3"),
+            (
+                "override optimizer: optimizer.lr is 0",
+                "override optimizer: optimizer.beta1 is 2",
+                "override training.num_steps: training.num_steps is -3",
+            ),
+        ),
+        (
+            (
+                "deepspeed.extra={fp16: 1, optimizer: 2, zero_optimization: {stage: 1}}",
+                "seed=-1",
+            ),
+            (
+                "override deepspeed.extra: deepspeed: extra.fp16 would contradict precision",
+                "override deepspeed.extra: deepspeed: extra.optimizer would contradict optimizer",
+                "extra.zero_optimization.stage would contradict deepspeed.zero_stage",
+                "override seed: seed is -1",
+            ),
+        ),
+    ],
+)
+def test_wrong_overrides_are_all_said_with_their_origin(
+    load: Any, tmp_path: Path, overrides: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(TWO_SECTIONS, *overrides)
+    message = str(caught.value)
+    assert f"{len(expected)} problems" in message, message
+    for part in expected:
+        assert part in message.replace(f"{tmp_path}/", ""), message
+
+
+def test_an_override_of_a_section_replaces_what_was_said_of_it_before(load: Any) -> None:
+    given = ("model.d_model=33", "model={d_head: 0}")
+    with pytest.raises(ConfigError, match=r"^override model: model: d_head=0 must be at least 1$"):
+        load(TWO_SECTIONS, *given)
+
+
 def test_a_file_that_is_not_there_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").write_text(SMALL)
     for name in ("quickstrat.yaml", "quickstart"):
@@ -217,7 +289,7 @@ def test_yaml_is_read_back_as_it_was_written(value: dict[str, Any]) -> None:
 @given(
     lr=st.floats(1e-12, 1e3),
     split=st.none() | _words,
-    extra=st.dictionaries(st.sampled_from(["a", "b"]), _values, max_size=2),
+    extra=st.dictionaries(st.sampled_from(["aio", "comet"]), _values, max_size=2),
 )
 def test_a_dumped_config_loads_as_the_same_config(
     tmp_path_factory: pytest.TempPathFactory, lr: float, split: str | None, extra: dict[str, Any]
@@ -238,11 +310,11 @@ def test_a_dumped_config_loads_as_the_same_config(
 
 
 def test_a_flat_config_has_every_setting_under_its_dotted_name() -> None:
-    config = load_run_config(CONFIGS / "tiny.yaml", ["deepspeed.extra.a.b=[1, 2]"])
+    config = load_run_config(CONFIGS / "tiny.yaml", ["deepspeed.extra.aio.b=[1, 2]"])
     flat = flatten_config(config)
     assert flat["optimizer.lr"] == 0.01
     assert flat["model.d_embed"] is None
-    assert flat["deepspeed.extra.a.b"] == "[1, 2]"
+    assert flat["deepspeed.extra.aio.b"] == "[1, 2]"
     assert all(isinstance(value, str | int | float | None) for value in flat.values())
     assert list(flat) == list(flatten_config(config))
 
@@ -256,7 +328,7 @@ def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) ->
         data=DataConfig(path="d"),
         training=TrainingConfig(num_steps=1),
         tracking=TrackingConfig(uri="http://me:CANARY@host:5000?token=CANARY"),
-        deepspeed=DeepSpeedConfig(extra={"wandb": {"api_key": "CANARY"}, "authToken": ["CANARY"]}),
+        deepspeed=DeepSpeedConfig(extra={"wandb": {"api_key": "CANARY", "authToken": ["CANARY"]}}),
     )
     with pytest.raises(ConfigError) as caught:
         load(SMALL, "tracking.uri=file://me:CANARY@x", "data.api_key=CANARY", "data.token=CANARY")

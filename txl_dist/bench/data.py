@@ -61,7 +61,7 @@ def _wait_figure(work: Path) -> Figure:
         data=DataConfig(path=str(work / "prepared"), num_lanes=4, tgt_len=128),
         model=ModelConfig(n_layer=2, d_model=128, n_head=4, d_head=32, d_inner=256, mem_len=128),
         training=TrainingConfig(num_steps=30, log_interval_steps=5),
-        evaluation=EvaluationConfig(),
+        evaluation=EvaluationConfig(split=None),
         tracking=TrackingConfig(enabled=False),
     )
     job = TrainJob(config=config, resume="never")

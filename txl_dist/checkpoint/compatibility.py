@@ -76,8 +76,9 @@ def check_data(
         raise CheckpointError(
             f"{where} was trained with tokenizer {checkpoint.tokenizer_digest} "
             f"({checkpoint.vocab_size} ids), the data has {vocabulary.tokenizer_digest} "
-            f"({vocabulary.vocab_size} ids). Its token ids mean other text; set data.path to data "
-            "prepared with the checkpoint's tokenizer"
+            f"({vocabulary.vocab_size} ids). The same ids mean other text. Prepare the text with "
+            f"the checkpoint's tokenizer and set data.path to it: txl prepare INPUT --out NEW_DIR "
+            f"--tokenizer {where}/tokenizer.json"
         )
     change = PhaseChange.between(_phase_of(checkpoint), now)
     for before, corpus in () if allow_data_change else change.replaced:

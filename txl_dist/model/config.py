@@ -125,7 +125,8 @@ class ModelConfig:
             )
         if len(self.tie_projs) > self.num_clusters:
             raise ValueError(
-                f"tie_projs has {len(self.tie_projs)} entries, {self.num_clusters} legal"
+                f"tie_projs has {len(self.tie_projs)} entries; cutoffs={list(self.cutoffs)} make "
+                f"{self.num_clusters} clusters, so at most that many are legal"
             )
         if any(self.tie_projs) and not self.has_projection:
             raise ValueError("tie_projs needs a d_embed that differs from d_model, or div_val > 1")

@@ -143,7 +143,7 @@ class MetricsJournal:
 class JournalTail:
     """The whole lines of a journal from its beginning, as they come.
 
-    Follows the file when it is replaced (a resume takes steps back) or cut, from the beginning.
+    When `is_replaced` (a resume takes steps back), `rewind` to read the new file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,7 +153,7 @@ class JournalTail:
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """What is there and was not yet given, at most BYTES_A_READ of it."""
-        if self._descriptor < 0 or self._replaced():
+        if self._descriptor < 0:
             self.rewind()
         if self._descriptor < 0:
             return
@@ -173,17 +173,17 @@ class JournalTail:
         with contextlib.suppress(FileNotFoundError):  # training has not written yet
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def _replaced(self) -> bool:
+    def is_replaced(self) -> bool:
+        """Whether the lines given so far are of a file that was cut or replaced by another."""
+        if self._descriptor < 0:
+            return False
         mine = os.fstat(self._descriptor)
-        if mine.st_size < self._offset:
-            return True
-        if mine.st_size > self._offset:
-            return False  # read to the end first
         try:
             named = self._path.stat()
         except OSError:
             return False
-        return (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
+        is_other = (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
+        return is_other or mine.st_size < self._offset
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -62,8 +62,8 @@ class Point:
     """Since the epoch. The journal's, so that the same point sent again is the same row."""
 
 
-Steps = dict[int, int]
-"""The steps of one metric that are recorded, and their milliseconds."""
+Recorded = set[tuple[int, int]]
+"""(step, milliseconds) of every recorded point of one metric."""
 
 
 @contextlib.contextmanager
@@ -138,11 +138,11 @@ class MlflowStore:
             else:
                 self._client.set_terminated(run_id, status=status)
 
-    def recorded(self, run_id: str, key: str) -> Steps:
-        """Every step of a metric that the run has, asked from the server."""
+    def recorded(self, run_id: str, key: str) -> Recorded:
+        """Every point of a metric that the run has, asked from the server."""
         with _translated():
             history = self._client.get_metric_history(run_id, key)
-            return {point.step: point.timestamp for point in history}
+            return {(point.step, point.timestamp) for point in history}
 
     def log_points(self, run_id: str, points: Iterable[Point]) -> None:
         """At most MAX_POINTS points, all or none of them."""
@@ -155,6 +155,17 @@ class MlflowStore:
         with _translated():
             for start in range(0, len(items), MAX_ITEMS):
                 self._client.log_batch(run_id, tags=items[start : start + MAX_ITEMS])
+
+    def children(self, experiment_id: str, run_id: str) -> list[str]:
+        """The runs that MLflow shows under this one."""
+        with _translated():
+            tag = f"tags.`mlflow.parentRunId` = '{run_id}'"
+            found = self._client.search_runs([experiment_id], tag)
+            return [str(run.info.run_id) for run in found]
+
+    def rename(self, run_id: str, name: str) -> None:
+        with _translated():
+            self._client.update_run(run_id, name=name)
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
         """Parameters never change in MLflow: one that differs on a resume becomes a tag."""

@@ -1,7 +1,8 @@
 """The sender: a process of its own that carries a run's journal to MLflow while training runs.
 
     python -m txl_dist.tracking.sender RUN           # started by `Tracker`, fed on standard input
-    python -m txl_dist.tracking.sender RUN --sync    # by hand: deliver what an ended run left over
+    python -m txl_dist.tracking.sender RUN --sync    # by hand: deliver what an ended run left over,
+                                                     # for at most --timeout-seconds
 
 Standard input: one line with the request as JSON, later `end STATUS`. Its closing, or a change of
 parent process, means that training is gone, even by SIGKILL: what is left is sent within a bounded
@@ -32,6 +33,8 @@ from txl_dist.tracking.state import (
 POLL_SECONDS = 1.0
 FLUSH_SECONDS = 30.0
 """How long a sender may outlive training to deliver the rest."""
+SYNC_SECONDS = 600.0
+"""How long a sync by hand may take, from when mlflow is imported."""
 MAX_BACKOFF_SECONDS = 30.0
 WATCHDOG_SECONDS = 5.0
 """After the flush time, a call that still hangs is ended with the process."""
@@ -184,6 +187,8 @@ def run(run_dir: Path, *, sync: bool, poll: float, flush: float) -> int:
     parent = Parent(flush_seconds=flush)
     (run_dir / LOCK).parent.mkdir(parents=True, exist_ok=True)
     if sync:
+        import txl_dist.tracking.delivery  # noqa: F401 - seconds, which are not the delivery's
+
         parent.end()
         parent.request = TrackingRequest.load(run_dir / REQUEST)
         before = TrackingState.load(run_dir / STATE)
@@ -219,6 +224,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sync", action="store_true", help="deliver what an ended run left over")
     parser.add_argument("--poll-seconds", type=float, default=POLL_SECONDS)
     parser.add_argument("--flush-seconds", type=float, default=FLUSH_SECONDS)
+    parser.add_argument(
+        "--timeout-seconds",
+        type=float,
+        default=SYNC_SECONDS,
+        help="with --sync: give up after this time (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
@@ -228,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.run_dir,
         sync=options.sync,
         poll=options.poll_seconds,
-        flush=options.flush_seconds,
+        flush=options.timeout_seconds if options.sync else options.flush_seconds,
     )
 
 

@@ -97,6 +97,10 @@ class TrackingState(_JsonFile):
     experiment_id: str | None = None
     parent_run_id: str | None = None
     """The MLflow run this one goes on from, if that one was deleted or is on another server."""
+    abandoned_run_id: str | None = None
+    """The MLflow run this one replaces after a rollback, until it is filed as a child of this."""
+    abandoned_from_step: int | None = None
+    """The first step of it that the journal no longer has."""
     status: str = "running"
     sent_step: int | None = None
     """The last step sent. For people: what was recorded is asked from the server."""

@@ -41,7 +41,7 @@ from txl_dist.training.report import Report
 from txl_dist.training.resume import find_resume_point, restore
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.step import TrainStep
-from txl_dist.training.utilisation import measure_peak_flops
+from txl_dist.training.utilisation import Utilisation
 from txl_dist.world import World
 
 LOCK_PATIENCE_SECONDS = 30.0
@@ -81,13 +81,13 @@ class RankBuilder:
         state, phase = self._in_phase(state)
         plan = self.data.plan_of(phase)
         self.world.first_does(lambda: self._open_run(state))
+        utilisation = self._utilisation()  # before the sender starts and uses the processor too
         tracker = self._tracker(new_run=point is None)
         report = Report(
-            self.journal,
-            num_steps=self.config.training.num_steps,
-            utilisation_per_rate=self._flops_per_step() / self._peak_flops(),
+            self.journal, num_steps=self.config.training.num_steps, utilisation=utilisation
         )
         report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
+        report.evaluation_plan(self.config.evaluation, self.data)
         if len(state.phases) > 1 or len(phase.corpora) > 1:
             report.phase(state, is_new=phase.position == state.position)
         evaluated = self.data.evaluation
@@ -100,7 +100,7 @@ class RankBuilder:
             stop=self.stop,
             save=self._saver(engine, step, tracker),
             evaluate=self._evaluator(engine),
-            evaluated_data=evaluated.manifest.digest if evaluated else None,
+            evaluated_data=evaluated.corpus.manifest.digest if evaluated else None,
             state=state,
         )
 
@@ -169,14 +169,13 @@ class RankBuilder:
         )
         return engine, step
 
-    def _flops_per_step(self) -> int:
+    def _utilisation(self) -> Utilisation:
         data = self.config.data
-        return training_flops(
+        flops = training_flops(
             self.data.model_config, num_lanes=data.num_lanes, tgt_len=data.tgt_len
         )
-
-    def _peak_flops(self) -> float:
-        return measure_peak_flops(self.world, PRODUCT_DTYPE[self.config.precision])
+        dtype = PRODUCT_DTYPE[self.config.precision]
+        return Utilisation(self.world, dtype, flops_per_step=flops)
 
     def _stream(self, step: TrainStep, state: TrainState, plan: LanePlan) -> SegmentStream:
         data = self.config.data
@@ -194,12 +193,12 @@ class RankBuilder:
         return self.stack.enter_context(closing(stream))
 
     def _evaluator(self, engine: Engine) -> Evaluate | None:
-        evaluation = self.config.evaluation
-        if evaluation.split is None or self.data.evaluation is None:
+        evaluation, evaluated = self.config.evaluation, self.data.evaluation
+        if evaluated is None:
             return None
         model = engine.model
         settings = EvaluationSettings(
-            split=evaluation.split,
+            split=evaluated.name,
             mode="exact",
             tgt_len=self.config.data.tgt_len,
             mem_len=model.config.mem_len,
@@ -211,7 +210,7 @@ class RankBuilder:
         )
         scorer = Scorer(
             model=model,
-            source=self.data.evaluation.open(evaluation.split),
+            source=evaluated.open(),
             tgt_len=settings.tgt_len,
             reset=settings.reset,
             precision=settings.precision,

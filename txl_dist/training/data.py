@@ -16,6 +16,9 @@ from txl_dist.config import DataConfig, RunConfig
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
 
+DEFAULT_SPLIT = "valid"
+"""What `evaluation.split: auto` scores."""
+
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
@@ -31,12 +34,26 @@ class Corpus:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluatedSplit:
+    """What is scored during training."""
+
+    corpus: Corpus
+    name: str
+
+    def open(self) -> SplitReader:
+        return self.corpus.open(self.name)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.corpus.manifest.splits[self.name].tokens
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingData:
     """What the data decides: who reads what, the vocabulary, and so the model's size."""
 
     corpora: tuple[Corpus, ...]
-    evaluation: Corpus | None
-    """Holds the split that is evaluated."""
+    evaluation: EvaluatedSplit | None
     tokenizer: Tokenizer
     phase: Phase
     """What a run reads that starts now."""
@@ -60,7 +77,7 @@ class TrainingData:
             raise DataError(
                 f"model.vocab_size={vocab_size}, but {where} was prepared with a tokenizer of "
                 f"{manifest.vocab_size} ids (digest {manifest.tokenizer_digest}). Set data.path to "
-                "the right data, or model.vocab_size=0 to take what the data has"
+                "the right data, or model.vocab_size=0 to take the data's vocabulary"
             )
         num_tokens = [
             c.manifest.split(config.data.train_split, c.directory).tokens for c in corpora
@@ -71,6 +88,7 @@ class TrainingData:
             tgt_len=config.data.tgt_len,
         )
         plan.rows_per_rank(num_ranks)  # refuses more ranks than lanes
+        _check_segment_length(plan)
         try:
             model_config = replace(config.model, vocab_size=manifest.vocab_size)
         except ValueError as error:
@@ -97,7 +115,7 @@ class TrainingData:
         """Of everything that is read, by a name for messages; the same on all ranks of a run."""
         digests = {f"data {corpus.name}": corpus.manifest.digest for corpus in self.corpora}
         if self.evaluation is not None:
-            digests["evaluation data"] = self.evaluation.manifest.digest
+            digests["evaluation data"] = self.evaluation.corpus.manifest.digest
         return digests
 
     def plan_of(self, phase: Phase) -> LanePlan:
@@ -109,6 +127,16 @@ class TrainingData:
         split = config.data.train_split
         sources = {corpus.manifest.digest: corpus.open(split) for corpus in self.corpora}
         return mixed_source(phase, sources, shuffle=config.data.shuffle, seed=config.seed)
+
+
+def _check_segment_length(plan: LanePlan) -> None:
+    if plan.tgt_len > plan.lane_tokens:
+        raise ConfigError(
+            f"data.tgt_len={plan.tgt_len} is longer than a lane: the training data has "
+            f"{plan.num_tokens:,} tokens, {plan.lane_tokens:,} for each of data.num_lanes="
+            f"{plan.num_lanes}. Set data.tgt_len to at most {plan.lane_tokens}, lower "
+            "data.num_lanes, or prepare more text"
+        )
 
 
 def mixed_source(
@@ -159,8 +187,8 @@ def _check_alike(first: Corpus, other: Corpus) -> None:
             raise DataError(
                 f"corpora {first.name!r} ({first.directory}) and {other.name!r} "
                 f"({other.directory}) do not fit together: {what} is {expected} in the first, "
-                f"{found} in the second. Prepare one again with the other's tokenizer: txl prepare "
-                f"INPUT --out DIR --tokenizer {first.directory / 'tokenizer.json'}"
+                f"{found} in the second. Prepare the second with the first one's tokenizer: "
+                f"txl prepare INPUT --out NEW_DIR --tokenizer {first.directory / 'tokenizer.json'}"
             )
 
 
@@ -187,18 +215,21 @@ def first_phase(corpora: Sequence[Corpus], split: str) -> Phase:
     return phase
 
 
-def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> Corpus | None:
-    """Where the evaluated split is. Raises DataError if it is nowhere, or of other tokens."""
+def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> EvaluatedSplit | None:
+    """The split to score. Raises DataError if it is nowhere, or of other tokens."""
     split, path = config.evaluation.split, config.evaluation.path
     if split is None:
         return None
+    name = DEFAULT_SPLIT if split == "auto" else split
     if path is not None:
-        corpora = [
-            Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path)),
-            *corpora,
-        ]
-        _check_alike(corpora[1], corpora[0])
-    having = [corpus for corpus in corpora if split in corpus.manifest.splits]
-    chosen = corpora[0] if path is not None or not having else having[0]
-    chosen.manifest.split(split, chosen.directory)  # refuses a missing split
-    return chosen
+        corpus = Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path))
+        _check_alike(corpora[0], corpus)
+    else:
+        having = [c for c in corpora if name in c.manifest.splits]
+        if split == "auto":
+            having = [c for c in having if c.manifest.splits[name].tokens > 1]
+            if not having:
+                return None
+        corpus = having[0] if having else corpora[0]
+    corpus.manifest.split(name, corpus.directory)  # refuses a missing split
+    return EvaluatedSplit(corpus, name)

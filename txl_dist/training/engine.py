@@ -23,7 +23,7 @@ from txl_dist.errors import DivergedError
 from txl_dist.model.dropout import Draws
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.training.deepspeed_settings import deepspeed_settings
+from txl_dist.training.deepspeed_settings import deepspeed_settings, refusals_explained
 from txl_dist.world import World
 
 
@@ -53,7 +53,8 @@ class Engine:
         model.to(world.device)
         self._optimizer = _adamw(model, config.optimizer)
         os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed insists
-        self._engine = _initialise_deepspeed(model, self._optimizer, settings)
+        with refusals_explained(config.deepspeed.extra):
+            self._engine = _initialise_deepspeed(model, self._optimizer, settings)
         world.limit_waits(timeout_seconds=config.training.rank_timeout_seconds)
         self._fill_optimizer_state()
 

@@ -64,7 +64,7 @@ class Training:
             result, lr = self._step(segment)
             self._advance(segment, result)
             if self.state.step % training.log_interval_steps == 0 or self._is_last:
-                self._report(segment, result, lr)
+                self._report(result, lr)
             improved = self._is_evaluation_due and self._evaluate()
             stopping = result.stop_requested and not self._is_last
             if improved or stopping or self._is_checkpoint_due:
@@ -105,6 +105,7 @@ class Training:
             num_targets=self.plan.targets_in_step(segment.position),
             lr=lr,
             stop_requested=bool(self.stop),
+            peak_is_due=self.report.peak_is_due,
         )
         return result, lr
 
@@ -120,13 +121,17 @@ class Training:
             }
         )
 
-    def _report(self, segment: Segment, result: StepResult, lr: float) -> None:
+    def _report(self, result: StepResult, lr: float) -> None:
+        if not self.state.unreported[1]:  # no target yet: the next line covers these steps
+            return
         self.report.step(
             self.state,
             lr=lr,
             gradient_norm=result.gradient_norm,
-            memory_valid=self.step.memory_valid(segment),
+            memory_valid=result.memory_valid,
         )
+        if result.peak_is_due:
+            self.report.measure_peak()
         self.state = self.state.model_copy(
             update={"unreported": (0.0, 0, 0), "unreported_steps": 0}
         )

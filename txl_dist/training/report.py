@@ -12,9 +12,12 @@ from typing import Any
 
 from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.checkpoint.phases import realised_shares
+from txl_dist.config import EvaluationConfig
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.loss_sums import LossSums
 from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
+from txl_dist.training.utilisation import Utilisation
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +38,11 @@ class Report:
     """Writes lines; only rank 0 has a journal, other ranks stay silent."""
 
     def __init__(
-        self, journal: MetricsJournal | None, *, num_steps: int, utilisation_per_rate: float
+        self, journal: MetricsJournal | None, *, num_steps: int, utilisation: Utilisation
     ) -> None:
-        """`utilisation_per_rate`: share of the machine that one step a second would use."""
         self._journal = journal
         self._num_steps = num_steps
-        self._utilisation_per_rate = utilisation_per_rate
+        self._utilisation = utilisation
         self._watch = Stopwatch(time.monotonic())
 
     def waited(self, seconds: float) -> None:
@@ -50,6 +52,17 @@ class Report:
 
     def not_training(self, seconds: float) -> None:
         self._watch.other_seconds += seconds
+
+    @property
+    def peak_is_due(self) -> bool:
+        """Whether this rank would measure the machine's peak after the next line."""
+        return self._utilisation.is_due
+
+    def measure_peak(self) -> None:
+        """Measure the machine's peak again; called by all ranks at the same step."""
+        began = time.monotonic()
+        self._utilisation.measure()
+        self.not_training(time.monotonic() - began)
 
     def step(
         self, state: TrainState, *, lr: float, gradient_norm: float, memory_valid: float
@@ -62,14 +75,16 @@ class Report:
         sums = LossSums(*state.unreported)
         tokens_a_step = sums.num_tokens / state.unreported_steps
         seconds = max(1e-9, now - watch.since - watch.other_seconds)
+        steps_per_second = watch.num_steps / seconds
         values = {
             "loss": sums.nats_per_token,
             "perplexity": sums.perplexity,
             **({"bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
             "lr": lr,
             "gradient_norm": gradient_norm,
-            "tokens_per_second": tokens_a_step * watch.num_steps / seconds,
-            "mfu": self._utilisation_per_rate * watch.num_steps / seconds,
+            "tokens_per_second": tokens_a_step * steps_per_second,
+            "mfu": self._utilisation.share(steps_per_second=steps_per_second),
+            "peak_flops": self._utilisation.peak_flops,
             "memory_valid": memory_valid,
             "data_wait": watch.data_wait_seconds / seconds,
         }
@@ -102,6 +117,23 @@ class Report:
             " | best so far" if improved else "",
         )
 
+    def evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
+        """What will be scored and when; a warning where nothing can be."""
+        if self._journal is None:
+            return
+        if config.split is None:
+            log.info("evaluation | none, as evaluation.split=null says")
+        elif data.evaluation is None:
+            log.warning(
+                "evaluation | WARNING: no evaluation, no score and no BEST checkpoint: no data of "
+                "this run has tokens in a split %r. Prepare data with --split %s=0.01, or name "
+                "another split with evaluation.split=NAME (evaluation.split=null: none is wanted)",
+                DEFAULT_SPLIT,
+                DEFAULT_SPLIT,
+            )
+        else:
+            log.info("evaluation | %s", evaluation_line(config, data.evaluation))
+
     def phase(self, state: TrainState, *, is_new: bool) -> None:
         """What is read from here on; shares go to the metrics of a new phase's first step."""
         if self._journal is None:
@@ -130,14 +162,28 @@ class Report:
         )
 
 
+def evaluation_line(config: EvaluationConfig, evaluated: EvaluatedSplit) -> str:
+    """`split 'valid' of data/web (24,576 tokens) | every 500 steps and at the end`."""
+    where = f"split {evaluated.name!r} of {evaluated.corpus.directory}"
+    if config.max_tokens is not None and config.max_tokens < evaluated.num_tokens:
+        what = f"the first {config.max_tokens:,} tokens of {where}"
+    else:
+        what = f"{where} ({evaluated.num_tokens:,} tokens)"
+    return f"{what} | every {config.interval_steps:,} steps and at the end"
+
+
 def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str:
-    """`step 1200 | loss 3.412 | ppl 30.3 | ... | eta 0:12:30`."""
+    """`step 1200 | loss 3.4120 | ppl 30.30 | tok/s 12,345 | eta 0:12:30 | ...`.
+
+    What people look for comes first: a narrow terminal shows the beginning only.
+    """
     bits = f" | bpb {values['bits_per_byte']:.3f}" if "bits_per_byte" in values else ""
     minutes, seconds = divmod(math.ceil(eta_seconds), 60)
     return (
-        f"step {step} | loss {values['loss']:.4f} | ppl {values['perplexity']:.2f}{bits}"
-        f" | lr {values['lr']:.2e} | grad {values['gradient_norm']:.3f}"
-        f" | tok/s {values['tokens_per_second']:,.0f} | mfu {values['mfu']:.0%}"
-        f" | mem valid {values['memory_valid']:.0%} | data wait {values['data_wait']:.1%}"
+        f"step {step} | loss {values['loss']:.4f} | ppl {values['perplexity']:.2f}"
+        f" | tok/s {values['tokens_per_second']:,.0f}"
         f" | eta {minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        f"{bits} | lr {values['lr']:.2e} | grad {values['gradient_norm']:.3f}"
+        f" | mfu {values['mfu']:.0%} | mem valid {values['memory_valid']:.0%}"
+        f" | data wait {values['data_wait']:.1%}"
     )

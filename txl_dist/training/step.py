@@ -29,7 +29,11 @@ class StepResult:
 
     sums: LossSums
     gradient_norm: float
+    memory_valid: float
+    """Share of all lanes' memory that the segment's first tokens may look at."""
     stop_requested: bool
+    """By any rank, as the next one."""
+    peak_is_due: bool
 
 
 class TrainStep:
@@ -49,8 +53,9 @@ class TrainStep:
         ]
 
     def __call__(
-        self, segment: Segment, *, step: int, num_targets: int, lr: float, stop_requested: bool
-    ) -> StepResult:
+        self, segment: Segment, *, step: int, num_targets: int, lr: float, stop_requested: bool,
+        peak_is_due: bool = False,
+    ) -> StepResult:  # fmt: skip
         """Step number `step` (from 1) on `segment`, whose lanes hold `num_targets` on all ranks.
 
         Raises DivergedError on every rank before the optimizer step if a loss is not finite.
@@ -59,11 +64,12 @@ class TrainStep:
         local = LossSums()
         for index in range(len(self.memories)):
             local += self._micro_batch(index, segment, step=step, num_targets=num_targets)
-        shared = torch.tensor(
-            [local.nats, local.num_tokens, local.num_bytes, float(stop_requested)],
-            dtype=torch.float64,
-        )
-        nats, num_tokens, num_bytes, num_stops = self.world.sum(shared).tolist()
+        visible, size = self._visible_memory(segment)
+        shared = [local.nats, local.num_tokens, local.num_bytes, visible, size]
+        shared += [stop_requested, peak_is_due]
+        nats, num_tokens, num_bytes, visible, size, num_stops, num_due = self.world.sum(
+            torch.tensor(shared, dtype=torch.float64)
+        ).tolist()
         sums = LossSums(nats, int(num_tokens), int(num_bytes))
         if not abs(nats) < float("inf"):
             raise DivergedError(
@@ -71,7 +77,13 @@ class TrainStep:
                 f"rank's lanes {self.lane_of_row}); no rank has changed its weights. Resume from "
                 "the newest checkpoint with a lower optimizer.lr"
             )
-        return StepResult(sums, self.engine.step(lr), num_stops > 0)
+        return StepResult(
+            sums,
+            gradient_norm=self.engine.step(lr),
+            memory_valid=visible / size if size else 0.0,
+            stop_requested=num_stops > 0,
+            peak_is_due=num_due > 0,
+        )
 
     def _micro_batch(
         self, index: int, segment: Segment, *, step: int, num_targets: int
@@ -86,20 +98,15 @@ class TrainStep:
         nats_RT, self.memories[index] = self.engine.forward(
             input_RT, target_RT, age_RT, self.memories[index], draws
         )
-        self.engine.backward(nats_RT.sum() / num_targets)
+        # A segment of one token at a slice's end has no target: its step has zero gradients.
+        self.engine.backward(nats_RT.sum() / max(1, num_targets))
         return LossSums.of(nats_RT, target_RT, self.byte_counts_V)
 
-    def memory_valid(self, segment: Segment) -> float:
-        """Share of this rank's memory that its segment's first tokens may look at."""
+    def _visible_memory(self, segment: Segment) -> tuple[int, int]:
+        """Memory tokens of this rank's lanes: those the first tokens may look at, and all."""
         mem_len = self.memories[0].layers[0].shape[1]
-        if mem_len == 0:
-            return 0.0
-        ages = [
-            min(int(segment.age[row, 0]), mem_len)
-            for row, lane in enumerate(self.lane_of_row)
-            if lane != NO_LANE
-        ]
-        return sum(ages) / (mem_len * len(ages))
+        ages = [segment.age[row, 0] for row, lane in enumerate(self.lane_of_row) if lane != NO_LANE]
+        return sum(min(int(age), mem_len) for age in ages), mem_len * len(ages)
 
     def memory_of_lanes(self) -> dict[int, Tensor]:
         """Lane -> its memory [L, M, D], for the checkpoint."""

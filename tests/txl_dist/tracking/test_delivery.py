@@ -63,28 +63,6 @@ def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_pa
     assert b"CANARY" not in stored
 
 
-def test_a_resume_goes_on_in_the_same_run_and_repeats_no_step(run_dir: Path) -> None:
-    write_steps(run_dir, range(1, 41))
-    delivery_for(run_dir, params={"lr": "1"}).pump()  # killed here, without an end
-    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
-        journal.truncate_after(30)
-    write_steps(run_dir, range(31, 51), since=START + 1000)
-
-    delivery = delivery_for(run_dir, params={"lr": "2"})
-    delivery.pump()
-    delivery.ends_with("preempted")
-    delivery.finish()
-
-    database = run_dir.parent / "mlflow.db"
-    assert run_ids(database) == [_run_id(run_dir)]
-    assert recorded_steps(database, _run_id(run_dir)) == list(range(1, 51))
-    tags = tags_of(database, _run_id(run_dir))
-    assert tags["txl.replayed_steps"] == "31 to 40; the first values are kept"
-    assert tags["txl.changed.lr"] == "2"
-    assert tags["txl.status"] == "preempted"
-    assert status_of(database, _run_id(run_dir)) == "KILLED"
-
-
 def test_training_begun_anew_in_the_same_directory_is_another_run(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 6))
     delivery_for(run_dir).pump()

@@ -1,10 +1,14 @@
 """DeepSpeed's JSON: all of ours in it, and nothing that contradicts us."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, tiny_job, train
 from txl_dist.config import (
     DataConfig,
     DeepSpeedConfig,
@@ -13,7 +17,9 @@ from txl_dist.config import (
     RunConfig,
     TrainingConfig,
 )
+from txl_dist.errors import ConfigError
 from txl_dist.training.deepspeed_settings import deepspeed_settings
+from txl_dist.training.run_directory import RunDirectory
 
 SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}
 
@@ -101,9 +107,55 @@ def test_it_is_json_the_same_every_time_and_changes_no_config() -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offload_is_refused_where_a_checkpoint_would_be_loaded_into_copies(stage: int) -> None:
-    extra = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    extra = {
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    }
     if stage == 3:
         with pytest.raises(ValueError, match="offload_optimizer at zero_stage=3"):
             DeepSpeedConfig(zero_stage=stage, extra=extra)
     else:
         assert DeepSpeedConfig(zero_stage=stage, extra=extra).extra == extra
+
+
+@pytest.mark.parametrize(
+    ("stage", "extra", "expected"),
+    [
+        (1, {"zero_optimisation": {}}, "extra.zero_optimisation is no key of DeepSpeed's"),
+        (1, {"zero_optimisation": {}}, "did you mean extra.zero_optimization"),
+        (1, {"xyz": 1}, "extra.xyz is no key of DeepSpeed's, which would ignore it; remove it"),
+        (1, {"zero_optimization": {"offload_optimizer": {}}}, "zero_force_ds_cpu_optimizer=false"),
+        (0, {"zero_optimization": {"offload_optimizer": {}}}, "at zero_stage=0 would be ignored"),
+        (2, {"zero_optimization": {"offload_param": {}}}, "offload_param at zero_stage=2 would"),
+    ],
+)
+def test_what_deepspeed_would_ignore_or_refuse_is_said_before_a_rank_starts(
+    stage: Any, extra: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        DeepSpeedConfig(zero_stage=stage, extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (
+            {"zero_optimization": {"reduce_bucket_size": "many", "no_such": 1}},
+            (
+                "deepspeed.extra.zero_optimization.reduce_bucket_size is 'many'",
+                "deepspeed.extra.zero_optimization.no_such is 1",
+            ),
+        ),
+        ({"communication_data_type": "fp99"}, ("(communication_data_type)", "Got: fp99")),
+        ({"amp": {"enabled": True}}, ("(amp)", "has been removed")),
+    ],
+)
+def test_what_deepspeed_itself_refuses_is_a_config_error_that_names_the_field(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, extra: dict[str, Any], expected: Any
+) -> None:
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, f"deepspeed.extra={json.dumps(extra)}")
+    assert ranks(2).run(train, job) == [2, 2]
+    error = RunDirectory(tmp_path).failure(job.attempt)
+    assert isinstance(error, ConfigError)
+    for part in expected:
+        assert part in str(error)

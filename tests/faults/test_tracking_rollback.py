@@ -1,0 +1,72 @@
+"""A killed and resumed run: its MLflow run equals metrics.jsonl, every point of it."""
+
+import os
+import signal
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
+from tests.training_runs import NO_EVALUATION, TINY
+from txl_dist.tracking.journal import read_metrics
+from txl_dist.tracking.state import TrackingState
+
+SETTINGS = (
+    NO_EVALUATION,
+    "tracking={enabled: true, experiment: rollback}",
+    "training.num_steps=400",
+    "training.checkpoint_interval_steps=100",
+)
+
+
+def _state(run: Path) -> TrackingState | None:
+    return TrackingState.load(run / "tracking.json")
+
+
+def _recorded(run: Path, run_id: str) -> list[tuple[str, int, float]]:
+    with sqlite3.connect(run.parent / "mlflow.db") as connection:
+        rows = connection.execute(
+            "SELECT key, step, value FROM metrics WHERE run_uuid = ?", (run_id,)
+        )
+        return sorted(rows)
+
+
+def _journalled(run: Path) -> list[tuple[str, int, float]]:
+    return sorted(
+        (name, line["step"], value)
+        for line in read_metrics(run / "metrics.jsonl")
+        for name, value in line.items()
+        if name not in ("step", "time")
+    )
+
+
+@pytest.mark.fault
+def test_after_a_sigkill_and_a_resume_the_curves_are_the_journal(
+    dataset: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    given = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
+    command = ("train", TINY, *given, "--on", "processes", "--ranks", 2)
+    process = start_txl(*command)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 150, timeout_seconds=120)
+    (rank, *_) = children_of(process.pid)
+    os.kill(rank, signal.SIGSTOP)  # the sender catches up with a run that stands still
+    journalled = max(line["step"] for line in read_metrics(run / "metrics.jsonl"))
+    wait_until(lambda: ((s := _state(run)) and s.sent_step) == journalled, timeout_seconds=120)
+    os.kill(rank, signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert not is_alive(rank)
+    first = _state(run)
+
+    finished = txl(*command, timeout_seconds=240)
+    assert finished.returncode == 0, finished.stderr + finished.stdout
+    wait_until(lambda: (s := _state(run)) is not None and s.delivered, timeout_seconds=120)
+    second = _state(run)
+    assert first is not None
+    assert first.run_id
+    assert second is not None
+    assert second.run_id
+    assert _recorded(run, second.run_id) == _journalled(run)
+    abandoned = {step for _, step, _ in _recorded(run, first.run_id)}
+    assert max(abandoned) == journalled

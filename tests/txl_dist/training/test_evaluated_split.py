@@ -1,0 +1,64 @@
+"""Which split a run scores: `valid` where the data has it, and the log says so either way."""
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, metrics, tiny_job, train
+from txl_dist.errors import DataError
+from txl_dist.training.data import TrainingData
+
+DEFAULT = "evaluation={interval_steps: 8, max_tokens: 50}"
+
+
+@pytest.fixture(scope="module")
+def train_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset without a split to score."""
+    text = tmp_path_factory.mktemp("text") / "a.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    out = tmp_path_factory.mktemp("data") / "train-only"
+    prepare_dataset([text], out, PrepareSettings())
+    return out
+
+
+def _log(run: Path) -> str:
+    return (run / "logs" / "rank-0.log").read_text()
+
+
+def test_by_default_the_valid_split_is_scored(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, DEFAULT)) == [0]
+    scored = [line["step"] for line in metrics(tmp_path) if "valid/loss" in line]
+    assert scored == [8, 16, 20]
+    assert (tmp_path / "BEST").exists()
+    expected = f"evaluation | the first 50 tokens of split 'valid' of {dataset} | every 8 steps and"
+    assert expected in _log(tmp_path)
+
+
+def test_data_without_a_valid_split_trains_with_a_warning(
+    ranks: RankGroups, train_only: Path, tmp_path: Path
+) -> None:
+    assert ranks(1).run(train, tiny_job(train_only, tmp_path, DEFAULT)) == [0]
+    assert not any("valid/loss" in line for line in metrics(tmp_path))
+    assert "no evaluation" in _log(tmp_path)
+    assert "--split valid=0.01" in _log(tmp_path)
+
+
+def test_null_scores_nothing_and_is_no_reason_to_warn(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION)) == [0]
+    assert not any("valid/loss" in line for line in metrics(tmp_path))
+    assert "evaluation | none, as evaluation.split=null says" in _log(tmp_path)
+
+
+def test_a_path_to_evaluate_must_have_a_valid_split(
+    dataset: Path, train_only: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, DEFAULT, f"evaluation.path={train_only}")
+    with pytest.raises(DataError, match="has no split 'valid'; it has train"):
+        TrainingData.open(job.config, num_ranks=1)

@@ -1,0 +1,76 @@
+"""Data of another tokenizer is refused with the command that makes data that fits."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
+from data_pipeline.shards.manifest import load_manifest
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, tiny_job, train
+from txl_dist.checkpoint.compatibility import check_data
+from txl_dist.checkpoint.directory import resolve_checkpoint
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.errors import TxlError
+from txl_dist.stored_model import find_model
+from txl_dist.training.data import TrainingData
+
+COMMAND = re.compile(r"txl prepare INPUT --out NEW_DIR --tokenizer (\S+)")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "other.txt"
+    path.write_text("Other text with other characters: äöü. " * 40, encoding="utf-8")
+    return path
+
+
+def _prepared(text: Path, out: Path, **settings: object) -> Path:
+    file = settings.pop("tokenizer_file", None)
+    assert file is None or isinstance(file, Path)
+    prepare_dataset([text], out, PrepareSettings.model_validate(settings), tokenizer_file=file)
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("run")
+    job = tiny_job(dataset, run, NO_EVALUATION, "training.num_steps=4")
+    assert ranks(1).run(train, job) == [0]
+    return run
+
+
+def _trains_beside(dataset: Path, run: Path, data: Path) -> None:
+    job = tiny_job(dataset, run, "evaluation.split=train", f"evaluation.path={data}")
+    TrainingData.open(job.config, num_ranks=1)
+
+
+def _resumes(dataset: Path, run: Path, data: Path) -> None:
+    checkpoint = resolve_checkpoint(run)
+    opened = TrainingData.open(tiny_job(data, run, NO_EVALUATION).config, num_ranks=1)
+    check_data(
+        load_checkpoint_manifest(checkpoint), opened.phase, opened.vocabulary,
+        allowed=(), allow_data_change=True, where=str(checkpoint),
+    )  # fmt: skip
+
+
+def _is_scored(dataset: Path, run: Path, data: Path) -> None:
+    find_model(run).check_data(load_manifest(data), data)
+
+
+@pytest.mark.parametrize("use", [_trains_beside, _resumes, _is_scored])
+def test_the_command_of_the_refusal_makes_data_that_fits(
+    dataset: Path, text: Path, run: Path, tmp_path: Path, use: Callable[[Path, Path, Path], None]
+) -> None:
+    foreign = _prepared(text, tmp_path / "foreign", tokenizer="char")
+    with pytest.raises(TxlError) as caught:
+        use(dataset, run, foreign)
+    command = COMMAND.search(str(caught.value))
+    assert command is not None, str(caught.value)
+    fitting = _prepared(
+        text, tmp_path / "fitting", tokenizer="file", tokenizer_file=Path(command[1])
+    )
+    use(dataset, run, fitting)

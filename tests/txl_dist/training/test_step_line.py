@@ -1,0 +1,101 @@
+"""What a step says of itself: the same on any number of ranks, and short enough to be read."""
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.settings import PrepareSettings
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from txl_dist.cli.progress import fitted
+from txl_dist.errors import ConfigError
+from txl_dist.training import utilisation
+from txl_dist.training.data import TrainingData
+from txl_dist.training.follow import step_of
+from txl_dist.training.job import TrainJob
+from txl_dist.training.report import step_line
+from txl_dist.world import World
+
+VALUES = {
+    "loss": 3.41234,
+    "perplexity": 30.3,
+    "bits_per_byte": 2.03,
+    "lr": 1e-3,
+    "gradient_norm": 0.5,
+    "tokens_per_second": 1_234_567.0,
+    "mfu": 0.55,
+    "memory_valid": 1.0,
+    "data_wait": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of 13 short documents."""
+    text = tmp_path_factory.mktemp("text") / "lines.txt"
+    text.write_text("".join(f"{'ab' * (n % 5 + 1)}{n}\n" for n in range(13)))
+    out = tmp_path_factory.mktemp("data") / "short"
+    prepare_dataset([text], out, PrepareSettings(format="lines"))
+    return out
+
+
+def test_80_columns_show_the_loss_the_speed_and_the_time_left() -> None:
+    line = f"12:00:00 {step_line(123456, VALUES, eta_seconds=360_000)}"
+    assert step_of(line) == 123456
+    assert fitted(line, 75) == (
+        "step 123456 | loss 3.4123 | ppl 30.30 | tok/s 1,234,567 | eta 100:00:00"
+    )
+    assert fitted(line, 500) == line.partition(" ")[2]
+
+
+def test_mem_valid_is_the_share_of_all_ranks_lanes(
+    ranks: RankGroups, short: Path, tmp_path: Path
+) -> None:
+    valid = []
+    for num_ranks in (1, 2):
+        run = tmp_path / str(num_ranks)
+        job = tiny_job(short, run, NO_EVALUATION)
+        assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+        valid.append([line["memory_valid"] for line in metrics(run)])
+    assert valid[0] == valid[1]
+    assert 0 < max(valid[0]) < 1
+
+
+def test_a_step_without_a_target_has_no_line_and_does_no_harm(
+    ranks: RankGroups, short: Path, tmp_path: Path
+) -> None:
+    """Segments of one token: the last of every epoch has nothing to predict."""
+    job = tiny_job(short, tmp_path, NO_EVALUATION, "data.tgt_len=1", "training.num_steps=50")
+    assert ranks(2).run(train, job) == [0, 0]
+    reported = losses(tmp_path)
+    (lane_tokens,) = {step for step in range(2, 31) if step not in reported}
+    assert set(range(1, 51)) - reported.keys() == {lane_tokens, 2 * lane_tokens}
+
+
+def train_measuring_often(world: World, job: TrainJob) -> int:
+    utilisation.MAX_SHARE_OF_TIME = 1e9
+    return train(world, job)
+
+
+def test_measuring_the_peak_between_steps_changes_no_loss(
+    ranks: RankGroups, short: Path, tmp_path: Path
+) -> None:
+    plain, often = tmp_path / "plain", tmp_path / "often"
+    assert ranks(2).run(train, tiny_job(short, plain, NO_EVALUATION)) == [0, 0]
+    assert ranks(2).run(train_measuring_often, tiny_job(short, often, NO_EVALUATION)) == [0, 0]
+    assert losses(often) == losses(plain)
+    peaks = [line["peak_flops"] for line in metrics(often)]
+    assert peaks == sorted(peaks)
+    assert all(0 < line["mfu"] <= 1 for line in metrics(often))
+
+
+def test_a_segment_as_long_as_a_lane_is_the_longest_that_trains(
+    ranks: RankGroups, short: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(short, tmp_path, NO_EVALUATION, "data.tgt_len=1000")
+    with pytest.raises(ConfigError, match="longer than a lane") as caught:
+        TrainingData.open(job.config, num_ranks=1)
+    longest = str(caught.value).partition("at most ")[2].partition(",")[0]
+    given = (NO_EVALUATION, f"data.tgt_len={longest}", "training.num_steps=4")
+    assert ranks(2).run(train, tiny_job(short, tmp_path, *given)) == [0, 0]

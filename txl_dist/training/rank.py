@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from txl_dist.allocation import keep_freed_memory
@@ -60,7 +60,8 @@ def _logging_to(path: Path) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # a full disk must not replace the error that is on its way
+            handler.close()
 
 
 def _die_with_launcher() -> None:

@@ -100,6 +100,7 @@ def test_a_directory_in_use_is_refused_and_its_run_not_disturbed(
         assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow  # tests/cluster has the same of what the command calls
 def test_an_evaluation_on_ray_is_that_of_one_process(dataset: Path, run: Path) -> None:
     one = json.loads(run_txl("eval", run, dataset, "--json")[1])
     code, told = run_txl("eval", run, dataset, "--json", "--workers", 2)

@@ -23,8 +23,8 @@ quickstart: setup  ## real text to a trained, evaluated, tracked model in a few 
 test: setup      ## the test suite, under 8 minutes on 2 cores
 	$(BIN)/python -m pytest -m 'not slow and not fault'
 
-test-all: setup  ## with the exhaustive grids
-	$(BIN)/python -m pytest -m 'not fault'
+test-all: setup  ## with the exhaustive grids and all examples of property tests
+	$(BIN)/python -m pytest -m 'not fault' --hypothesis-profile=all
 
 faults: setup    ## the faults: killed ranks, full disks, damaged files
 	$(BIN)/python -m pytest -m fault

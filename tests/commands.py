@@ -1,6 +1,7 @@
 """Running `txl` as a user does, in processes of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,15 +27,27 @@ def txl(
     )
 
 
-def start_txl(*words: object, environment: Mapping[str, str] = {}) -> subprocess.Popen[str]:
-    """Start one command; the caller ends it."""
+def start_txl(
+    *words: object, environment: Mapping[str, str] = {}, own_group: bool = False
+) -> subprocess.Popen[str]:
+    """Start one command, which obeys Ctrl-C whatever started the tests; the caller ends it.
+
+    `own_group`: in a process group of its own, so that a signal can be sent to all of it.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "txl_dist", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**ENVIRONMENT, **environment},
+        start_new_session=own_group,
+        preexec_fn=_obey_interrupts,  # noqa: PLW1509  # takes no lock
     )
+
+
+def _obey_interrupts() -> None:
+    # A shell script starts its background jobs with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_seconds: float = 60) -> None:

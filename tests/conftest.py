@@ -10,10 +10,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 
+import tests.hypothesis_examples  # noqa: F401  # registers the profiles
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.settings import PrepareSettings
 from tests.gloo_ranks import RankGroups
+
+# Before test modules are imported; `--hypothesis-profile all` comes later and wins.
+settings.load_profile("quick")
 
 MODULES = ("abc.py", "bisect.py", "colorsys.py", "copy.py", "heapq.py", "keyword.py", "this.py")
 
@@ -34,6 +39,5 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODULES:
         (folder / name).write_bytes((library / name).read_bytes())
     out = tmp_path_factory.mktemp("dataset") / "stdlib"
-    settings = PrepareSettings(split={"valid": 0.3}, block_bytes=4096)
-    prepare_dataset([folder], out, settings)
+    prepare_dataset([folder], out, PrepareSettings(split={"valid": 0.3}, block_bytes=4096))
     return out

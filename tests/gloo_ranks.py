@@ -61,14 +61,13 @@ class RankGroup:
         return results
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes. They are killed: their orderly end takes seconds and saves nothing."""
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.close()
         for process in self._processes:
-            process.join(2)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+        for process in self._processes:
             process.join()
 
 

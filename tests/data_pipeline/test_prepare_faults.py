@@ -16,7 +16,7 @@ import pytest
 
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.workers import ProcessWorkers
-from tests.commands import ENVIRONMENT, children_of, is_alive, start_txl, txl, wait_until
+from tests.commands import children_of, is_alive, start_txl, txl, wait_until
 from tests.data_pipeline.test_prepare import files_of
 
 OPTIONS = ("--shuffle", 1, "--split", "valid=0.1", "--shard-size", 1, "--workers", 2, "--json")
@@ -108,22 +108,14 @@ def test_a_signal_to_the_group_ends_with_75_and_keeps_finished_units(
     lines: Path, whole: dict[str, bytes], tmp_path: Path, number: signal.Signals
 ) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "txl_dist", "prepare", lines, "--out", out, *OPTIONS]
-    process = subprocess.Popen(
-        [str(word) for word in command],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
+    process = start_txl("prepare", lines, "--out", out, *OPTIONS, own_group=True)
     wait_until(lambda: finished_units(out) > 3)
     children = all_children(process.pid)
     os.killpg(process.pid, number)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 75, err
-    assert "the same command goes on" in err
-    assert "Traceback" not in err
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 75, output
+    assert "the same command goes on" in output
+    assert "Traceback" not in output
     wait_until(lambda: not any(map(is_alive, children)), timeout_seconds=10)
     assert rerun(lines, out)["reused_units"] >= 3
     assert files_of(out) == whole

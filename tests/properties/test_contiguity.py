@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
@@ -22,6 +22,7 @@ from data_pipeline.streams import cursor, segments
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment, SegmentStream
+from tests.hypothesis_examples import examples
 
 MASK_64 = 2**64 - 1
 FIELDS = ("input", "target", "age")
@@ -169,7 +170,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 prefetches = st.integers(1, 9)
-quickly = settings(max_examples=150, deadline=None)
+quickly = examples(150)
 
 
 # --- promise 1 ----------------------------------------------------------------------------------

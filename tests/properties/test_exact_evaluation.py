@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.streams import cursor
 from data_pipeline.streams.segments import Reset
+from tests.hypothesis_examples import examples
 from tests.small_models import VOCAB_SIZE, small_model
 from tests.token_sources import TextSource, random_corpus
 from txl_dist.errors import DataError
@@ -136,7 +137,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(case=cases)
 def test_the_pieces_add_up_to_one_sequential_pass(case: Case) -> None:
     pieces = case.plan()
@@ -151,7 +152,7 @@ def test_the_pieces_add_up_to_one_sequential_pass(case: Case) -> None:
     assert result.sums.nats == pytest.approx(sum(expected), rel=1e-10)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(case=cases)
 def test_every_piece_is_as_warm_as_in_the_sequential_pass(case: Case) -> None:
     pieces, nats = case.plan(), sequential_nats(case)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Reset, Segment, SegmentReader
+from tests.hypothesis_examples import examples
 from tests.small_models import VOCAB_SIZE, small_model
 from tests.token_sources import OPENER, TextSource, random_corpus
 
@@ -99,7 +100,7 @@ def with_legal_clamp_len(options: dict) -> dict:
     return options | ({"clamp_len": 4} if options["distance_encoding"] == "shaw" else {})
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     case=st.builds(
         Case,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
@@ -20,9 +20,10 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CorpusTape, MixedSource, tokens_an_epoch
 from data_pipeline.streams.segments import SegmentReader
+from tests.hypothesis_examples import examples
 from tests.token_sources import TextSource
 
-quickly = settings(max_examples=80, deadline=None)
+quickly = examples(80)
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import source_of_epoch
 from data_pipeline.streams.segments import SegmentReader
+from tests.hypothesis_examples import examples
 from tests.token_sources import TextSource
 from txl_dist.checkpoint.manifest import CorpusEntry, Phase
 from txl_dist.checkpoint.phases import phases_from
 from txl_dist.training.data import mixed_source
 
 TGT_LEN = 3
-quickly = settings(max_examples=100, deadline=None)
+quickly = examples(100)
 
 
 def digest(name: str) -> str:

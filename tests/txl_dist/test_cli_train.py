@@ -100,11 +100,12 @@ def test_a_directory_in_use_is_refused_and_its_run_not_disturbed(
         assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow  # tests/cluster has the same of what the command calls
 def test_an_evaluation_on_ray_is_that_of_one_process(dataset: Path, run: Path) -> None:
     one = json.loads(run_txl("eval", run, dataset, "--json")[1])
-    done = txl("eval", run, dataset, "--json", "--workers", 2)
-    assert done.returncode == 0, done.stderr
-    two = json.loads(done.stdout)
+    code, told = run_txl("eval", run, dataset, "--json", "--workers", 2)
+    assert code == 0, told
+    two = json.loads(told)
     assert two["tokens_scored"] == one["tokens_scored"]
     assert two["nats"] == pytest.approx(one["nats"], rel=1e-6)
 
@@ -131,9 +132,9 @@ def test_the_score_as_json_has_the_promised_keys(dataset: Path, run: Path) -> No
 
 def test_a_checkpoint_of_another_model_ends_training_with_4(dataset: Path, run: Path) -> None:
     given = (f"data.path={dataset}", f"directory={run}", "model.d_inner=48")
-    done = txl("train", TINY, *given, "--on", "processes", "--ranks", 2)
-    assert done.returncode == 4
-    assert "model.d_inner: checkpoint 32, now 48" in done.stderr
+    code, told = run_txl("train", TINY, *given, "--on", "processes", "--ranks", 1)
+    assert code == 4
+    assert "model.d_inner: checkpoint 32, now 48" in told
 
 
 @pytest.mark.parametrize("option", [("--mem-len", 0), ("--tgt-len", 11), ("--clamp-len", 2)])

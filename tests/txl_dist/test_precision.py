@@ -72,6 +72,21 @@ def test_nats_are_near_those_of_fp32_but_not_the_same(options: dict[str, Any]) -
     assert not torch.equal(nats_BT, exact_BT)
 
 
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+def test_sums_over_the_vocabulary_are_fp32(options: dict[str, Any]) -> None:
+    """bf16 rounds a logarithm of 7 by up to 0.016."""
+    model = small_model(**options, vocab_size=700).float()
+    hidden_BTD, target_BT = 3 * torch.randn(2, 50, 6), torch.randint(700, (2, 50))
+    with autocast("bf16", CPU):
+        nats_BT = model.softmax(hidden_BTD, target_BT, model.table)
+        logits_BTV = model.logits(hidden_BTD).double()
+    log_probability_BTV = logits_BTV.log_softmax(dim=-1)
+    if model.config.cutoffs:  # then these are log-probabilities already
+        torch.testing.assert_close(log_probability_BTV, logits_BTV, rtol=0, atol=1e-5)
+    expected_BT = -log_probability_BTV.gather(-1, target_BT[..., None]).squeeze(-1)
+    torch.testing.assert_close(nats_BT.double(), expected_BT, rtol=1e-5, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty steps in bf16 on one rank."""

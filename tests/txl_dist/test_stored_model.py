@@ -12,8 +12,9 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.settings import PrepareSettings
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.tokenizers import ByteTokenizer
+from tests.replayed_models import OWN_HF
 from tests.txl_dist.checkpoint import saving
-from tests.txl_dist.foreign.sources import HF, run_txl
+from tests.txl_dist.foreign.sources import run_txl
 from txl_dist.errors import CheckpointError
 from txl_dist.foreign.single_file import Reading, describe_exported, write_exported
 from txl_dist.model.transformer_xl import TransformerXL
@@ -126,6 +127,6 @@ def test_a_tokenizer_of_another_size_than_its_model(dataset: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("command", ["eval", "generate"])
 def test_foreign_weights_have_to_be_imported_first(command: str, dataset: Path) -> None:
-    code, told = run_txl(command, HF, *([dataset] if command == "eval" else TEXT))
+    code, told = run_txl(command, OWN_HF, *([dataset] if command == "eval" else TEXT))
     assert code == 4
-    assert f"txl import {HF}" in told
+    assert f"txl import {OWN_HF}" in told

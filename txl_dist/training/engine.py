@@ -8,6 +8,7 @@ are listed, measured, in docs/decisions/0003-deepspeed-by-its-fragments.md.
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -229,7 +230,8 @@ def _initialise_deepspeed(
 ) -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
+    with _without_mlflow():
+        import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # At stage 3 torch would tell of DeepSpeed's old names for collectives several times a step.
@@ -239,6 +241,19 @@ def _initialise_deepspeed(
     deepspeed.init_distributed(verbose=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine
+
+
+@contextmanager
+def _without_mlflow() -> Iterator[None]:
+    """DeepSpeed's autotuner, never used here, imports MLflow if it can, which takes 2 seconds."""
+    if "mlflow" in sys.modules:
+        yield
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # import raises ModuleNotFoundError
+    try:
+        yield
+    finally:
+        del sys.modules["mlflow"]
 
 
 def _require_finite(norm: float) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from data_pipeline.streams.segments import Reset
+from tests.hypothesis_examples import examples
 from tests.small_models import VOCAB_SIZE, small_model
 from tests.token_sources import TextSource, random_corpus
 from txl_dist.analysis.attention_by_distance import (
@@ -162,7 +163,7 @@ cases = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(case=cases)
 def test_it_is_what_a_plain_loop_over_one_pass_adds_up(case: Case) -> None:
     found, (heads, even) = case.look(), plain_mass(case)
@@ -171,7 +172,7 @@ def test_it_is_what_a_plain_loop_over_one_pass_adds_up(case: Case) -> None:
     assert_same(found.even, even)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(case=cases)
 def test_every_heads_mass_is_one_and_so_are_memory_and_segment(case: Case) -> None:
     found = case.look()

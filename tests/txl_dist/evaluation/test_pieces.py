@@ -3,9 +3,10 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.hypothesis_examples import examples
 from txl_dist.evaluation.pieces import SHORTEST_IN_WARM_UPS, Mode, Piece, overhead, plan_pieces
 
 shapes = st.fixed_dictionaries(
@@ -17,7 +18,7 @@ shapes = st.fixed_dictionaries(
         "mode": st.sampled_from(["exact", "fast"]),
     }
 )
-quickly = settings(max_examples=150, deadline=None)
+quickly = examples(150)
 
 
 def warm_tokens(shape: dict) -> int:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
+from tests.replayed_models import OWN_HF, golden_files, hf_directories, original_arguments
 from tests.small_models import small_model
 from tests.txl_dist.checkpoint import saving
-from tests.txl_dist.foreign.sources import GOLDEN, HF, hf_copy, hf_weights, run_txl
+from tests.txl_dist.foreign.sources import hf_copy, hf_weights, run_txl
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.foreign.single_file import load_exported, write_exported
 from txl_dist.foreign.sources import read_model
@@ -24,9 +25,13 @@ def assert_same(found: TransformerXL, expected: TransformerXL) -> None:
     assert all(parameter.requires_grad for parameter in found.parameters())
 
 
-@pytest.mark.parametrize(
-    "source", [HF, GOLDEN / "adapt_div2_tied_tieproj.npz"], ids=["transformers", "original"]
-)
+SOURCES = [
+    *hf_directories(),
+    *(path for path in golden_files() if original_arguments(path).get("attn_type", 0) == 0),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_import_and_import_again(source: Path, tmp_path: Path) -> None:
     for given, out in [(source, tmp_path / "once"), (tmp_path / "once", tmp_path / "twice")]:
         code, told = run_txl("import", given, "--out", out, "--json")
@@ -78,7 +83,7 @@ def test_exit_codes_of_bad_weights_and_bad_configs(tmp_path: Path) -> None:
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    code, told = run_txl("import", HF, "--out", tmp_path)
+    code, told = run_txl("import", OWN_HF, "--out", tmp_path)
     assert code == 2
     assert "not empty" in told
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

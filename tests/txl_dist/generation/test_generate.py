@@ -4,13 +4,14 @@ from itertools import islice
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 from data_pipeline.settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, train_tokenizer
+from tests.hypothesis_examples import examples
 from tests.small_models import VOCAB_SIZE, random_text, read_stream, small_model
 from txl_dist.generation import generate
 from txl_dist.generation.generate import generate_tokens, stream_text
@@ -108,13 +109,13 @@ def streamed(data: bytes) -> list[str]:
     return list(stream_text(iter(data), ByteTokenizer()))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(text=st.text(max_size=30))
 def test_text_comes_character_by_character_as_soon_as_each_is_whole(text: str) -> None:
     assert streamed(text.encode()) == list(text)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.binary(max_size=30))
 def test_bytes_that_are_no_text_are_marked_and_lose_nothing_else(data: bytes) -> None:
     assert "".join(streamed(data)) == data.decode(errors="replace")

@@ -78,7 +78,7 @@ def test_every_dropout_of_a_model_has_a_mask_of_its_own() -> None:
     assert {m.place for m in modules} == set(PLACES)
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("rate", [0.001, 0.01, 0.05, 0.1, 0.5, 0.9])
 def test_the_rate_and_the_mean_are_kept(rate: float) -> None:
     draws = LaneDraws(seed=3, step=5, lanes=[0, 1])
     scale = draws.scale(
@@ -88,6 +88,26 @@ def test_the_rate_and_the_mean_are_kept(rate: float) -> None:
     assert abs((scale == 0).double().mean() - rate) < five_sigmas
     assert abs(scale.mean() - 1) < five_sigmas / (1 - rate)
     assert_close(scale[scale > 0].unique().item(), 1 / (1 - rate), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.1])
+def test_every_dropout_of_a_model_drops_at_small_rates_too(rate: float) -> None:
+    draws = LaneDraws(seed=3, step=5, lanes=[0, 1])
+    modules = [m for m in small_model(dropout=rate, dropatt=rate).modules() if type(m) is Dropout]
+    assert len(modules) == 3 + 2 * 4
+    for module in modules:
+        dropped = (module(torch.ones(2, 100, 100), draws) == 0).double().mean()
+        assert dropped == pytest.approx(rate, rel=0.5), module.place
+
+
+@pytest.mark.parametrize("option", ["dropout", "dropatt"])
+@pytest.mark.parametrize("attention", ["reference", "fused", "biased"])
+def test_a_small_rate_of_either_kind_changes_the_nats(option: str, attention: str) -> None:
+    text_BN, age_BT = random_text(8, 31), torch.arange(30).expand(8, 30)
+    model = small_model(**{option: 0.05}, attention=attention)
+    draws = LaneDraws(seed=3, step=5, lanes=range(8))
+    nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, model.empty_memory(8), draws)
+    assert (nats_BT - nats_without_draws(model, text_BN)).abs().max() > 1e-3
 
 
 def test_a_mask_for_all_lanes_does_not_depend_on_them() -> None:

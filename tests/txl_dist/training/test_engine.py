@@ -1,5 +1,6 @@
 """What the engine says each rank owns, put together, is the model; at every ZeRO stage."""
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, ZERO, tiny_job
+from tests.training_runs import NO_EVALUATION, ZERO, tiny_job, train
 from txl_dist.training.build import RankBuilder
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
@@ -46,3 +47,15 @@ def test_the_slices_of_all_ranks_are_the_weights_exactly_once(
             assert torch.equal(torch.cat([part for _, part in slices]), weight.flatten())
             ends = [start + len(part) for start, part in slices]
             assert [start for start, _ in slices] == [0, *ends[:-1]]
+
+
+def trains_without_mlflow(world: World, job: TrainJob) -> bool:
+    sys.modules.pop("mlflow", None)
+    assert train(world, job) == 0
+    return "mlflow" not in sys.modules
+
+
+def test_a_rank_does_not_load_mlflow(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
+    """DeepSpeed would, for its autotuner; it takes longer than all else but torch."""
+    settings = (NO_EVALUATION, "training.num_steps=1", "optimizer.warmup_steps=0")
+    assert ranks(1).run(trains_without_mlflow, tiny_job(dataset, tmp_path, *settings)) == [True]

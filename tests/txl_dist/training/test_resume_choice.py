@@ -1,6 +1,7 @@
 """What a run goes on from: the newest good checkpoint, or a refusal that names what is wrong."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,18 @@ from txl_dist.errors import CheckpointError
 SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
 
 
+@pytest.fixture(scope="module")
+def finished(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps with checkpoints at 5, 10, 15 and 20, for copies only."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
+    return run
+
+
 @pytest.fixture
-def run(ranks: RankGroups, dataset: Path, tmp_path: Path) -> Path:
-    """A finished run of 20 steps with checkpoints at 5, 10, 15 and 20."""
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path / "run", *SETTINGS)) == [0]
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -61,6 +70,9 @@ def test_a_half_written_checkpoint_is_never_chosen(
     [
         ("model.d_model=18", "model.d_model: checkpoint 16, now 18 -> cannot change"),
         ("data.num_lanes=7", "data.num_lanes: checkpoint 5, now 7 -> cannot change"),
+        ("data.tgt_len=4", "data.tgt_len: checkpoint 3, now 4 -> cannot change"),
+        ("data.reset=stream", "data.reset: checkpoint 'document', now 'stream' -> cannot change"),
+        ("data.shuffle=none", "data.shuffle: checkpoint 'blocks', now 'none' -> cannot change"),
         ("seed=4", "seed: checkpoint 3, now 4 -> cannot change"),
         ("optimizer.lr=0.1", "optimizer.lr: checkpoint 0.01, now 0.1 -> --allow-change"),
     ],

@@ -1,0 +1,31 @@
+"""Ctrl-C at a terminal: it reaches every process of the group, and none is left 10 s later."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.commands import num_lines, start_txl, wait_until
+from tests.training_runs import NO_EVALUATION, TINY
+
+pytestmark = pytest.mark.fault
+
+
+@pytest.mark.parametrize("num_presses", [1, 2])
+def test_nothing_is_left_running_after_ctrl_c(
+    dataset: Path, tmp_path: Path, num_presses: int
+) -> None:
+    given = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION)
+    words = ("train", TINY, *given, "training.num_steps=100000", "--on", "processes", "--ranks", 2)
+    process = start_txl(*words, own_group=True)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=120)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    for _ in range(num_presses):
+        os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive

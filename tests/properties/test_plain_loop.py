@@ -1,0 +1,111 @@
+"""A run does what a plain PyTorch loop does, which is written out here and shares nothing with it
+but the model and the order of the tokens.
+
+The other trajectories (ranks, stages, resumes) are compared with each other, so an optimizer that
+never hears of a setting would look right in all of them.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segments import SegmentReader
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
+from txl_dist.checkpoint.reader import load_model
+from txl_dist.config import RunConfig
+from txl_dist.model.transformer_xl import TransformerXL
+
+# Both compute in fp32 and add up in another order. Seen over all cases: 8e-7 in a weight. A wrong
+# setting moves losses by 1e-3 or more.
+TOLERANCE = 1e-5
+# Every value differs from its default and from each other, so that none can be exchanged or lost.
+SETTINGS = (
+    NO_EVALUATION,
+    "optimizer.lr=0.02",
+    "optimizer.min_lr=0.003",
+    "optimizer.beta1=0.7",
+    "optimizer.beta2=0.95",
+    "optimizer.eps=1e-5",
+    "optimizer.weight_decay=0.3",
+    "optimizer.gradient_clipping=1.3",
+    "optimizer.schedule=cosine",
+    "optimizer.warmup_steps=4",
+    "training.num_steps=20",
+)
+NUM_STEPS, WARMUP_STEPS, LR, MIN_LR, CLIPPING = 20, 4, 0.02, 0.003, 1.3
+
+
+def plain_run(config: RunConfig, dataset: Path) -> tuple[TransformerXL, list[dict[str, float]]]:
+    """The trained model, and loss, rate and gradient norm of every step."""
+    source = open_split(dataset, "train")
+    plan = LanePlan(num_tokens=int(source.block_tokens.sum()), num_lanes=5, tgt_len=3)
+    segments = SegmentReader(
+        source, plan, lanes=range(5), num_rows=5, reset="document", shuffle="blocks", seed=3
+    )
+    model = TransformerXL(replace(config.model, vocab_size=257, attention="reference"), seed=3)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1.0, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.3, foreach=False
+    )
+    memory, lines = model.empty_memory(5), []
+    for step, segment in enumerate(segments.read(0, NUM_STEPS), start=1):
+        columns = (segment.input, segment.target, segment.age)
+        nats_BT, memory = model(*map(torch.from_numpy, columns), memory)
+        loss = nats_BT.sum() / (segment.target >= 0).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        (group,) = optimizer.param_groups
+        group["lr"] = rate_of(step)
+        optimizer.step()
+        lines.append({"loss": loss.item(), "lr": rate_of(step), "gradient_norm": norm.item()})
+    return model, lines
+
+
+def rate_of(step: int) -> float:
+    """A line up to LR, then half a cosine down to MIN_LR at the last step."""
+    if step <= WARMUP_STEPS:
+        return LR * step / WARMUP_STEPS
+    angle = math.pi * (step - WARMUP_STEPS) / (NUM_STEPS - WARMUP_STEPS)
+    return (LR + MIN_LR) / 2 + (LR - MIN_LR) / 2 * math.cos(angle)
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "3-all-spread"])
+def test_losses_rates_norms_and_weights_are_those_of_a_plain_loop(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS, *ZERO[stage])
+    assert ranks(1).run(train, job) == [0]
+    model, expected = plain_run(job.config, dataset)
+    norms = [line["gradient_norm"] for line in expected]
+    assert min(norms) < CLIPPING < max(norms), "some steps are clipped, others are not"
+    found = [{name: line[name] for name in expected[0]} for line in metrics(tmp_path)]
+    assert len(found) == NUM_STEPS
+    for line, plain in zip(found, expected, strict=True):
+        assert line == pytest.approx(plain, rel=TOLERANCE)
+    trained, _, _ = load_model(tmp_path / "checkpoints" / f"step-{NUM_STEPS:08d}")
+    weights = dict(trained.named_parameters())
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weights[name], weight, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("option", ["model.dropout", "model.dropatt"])
+def test_a_small_dropout_is_dropped_in_training(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, option: str
+) -> None:
+    one_step = (
+        NO_EVALUATION,
+        "training.num_steps=1",
+        "optimizer.warmup_steps=0",
+        "model.init_std=0.5",  # or attention would hardly matter yet
+    )
+    for rate in (0, 0.05):
+        job = tiny_job(dataset, tmp_path / str(rate), *one_step, f"{option}={rate}")
+        assert ranks(1).run(train, job) == [0]
+    without, with_dropout = losses(tmp_path / "0"), losses(tmp_path / "0.05")
+    assert with_dropout != pytest.approx(without, rel=TOLERANCE)

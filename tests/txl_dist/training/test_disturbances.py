@@ -1,0 +1,80 @@
+"""What may happen around a run without changing it: a clock that jumps, a log that is full."""
+
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from txl_dist.training.job import TrainJob
+from txl_dist.world import World
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed")
+    assert ranks(1).run(train, tiny_job(dataset, run, NO_EVALUATION)) == [0]
+    return run
+
+
+def train_while_the_clock_runs_backwards(world: World, job: TrainJob) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        clock = iter(range(2_000_000_000, 0, -3600))
+        patch.setattr(time, "time", lambda: float(next(clock)))
+        return train(world, job)
+
+
+def test_a_clock_that_jumps_back_changes_no_duration_and_no_order(
+    ranks: RankGroups, dataset: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION)
+    assert ranks(1).run(train_while_the_clock_runs_backwards, job) == [0]
+    assert losses(tmp_path) == losses(undisturbed)
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert all(line["time"] > later["time"] for line, later in pairwise(lines))
+    assert all(line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1 for line in lines)
+
+
+def test_the_newest_checkpoint_is_that_of_the_highest_step_whatever_its_date(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    constant = (NO_EVALUATION, "optimizer.schedule=constant")
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *constant)) == [0]
+    checkpoints = sorted((tmp_path / "checkpoints").iterdir())
+    for age, path in enumerate(checkpoints):
+        for file in (path, *path.iterdir()):
+            os.utime(file, (10**9 - age * 10**6,) * 2)
+    job = tiny_job(
+        dataset,
+        tmp_path,
+        *constant,
+        "training.num_steps=21",
+        allow_change=("training.num_steps",),
+    )
+    assert ranks(1).run(train, job) == [0]
+    assert "resuming at step 20" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+def test_a_log_on_a_full_disk_does_not_stop_training(
+    ranks: RankGroups, dataset: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION)) == [0]
+    assert losses(tmp_path) == losses(undisturbed)
+
+
+def test_no_secret_of_a_config_is_written_to_the_run_directory(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """Neither in the resolved config, nor in a checkpoint's manifest, nor in a log."""
+    secrets = ("tracking.uri=http://me:CANARY@127.0.0.1:1?token=CANARY", "training.num_steps=6")
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *secrets)
+    assert ranks(1).run(train, job) == [0]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"config.yaml", "manifest.json", "rank-0.log"} <= {path.name for path in files}
+    assert [path for path in files if b"CANARY" in path.read_bytes()] == []

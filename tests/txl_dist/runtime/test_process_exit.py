@@ -1,4 +1,4 @@
-"""A rank ends with the exit code that was decided, whatever the interpreter's shut-down would do."""
+"""A rank ends with the decided exit code, whatever the interpreter would do at its shut-down."""
 
 import subprocess
 import sys

@@ -182,19 +182,25 @@ def _raise_cause(
     if stop_requested and any(end.code in _STOPPED for end in failed):
         said = (e.error for e in failed if isinstance(e.error, PreemptedError))
         raise next(said, PreemptedError(NOTHING_TRAINED))
-    where = f"Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
+    logs = f"Logs of all ranks: {directory.logs}"
+    advice = resume_advice(directory.path)
     for end in failed:
         if end.code < 0 and not end.hung:
             name = signal.Signals(-end.code).name
-            raise TxlError(f"rank {end.rank} was killed by {name}; the run stopped. {where}")
+            raise TxlError(
+                f"rank {end.rank} was killed by {name}; the run stopped. {logs}. {advice}"
+            )
     for end in failed:
         if end.error is not None and not isinstance(end.error, LostRankError):
             raise end.error
-    noticed = next((f": {end.error}" for end in failed if end.error is not None), "")
-    hung = [str(end.rank) for end in failed if end.hung]
-    if hung:
-        raise TxlError(f"rank {', '.join(hung)} hung and was ended{noticed}. {where}")
-    raise TxlError(f"rank {failed[0].rank} ended with code {failed[0].code}{noticed}. {where}")
+    hung = ", ".join(str(end.rank) for end in failed if end.hung)
+    what = (
+        f"rank {hung} hung and was ended"
+        if hung
+        else f"rank {failed[0].rank} ended with code {failed[0].code}"
+    )
+    noticed = next((f"{end.error}" for end in failed if end.error is not None), advice)
+    raise TxlError(f"{what}. {noticed}. {logs}")
 
 
 _STOPPED = (

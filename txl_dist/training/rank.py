@@ -17,8 +17,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from txl_dist.allocation import keep_freed_memory
+from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.checkpoint.manifest import TrainState
-from txl_dist.errors import PreemptedError, TxlError
+from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
 from txl_dist.runtime.process_exit import exit_without_teardown
 from txl_dist.runtime.stop_signals import (
@@ -75,6 +76,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
             )
             if lost is None:
                 raise
+            lost = LostRankError(f"{lost}. {resume_advice(job.run_path)}")
             log.error("%s", lost)
             raise lost from error
 

@@ -13,12 +13,14 @@ killed process never leaves a stale one.
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -61,6 +63,29 @@ def write_file(path: Path, data: bytes) -> None:
     finally:
         aside.unlink(missing_ok=True)
     fsync_directory(path.parent)
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Let a library write `path`, give it the mode of any new file here, and sync it. Not atomic.
+
+    safetensors makes its files readable by their owner only, whatever the umask says.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    write(path)
+    path.chmod(mode)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed processes left of their `write_file(path, ...)`.
+
+    Only for a caller that knows that nobody else writes `path` now.
+    """
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):  # it does no harm, and the next start tries again
+            leftover.unlink()
 
 
 def sha256_file(path: "DatasetPath") -> str:

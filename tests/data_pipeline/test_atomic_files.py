@@ -1,10 +1,20 @@
+import os
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from data_pipeline.atomic_files import STAGING, StagedDirectory, write_file, write_synced
+from data_pipeline.atomic_files import (
+    STAGING,
+    StagedDirectory,
+    remove_leftovers,
+    write_file,
+    write_synced,
+    write_with,
+)
 from data_pipeline.errors import ConfigError, DataError, UnfinishedError
 
 
@@ -21,6 +31,29 @@ def test_a_file_that_could_not_be_written_leaves_the_old_one(
     with pytest.raises(OSError, match="Input/output"):
         write_file(path, b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("state.json", b"old")]
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    previous = os.umask(request.param)
+    yield request.param
+    os.umask(previous)
+
+
+def test_a_file_that_a_library_made_private_follows_the_umask(tmp_path: Path, umask: int) -> None:
+    def write_private(path: Path) -> None:
+        path.unlink()
+        os.close(os.open(path, os.O_CREAT, mode=0o600))
+
+    write_with(tmp_path / "weights", write_private)
+    assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == 0o666 & ~umask
+
+
+def test_leftovers_of_killed_writers_are_removed_and_no_other_files(tmp_path: Path) -> None:
+    for name in ("a", ".a.17.tmp", ".a.2345.tmp", ".ab.17.tmp", ".a.17.json"):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path / "a")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a.17.json", ".ab.17.tmp", "a"]
 
 
 def test_an_error_before_publishing_leaves_nothing_not_even_the_directory(tmp_path: Path) -> None:

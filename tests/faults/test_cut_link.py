@@ -82,4 +82,4 @@ def test_a_link_cut_for_good_ends_both_ranks_with_collective_and_checkpoint(
         log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
         assert f"rank {rank} has waited 1" in log
         assert f"rank {rank} waited training.rank_timeout_seconds=12 for the other" in log
-        assert "the checkpoint at step " in log
+        assert "resumes from the newest checkpoint, that of step " in log

@@ -43,7 +43,7 @@ def kill_and_resume(dataset: Path, run: Path, *, victim: str) -> None:
     if victim == "rank":
         assert process.returncode == 1
         assert "rank 1 was killed by SIGKILL" in output
-        assert "resumes from the checkpoint at step" in output
+        assert "resumes from the newest checkpoint" in output
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
     assert num_lines(run / "metrics.jsonl") < NUM_STEPS
 

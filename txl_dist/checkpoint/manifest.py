@@ -7,6 +7,7 @@ cannot point outside its directory. The digest of its own content betrays an edi
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,6 +19,7 @@ from txl_dist.model.config import ModelConfig
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
+_NAMED_AFTER_STEP = re.compile(r"(?:superseded-)?step-(\d{8,})")
 MAX_MANIFEST_BYTES = 256 * 2**20
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -157,6 +159,8 @@ class TrainState(_Strict):
     unreported_steps: Count = 0
     phases: tuple[Phase, ...] = ()
     """What was read from where on; the last is what is read now."""
+    evaluation_pending: bool = False
+    """The evaluation due at this step has not been done yet."""
 
 
 class CheckpointManifest(_Strict):
@@ -208,7 +212,10 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
-    """The checked manifest of one checkpoint; CheckpointError says what is wrong with it."""
+    """The checked manifest of one checkpoint; CheckpointError says what is wrong with it.
+
+    A directory named after a step must hold the checkpoint of that step.
+    """
     path = directory / MANIFEST_NAME
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -242,5 +249,11 @@ def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
         raise CheckpointError(
             f"{path} says its digest is {recorded!r}, its content gives {found!r}; it is "
             "damaged or edited"
+        )
+    named = _NAMED_AFTER_STEP.fullmatch(directory.absolute().name)
+    if named and int(named[1]) != manifest.state.step:
+        raise CheckpointError(
+            f"{directory} holds the checkpoint of step {manifest.state.step}, says its "
+            f"{MANIFEST_NAME}: it was copied or renamed. Name it step-{manifest.state.step:08d}"
         )
     return manifest

@@ -2,15 +2,18 @@
 
     aside/           all ranks write, sync and hash their files
     aside/manifest   rank 0, last
-    step-NNNNNNNN    by rename; then LATEST and BEST by rename; then the old ones go
+    step-NNNNNNNN    by rename; then LATEST by rename
+    .../manifest     by rename again, when the step has been evaluated: now with its score
 
 A kill at any moment leaves the older checkpoints as they were. No rank holds more than its part.
+Numbers that are not finite are never written: such a checkpoint would only push good ones out.
 """
 
-import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from data_pipeline.atomic_files import sha256_file, write_synced
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from data_pipeline.atomic_files import sha256_file, write_file, write_synced, write_with
+from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -32,8 +35,9 @@ from txl_dist.checkpoint.manifest import (
     TrainState,
     file_name,
     lane_key,
+    load_checkpoint_manifest,
 )
-from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.world import World
 
 
@@ -64,23 +68,54 @@ def save_checkpoint(
 ) -> Path:
     """Save `state` and all tensors; every rank calls it. Returns the final directory.
 
-    Raises CheckpointError on every rank, with what was written removed, if any rank fails.
+    Raises CheckpointError on every rank, with what was written removed, if any rank fails, and
+    DivergedError before anything is written if any number of any rank is not finite.
     """
     mine = _RankContent(list(fragments), memory_of_lane)
-    try:
-        need = sum(world.gather(mine.num_bytes))
-        world.first_does(lambda: _begin(directory, need))
-        parts = world.together(lambda: mine.write(directory.aside, world.rank))
-        world.first_does(lambda: _finish(directory, header, state, parts, mlflow_run_id))
-    except TxlError as error:
-        if world.is_first:
-            shutil.rmtree(directory.aside, ignore_errors=True)
-        raise CheckpointError(
-            f"{directory.path}: the checkpoint could not be written: {error}. The previous one is "
-            "untouched. Free space or mend the directory, then run the same command again to "
-            "resume from it"
-        ) from error
+    sizes, not_finite = zip(*world.gather((mine.num_bytes, mine.not_finite)), strict=True)
+    _require_finite(state, not_finite)
+    with explain_failed_save(directory):
+        try:
+            world.first_does(lambda: _begin(directory, sum(sizes)))
+            parts = world.together(lambda: mine.write(directory.aside, world.rank))
+            world.first_does(lambda: _finish(directory, header, state, parts, mlflow_run_id))
+        except TxlError:
+            if world.is_first:
+                shutil.rmtree(directory.aside, ignore_errors=True)
+            raise
     return directory.at(state.step)
+
+
+def save_score(directory: CheckpointDirectory, state: TrainState) -> None:
+    """Put the score that `state` has now into the manifest of its step's checkpoint; on rank 0."""
+    path = directory.at(state.step)
+    manifest = load_checkpoint_manifest(path)
+    scored = {"best": state.best, "evaluation_pending": state.evaluation_pending}
+    scored_state = manifest.state.model_copy(update=scored)
+    scored_manifest = manifest.model_copy(update={"state": scored_state})
+    write_file(path / MANIFEST_NAME, scored_manifest.to_json())
+
+
+@contextmanager
+def explain_failed_save(directory: CheckpointDirectory) -> Iterator[None]:
+    """Around collective work on a checkpoint: its errors become a CheckpointError with advice."""
+    try:
+        yield
+    except TxlError as error:
+        raise CheckpointError(
+            f"{directory.path}: the checkpoint could not be written: {error}. Free some space or "
+            f"mend the directory. {resume_advice(directory.run)}"
+        ) from error
+
+
+def _require_finite(state: TrainState, not_finite_of_ranks: Sequence[Sequence[str]]) -> None:
+    bad = [f"{name} (rank {r})" for r, names in enumerate(not_finite_of_ranks) for name in names]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise DivergedError(
+            f"after step {state.step} not all numbers are finite in {', '.join(bad[:3])}{more}: "
+            "the update was too large, so no checkpoint is written"
+        )
 
 
 def _begin(directory: CheckpointDirectory, need: int) -> None:
@@ -132,13 +167,20 @@ class _RankContent:
     def num_bytes(self) -> int:
         return sum(array.nbytes for kind in self._tensors.values() for array in kind.values())
 
+    @property
+    def not_finite(self) -> list[str]:
+        """Names of the tensors that hold a NaN or an infinity."""
+        tensors = (
+            (k, name, a) for k, arrays in self._tensors.items() for name, a in arrays.items()
+        )
+        return [f"{kind} {name}" for kind, name, a in tensors if not np.isfinite(a).all()]
+
     def write(self, aside: Path, rank: int) -> _RankPart:
         """Write, sync and hash this rank's files."""
         files = {}
         for kind, arrays in self._tensors.items():
             path = aside / file_name(kind, rank)
-            save_file(arrays, path)
-            _sync(path)
+            write_with(path, partial(save_file, arrays))
             files[path.name] = (path.stat().st_size, sha256_file(path))
         return _RankPart(self._slices, self._lanes, files)
 
@@ -193,8 +235,3 @@ def _join_slices(parts: list[_RankPart]) -> dict[str, ParameterEntry]:
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().contiguous().numpy()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

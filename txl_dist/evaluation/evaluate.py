@@ -109,14 +109,26 @@ def summarise(
 
 
 def evaluate_on_ranks(
-    scorer: Scorer, pieces: list[Piece], settings: EvaluationSettings, *, world: World
-) -> EvaluationResult:
-    """Every rank scores its share and gets the whole result; called by all ranks."""
+    scorer: Scorer,
+    pieces: list[Piece],
+    settings: EvaluationSettings,
+    *,
+    world: World,
+    stop: object = False,
+) -> EvaluationResult | None:
+    """Every rank scores its share and gets the whole result; called by all ranks.
+
+    A rank on which `stop` turns true scores no more; then the result is None on every rank.
+    """
     mine = range(world.rank, len(pieces), world.num_ranks)
-    table = torch.zeros(len(pieces), 3, dtype=torch.float64)
-    for index, sums in zip(mine, scorer.scores([pieces[i] for i in mine]), strict=True):
-        table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes])
-    rows = world.sum(table).tolist()
+    mine_scored = list(scorer.scores([pieces[i] for i in mine], stop=stop))
+    table = torch.zeros(len(pieces) + 1, 3, dtype=torch.float64)
+    for index, sums in zip(mine, mine_scored, strict=False):
+        table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes], dtype=table.dtype)
+    table[-1, 0] = len(mine) - len(mine_scored)
+    *rows, (num_unscored, _, _) = world.sum(table).tolist()
+    if num_unscored:
+        return None
     scores = [LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows]
     return summarise(scores, pieces, settings)
 

@@ -37,10 +37,13 @@ class Scorer:
     byte_counts_V: Tensor
     """UTF-8 bytes of every token id, on the CPU."""
 
-    def scores(self, pieces: Sequence[Piece]) -> Iterator[LossSums]:
-        """The sums of every piece, in order."""
+    def scores(self, pieces: Sequence[Piece], *, stop: object = False) -> Iterator[LossSums]:
+        """The sums of every piece, in order; ends early, within a batch, once `stop` is true."""
         for group in self.groups(pieces):
-            yield from self._score_group(group)
+            sums = self._score_group(group, stop)
+            if sums is None:
+                return
+            yield from sums
 
     def groups(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """The pieces in order, as many at a time as are read side by side."""
@@ -48,11 +51,13 @@ class Scorer:
         while group := list(islice(remaining, self.batch_pieces)):
             yield group
 
-    def _score_group(self, group: list[Piece]) -> list[LossSums]:
+    def _score_group(self, group: list[Piece], stop: object) -> list[LossSums] | None:
         device = next(self.model.parameters()).device
         memory = self.model.empty_state(len(group))
         sums = [LossSums() for _ in group]
         for input_BT, target_BT, age_BT in self.segments(group):
+            if stop:
+                return None
             with torch.no_grad(), autocast(self.precision, device):
                 nats_BT, memory = self.model(
                     input_BT.to(device), target_BT.to(device), age_BT.to(device), memory

@@ -6,7 +6,6 @@ are fp32.
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +19,7 @@ from data_pipeline.atomic_files import (
     explain_disk_errors,
     sha256_file,
     write_synced,
+    write_with,
 )
 from data_pipeline.streams.segments import Reset
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
@@ -74,9 +74,10 @@ def write_exported(
                 f"{directory} is not empty (it holds {there[0]}); choose another --out, or "
                 "remove what is there"
             )
+        contiguous = {name: weight.contiguous() for name, weight in weights.items()}
         with explain_disk_errors("writing the model", directory):
             aside = staged.stage()
-            _write_weights(aside / WEIGHTS_NAME, weights)
+            write_with(aside / WEIGHTS_NAME, lambda path: save_file(contiguous, path))
             if tokenizer is not None:
                 write_synced(aside / TOKENIZER_NAME, tokenizer.to_json().encode())
             config = {
@@ -165,9 +166,3 @@ def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
 def is_exported(described: dict[str, Any]) -> bool:
     """Whether a config.json is of this format, rather than a stranger's."""
     return described.get("format") == FORMAT
-
-
-def _write_weights(path: Path, weights: dict[str, Any]) -> None:
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

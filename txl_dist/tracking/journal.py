@@ -72,11 +72,12 @@ class MetricsJournal:
                 )
             self._warned = True
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int, *, redone: str | None = None) -> None:
         """Take the lines of later steps out, as a resume from `step` writes them anew.
 
-        They go to RUN/logs/metrics-superseded.jsonl first; then the journal is replaced in one
-        motion. Lines that are no JSON object, left by a disk that failed, are dropped.
+        So will it the line of `step` itself that has the metric `redone`, if that is given. They go
+        to RUN/logs/metrics-superseded.jsonl first; then the journal is replaced in one motion.
+        Lines that are no JSON object, left by a disk that failed, are dropped.
         """
         self._superseded.parent.mkdir(parents=True, exist_ok=True)
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
@@ -86,7 +87,9 @@ class MetricsJournal:
                     for raw in journal:
                         line = parse_line(raw)
                         if line is not None:
-                            (kept if line["step"] <= step else superseded).write(raw)
+                            again = line["step"] == step and redone in line
+                            stays = line["step"] <= step and not again
+                            (kept if stays else superseded).write(raw)
                 for file in (superseded, kept):
                     file.flush()
                     os.fsync(file.fileno())

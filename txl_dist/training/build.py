@@ -5,18 +5,20 @@ import logging
 import math
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from data_pipeline.atomic_files import write_file
+from data_pipeline.atomic_files import remove_leftovers, write_file
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
 from data_pipeline.streams.segments import SegmentStream
+from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.checkpoint.manifest import Phase, TrainState
 from txl_dist.checkpoint.phases import phases_from
-from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
+from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config_file import dump_run_config, flatten_config
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.evaluate import (
@@ -36,10 +38,11 @@ from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
-from txl_dist.training.loop import Evaluate, Save, Training
+from txl_dist.training.loop import Evaluate, Training
 from txl_dist.training.report import Report
-from txl_dist.training.resume import find_resume_point, restore
+from txl_dist.training.resume import ResumePoint, find_resume_point, remaining_work, restore
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.saving import RunSaver
 from txl_dist.training.step import TrainStep
 from txl_dist.training.utilisation import Utilisation
 from txl_dist.world import World
@@ -77,16 +80,16 @@ class RankBuilder:
         state = TrainState()
         if point is not None:
             restore(point, engine, step)
-            state = point.manifest.state
+            state = point.state(evaluates=self.data.evaluation is not None)
         state, phase = self._in_phase(state)
         plan = self.data.plan_of(phase)
-        self.world.first_does(lambda: self._open_run(state))
+        self.world.first_does(lambda: self._open_run(state, point))
         utilisation = self._utilisation()  # before the sender starts and uses the processor too
         tracker = self._tracker(new_run=point is None)
         report = Report(
             self.journal, num_steps=self.config.training.num_steps, utilisation=utilisation
         )
-        report.event("%s", self._announcement(engine, state, str(point.path) if point else None))
+        report.event("%s", self._announcement(engine, state, point))
         report.evaluation_plan(self.config.evaluation, self.data)
         if len(state.phases) > 1 or len(phase.corpora) > 1:
             report.phase(state, is_new=phase.position == state.position)
@@ -98,10 +101,11 @@ class RankBuilder:
             step=step,
             report=report,
             stop=self.stop,
-            save=self._saver(engine, step, tracker),
+            saver=self._saver(step, tracker, point),
             evaluate=self._evaluator(engine),
             evaluated_data=evaluated.corpus.manifest.digest if evaluated else None,
             state=state,
+            divergence_advice=partial(divergence_advice, self.directory.path),
         )
 
     def _in_phase(self, state: TrainState) -> tuple[TrainState, Phase]:
@@ -118,13 +122,23 @@ class RankBuilder:
         # A rank 0 that Ray is just replacing may hold it a little longer.
         self.stack.enter_context(self.directory.locked(patience_seconds=LOCK_PATIENCE_SECONDS))
 
-    def _open_run(self, state: TrainState) -> None:
+    def _open_run(self, state: TrainState, point: ResumePoint | None) -> None:
         """Bring the run directory to where the run goes on from; on rank 0."""
-        for step in self.directory.checkpoints.rewind(state.step):
+        checkpoints = self.directory.checkpoints
+        checkpoints.open()
+        for step in checkpoints.rewind(
+            state.step,
+            best_step=state.best.step if state.best else None,
+            source=point.path if point else None,
+        ):
             log.warning("the checkpoint at step %d is set aside as superseded-*", step)
+        for path in (self.directory.config, self.directory.metrics):
+            remove_leftovers(path)
         write_file(self.directory.config, dump_run_config(self.config).encode())
         self.journal = self.stack.enter_context(MetricsJournal(self.directory.metrics))
-        self.journal.truncate_after(state.step)
+        evaluated = self.data.evaluation
+        redone = f"{evaluated.name}/loss" if evaluated and state.evaluation_pending else None
+        self.journal.truncate_after(state.step, redone=redone)
 
     def _check_same_job(self) -> None:
         """Every rank must run the same config on the same data with the same code."""
@@ -220,14 +234,17 @@ class RankBuilder:
 
         pieces = plan_evaluation(scorer.source, settings, n_layer=model.config.n_layer)
 
-        def evaluate() -> EvaluationResult:
+        def evaluate(*, stop: object) -> EvaluationResult | None:
+            self.world.activity.name = f"evaluation of split {settings.split}"
             with engine.whole_model() as whole:
                 scoring = replace(scorer, model=whole)
-                return evaluate_on_ranks(scoring, pieces, settings, world=self.world)
+                return evaluate_on_ranks(scoring, pieces, settings, world=self.world, stop=stop)
 
         return evaluate
 
-    def _saver(self, engine: Engine, step: TrainStep, tracker: Tracker | None) -> Save:
+    def _saver(
+        self, step: TrainStep, tracker: Tracker | None, point: ResumePoint | None
+    ) -> RunSaver:
         header = CheckpointHeader(
             written_by=code_description(),
             model=asdict(self.data.model_config),
@@ -240,30 +257,16 @@ class RankBuilder:
             num_lanes=self.config.data.num_lanes,
         )
 
-        def save(state: TrainState) -> None:
-            path = save_checkpoint(
-                self.directory.checkpoints,
-                header=header,
-                state=state,
-                fragments=engine.fragments(),
-                memory_of_lane=step.memory_of_lanes(),
-                mlflow_run_id=tracker.run_id if tracker else None,
-                world=self.world,
-            )
-            self.world.first_does(lambda: self._saved(state, path))
-
-        return save
-
-    def _saved(self, state: TrainState, path: Path) -> None:
-        """What follows a checkpoint, on rank 0: pointers, and the old ones go."""
         checkpoints = self.directory.checkpoints
-        best_step = state.best.step if state.best else None
-        if best_step == state.step:
-            checkpoints.point("BEST", state.step)
-        checkpoints.prune(keep=self.config.training.keep_checkpoints, best_step=best_step)
-        if self.job.saved_file:
-            Path(self.job.saved_file).touch()
-        log.info("checkpoint at step %d | %s", state.step, path)
+        return RunSaver(
+            checkpoints,
+            header=header,
+            step=step,
+            tracker=tracker,
+            keep=self.config.training.keep_checkpoints,
+            saved_file=Path(self.job.saved_file) if self.job.saved_file else None,
+            saved_step=point.step_in(checkpoints) if point else None,
+        )
 
     def _tracker(self, *, new_run: bool) -> Tracker | None:
         """Starts sending to MLflow, from rank 0; its end status follows from how `stack` closes."""
@@ -293,16 +296,21 @@ class RankBuilder:
         write_file(copy, corpus.manifest.to_bytes())
         return copy
 
-    def _announcement(self, engine: Engine, state: TrainState, resumed_from: str | None) -> str:
+    def _announcement(self, engine: Engine, state: TrainState, point: ResumePoint | None) -> str:
         config, world = self.config, self.world
+        remaining = remaining_work(state, num_steps=config.training.num_steps)
+        if remaining is None:
+            return (
+                f"this run is finished: {state.step} of training.num_steps="
+                f"{config.training.num_steps} steps are done. To train it further: "
+                f"training.num_steps={2 * state.step} --allow-change training.num_steps"
+            )
         num_parameters = sum(map(math.prod, engine.shapes.values()))
-        begin = (
-            f"resuming at step {state.step} from {resumed_from}" if resumed_from else "a new run"
-        )
+        begin = f"resuming at step {state.step} from {point.path}" if point else "a new run"
         return (
             f"{begin} | {num_parameters:,} parameters | {world.num_ranks} ranks on "
             f"{world.device.type} | ZeRO stage {config.deepspeed.zero_stage} | "
             f"{config.precision} | "
             f"{config.data.num_lanes} lanes of {self.data.plan.lane_tokens:,} tokens an epoch | "
-            f"steps {state.step + 1} to {config.training.num_steps}"
+            f"{remaining}"
         )

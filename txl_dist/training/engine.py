@@ -258,8 +258,4 @@ def _without_mlflow() -> Iterator[None]:
 
 def _require_finite(norm: float) -> None:
     if not norm < float("inf"):
-        raise DivergedError(
-            f"the global gradient norm is {norm}; no rank has changed its weights. Resume from the "
-            "newest checkpoint with a lower optimizer.lr or a longer optimizer.warmup_steps "
-            "(txl train CONFIG optimizer.lr=... --allow-change optimizer.lr)"
-        )
+        raise DivergedError(f"the global gradient norm is {norm}; no rank has changed its weights")

@@ -10,7 +10,11 @@ from pathlib import Path
 
 from txl_dist.checkpoint.compatibility import check_config, check_data
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
-from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
+from txl_dist.checkpoint.manifest import (
+    CheckpointManifest,
+    TrainState,
+    load_checkpoint_manifest,
+)
 from txl_dist.checkpoint.reader import (
     check_parameters,
     find_damage,
@@ -35,6 +39,17 @@ class ResumePoint:
 
     path: Path
     manifest: CheckpointManifest
+
+    def state(self, *, evaluates: bool) -> TrainState:
+        """Where the run goes on; without a pending evaluation if the run does not evaluate."""
+        state = self.manifest.state
+        pending = state.evaluation_pending and evaluates
+        return state.model_copy(update={"evaluation_pending": pending})
+
+    def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
+        """The step, or None if this is another run's checkpoint or one that was set aside."""
+        step = self.manifest.state.step
+        return step if self.path.resolve() == checkpoints.at(step).resolve() else None
 
 
 def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> ResumePoint | None:
@@ -132,3 +147,10 @@ def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
     load_fragments(point.path, point.manifest, engine.fragments_to_load())
     engine.loaded(num_steps=point.manifest.state.step)
     step.load_memory(load_memory(point.path, point.manifest, step.lanes))
+
+
+def remaining_work(state: TrainState, *, num_steps: int) -> str | None:
+    """What a run at `state` has left to do, in words; None if nothing."""
+    evaluation = f"the evaluation of step {state.step}" if state.evaluation_pending else ""
+    steps = f"steps {state.step + 1} to {num_steps}" if state.step < num_steps else ""
+    return ", then ".join(filter(None, (evaluation, steps))) or None

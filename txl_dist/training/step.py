@@ -74,8 +74,7 @@ class TrainStep:
         if not abs(nats) < float("inf"):
             raise DivergedError(
                 f"the loss of step {step} is {nats} (segment position {segment.position}, this "
-                f"rank's lanes {self.lane_of_row}); no rank has changed its weights. Resume from "
-                "the newest checkpoint with a lower optimizer.lr"
+                f"rank's lanes {self.lane_of_row}); no rank has changed its weights"
             )
         return StepResult(
             sums,

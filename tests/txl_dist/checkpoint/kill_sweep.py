@@ -1,4 +1,6 @@
-"""Kills a process at every file operation of a save, and checks what is left. Run by its test.
+"""Kills a process at every file operation of a save, and of a score that joins its checkpoint.
+
+Checks what is left. Run by its test.
 
 One clean process forks a child a kill point, so that a kill is a kill and yet costs milliseconds.
 """
@@ -11,16 +13,47 @@ from typing import Any
 
 import torch
 
-from tests.txl_dist.checkpoint.saving import model, save
+from tests.txl_dist.checkpoint.saving import BEST, model, save
 from txl_dist.checkpoint import writer
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model, verify_checkpoint
+from txl_dist.checkpoint.writer import save_score
 
 KILLED = 137
 
 
 def main(run: Path) -> None:
     torch.set_num_threads(1)
+    sweep_save(run)
+    sweep_score(run)
+
+
+def sweep_score(run: Path) -> None:
+    """The checkpoint of step 2 is whole at every moment, without its score or with it."""
+    directory = CheckpointDirectory(run)
+    state = verify_checkpoint(directory.at(2)).state
+    scored = state.model_copy(update={"best": BEST.model_copy(update={"step": 2})})
+    for kill_at in range(1, 50):
+        child = os.fork()
+        if child == 0:
+            count_down(kill_at)
+            save_score(directory, scored)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert verify_checkpoint(directory.at(2)).state in (state, scored)
+        directory.open()
+        assert not list(directory.at(2).glob(".*"))
+        if code == 0:
+            assert verify_checkpoint(directory.at(2)).state == scored
+            assert kill_at > 4
+            return
+        assert code == KILLED, code
+        save_score(directory, state)
+    raise AssertionError("the score was never saved")
+
+
+def sweep_save(run: Path) -> None:
+    """The newest checkpoint is whole at every moment of a save."""
     save(run, step=1)
     seen_new = seen_old = 0
     for kill_at in range(1, 200):

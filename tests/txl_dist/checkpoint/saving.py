@@ -1,5 +1,6 @@
 """Checkpoints of a tiny model without an engine: what the tests here save, load and damage."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,8 +20,23 @@ BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)
 CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d_inner=7, mem_len=5)
 
 
-def save(run: Path, *, step: int) -> Path:
-    """A checkpoint whose weights, states and memory all follow from `step`."""
+def leave(kind: str, tensor: torch.Tensor) -> None:
+    """No change to what is saved."""
+
+
+def save(
+    run: Path,
+    *,
+    step: int,
+    best: BestScore | None = BEST,
+    evaluation_pending: bool = False,
+    start: bool = True,
+    change: Callable[[str, torch.Tensor], None] = leave,
+) -> Path:
+    """A checkpoint whose weights, states and memory all follow from `step`, after `change`.
+
+    `start`: as the first of a run that starts, which creates the directory.
+    """
     tokenizer = ByteTokenizer()
     header = CheckpointHeader(
         written_by="tests",
@@ -33,12 +49,22 @@ def save(run: Path, *, step: int) -> Path:
         zero_stage=1,
         num_lanes=NUM_LANES,
     )
+    directory = CheckpointDirectory(run)
+    if start:
+        directory.open()
+    fragments = [whole(name, p.detach()) for name, p in model(step).named_parameters()]
+    memory_of_lane = {lane: memory(step, lane) for lane in range(NUM_LANES)}
+    change("weights", fragments[1].master)
+    change("optimizer", fragments[1].states["exp_avg_sq"])
+    change("memory", memory_of_lane[1])
     return save_checkpoint(
-        CheckpointDirectory(run),
+        directory,
         header=header,
-        state=TrainState(step=step, position=4 * step, best=BEST),
-        fragments=[whole(name, p.detach()) for name, p in model(step).named_parameters()],
-        memory_of_lane={lane: memory(step, lane) for lane in range(NUM_LANES)},
+        state=TrainState(
+            step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
+        ),
+        fragments=fragments,
+        memory_of_lane=memory_of_lane,
         mlflow_run_id=None,
         world=World(0, 1),
     )

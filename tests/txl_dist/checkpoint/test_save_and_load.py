@@ -1,15 +1,21 @@
 """A checkpoint comes back as it was saved, or is refused by name."""
 
+import errno
 import json
+import math
+import os
 import random
+import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.txl_dist.checkpoint.saving import CONFIG, NUM_LANES, memory, model, save, whole
+from tests.txl_dist.checkpoint.saving import BEST, CONFIG, NUM_LANES, memory, model, save, whole
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -20,7 +26,8 @@ from txl_dist.checkpoint.reader import (
     load_model,
     verify_checkpoint,
 )
-from txl_dist.errors import CheckpointError
+from txl_dist.checkpoint.writer import save_score
+from txl_dist.errors import CheckpointError, DivergedError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -160,7 +167,8 @@ def test_a_file_that_cannot_grow_is_reported_like_a_full_disk(tmp_path: Path) ->
 import resource, signal, sys
 from pathlib import Path
 from tests.txl_dist.checkpoint.saving import save
-from txl_dist.errors import CheckpointError
+from txl_dist.checkpoint.writer import save_score
+from txl_dist.errors import CheckpointError, DivergedError
 save(Path({str(tmp_path)!r}), step=1)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
@@ -177,12 +185,74 @@ sys.exit(2)
     assert not directory.aside.exists()
 
 
-def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    for step in range(1, 7):
-        save(tmp_path, step=step)
+@pytest.mark.parametrize("pointer", ["manifest.json", "LATEST"])
+def test_a_disk_that_fills_up_late_is_a_checkpoint_error_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pointer: str
+) -> None:
+    save(tmp_path, step=1)
+    open_file = Path.open
+
+    def full(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        if "w" in mode and pointer in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return open_file(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*newest checkpoint, that of step"):
+        save(tmp_path, step=2)
+    newest = CheckpointDirectory(tmp_path).steps()[-1]
+    assert verify_checkpoint(CheckpointDirectory(tmp_path).at(newest)).state.step == newest
+
+
+@pytest.mark.parametrize("kind", ["weights", "optimizer", "memory"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_never_saved(
+    tmp_path: Path, kind: str, value: float
+) -> None:
+    save(tmp_path, step=1)
+
+    def poison(given: str, tensor: torch.Tensor) -> None:
+        if given == kind:
+            tensor.view(-1)[-1] = value
+
+    with pytest.raises(DivergedError, match=rf"after step 2 .*{kind} .*rank 0"):
+        save(tmp_path, step=2, change=poison)
     directory = CheckpointDirectory(tmp_path)
-    directory.prune(keep=2, best_step=3)
-    assert directory.steps() == [3, 5, 6]
+    assert directory.steps() == [1]
+    assert not directory.aside.exists()
+
+
+def test_checkpoint_files_follow_the_umask(tmp_path: Path) -> None:
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in save(tmp_path, step=3).iterdir()}
+    (tmp_path / "neighbour").touch()
+    assert modes == {stat.S_IMODE((tmp_path / "neighbour").stat().st_mode)}
+
+
+def test_a_score_joins_its_checkpoint_and_changes_nothing_else(tmp_path: Path) -> None:
+    path = save(tmp_path, step=3, evaluation_pending=True)
+    before = verify_checkpoint(path)
+    score = BEST.model_copy(update={"step": 3, "nats_per_token": 1.25})
+    state = before.state.model_copy(update={"best": score, "evaluation_pending": False})
+    save_score(CheckpointDirectory(tmp_path), state)
+    assert verify_checkpoint(path) == before.model_copy(update={"state": state})
+
+
+def test_a_save_into_a_run_that_was_removed_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path / "run", step=1)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="is gone: the run directory was removed or renamed"):
+        save(tmp_path / "run", step=2, start=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["step-00000030", "superseded-step-00000004"])
+def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path, name: str) -> None:
+    copy = tmp_path / "checkpoints" / name
+    shutil.copytree(save(tmp_path, step=3), copy)
+    with pytest.raises(CheckpointError, match=rf"{name} holds the checkpoint of step 3"):
+        verify_checkpoint(copy)
+    copy.rename(tmp_path / "any other name")
+    verify_checkpoint(tmp_path / "any other name")
 
 
 def test_a_checkpoint_is_found_from_itself_its_run_or_its_pointer(tmp_path: Path) -> None:

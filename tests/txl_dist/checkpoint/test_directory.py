@@ -1,0 +1,129 @@
+"""What lies in a run's checkpoint directory: pointers, what is set aside, what is removed."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.txl_dist.checkpoint.saving import BEST, save
+from txl_dist.checkpoint.directory import (
+    CheckpointDirectory,
+    divergence_advice,
+    resolve_checkpoint,
+    resume_advice,
+)
+
+
+def names(directory: CheckpointDirectory) -> list[str]:
+    return sorted(path.name for path in directory.path.iterdir())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CheckpointDirectory:
+    """Checkpoints of steps 1 to 6."""
+    for step in range(1, 7):
+        save(tmp_path, step=step)
+    return CheckpointDirectory(tmp_path)
+
+
+def test_pruning_keeps_the_newest_and_the_best(directory: CheckpointDirectory) -> None:
+    directory.prune(keep=2, best_step=3)
+    assert names(directory) == ["step-00000003", "step-00000005", "step-00000006"]
+
+
+def test_what_cannot_be_removed_is_a_warning_and_no_checkpoint(
+    directory: CheckpointDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on NFS, where a file that somebody has open comes back as .nfsXXXX."""
+
+    def busy(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        directory.prune(keep=5, best_step=None)
+    assert "cannot be removed (Device or resource busy)" in caplog.text
+    assert directory.steps() == [2, 3, 4, 5, 6]
+    assert len(names(directory)) == 6
+
+    directory.open()
+    assert len(names(directory)) == 5
+
+
+def test_what_cannot_be_renamed_is_a_warning_and_stays_a_checkpoint(
+    directory: CheckpointDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(path: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        directory.prune(keep=5, best_step=None)
+    assert "cannot be removed (Permission denied)" in caplog.text
+    assert directory.steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_start_removes_what_killed_processes_left(directory: CheckpointDirectory) -> None:
+    before = names(directory)
+    for folder in (".saving.tmp", ".step-00000001.0123abcd.tmp", ".superseded-step-00000002.tmp"):
+        shutil.copytree(directory.at(6), directory.path / folder)
+    for leftover in (directory.run / ".LATEST.123.tmp", directory.at(3) / ".manifest.json.7.tmp"):
+        leftover.touch()
+    directory.open()
+    assert names(directory) == before
+    assert not list(directory.path.parent.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(("best_step", "pointed_at"), [(2, 2), (5, None), (None, None)])
+def test_after_going_back_the_pointers_name_what_remains(
+    directory: CheckpointDirectory, best_step: int | None, pointed_at: int | None
+) -> None:
+    directory.point("BEST", 5)
+    assert directory.rewind(3, best_step=best_step) == [4, 5, 6]
+    assert resolve_checkpoint(directory.run / "LATEST") == directory.at(3)
+    if pointed_at is None:
+        assert not (directory.run / "BEST").exists()
+    else:
+        assert resolve_checkpoint(directory.run / "BEST") == directory.at(pointed_at)
+
+
+def test_only_the_checkpoints_of_the_last_going_back_are_kept_aside(
+    directory: CheckpointDirectory,
+) -> None:
+    directory.rewind(3)
+    save(directory.run, step=4)
+    assert directory.rewind(4) == []
+    directory.rewind(2)
+    assert names(directory) == [
+        "step-00000001",
+        "step-00000002",
+        "superseded-step-00000003",
+        "superseded-step-00000004",
+    ]
+
+
+def test_a_checkpoint_set_aside_that_a_run_goes_on_from_stays(
+    directory: CheckpointDirectory,
+) -> None:
+    directory.rewind(4)
+    source = directory.path / "superseded-step-00000005"
+    save(directory.run, step=7)
+    directory.rewind(5, source=source)
+    assert names(directory)[-2:] == ["superseded-step-00000005", "superseded-step-00000007"]
+
+
+def test_advice_names_a_checkpoint_only_where_there_is_one(tmp_path: Path) -> None:
+    assert "no checkpoint" in resume_advice(tmp_path)
+    assert "no good checkpoint" in divergence_advice(tmp_path, before=9)
+    for step in (2, 4, 9):
+        save(tmp_path, step=step, best=BEST)
+    assert "resumes from the newest checkpoint, that of step 9" in resume_advice(tmp_path)
+    advice = divergence_advice(tmp_path, before=9)
+    assert f"--resume {CheckpointDirectory(tmp_path).at(4)}" in advice
+    assert f"go back further: --resume {CheckpointDirectory(tmp_path).at(2)}" in advice

@@ -1,0 +1,300 @@
+"""When a run saves: before it evaluates, never what is not finite, and only where it belongs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, ZERO, metrics, tiny_job, train
+from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
+from txl_dist.checkpoint.manifest import TrainState
+from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.errors import TxlError
+from txl_dist.training.build import RankBuilder
+from txl_dist.training.job import TrainJob
+from txl_dist.training.loop import Training
+from txl_dist.training.run_directory import RunDirectory
+from txl_dist.world import World
+
+SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
+CLOCK = ("time", "tokens_per_second", "mfu", "data_wait")
+"""Metrics of the machine, which differ between any two runs."""
+
+
+def train_changed(
+    world: World, job: TrainJob, change: Callable[..., None], *args: Any
+) -> tuple[int, str]:
+    """Run a job after `change(training, *args)`; exit code and message of what ended it."""
+    directory = RunDirectory(job.run_path)
+    directory.create()
+    with ExitStack() as stack:
+        training = RankBuilder(job, world, directory, stack).training()
+        change(training, *args)
+        try:
+            training.run()
+        except TxlError as error:
+            return error.exit_code, str(error)
+    return 0, ""
+
+
+def computed(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what the clock says."""
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in metrics(run)]
+
+
+def state_at(run: Path, step: int) -> TrainState:
+    return verify_checkpoint(CheckpointDirectory(run).at(step)).state
+
+
+# --- a stop in the evaluation -------------------------------------------------------------------
+
+
+class StopInEvaluation:
+    """Turns true at the `polls`-th question while the evaluation of `step` is pending."""
+
+    def __init__(self, training: Training, step: int, polls: int) -> None:
+        self.training, self.step, self.polls = training, step, polls
+
+    def __bool__(self) -> bool:
+        state = self.training.state
+        if state.step == self.step and state.evaluation_pending:
+            self.polls -= 1
+        return self.polls <= 0
+
+
+def stop_in_evaluation(training: Training, step: int, only_rank: int | None) -> None:
+    if only_rank in (None, training.step.world.rank):
+        training.stop = StopInEvaluation(training, step, polls=3)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("only_rank", [None, 1])
+@pytest.mark.parametrize("step", [10, 14, 20])
+def test_a_stop_in_the_evaluation_saves_first_and_the_resumed_run_is_as_if_undisturbed(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, step: int, only_rank: int | None
+) -> None:
+    settings = (*SETTINGS, f"evaluation.interval_steps={step}", "evaluation.batch_pieces=1")
+    straight = tiny_job(dataset, tmp_path / "straight", *settings)
+    assert ranks(2).run(train, straight) == [0, 0]
+
+    job = tiny_job(dataset, tmp_path / "stopped", *settings)
+    ends = ranks(2).run(train_changed, job, stop_in_evaluation, step, only_rank)
+    assert [code for code, _ in ends] == [75, 75]
+    assert f"stopped on request after step {step}" in ends[0][1]
+    assert state_at(job.run_path, step).evaluation_pending
+    assert not any("valid/loss" in line for line in metrics(job.run_path))
+
+    assert ranks(2).run(train, job) == [0, 0]
+    assert computed(job.run_path) == computed(straight.run_path)
+    assert not state_at(job.run_path, 20).evaluation_pending
+    assert state_at(job.run_path, 20) == state_at(straight.run_path, 20)
+    best = (straight.run_path / "BEST").read_text()
+    assert (job.run_path / "BEST").read_text() == best
+
+
+def keep_copy_before_score(training: Training, copy: Path) -> None:
+    """Leave in `copy` what a kill between the journal's line and the score's would."""
+    save_score = training.saver.save_score
+
+    def copy_first(state: TrainState) -> None:
+        if training.step.world.is_first and state.step == 10:
+            shutil.copytree(Path(training.config.directory), copy)
+        save_score(state)
+
+    training.saver.save_score = copy_first  # type: ignore[method-assign]
+
+
+def test_a_kill_after_the_score_was_journalled_writes_it_once(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    settings = (*SETTINGS, "evaluation.interval_steps=10")
+    straight = tiny_job(dataset, tmp_path / "straight", *settings)
+    assert ranks(1).run(train_changed, straight, keep_copy_before_score, tmp_path / "killed") == [
+        (0, "")
+    ]
+    job = tiny_job(dataset, tmp_path / "killed", *settings)
+    assert state_at(job.run_path, 10).evaluation_pending
+    assert computed(job.run_path)[-1]["valid/loss"]
+    assert ranks(1).run(train, job) == [0]
+    assert computed(job.run_path) == computed(straight.run_path)
+
+
+def test_a_pending_evaluation_is_dropped_by_a_run_that_does_not_evaluate(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS, "evaluation.batch_pieces=1")
+    ends = ranks(1).run(train_changed, job, stop_in_evaluation, 10, None)
+    assert ends[0][0] == 75
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *SETTINGS, NO_EVALUATION)) == [0]
+    assert not any("valid/loss" in line for line in metrics(tmp_path))
+
+
+# --- numbers that are not finite ----------------------------------------------------------------
+
+
+def poison_before_save(training: Training, step: int, rank: int, kind: str) -> None:
+    """Destroy one number of one rank after the loss of `step` was found finite."""
+    save = training.saver.save
+
+    def poisoned(state: TrainState) -> None:
+        if state.step == step and training.step.world.rank == rank:
+            if kind == "memory":
+                training.step.memories[0].layers[1][0, -1, -1] = float("inf")
+            else:
+                fragment = next(iter(training.step.engine.fragments()))
+                tensor = fragment.master if kind == "weights" else fragment.states["exp_avg"]
+                tensor.view(-1)[-1] = float("nan")
+        save(state)
+
+    training.saver.save = poisoned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [("0", "weights"), ("1", "optimizer"), ("2", "memory"), ("3-all-spread", "weights")],
+)
+def test_a_bad_number_on_one_rank_is_saved_by_none_and_the_last_good_checkpoint_is_named(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, kind: str
+) -> None:
+    settings = (NO_EVALUATION, *SETTINGS, "training.keep_checkpoints=1", *ZERO[stage])
+    job = tiny_job(dataset, tmp_path, *settings)
+    ends = ranks(2).run(train_changed, job, poison_before_save, 10, 1, kind)
+    assert [code for code, _ in ends] == [5, 5]
+    for _, told in ends:
+        assert f"after step 10 not all numbers are finite in {kind}" in told
+        assert "(rank 1)" in told
+        assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in told
+    assert CheckpointDirectory(tmp_path).steps() == [5]
+    assert resolve_checkpoint(tmp_path / "LATEST") == CheckpointDirectory(tmp_path).at(5)
+
+
+def test_a_rate_that_overflows_leaves_the_last_good_checkpoint_to_go_on_from(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """The loss of the first step at that rate is still finite: the weights are not after it."""
+    settings = (NO_EVALUATION, "training.keep_checkpoints=1", "optimizer.schedule=constant")
+    first = (*settings, "training.num_steps=5")
+    assert ranks(2).run(train, tiny_job(dataset, tmp_path, *first)) == [0, 0]
+
+    further = (*settings, "training.checkpoint_interval_steps=1")
+    allowed = ("training.num_steps", "optimizer.lr", "optimizer.schedule")
+    hot = tiny_job(dataset, tmp_path, *further, "optimizer.lr=1e39", allow_change=allowed)
+    assert ranks(2).run(train, hot) == [5, 5]
+    failure = next(tmp_path.glob("logs/failure-*-rank-00001.json"))
+    assert (
+        f"--resume {CheckpointDirectory(tmp_path).at(5)}"
+        in json.loads(failure.read_text())["message"]
+    )
+    assert CheckpointDirectory(tmp_path).steps() == [5]
+    cool = tiny_job(dataset, tmp_path, *further, allow_change=allowed)
+    assert ranks(2).run(train, cool) == [0, 0]
+
+
+def test_weights_too_large_to_compute_with_do_not_push_the_good_checkpoint_out(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """Finite weights whose next loss is not: they may be saved, but never alone."""
+    settings = (NO_EVALUATION, "training.keep_checkpoints=1", "optimizer.schedule=constant")
+    first = (*settings, "training.num_steps=5")
+    assert ranks(2).run(train, tiny_job(dataset, tmp_path, *first)) == [0, 0]
+    hot = tiny_job(
+        dataset,
+        tmp_path,
+        *settings,
+        "training.checkpoint_interval_steps=1",
+        "optimizer.lr=1e36",
+        allow_change=("training.num_steps", "optimizer.lr", "optimizer.schedule"),
+    )
+    ((code, told), _) = ranks(2).run(train_changed, hot, unchanged)
+    assert code == 5
+    assert CheckpointDirectory(tmp_path).steps() == [5, 6]
+    assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in told
+
+
+def unchanged(training: Training) -> None:
+    """No change."""
+
+
+def nan_in_evaluation(training: Training, step: int) -> None:
+    evaluate = training.evaluate
+    assert evaluate is not None
+
+    def poisoned(*, stop: object) -> Any:
+        if training.state.step == step and training.step.world.rank == 1:
+            with training.step.engine.whole_model() as model:
+                next(model.parameters()).data.view(-1)[:] = float("nan")
+        return evaluate(stop=stop)
+
+    training.evaluate = poisoned
+
+
+def test_a_nan_in_the_evaluation_is_a_divergence_that_names_split_and_step(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    settings = (*SETTINGS, "evaluation.interval_steps=5", "training.keep_checkpoints=1")
+    job = tiny_job(dataset, tmp_path, *settings, "deepspeed.zero_stage=0")
+    ends = ranks(2).run(train_changed, job, nan_in_evaluation, 10)
+    assert [code for code, _ in ends] == [5, 5]
+    for _, told in ends:
+        assert "the loss of split valid after step 10 is nan" in told
+        assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in told
+    assert CheckpointDirectory(tmp_path).steps() == [5, 10]
+
+
+# --- the run directory --------------------------------------------------------------------------
+
+
+def remove_run_directory(training: Training, step: int) -> None:
+    advance = training.saver.confirm
+
+    def removing(state: TrainState) -> None:
+        if state.step == step and training.step.world.is_first:
+            shutil.rmtree(training.config.directory)
+        advance(state)
+
+    training.saver.confirm = removing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("step", [7, 19])
+def test_a_run_directory_removed_in_mid_run_is_an_error(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, step: int
+) -> None:
+    job = tiny_job(dataset, tmp_path / "run", NO_EVALUATION, *SETTINGS)
+    ends = ranks(2).run(train_changed, job, remove_run_directory, step)
+    assert [code for code, _ in ends] == [4, 4]
+    assert "is gone" in ends[1][1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_says_so_and_how_to_go_on(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *SETTINGS)
+    assert ranks(1).run(train, job) == [0]
+    assert ranks(1).run(train, job) == [0]
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "this run is finished: 20 of training.num_steps=20 steps are done" in log
+    assert "training.num_steps=40 --allow-change training.num_steps" in log
+    assert "steps 21 to 20" not in log
+
+
+def test_best_follows_when_a_run_goes_back(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    settings = (*SETTINGS, "evaluation.interval_steps=5", "training.keep_checkpoints=9")
+    job = tiny_job(dataset, tmp_path, *settings)
+    assert ranks(1).run(train, job) == [0]
+    directory = CheckpointDirectory(tmp_path)
+    assert resolve_checkpoint(tmp_path / "BEST") != directory.at(5)
+    back = job.model_copy(update={"resume": str(directory.at(5))})
+    ends = ranks(1).run(train_changed, back, stop_at_once)
+    assert ends[0][0] == 75
+    assert resolve_checkpoint(tmp_path / "BEST") == directory.at(5)
+
+
+def stop_at_once(training: Training) -> None:
+    training.stop = True  # type: ignore[assignment]

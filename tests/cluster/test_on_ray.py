@@ -94,9 +94,10 @@ def assert_nobody_else_can_use_this_ray() -> None:
     """All of it listens on 127.0.0.1 only, and answers nobody without the token."""
     import ray
 
+    own = psutil.Process()
     addresses = {
         connection.laddr.ip
-        for process in (own := psutil.Process(), *own.children(recursive=True))
+        for process in (own, *own.children(recursive=True))
         for connection in process.net_connections()
         if connection.status == psutil.CONN_LISTEN
     }
@@ -106,13 +107,13 @@ def assert_nobody_else_can_use_this_ray() -> None:
         with pytest.raises(HTTPError, match="401"):
             urlopen(f"http://{ray._private.worker.get_dashboard_url()}/{path}")
     ask = f"from ray._raylet import GcsClient; GcsClient(address='{context.gcs_address}')"
-    unset = {name: "" for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
     asked = subprocess.run(
         [sys.executable, "-c", ask],
         check=False,
         capture_output=True,
         text=True,
-        env={**os.environ, **unset, "HOME": "/nonexistent"},
+        env={**environment, "HOME": "/nonexistent"},
     )
     assert asked.returncode == 1
     assert "AuthenticationError" in asked.stderr

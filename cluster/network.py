@@ -13,7 +13,8 @@ import ray
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""And how each names one interface. Without =, NCCL would take eth10 for eth1 as well."""
 
 
 class NodeInterfaceTorchConfig(TorchConfig):
@@ -39,8 +40,8 @@ def use_node_interface() -> None:
 def use_interface_of(address: str) -> None:
     """Choose the interface for gloo and NCCL, unless the user has chosen one."""
     if (interface := interface_of(address)) is not None:
-        for name in INTERFACE_VARIABLES:
-            os.environ.setdefault(name, interface)
+        for name, form in INTERFACE_VARIABLES.items():
+            os.environ.setdefault(name, form.format(interface))
 
 
 def interface_of(address: str) -> str | None:

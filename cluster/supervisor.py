@@ -154,6 +154,7 @@ class Supervisor:
             for rank, text in failure.errors.items():
                 log.warning("rank %d: %s", rank, text)
             self._failure = time.monotonic(), failure
+            self._files.forget_places(self._num_ranks)  # before those of the next ranks appear
 
     def _name_failure(self) -> None:
         """Say which ranks died, once Ray knows whether their nodes are gone; back to waiting."""
@@ -169,7 +170,6 @@ class Supervisor:
             rank, text = next(iter(failure.errors.items()))
             what = f"rank {rank}{self._place_of(rank)} failed ({text.splitlines()[0]})"
         self._failure, self._places, self._has_failed = None, {}, True
-        self._files.forget_places(self._num_ranks)
         self._begun, self._has_stepped = time.monotonic(), False
         self._say(
             f"{what}; waiting for {self._waited_for()}. Training then goes on from the newest "

@@ -26,7 +26,7 @@ def test_an_interface_that_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(gloo, "eth7")
     monkeypatch.delenv(nccl, raising=False)
     use_interface_of("127.0.0.1")
-    assert (os.environ[gloo], os.environ[nccl]) == ("eth7", loopback)
+    assert (os.environ[gloo], os.environ[nccl]) == ("eth7", f"={loopback}")
     monkeypatch.delenv(nccl)
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from cluster.evaluation import score_on_ray
+from cluster.own_ray import TOKEN_VARIABLE
 from cluster.preparation import RayWorkers
 from cluster.session import ray_session
 from cluster.training import train_on_ray
@@ -95,9 +96,10 @@ def assert_nobody_else_can_use_this_ray() -> None:
     import ray
 
     own = psutil.Process()
+    children = own.children(recursive=True)  # some of them ranks of other tests
     addresses = {
         connection.laddr.ip
-        for process in (own, *own.children(recursive=True))
+        for process in (own, *(one for one in children if TOKEN_VARIABLE in one.environ()))
         for connection in process.net_connections()
         if connection.status == psutil.CONN_LISTEN
     }

@@ -54,7 +54,7 @@ def _start_own(num_cpus: int) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise TxlError(
             f"a local Ray could not be started: {error}. Run without Ray: --on processes"
         ) from error

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from cluster.address import answers
 from cluster.attempt import AttemptFiles, Failure, Place
 from cluster.own_ray import end_own_ray
 from cluster.watch import ClusterWatch
@@ -110,9 +111,19 @@ class Supervisor:
             )
         if isinstance(error, TxlError):
             return error
+        if self.watch is not None and not answers(self.watch.head):
+            return self._head_is_gone(self.watch)
         return TxlError(
             f"Ray ended with an error: {first_line}. More in {self._directory.logs}. The same "
             "command goes on from the newest checkpoint, if there is one"
+        )
+
+    @staticmethod
+    def _head_is_gone(watch: ClusterWatch) -> TxlError:
+        return TxlError(
+            f"the head of the Ray cluster at {watch.head} does not answer any more: its node or "
+            "its network is gone, and the ranks end with it. Start the cluster again; the same "
+            "command then goes on from the newest checkpoint, if there is one"
         )
 
     def _look(self, is_stop_requested: bool) -> None:
@@ -133,14 +144,7 @@ class Supervisor:
                 )
             )
         if self.watch is not None and self.watch.silent_seconds > HEAD_SECONDS:
-            raise self._give_up(
-                TxlError(
-                    f"the head of the Ray cluster at {self.watch.head} has not answered for "
-                    f"{HEAD_SECONDS:g} s: its node or its network is gone, and the ranks end with "
-                    "it. Start the cluster again; the same command then goes on from the newest "
-                    "checkpoint, if there is one"
-                )
-            )
+            raise self._give_up(self._head_is_gone(self.watch))
 
     # --- the ranks --------------------------------------------------------------------------------
 

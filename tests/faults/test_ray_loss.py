@@ -1,8 +1,11 @@
 """What is lost under Ray: nodes, the head, the launcher, a worker of an evaluation."""
 
 import os
+import shutil
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -64,12 +67,20 @@ def test_a_lost_head_ends_the_run_with_an_error_that_names_it(
     assert "goes on from the newest checkpoint" in last
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A TMPDIR for Ray, whose sockets need short paths."""
+    directory = Path(tempfile.mkdtemp(prefix="txl-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def test_what_a_killed_launcher_leaves_is_removed_by_the_next(
-    dataset: Path, tmp_path: Path
+    dataset: Path, tmp_path: Path, temporary: Path
 ) -> None:
     given = (f"data.path={dataset}", f"directory={tmp_path / 'run'}", *LONG)
     process = start_txl(
-        *("train", TINY, *given, "--ranks", 2), environment={"TMPDIR": str(tmp_path)}
+        *("train", TINY, *given, "--ranks", 2), environment={"TMPDIR": str(temporary)}
     )
     wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") > 20, timeout_seconds=120)
     children = [
@@ -79,18 +90,19 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next(
     ]
     process.kill()
     process.communicate()
-    assert list(tmp_path.glob("txl-ray-*/token"))
-    remove_leftovers(tmp_path)
+    assert list(temporary.glob("txl-ray-*/token"))
+    remove_leftovers(temporary)
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
-    assert not list(tmp_path.glob("txl-ray-*"))
+    assert not list(temporary.glob("txl-ray-*"))
 
 
 def test_an_evaluation_whose_worker_dies_says_which_and_what_to_do(
     dataset: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
+    ended = txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
+    assert ended.returncode == 0, ended.stderr
     process = start_txl("eval", run, dataset, "--workers", 2, "--on", "ray")
 
     def workers() -> list[int]:

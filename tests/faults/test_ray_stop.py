@@ -1,7 +1,9 @@
 """Stop signals under `--on ray`, to the launcher alone and to every process, at any moment."""
 
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,14 @@ def stop(process: subprocess.Popen[str], number: int) -> float:
     return time.monotonic() - begin
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A TMPDIR for Ray, whose sockets need short paths."""
+    directory = Path(tempfile.mkdtemp(prefix="txl-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 @pytest.mark.parametrize(
     ("number", "sign"),
     [
@@ -43,10 +53,10 @@ def stop(process: subprocess.Popen[str], number: int) -> float:
     ],
 )
 def test_a_stop_while_ray_starts_ends_soon_with_75_and_leaves_nothing(
-    number: int, sign: str, dataset: Path, tmp_path: Path
+    number: int, sign: str, dataset: Path, tmp_path: Path, temporary: Path
 ) -> None:
     given = (f"data.path={dataset}", f"directory={tmp_path / 'run'}", NO_EVALUATION)
-    environment = {"TMPDIR": str(tmp_path)}
+    environment = {"TMPDIR": str(temporary)}
     process = start_txl("train", TINY, *given, "--ranks", 2, environment=environment)
     wait_until(lambda: has_child(process.pid, sign), timeout_seconds=120)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -59,7 +69,7 @@ def test_a_stop_while_ray_starts_ends_soon_with_75_and_leaves_nothing(
     assert "Traceback" not in output
     _, alive = psutil.wait_procs(children, timeout=SOON_SECONDS)
     assert not alive
-    assert not list(tmp_path.glob("txl-ray-*"))
+    assert not list(temporary.glob("txl-ray-*"))
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,9 @@ class Supervisor:
         with StopSignals(on_insist=self._insist) as stop, log_of_rank_0:
             thread.start()
             while thread.is_alive() and not self._may_leave():
+                # Ray puts a handler of its own before ours when it connects, below Python, which
+                # prints a stack and aborts the process three seconds after a SIGTERM.
+                stop.catch_again()
                 if self._ended_at is None:
                     self._look(bool(stop))
                 thread.join(POLL_SECONDS)

@@ -52,7 +52,7 @@ def remove_leftovers(parent: Path) -> None:
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
         with suppress(OSError), lock.open("rb+") as file:  # of another user, or just removed
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            while found := _processes_with(lock.with_name("token")):
+            while found := processes_with(lock.with_name("token")):
                 _end(found)
             shutil.rmtree(lock.parent)
 
@@ -61,19 +61,21 @@ def end_own_ray() -> None:
     """Kill every process of this process's Ray, whatever state they are in."""
     own = psutil.Process()
     # Again, because one that was just starting others may have been asked too early.
-    while found := [*filter(_is_ray, own.children(recursive=True)), *_processes_with(own_token())]:
+    while found := [*filter(_is_ray, own.children(recursive=True)), *processes_with(own_token())]:
         _end(found)
     shutil.rmtree(own_token().parent, ignore_errors=True)
 
 
-def _processes_with(token: Path) -> list[psutil.Process]:
+def processes_with(token: Path) -> list[psutil.Process]:
     """Ray's processes that were started with `token`."""
+    entry = f"{TOKEN_VARIABLE}={token}\0".encode()
     found = []
     for process in filter(_is_ray, psutil.process_iter()):
-        with suppress(psutil.Error):
-            if process.environ().get(TOKEN_VARIABLE) == str(token) and process.pid != os.getpid():
+        # Not psutil's environ(): it stops at the gap that Ray's change of the title leaves there.
+        with suppress(OSError):
+            if entry in Path(f"/proc/{process.pid}/environ").read_bytes():
                 found.append(process)
-    return found
+    return [process for process in found if process.pid != os.getpid()]
 
 
 def _is_ray(process: psutil.Process) -> bool:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from cluster.evaluation import score_on_ray
-from cluster.own_ray import TOKEN_VARIABLE
+from cluster.own_ray import own_token, processes_with
 from cluster.preparation import RayWorkers
 from cluster.session import ray_session
 from cluster.training import train_on_ray
@@ -96,14 +96,13 @@ def assert_nobody_else_can_use_this_ray() -> None:
     import ray
 
     own = psutil.Process()
-    children = own.children(recursive=True)  # some of them ranks of other tests
     addresses = {
         connection.laddr.ip
-        for process in (own, *(one for one in children if TOKEN_VARIABLE in one.environ()))
+        for process in (own, *processes_with(own_token()))
         for connection in process.net_connections()
         if connection.status == psutil.CONN_LISTEN
     }
-    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    assert addresses == {"127.0.0.1", "::ffff:127.0.0.1"}
     context = ray.get_runtime_context()
     for path in ("api/version", "api/jobs/", "nodes?view=summary"):
         with pytest.raises(HTTPError, match="401"):

@@ -5,6 +5,7 @@ is kept by piece, so the result does not depend on who was faster.
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -89,17 +90,42 @@ def score_on_ray(
 
     remote = ray.remote(num_cpus=1, num_gpus=int(uses_gpus(num_workers)))(EvaluationWorker)
     workers = [remote.remote(job, num_threads) for _ in range(num_workers)]
-    for error in ray.get([worker.open.remote() for worker in workers]):
-        if error is not None:
-            raise error
     groups = [
         pieces[first : first + job.batch_pieces]
         for first in range(0, len(pieces), job.batch_pieces)
     ]
     scores: list[LossSums] = []
-    for outcome in ActorPool(workers).map(lambda worker, group: worker.score.remote(group), groups):
-        if isinstance(outcome, TxlError):
-            raise outcome
-        scores.extend(outcome)
-        on_progress(len(scores), len(pieces))
+    try:
+        for error in ray.get([worker.open.remote() for worker in workers]):
+            if error is not None:
+                raise error
+        outcomes = ActorPool(workers).map(lambda worker, group: worker.score.remote(group), groups)
+        for outcome in outcomes:
+            if isinstance(outcome, TxlError):
+                raise outcome
+            scores.extend(outcome)
+            on_progress(len(scores), len(pieces))
+    except ray.exceptions.RayTaskError:
+        raise  # a mistake of ours, with its traceback
+    except ray.exceptions.RayError as error:
+        ids = [worker._actor_id.hex() for worker in workers]
+        raise _worker_died(error, ids, job) from None
     return scores
+
+
+def _worker_died(error: Exception, worker_ids: list[str], job: EvaluationJob) -> TxlError:
+    """An error for people from Ray's, whose text is a page about every possible cause."""
+    reason = str(error)
+    number = next((n for n, actor_id in enumerate(worker_ids) if actor_id in reason), None)
+    name = "a worker" if number is None else f"worker {number} of {len(worker_ids)}"
+    place = "".join(
+        f", {label} {match[1]}"
+        for label, field in (("pid", "pid"), ("node", "ip"))
+        if (match := re.search(rf"^\s*{field}: (\S+)", reason, re.MULTILINE))
+    )
+    return TxlError(
+        f"{name}{place} died while it scored split {job.settings.split} of {job.data}; what the "
+        "others had scored is lost. Most often its node ran out of memory and the kernel or Ray "
+        f"killed it (dmesg there says so). Run the same command with a smaller --batch (now "
+        f"{job.batch_pieces}) or fewer --workers (now {len(worker_ids)})"
+    )

@@ -233,6 +233,8 @@ class RayConfig(Section):
 
     max_restarts: int = Field(default=3, ge=0)
     """Times a run is restarted from its newest checkpoint after a rank died."""
+    start_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long Ray may take to start the ranks, at the beginning and after a rank died."""
 
 
 Precision = Literal["fp32", "bf16"]

@@ -1,14 +1,20 @@
 """Ray, for real: training under Ray Train, evaluation with actors, and a killed rank."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import psutil
 import pytest
 
 from cluster.evaluation import score_on_ray
+from cluster.own_ray import own_token, processes_with
 from cluster.preparation import RayWorkers
 from cluster.session import ray_session
 from cluster.training import train_on_ray
@@ -71,6 +77,7 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
     pieces = plan_evaluation(open_split(dataset, "valid"), settings, n_layer=2)
     assert len(pieces) > 12  # so that three workers all have something to do
     with ray_session(None, num_cpus=3):
+        assert_nobody_else_can_use_this_ray()
         for num_workers, batch_pieces in ((1, 5), (2, 1), (3, 4)):
             scores = score_on_ray(
                 replace(job, batch_pieces=batch_pieces),
@@ -82,6 +89,35 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
             found = summarise(scores, pieces, settings)
             assert found.sums.num_tokens == expected.sums.num_tokens
             assert found.sums.nats == pytest.approx(expected.sums.nats, rel=1e-6)
+
+
+def assert_nobody_else_can_use_this_ray() -> None:
+    """All of it listens on 127.0.0.1 only, and answers nobody without the token."""
+    import ray
+
+    own = psutil.Process()
+    addresses = {
+        connection.laddr.ip
+        for process in (own, *processes_with(own_token()))
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1", "::ffff:127.0.0.1"}
+    context = ray.get_runtime_context()
+    for path in ("api/version", "api/jobs/", "nodes?view=summary"):
+        with pytest.raises(HTTPError, match="401"):
+            urlopen(f"http://{ray._private.worker.get_dashboard_url()}/{path}")
+    ask = f"from ray._raylet import GcsClient; GcsClient(address='{context.gcs_address}')"
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+    asked = subprocess.run(
+        [sys.executable, "-c", ask],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**environment, "HOME": "/nonexistent"},
+    )
+    assert asked.returncode == 1
+    assert "AuthenticationError" in asked.stderr
 
 
 @pytest.mark.slow
@@ -140,7 +176,7 @@ def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
     assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
     given = (f"data.path={dataset}", f"directory={run}", *LONG)
     process = start_txl("train", TINY, *given, "--ranks", 2)
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > 80)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 80, timeout_seconds=120)
     (victim, *_) = [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
@@ -150,19 +186,25 @@ def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
     assert "resuming at step" in output
+    assert re.search(r"rank [01] \(node 127\.0\.0\.1, pid \d+\).* died; waiting for ", output)
+    assert "Traceback" not in output
     assert losses(run) == losses(straight)
 
 
-def test_sigterm_to_the_launcher_saves_and_exits_75_and_leaves_no_process(
+def test_sigterm_to_every_process_saves_and_exits_75_and_leaves_no_process(
     dataset: Path, tmp_path: Path
 ) -> None:
+    """Kubernetes, Slurm and systemd signal the whole job: launcher, Ray and ranks."""
     given = (f"data.path={dataset}", f"directory={tmp_path}", *LONG)
     process = start_txl("train", TINY, *given, "--ranks", 2)
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=120)
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
+    for pid in (process.pid, *(child.pid for child in children)):
+        os.kill(pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
+    assert "stopping after this step; again to end now" in output
+    assert "SIGTERM received" not in output
     stopped_at = max(losses(tmp_path))
     assert (tmp_path / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
     _, alive = psutil.wait_procs(children, timeout=15)

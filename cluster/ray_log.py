@@ -1,0 +1,31 @@
+"""RUN/logs/ray.log: what Ray would print into the terminal, by the page when a node dies."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("ray.txl")
+
+
+@contextmanager
+def ray_log(path: Path) -> Iterator[None]:
+    """Inside a Ray session: Ray's log and what it prints go into `path`, and nowhere else."""
+    from ray._private import worker
+
+    def write(data: dict[str, Any], *_: object, **__: object) -> None:
+        for line in data["lines"]:
+            log.warning("%s: %s", data.get("pid", "ray"), line)
+
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("ray")
+    before = logger.handlers[:], logger.level, logger.propagate, worker.print_worker_logs
+    logger.handlers, logger.propagate, worker.print_worker_logs = [handler], False, write
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.level, logger.propagate, worker.print_worker_logs = before
+        handler.close()

@@ -1,0 +1,144 @@
+"""What is lost under Ray: nodes, the head, the launcher, a worker of an evaluation."""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.own_ray import remove_leftovers
+from tests.cluster.nodes import ray_node, token_environment
+from tests.commands import num_lines, start_txl, txl, wait_until
+from tests.gloo_ranks import RankGroups
+from tests.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+
+pytestmark = pytest.mark.fault
+LONG = (NO_EVALUATION, "training.num_steps=600", "training.checkpoint_interval_steps=50")
+
+
+def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
+    environment = token_environment(tmp_path)
+    with ray_node(tmp_path) as head, ray_node(tmp_path, join=head.address) as node:
+        given = (f"data.path={dataset}", f"directory={run}", *LONG, "--on", head.address)
+        process = start_txl("train", TINY, *given, "--ranks", 2, environment=environment)
+        wait_until(lambda: num_lines(run / "metrics.jsonl") > 80, timeout_seconds=120)
+        node.kill()
+        with ray_node(tmp_path, join=head.address):
+            output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    spoken = [line for line in output.splitlines() if " step " not in line]
+    died = [line for line in spoken if "died; waiting for" in line]
+    assert len(died) == 1, output
+    assert "(node " in died[0]
+    assert "newest checkpoint" in died[0]
+    # Also what every run says: a new run, waiting, resuming, finished, done.
+    assert len(spoken) < 25, output
+    assert "Traceback" not in output
+    assert "raylet" in (run / "logs" / "ray.log").read_text().lower()
+    assert losses(run) == losses(straight)
+
+
+def test_a_lost_head_ends_the_run_with_an_error_that_names_it(
+    dataset: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with ray_node(tmp_path) as head, ray_node(tmp_path, join=head.address) as node:
+        given = (f"data.path={dataset}", f"directory={run}", *LONG, "training.num_steps=100000")
+        process = start_txl(
+            *("train", TINY, *given, "--on", head.address, "--ranks", 2),
+            environment=token_environment(tmp_path),
+        )
+        wait_until(lambda: num_lines(run / "metrics.jsonl") > 60, timeout_seconds=120)
+        head.kill()
+        node.kill()
+        output, _ = process.communicate(timeout=100)
+    assert process.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert "TxlError: the head of the Ray cluster at" in last, output
+    assert "goes on from the newest checkpoint" in last
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A TMPDIR for Ray, whose sockets need short paths."""
+    directory = Path(tempfile.mkdtemp(prefix="txl-", dir="/tmp"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_what_a_killed_launcher_leaves_is_removed_by_the_next(
+    dataset: Path, tmp_path: Path, temporary: Path
+) -> None:
+    given = (f"data.path={dataset}", f"directory={tmp_path / 'run'}", *LONG)
+    process = start_txl(
+        *("train", TINY, *given, "--ranks", 2), environment={"TMPDIR": str(temporary)}
+    )
+    wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") > 20, timeout_seconds=120)
+    children = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if child.cmdline() and child.cmdline()[0].startswith("ray::")
+    ]
+    process.kill()
+    process.communicate()
+    assert list(temporary.glob("txl-ray-*/token"))
+    remove_leftovers(temporary)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    assert not list(temporary.glob("txl-ray-*"))
+
+
+def test_an_evaluation_whose_worker_dies_says_which_and_what_to_do(
+    dataset: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
+    assert ended.returncode == 0, ended.stderr
+    process = start_txl("eval", run, dataset, "--workers", 2, "--on", "ray")
+
+    def workers() -> list[int]:
+        children = psutil.Process(process.pid).children(recursive=True)
+        titles = [(child.pid, " ".join(child.cmdline())) for child in children]
+        return [pid for pid, title in titles if "ray::EvaluationWorker" in title]
+
+    wait_until(lambda: len(workers()) > 0, timeout_seconds=90)
+    victim = workers()[0]
+    os.kill(victim, signal.SIGKILL)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert last.startswith("TxlError: worker "), output
+    assert "of 2" in last
+    assert "ran out of memory" in last
+    assert "--batch (now 8)" in last
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "prepare"])
+def test_an_address_without_a_cluster_ends_soon_with_2_and_is_named(
+    command: str, dataset: Path, tmp_path: Path
+) -> None:
+    if command == "eval":
+        run = tmp_path / "run"
+        ended = txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
+        assert ended.returncode == 0, ended.stderr
+    words = {
+        "train": ("train", TINY, f"data.path={dataset}", f"directory={tmp_path / 'run'}"),
+        "eval": ("eval", tmp_path / "run", dataset),
+        "prepare": ("prepare", dataset.parent, "--out", tmp_path / "out", "--format", "text"),
+    }[command]
+    begin = time.monotonic()
+    ended = txl(*words, "--on", "127.0.0.1:9")
+    assert ended.returncode == 2, ended.stderr
+    assert time.monotonic() - begin < 40  # 20 on a quiet machine, imports included
+    assert "no Ray cluster can be used at --on 127.0.0.1:9" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -203,7 +203,7 @@ def test_sigterm_to_every_process_saves_and_exits_75_and_leaves_no_process(
         os.kill(pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert "stopping after this step; again to end now" in output
+    assert "stopping after this step, then saving" in output
     assert "SIGTERM received" not in output
     stopped_at = max(losses(tmp_path))
     assert (tmp_path / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()

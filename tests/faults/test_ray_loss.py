@@ -64,7 +64,7 @@ def test_a_lost_head_ends_the_run_with_an_error_that_names_it(
     assert process.returncode == 1, output
     last = output.splitlines()[-1]
     assert "TxlError: the head of the Ray cluster at" in last, output
-    assert "goes on from the newest checkpoint" in last
+    assert "resumes from the newest checkpoint" in last
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import psutil
 PREFIX = "txl-ray-"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 LOOPBACK = "127.0.0.1"
-_LOCK = "lock"
+_LOCK, _SESSION = "lock", "session"
 _END_SECONDS = 5.0
 """How long the kernel may take to end killed processes."""
 
@@ -66,14 +66,23 @@ def end_own_ray() -> None:
     shutil.rmtree(own_token().parent, ignore_errors=True)
 
 
+def record_session(directory: str) -> None:
+    """Note where the Ray that has started keeps its logs, for whoever may have to end it."""
+    own_token().with_name(_SESSION).write_text(directory)
+
+
 def processes_with(token: Path) -> list[psutil.Process]:
-    """Ray's processes that were started with `token`."""
-    entry = f"{TOKEN_VARIABLE}={token}\0".encode()
+    """Ray's processes that belong to the launcher with this token, other than itself."""
+    record = token.with_name(_SESSION)
+    session = record.read_text() if record.exists() else None
     found = []
     for process in filter(_is_ray, psutil.process_iter()):
-        # Not psutil's environ(): it stops at the gap that Ray's change of the title leaves there.
-        with suppress(OSError):
-            if entry in Path(f"/proc/{process.pid}/environ").read_bytes():
+        with suppress(psutil.Error):
+            # Ray's agents lose their environment with the change of their title, not their logs.
+            if process.environ().get(TOKEN_VARIABLE) == str(token) or (
+                session is not None
+                and any(file.path.startswith(f"{session}/") for file in process.open_files())
+            ):
                 found.append(process)
     return [process for process in found if process.pid != os.getpid()]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cluster.address import check_cluster
-from cluster.own_ray import LOOPBACK, TOKEN_VARIABLE, loopback_only, own_token
+from cluster.own_ray import LOOPBACK, TOKEN_VARIABLE, loopback_only, own_token, record_session
 from txl_dist.errors import ConfigError, TxlError
 
 
@@ -54,6 +54,7 @@ def _start_own(num_cpus: int) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
+        record_session(ray._private.worker._global_node.get_session_dir_path())
     except (OSError, RuntimeError, ValueError) as error:
         raise TxlError(
             f"a local Ray could not be started: {error}. Run without Ray: --on processes"

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from data_pipeline.atomic_files import write_file
+from txl_dist.errors import TxlError, error_of
+
 
 @dataclass(frozen=True)
 class Place:
@@ -70,6 +73,18 @@ class AttemptFiles:
     def forget_places(self, num_ranks: int) -> None:
         for rank in range(num_ranks):
             self._base.with_suffix(f".rank-{rank}").unlink(missing_ok=True)
+
+    def write_end(self, rank: int, error: TxlError) -> None:
+        """In a rank, for the launcher: what ended it, so that a restart could not help."""
+        content = {"type": type(error).__name__, "message": str(error)}
+        write_file(self._base.with_suffix(f".end-{rank:05d}"), json.dumps(content).encode())
+
+    def end(self) -> TxlError | None:
+        """What ended the lowest rank that has written it."""
+        for path in sorted(self._base.parent.glob(f"{self._base.name}.end-*")):
+            content = json.loads(path.read_text())
+            return error_of(content["type"], content["message"])
+        return None
 
     def append_failure(self, errors: Mapping[int, Exception], *, died: tuple[int, ...]) -> None:
         """In Ray Train's controller, on the launcher's node."""

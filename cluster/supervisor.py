@@ -49,14 +49,13 @@ class Supervisor:
         directory: RunDirectory,
         files: AttemptFiles,
         *,
-        attempt: str,
         num_ranks: int,
         address: str | None,
         start_timeout_seconds: float,
         on_line: OnLine,
     ) -> None:
         self.watch: ClusterWatch | None = None
-        self._directory, self._files, self._attempt = directory, files, attempt
+        self._directory, self._files = directory, files
         self._num_ranks, self._address = num_ranks, address
         self._start_timeout_seconds = start_timeout_seconds
         self._on_line, self._speaking = on_line, threading.Lock()
@@ -101,7 +100,7 @@ class Supervisor:
             self.ended(error)
 
     def _outcome(self, was_stop_requested: bool) -> TxlError | None:
-        if recorded := self._directory.failure(self._attempt):
+        if recorded := self._files.end():
             return recorded
         error = self._error
         if error is None:
@@ -165,7 +164,7 @@ class Supervisor:
 
     def _name_failure(self) -> None:
         """Say which ranks died, once Ray knows whether their nodes are gone; back to waiting."""
-        if self._failure is None or self._directory.failure(self._attempt) is not None:
+        if self._failure is None or self._files.end() is not None:
             return
         since, failure = self._failure
         died = self._on_lost_nodes() or failure.died
@@ -235,7 +234,7 @@ class Supervisor:
             self._answered_stop = True
             self._files.stop.touch()
             self._say(STOPPING)
-        if self._directory.failure(self._attempt) is not None:
+        if self._files.end() is not None:
             self.ended(None)
 
     def _may_leave(self) -> bool:

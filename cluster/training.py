@@ -38,7 +38,6 @@ def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line:
     supervisor = Supervisor(
         directory,
         files,
-        attempt=job.attempt,
         num_ranks=num_ranks,
         address=address,
         start_timeout_seconds=job.config.ray.start_timeout_seconds,
@@ -110,9 +109,9 @@ def _train_loop(settings: dict[str, Any]) -> None:
     world = World(context.get_world_rank(), context.get_world_size(), context.get_local_rank())
     job = TrainJob.from_json(settings["job"])
     directory = RunDirectory(job.run_path)
-    if directory.failure(job.attempt) is not None:
-        return
     files = AttemptFiles(directory.path, job.attempt)
+    if files.end() is not None:
+        return
     place = Place(
         ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
     )
@@ -128,6 +127,6 @@ def _train_loop(settings: dict[str, Any]) -> None:
         raise  # the others' fault: Ray starts the ranks again
     except TxlError as error:
         with suppress(OSError):  # a full disk; Ray then carries the error itself
-            directory.record_failure(job.attempt, world.rank, error)
+            files.write_end(world.rank, error)
         if not isinstance(error, PreemptedError | DivergedError):
             raise

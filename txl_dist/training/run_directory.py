@@ -1,7 +1,6 @@
 """RunDirectory: the files of one run and who may write there."""
 
 import fcntl
-import json
 import os
 import socket
 import time
@@ -9,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_pipeline.atomic_files import write_file
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.errors import ConfigError, TxlError, error_of
+from txl_dist.errors import ConfigError
 
 LOCK_POLL_SECONDS = 0.2
 
@@ -64,24 +62,6 @@ class RunDirectory:
             yield
         finally:
             os.close(descriptor)
-
-    # --- how a failed rank tells the launcher why -----------------------------------------------
-
-    def record_failure(self, attempt: str, rank: int, error: TxlError) -> None:
-        """Leave `error` for the launcher of this attempt."""
-        content = {"type": type(error).__name__, "message": str(error)}
-        write_file(self._failure(attempt, rank), json.dumps(content).encode())
-
-    def failure(self, attempt: str) -> TxlError | None:
-        """The error of the lowest rank that recorded one in this attempt."""
-        for path in sorted(self.logs.glob(self._failure(attempt, "*").name)):
-            content = json.loads(path.read_text())
-            return error_of(content["type"], content["message"])
-        return None
-
-    def _failure(self, attempt: str, rank: int | str) -> Path:
-        number = f"{rank:05d}" if isinstance(rank, int) else rank
-        return self.logs / f"failure-{attempt}-rank-{number}.json"
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, ZERO, metrics, tiny_job, train
+from tests.training_runs import NO_EVALUATION, ZERO, metrics, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.checkpoint.reader import verify_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import num_lines, start_txl, wait_until
+from tests.commands import num_lines, start_txl, txl, wait_until
 from tests.training_runs import NO_EVALUATION, TINY
 
 pytestmark = pytest.mark.fault
@@ -53,3 +53,13 @@ def test_a_disk_that_fills_up_ends_the_run_with_4_and_the_reason(
     assert process.returncode == 4, output
     assert "CheckpointError" in output
     assert "disk full" in output
+
+
+def test_a_disk_full_from_the_start_is_refused_before_the_first_step(
+    dataset: Path, small_disk: Path
+) -> None:
+    fill(small_disk)
+    run = small_disk / "run"
+    done = txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
+    assert done.returncode == 2, done.stderr
+    assert "No space left on device" in done.stderr

@@ -12,6 +12,8 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
 
 LOCK_POLL_SECONDS = 0.2
+PROBE_BYTES = 64 * 1024
+"""The config, the pointers and the first lines of the logs need less."""
 
 
 class RunDirectory:
@@ -32,12 +34,14 @@ class RunDirectory:
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".writable-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
+            try:
+                probe.write_bytes(b"\0" * PROBE_BYTES)  # a full disk still takes an empty file
+            finally:
+                probe.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"directory {self.path}: a run cannot be written there ({error.strerror}). Choose "
-                "another with directory=PATH, or change its permissions"
+                "another with directory=PATH, free some space, or change its permissions"
             ) from None
 
     @contextmanager

@@ -23,7 +23,7 @@ from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import ConfigError, LostRankError, PreemptedError, TxlError, error_of
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_here
 from txl_dist.launchers import OnLine
-from txl_dist.runtime.stop_signals import NOTHING_TRAINED, STOPPING, StopSignals
+from txl_dist.runtime.stop_signals import STOP_SIGNALS, STOPPING, StopSignals
 from txl_dist.runtime.torchrun import without_torchrun
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
@@ -179,11 +179,15 @@ def _raise_cause(
     failed = [end for end in ends if end.code]
     if not failed:
         return
-    if stop_requested and any(end.code in _STOPPED for end in failed):
-        said = (e.error for e in failed if isinstance(e.error, PreemptedError))
-        raise next(said, PreemptedError(NOTHING_TRAINED))
-    logs = f"Logs of all ranks: {directory.logs}"
     advice = resume_advice(directory.path)
+    for end in failed:
+        if isinstance(end.error, PreemptedError):
+            raise end.error
+    for end in failed:
+        # In start-up a rank ends at once, or by the signal itself if it could not catch it yet.
+        if end.code == PreemptedError.exit_code or (stop_requested and -end.code in STOP_SIGNALS):
+            raise PreemptedError(f"stopped on request. {advice}")
+    logs = f"Logs of all ranks: {directory.logs}"
     for end in failed:
         if end.code < 0 and not end.hung:
             name = signal.Signals(-end.code).name
@@ -201,14 +205,6 @@ def _raise_cause(
     )
     noticed = next((f"{end.error}" for end in failed if end.error is not None), advice)
     raise TxlError(f"{what}. {noticed}. {logs}")
-
-
-_STOPPED = (
-    PreemptedError.exit_code,
-    *(-number for number in (signal.SIGTERM, signal.SIGKILL)),
-)
-"""How a rank ends after a stop request: saved or in start-up; before it could catch the signal, or
-by the kernel's hand when this launcher's patience was at its end."""
 
 
 def _free_port() -> int:

@@ -2,26 +2,16 @@
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from data_pipeline.atomic_files import sha256_file
+from tests.hostile_pickle import Hostile
 from tests.txl_dist.checkpoint import saving
 from txl_dist.checkpoint.manifest import FileEntry, load_checkpoint_manifest
 from txl_dist.checkpoint.reader import load_model
 from txl_dist.errors import CheckpointError
-
-
-class Hostile:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
 
 
 @pytest.mark.parametrize("writer", ["torch", "pickle"])

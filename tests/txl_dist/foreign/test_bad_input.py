@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.atomic_files import sha256_file
+from tests.hostile_pickle import Hostile
 from tests.small_models import small_model
 from tests.txl_dist.foreign.sources import golden_arrays, hf_copy, hf_weights
 from txl_dist.errors import CheckpointError, ConfigError
@@ -21,16 +22,6 @@ from txl_dist.foreign.transformers import read_transformers
 
 TOLD = "layers.1.dec_attn.qkv_net.weight"
 NAME = f"transformer.{TOLD}"
-
-
-class Hostile:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
 
 
 @pytest.mark.parametrize("writer", ["torch", "pickle"])

@@ -54,6 +54,7 @@ def test_a_run_on_ray_has_the_losses_of_plain_processes(
     assert losses(trained) == losses(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
     dataset: Path, trained: Path
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
     assert losses(run) == losses(straight)
 
 
+@pytest.mark.fault
 def test_sigterm_to_every_process_saves_and_exits_75_and_leaves_no_process(
     dataset: Path, tmp_path: Path
 ) -> None:

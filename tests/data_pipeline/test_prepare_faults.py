@@ -75,6 +75,7 @@ def rerun(lines: Path, out: Path) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("units", [2, 7])
 def test_a_killed_run_leaves_no_process_and_its_finished_units(
     lines: Path, whole: dict[str, bytes], tmp_path: Path, units: int
@@ -103,6 +104,7 @@ def test_killed_at_any_moment_a_rerun_gives_the_same_bytes(
     assert sum(map(bool, reused)) > 12
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_group_ends_with_75_and_keeps_finished_units(
     lines: Path, whole: dict[str, bytes], tmp_path: Path, number: signal.Signals

@@ -64,6 +64,7 @@ def test_losses_after_a_sigkill_are_those_of_a_straight_run(
     assert [e["valid/loss"] for e in evaluations] == [e["valid/loss"] for e in expected]
 
 
+@pytest.mark.fault
 def test_sigterm_saves_and_exits_75_and_the_run_goes_on(
     dataset: Path, straight: Path, tmp_path: Path
 ) -> None:

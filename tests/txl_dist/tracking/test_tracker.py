@@ -66,6 +66,7 @@ def _steps(run_dir: Path, tracker: Tracker) -> list[int]:
     return recorded_steps(run_dir.parent / "mlflow.db", tracker.run_id or "")
 
 
+@pytest.mark.fault
 def test_a_killed_sender_is_replaced_and_no_point_is_doubled(run_dir: Path) -> None:
     began = time.monotonic()
     tracker = Tracker.start(run_dir, _config(run_dir), tags={"num_ranks": "2"})
@@ -109,6 +110,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.fault
 def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path) -> None:
     """And the resume, started at once, delivers into one whole MLflow run."""
     with subprocess.Popen(
@@ -197,6 +199,7 @@ sys.meta_path.insert(0, Slow())
 """
 
 
+@pytest.mark.slow
 def test_the_time_of_a_sync_counts_from_the_delivery_and_can_be_set(
     run_dir: Path, server: MlflowServer, tmp_path: Path
 ) -> None:

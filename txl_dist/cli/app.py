@@ -24,6 +24,7 @@ app = typer.Typer(
     name="txl",
     help="Train, evaluate and run Transformer-XL language models on many ranks.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # rich takes a third of the time of `txl --help`
     pretty_exceptions_enable=False,
     add_completion=False,
 )

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.readers.sources import is_url, shown
 
 FETCH = "Copy it to this machine with the tools of its store, and give the copy's path."
 SEND = "Give a local directory, and copy that there with the tools of its store."
@@ -16,6 +15,8 @@ SEND = "Give a local directory, and copy that there with the tools of its store.
 
 def require_local(given: str, advice: str = FETCH) -> str:
     """`given` itself; ConfigError if it is a URL, which `advice` has as `{url}`."""
+    from data_pipeline.readers.sources import is_url, shown  # every reader comes with it
+
     if is_url(given):
         if given.lower().startswith("file:///"):
             advice = f"Write {shown(given)[len('file://') :]}."

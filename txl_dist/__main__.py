@@ -1,5 +1,19 @@
-"""`python -m txl_dist` is `txl`."""
+"""`txl` and `python -m txl_dist`: catches stop signals before anything slow is imported."""
 
-from txl_dist.cli.app import main
+import sys
+from contextlib import nullcontext
 
-main()
+from txl_dist.runtime.stop_signals import StopSignals, end_start_up
+
+
+def main() -> None:
+    """Run one command. SIGTERM and its kin in the start-up of `txl train` end it with 75."""
+    is_training = sys.argv[1:2] == ["train"]
+    with StopSignals(on_request=end_start_up) if is_training else nullcontext():
+        from txl_dist.cli.app import main as run_command
+
+        run_command()
+
+
+if __name__ == "__main__":
+    main()

@@ -56,25 +56,22 @@ def train(
 
     Example: txl train configs/quickstart.yaml --ranks 2 training.num_steps=500
     """
-    from txl_dist.runtime.stop_signals import StopSignals, end_start_up
+    from txl_dist.config_file import load_run_config
+    from txl_dist.runtime.torchrun import is_torchrun
+    from txl_dist.training.job import TrainJob
 
-    with StopSignals(on_request=end_start_up):  # imports and checks take seconds
-        from txl_dist.config_file import load_run_config
-        from txl_dist.runtime.torchrun import is_torchrun
-        from txl_dist.training.job import TrainJob
-
-        job = TrainJob(
-            config=load_run_config(config, overrides or []),
-            resume=resume,
-            allow_change=tuple(allow_change or ()),
-            allow_data_change=allow_data_change,
-            strict=strict,
-        )
-        _check_allowed(job)
-        if is_torchrun():
-            _train_as_rank(job, on=on, num_ranks=ranks, dry_run=dry_run)
-        else:
-            _launch(job, config, on=on or "ray", num_ranks=ranks or 1, dry_run=dry_run, quiet=quiet)
+    job = TrainJob(
+        config=load_run_config(config, overrides or []),
+        resume=resume,
+        allow_change=tuple(allow_change or ()),
+        allow_data_change=allow_data_change,
+        strict=strict,
+    )
+    _check_allowed(job)
+    if is_torchrun():
+        _train_as_rank(job, on=on, num_ranks=ranks, dry_run=dry_run)
+    else:
+        _launch(job, config, on=on or "ray", num_ranks=ranks or 1, dry_run=dry_run, quiet=quiet)
 
 
 def _launch(

@@ -17,7 +17,7 @@ def check_cluster(address: str) -> None:
     if not answers(host_and_port):
         raise ConfigError(_no_cluster(address, f"nothing answers at {host_and_port}"))
     if "://" in address:
-        return  # another server than the one asked below; its client has a time-out of its own
+        return  # not the server asked below; the Ray client has its own time limit
     from ray import exceptions
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 

@@ -45,7 +45,7 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that carries `address`; None if none does (behind address translation)."""
+    """The interface that carries `address`; None if none does (NAT)."""
     for name, addresses in psutil.net_if_addrs().items():
         for found in addresses:
             # An IPv6 address may have its interface appended: fe80::1%eth0.

@@ -1,4 +1,4 @@
-"""A Ray of our own: who may talk to it, how it is ended, and what a killed launcher left behind.
+"""The private Ray of one launcher: access token, shutdown, and cleanup after killed launchers.
 
 Its token lies in a folder `txl-ray-*` of the temporary directory, which a launcher keeps locked as
 long as it lives. The kernel releases the lock however the launcher ends, so a folder that can be

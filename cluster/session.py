@@ -16,7 +16,7 @@ from txl_dist.errors import ConfigError, TxlError
 
 @contextmanager
 def ray_session(address: str | None, *, num_cpus: int) -> Iterator[None]:
-    """Connect for the length of the context. `num_cpus` sizes a Ray of our own.
+    """Connect while the context is open. `num_cpus` is the size of a private Ray.
 
     Raises ConfigError within seconds if no cluster answers at `address`.
     """

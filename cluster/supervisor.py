@@ -77,8 +77,8 @@ class Supervisor:
         with StopSignals(on_insist=self._insist) as stop, log_of_rank_0:
             thread.start()
             while thread.is_alive() and not self._may_leave():
-                # Ray puts a handler of its own before ours when it connects, below Python, which
-                # prints a stack and aborts the process three seconds after a SIGTERM.
+                # When Ray connects it installs a C++ handler in place of ours, which prints a stack
+                # and aborts the process three seconds after a SIGTERM.
                 stop.catch_again()
                 if self._ended_at is None:
                     self._look(bool(stop))
@@ -92,7 +92,7 @@ class Supervisor:
 
     def _work(self, work: Callable[[], None]) -> None:
         # What this thread starts inherits the mask: a signal to every process of the job must not
-        # end a Ray of our own under ranks that are still to save.
+        # end a private Ray while its ranks still have to save.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             work()

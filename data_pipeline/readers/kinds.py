@@ -122,7 +122,7 @@ def _first_lines(path: str, compression: Compression, size: int) -> list[bytes]:
 
 
 def _to_json_lines(file: InputFile, shape: str) -> str:
-    """The command that writes the file as JSON lines beside it."""
+    """The command that writes the file as JSON lines into the same folder."""
     path = posixpath.basename(file.path) if scheme_of(file.path) else file.path
     suffix = suffix_of(path)
     stem = path[: len(path) - len(suffix.name + suffix.packed)]

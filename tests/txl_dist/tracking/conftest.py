@@ -17,7 +17,7 @@ import pytest
 from txl_dist.tracking.delivery import Delivery
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.mlflow_client import MlflowStore
-from txl_dist.tracking.state import TrackingRequest
+from txl_dist.tracking.state import TrackingRequest, TrackingState
 
 START = 1_700_000_000.0
 
@@ -148,6 +148,14 @@ def status_of(database: Path, run_id: str) -> str:
     with sqlite3.connect(database) as connection:
         (row,) = connection.execute("SELECT status FROM runs WHERE run_uuid = ?", (run_id,))
         return str(row[0])
+
+
+def run_id_of(run_dir: Path) -> str:
+    """The MLflow run that a run directory is sent to now."""
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    assert state.run_id is not None
+    return state.run_id
 
 
 def run_ids(database: Path, experiment: str = "tests") -> list[str]:

@@ -9,25 +9,18 @@ from mlflow.tracking import MlflowClient
 
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.mlflow_client import UnavailableError, clean_key
-from txl_dist.tracking.state import TrackingState
 
 from .conftest import (
     START,
     MlflowServer,
     delivery_for,
     recorded_steps,
+    run_id_of,
     run_ids,
     status_of,
     tags_of,
     write_steps,
 )
-
-
-def _run_id(run_dir: Path) -> str:
-    state = TrackingState.load(run_dir / "tracking.json")
-    assert state is not None
-    assert state.run_id is not None
-    return state.run_id
 
 
 def _client(run_dir: Path) -> MlflowClient:
@@ -47,7 +40,7 @@ def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_pa
     delivery.ends_with("finished")
     delivery.finish()
 
-    run = _client(run_dir).get_run(_run_id(run_dir))
+    run = _client(run_dir).get_run(run_id_of(run_dir))
     assert run.info.status == "FINISHED"
     assert run.data.params["a.b"] == "1"
     assert run.data.params["long"] + run.data.params["long.part2"] == long
@@ -66,15 +59,15 @@ def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_pa
 def test_training_begun_anew_in_the_same_directory_is_another_run(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 6))
     delivery_for(run_dir).pump()
-    old = _run_id(run_dir)
+    old = run_id_of(run_dir)
     (run_dir / "metrics.jsonl").unlink()
     write_steps(run_dir, range(1, 4), since=START + 1000)
     for _ in range(2):  # the sender's second life goes on in the same one
         delivery_for(run_dir, new_run_key="anew").pump()
     database = run_dir.parent / "mlflow.db"
     assert len(run_ids(database)) == 2
-    assert recorded_steps(database, _run_id(run_dir)) == [1, 2, 3]
-    assert tags_of(database, _run_id(run_dir))["txl.parent"] == old
+    assert recorded_steps(database, run_id_of(run_dir)) == [1, 2, 3]
+    assert tags_of(database, run_id_of(run_dir))["txl.parent"] == old
 
 
 def test_a_delivery_follows_a_journal_that_is_replaced_under_it(run_dir: Path) -> None:
@@ -85,7 +78,7 @@ def test_a_delivery_follows_a_journal_that_is_replaced_under_it(run_dir: Path) -
         journal.truncate_after(30)
     write_steps(run_dir, range(31, 51))
     delivery.pump()
-    steps = recorded_steps(run_dir.parent / "mlflow.db", _run_id(run_dir))
+    steps = recorded_steps(run_dir.parent / "mlflow.db", run_id_of(run_dir))
     assert steps == list(range(1, 51))
 
 
@@ -94,7 +87,7 @@ def test_a_deleted_run_is_followed_by_a_whole_new_one(run_dir: Path, when: str) 
     write_steps(run_dir, range(1, 6))
     delivery = delivery_for(run_dir)
     delivery.pump()
-    deleted = _run_id(run_dir)
+    deleted = run_id_of(run_dir)
     _client(run_dir).delete_run(deleted)
     write_steps(run_dir, range(6, 9))
     if when == "before a resume":
@@ -104,10 +97,10 @@ def test_a_deleted_run_is_followed_by_a_whole_new_one(run_dir: Path, when: str) 
     delivery.finish()
 
     database = run_dir.parent / "mlflow.db"
-    assert _run_id(run_dir) != deleted
-    assert recorded_steps(database, _run_id(run_dir)) == list(range(1, 9))
-    assert tags_of(database, _run_id(run_dir))["txl.parent"] == deleted
-    assert status_of(database, _run_id(run_dir)) == "FINISHED"
+    assert run_id_of(run_dir) != deleted
+    assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 9))
+    assert tags_of(database, run_id_of(run_dir))["txl.parent"] == deleted
+    assert status_of(database, run_id_of(run_dir)) == "FINISHED"
 
 
 def test_a_run_finished_by_someone_and_a_deleted_experiment_are_opened_again(
@@ -116,19 +109,19 @@ def test_a_run_finished_by_someone_and_a_deleted_experiment_are_opened_again(
     write_steps(run_dir, range(1, 6))
     delivery_for(run_dir).pump()
     client = _client(run_dir)
-    client.set_terminated(_run_id(run_dir))
+    client.set_terminated(run_id_of(run_dir))
     write_steps(run_dir, range(6, 9))
     delivery_for(run_dir).pump()
     database = run_dir.parent / "mlflow.db"
-    assert status_of(database, _run_id(run_dir)) == "RUNNING"
-    assert recorded_steps(database, _run_id(run_dir)) == list(range(1, 9))
+    assert status_of(database, run_id_of(run_dir)) == "RUNNING"
+    assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 9))
 
     experiment = client.get_experiment_by_name("tests")
     assert experiment is not None
     client.delete_experiment(experiment.experiment_id)
     write_steps(run_dir, range(9, 11))
     delivery_for(run_dir).pump()
-    assert recorded_steps(database, _run_id(run_dir)) == list(range(1, 11))
+    assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 11))
 
 
 def test_infinity_and_nan_become_tags_and_no_metric(run_dir: Path) -> None:
@@ -137,8 +130,8 @@ def test_infinity_and_nan_become_tags_and_no_metric(run_dir: Path) -> None:
     write_steps(run_dir, range(4, 5), grad=float("nan"))
     delivery_for(run_dir).pump()
     database = run_dir.parent / "mlflow.db"
-    assert recorded_steps(database, _run_id(run_dir), "grad") == [1, 2]
-    assert tags_of(database, _run_id(run_dir))["txl.not_finite.grad"] == "first at step 3"
+    assert recorded_steps(database, run_id_of(run_dir), "grad") == [1, 2]
+    assert tags_of(database, run_id_of(run_dir))["txl.not_finite.grad"] == "first at step 3"
 
 
 @pytest.mark.parametrize("fault", ["500", "401", "lost answer"])
@@ -168,8 +161,8 @@ def test_points_arrive_once_although_calls_fail(
             except UnavailableError:
                 continue
     assert "log-batch" in failed
-    assert run_ids(server.database, experiment) == [_run_id(run_dir)]
-    assert recorded_steps(server.database, _run_id(run_dir)) == list(range(1, 16))
+    assert run_ids(server.database, experiment) == [run_id_of(run_dir)]
+    assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 16))
 
 
 def test_what_a_server_swallowed_is_sent_again_at_the_end(
@@ -182,11 +175,11 @@ def test_what_a_server_swallowed_is_sent_again_at_the_end(
     server.fault = lambda path, body: "swallow" if b'"metrics"' in body else ""
     write_steps(run_dir, range(6, 11))
     delivery.pump()
-    assert recorded_steps(server.database, _run_id(run_dir)) == list(range(1, 6))
+    assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 6))
     server.fault = None
     delivery.ends_with("finished")
     delivery.finish()
-    assert recorded_steps(server.database, _run_id(run_dir)) == list(range(1, 11))
+    assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 11))
 
 
 def test_a_point_that_is_refused_holds_up_no_other(run_dir: Path, server: MlflowServer) -> None:
@@ -196,8 +189,8 @@ def test_a_point_that_is_refused_holds_up_no_other(run_dir: Path, server: Mlflow
     write_steps(run_dir, range(6, 7), poison=1.0)
     write_steps(run_dir, range(7, 10))
     delivery_for(run_dir, server.uri).pump()
-    assert recorded_steps(server.database, _run_id(run_dir)) == list(range(1, 10))
-    assert recorded_steps(server.database, _run_id(run_dir), "poison") == []
+    assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 10))
+    assert recorded_steps(server.database, run_id_of(run_dir), "poison") == []
 
 
 def test_metric_names_become_legal_and_lead_nowhere() -> None:
@@ -216,4 +209,4 @@ def test_a_first_database_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "run"}
     with sqlite3.connect(tmp_path / "mlflow.db") as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    assert recorded_steps(tmp_path / "mlflow.db", _run_id(run_dir)) == [1, 2]
+    assert recorded_steps(tmp_path / "mlflow.db", run_id_of(run_dir)) == [1, 2]

@@ -9,25 +9,18 @@ from mlflow.tracking import MlflowClient
 
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
 from txl_dist.tracking.mlflow_client import UnavailableError
-from txl_dist.tracking.state import TrackingState
 
 from .conftest import (
     START,
     MlflowServer,
     delivery_for,
     recorded_steps,
+    run_id_of,
     run_ids,
     status_of,
     tags_of,
     write_steps,
 )
-
-
-def _run_id(run_dir: Path) -> str:
-    state = TrackingState.load(run_dir / "tracking.json")
-    assert state is not None
-    assert state.run_id is not None
-    return state.run_id
 
 
 def _curves(database: Path, run_id: str) -> list[tuple[str, int, int, float]]:
@@ -57,7 +50,7 @@ def test_a_rollback_goes_on_in_a_new_run_that_equals_the_journal(run_dir: Path) 
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 41), gradient=2.0)
     delivery_for(run_dir).pump()  # killed here, without an end
-    first = _run_id(run_dir)
+    first = run_id_of(run_dir)
     evaluation = MlflowClient(f"sqlite:///{database}").create_run(
         "1", tags={"mlflow.parentRunId": first}
     )
@@ -69,7 +62,7 @@ def test_a_rollback_goes_on_in_a_new_run_that_equals_the_journal(run_dir: Path) 
     delivery.ends_with("finished")
     delivery.finish()
 
-    second = _run_id(run_dir)
+    second = run_id_of(run_dir)
     assert _curves(database, second) == _journalled(run_dir)
     assert status_of(database, second) == "FINISHED"
     assert recorded_steps(database, first) == list(range(1, 41)), "the abandoned run is kept"
@@ -88,7 +81,7 @@ def test_the_runs_of_several_rollbacks_all_lie_under_the_newest(run_dir: Path) -
         delivery_for(run_dir).pump()
         if last != 50:
             _go_back(run_dir, 10 * (attempt + 1))
-    newest = _run_id(run_dir)
+    newest = run_id_of(run_dir)
     assert _curves(database, newest) == _journalled(run_dir)
     others = [run_id for run_id in run_ids(database) if run_id != newest]
     assert [tags_of(database, run_id)["mlflow.parentRunId"] for run_id in others] == [newest] * 2
@@ -98,7 +91,7 @@ def test_a_resume_that_loses_no_point_goes_on_in_the_same_run(run_dir: Path) -> 
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 31))
     delivery_for(run_dir, params={"lr": "1"}).pump()
-    MlflowClient(f"sqlite:///{database}").log_metric(_run_id(run_dir), "by hand", 1.0, step=99)
+    MlflowClient(f"sqlite:///{database}").log_metric(run_id_of(run_dir), "by hand", 1.0, step=99)
     _go_back(run_dir, 30)
     write_steps(run_dir, range(31, 51), since=START + 1000)
     delivery = delivery_for(run_dir, params={"lr": "2"})
@@ -106,10 +99,10 @@ def test_a_resume_that_loses_no_point_goes_on_in_the_same_run(run_dir: Path) -> 
     delivery.ends_with("preempted")
     delivery.finish()
 
-    assert run_ids(database) == [_run_id(run_dir)]
-    own = [point for point in _curves(database, _run_id(run_dir)) if point[0] != "by hand"]
+    assert run_ids(database) == [run_id_of(run_dir)]
+    own = [point for point in _curves(database, run_id_of(run_dir)) if point[0] != "by hand"]
     assert own == _journalled(run_dir)
-    tags = tags_of(database, _run_id(run_dir))
+    tags = tags_of(database, run_id_of(run_dir))
     assert (tags["txl.changed.lr"], tags["txl.status"]) == ("2", "preempted")
 
 
@@ -124,8 +117,8 @@ def test_points_that_no_later_step_replaces_are_no_part_of_the_curve(run_dir: Pa
     delivery.pump()
     delivery.ends_with("finished")
     delivery.finish()
-    assert _curves(database, _run_id(run_dir)) == _journalled(run_dir)
-    (abandoned,) = set(run_ids(database)) - {_run_id(run_dir)}
+    assert _curves(database, run_id_of(run_dir)) == _journalled(run_dir)
+    (abandoned,) = set(run_ids(database)) - {run_id_of(run_dir)}
     assert tags_of(database, abandoned)["txl.abandoned"].startswith("from step 31 on")
 
 
@@ -137,7 +130,7 @@ def test_a_delivery_notices_a_rollback_under_it(run_dir: Path) -> None:
     _go_back(run_dir, 30)
     write_steps(run_dir, range(31, 36), since=START + 1000)
     delivery.pump()
-    assert _curves(run_dir.parent / "mlflow.db", _run_id(run_dir)) == _journalled(run_dir)
+    assert _curves(run_dir.parent / "mlflow.db", run_id_of(run_dir)) == _journalled(run_dir)
 
 
 @pytest.mark.parametrize("fault", ["500", "lost answer"])
@@ -162,7 +155,7 @@ def test_a_rollback_in_outages_records_every_point_once(
                 continue
         else:
             pytest.fail("never delivered")
-        newest = _run_id(run_dir)
+        newest = run_id_of(run_dir)
         assert _curves(server.database, newest) == _journalled(run_dir)
         others = set(run_ids(server.database, experiment)) - {newest}
         assert {tags_of(server.database, o)["mlflow.parentRunId"] for o in others} <= {newest}

@@ -18,11 +18,11 @@ import tempfile
 from pathlib import Path
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.preparation.settings import PrepareSettings
 from txl_dist.checkpoint.directory import resolve_checkpoint
-from txl_dist.config_file import load_run_config
+from txl_dist.config.config_file import load_run_config
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings, evaluate_here
-from txl_dist.processes import ProcessLauncher
+from txl_dist.launch.processes import ProcessLauncher
 from txl_dist.training.job import TrainJob
 
 CONFIG = Path(__file__).parents[1] / "configs" / "learns-like-the-original.yaml"
@@ -80,7 +80,7 @@ def score(checkpoint: Path, data: Path, *, mem_len: int) -> float:
         same_length=False,
         reset="stream",
     )
-    job = EvaluationJob(checkpoint=checkpoint, data=data, settings=settings, batch_pieces=8)
+    job = EvaluationJob(checkpoint=checkpoint, data=data, settings=settings, batch_chunks=8)
     return evaluate_here(job, on_progress=lambda done, total: None).sums.bits_per_byte
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data_pipeline.atomic_files import write_file
+from data_pipeline.storage.atomic_files import write_file
 from txl_dist.errors import TxlError, error_of
 
 

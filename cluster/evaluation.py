@@ -1,7 +1,7 @@
-"""Evaluation on Ray: pieces of a split dealt to actors, their sums added in the pieces' order.
+"""Evaluation on Ray: chunks of a split dealt to actors, their sums added in the chunks' order.
 
-Every actor loads the model once. Pieces go out in small groups to whoever is free; what comes back
-is kept by piece, so the result does not depend on who was faster.
+Every actor loads the model once. Chunks go out in small groups to whoever is free; what comes back
+is kept by chunk, so the result does not depend on who was faster.
 """
 
 import os
@@ -12,16 +12,16 @@ import torch
 
 from cluster.session import ray_session, uses_gpus
 from data_pipeline.shards.shard_reader import open_split
+from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import TxlError
+from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.evaluate import (
     EvaluationJob,
     EvaluationResult,
     plan_evaluation,
     summarise,
 )
-from txl_dist.evaluation.pieces import Piece
-from txl_dist.loss_sums import LossSums
-from txl_dist.stored_model import find_model
+from txl_dist.evaluation.loss_sums import LossSums
 
 
 class EvaluationWorker:
@@ -39,10 +39,10 @@ class EvaluationWorker:
             return error
         return None
 
-    def score(self, pieces: Sequence[Piece]) -> list[LossSums] | TxlError:
-        """The sums of some pieces, in order."""
+    def score(self, chunks: Sequence[EvaluationChunk]) -> list[LossSums] | TxlError:
+        """The sums of some chunks, in order."""
         try:
-            return list(self._scorer.scores(pieces))
+            return list(self._scorer.scores(chunks))
         except TxlError as error:
             return error
 
@@ -57,42 +57,42 @@ def evaluate_on_ray(
     """Score a split with `num_workers` actors. Raises the first TxlError of any of them."""
     trained = find_model(job.checkpoint)
     source = open_split(job.data, job.settings.split)
-    pieces = plan_evaluation(source, job.settings, n_layer=trained.config.n_layer)
+    chunks = plan_evaluation(source, job.settings, n_layer=trained.config.n_layer)
     absolute = EvaluationJob(
         checkpoint=job.checkpoint.resolve(),
         data=job.data.resolve(),
         settings=job.settings,
-        batch_pieces=job.batch_pieces,
+        batch_chunks=job.batch_chunks,
     )
     num_cpus = os.cpu_count() or 1
     with ray_session(address, num_cpus=max(num_workers, num_cpus)):
         scores = score_on_ray(
             absolute,
-            pieces,
+            chunks,
             num_workers=num_workers,
             num_threads=max(1, num_cpus // num_workers),
             on_progress=on_progress,
         )
-    return summarise(scores, pieces, job.settings)
+    return summarise(scores, chunks, job.settings)
 
 
 def score_on_ray(
     job: EvaluationJob,
-    pieces: list[Piece],
+    chunks: list[EvaluationChunk],
     *,
     num_workers: int,
     num_threads: int,
     on_progress: Callable[[int, int], None],
 ) -> list[LossSums]:
-    """The sums of `pieces`, in order, from inside a `ray_session`; `job` has absolute paths."""
+    """The sums of `chunks`, in order, from inside a `ray_session`; `job` has absolute paths."""
     import ray
     from ray.util import ActorPool
 
     remote = ray.remote(num_cpus=1, num_gpus=int(uses_gpus(num_workers)))(EvaluationWorker)
     workers = [remote.remote(job, num_threads) for _ in range(num_workers)]
     groups = [
-        pieces[first : first + job.batch_pieces]
-        for first in range(0, len(pieces), job.batch_pieces)
+        chunks[first : first + job.batch_chunks]
+        for first in range(0, len(chunks), job.batch_chunks)
     ]
     scores: list[LossSums] = []
     try:
@@ -104,7 +104,7 @@ def score_on_ray(
             if isinstance(outcome, TxlError):
                 raise outcome
             scores.extend(outcome)
-            on_progress(len(scores), len(pieces))
+            on_progress(len(scores), len(chunks))
     except ray.exceptions.RayTaskError:
         raise  # a mistake of ours, with its traceback
     except ray.exceptions.RayError as error:
@@ -127,5 +127,5 @@ def _worker_died(error: Exception, worker_ids: list[str], job: EvaluationJob) ->
         f"{name}{place} died while it scored split {job.settings.split} of {job.data}; what the "
         "others had scored is lost. Most often its node ran out of memory and the kernel or Ray "
         f"killed it (dmesg there says so). Run the same command with a smaller --batch (now "
-        f"{job.batch_pieces}) or fewer --workers (now {len(worker_ids)})"
+        f"{job.batch_chunks}) or fewer --workers (now {len(worker_ids)})"
     )

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from data_pipeline.workers import Workers
+from data_pipeline.processes.workers import Workers
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
-from txl_dist.launchers import OnLine
+from txl_dist.launch.launcher import OnLine
 from txl_dist.training.job import TrainJob
 
 

@@ -6,7 +6,6 @@ locked belongs to a dead one, also where several containers share the directory.
 """
 
 import atexit
-import fcntl
 import os
 import secrets
 import shutil
@@ -18,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+
+from data_pipeline.storage.locks import try_lock
 
 PREFIX = "txl-ray-"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
@@ -41,7 +42,7 @@ def own_token() -> Path:
     path.write_text(secrets.token_hex(32))
     # Locked before it has its name: nobody can find it unlocked. Open as long as this process.
     descriptor = os.open(directory / "new-lock", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try_lock(descriptor)
     os.write(descriptor, f"pid {os.getpid()}\n".encode())
     (directory / "new-lock").rename(directory / _LOCK)
     return path
@@ -51,7 +52,8 @@ def remove_leftovers(parent: Path) -> None:
     """End the Ray processes of launchers that were killed, and remove their token folders."""
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
         with suppress(OSError), lock.open("rb+") as file:  # of another user, or just removed
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not try_lock(file.fileno()):
+                continue
             while found := processes_with(lock.with_name("token")):
                 _end(found)
             shutil.rmtree(lock.parent)

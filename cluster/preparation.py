@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from cluster.session import ray_session
 from data_pipeline.errors import TxlError
-from data_pipeline.workers import MAX_DEATHS, died, peak_memory_bytes
+from data_pipeline.processes.workers import MAX_DEATHS, died, peak_memory_bytes
 
 U = TypeVar("U")
 R = TypeVar("R")

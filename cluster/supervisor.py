@@ -21,7 +21,7 @@ from cluster.own_ray import end_own_ray
 from cluster.watch import ClusterWatch
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
-from txl_dist.launchers import OnLine
+from txl_dist.launch.launcher import OnLine
 from txl_dist.runtime.stop_signals import STOP_SIGNALS, STOPPING, StopSignals, end_now
 from txl_dist.training.follow import LogFollower, step_of
 from txl_dist.training.run_directory import RunDirectory

@@ -20,11 +20,11 @@ from cluster.supervisor import Supervisor
 from cluster.watch import ClusterWatch
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import DivergedError, LostRankError, PreemptedError, TxlError
-from txl_dist.launchers import OnLine
+from txl_dist.launch.launcher import OnLine
+from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.world import World
 
 
 def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line: OnLine) -> None:

@@ -32,3 +32,8 @@ class UnfinishedError(DataError):
 
     What was finished before stays good: the same command goes on from it.
     """
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped: safe to show on a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

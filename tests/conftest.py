@@ -12,10 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import settings
 
-import tests.hypothesis_examples  # noqa: F401  # registers the profiles
+import tests.support.hypothesis_examples  # noqa: F401  # registers the profiles
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.settings import PrepareSettings
-from tests.gloo_ranks import RankGroups
+from data_pipeline.preparation.settings import PrepareSettings
+from tests.support.gloo_ranks import RankGroups
 
 # Before test modules are imported; `--hypothesis-profile all` comes later and wins.
 settings.load_profile("quick")

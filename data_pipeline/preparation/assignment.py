@@ -14,7 +14,7 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.corpus import Corpus, first_of_each_text
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.preparation.settings import PrepareSettings
 
 
 def assign(corpus: Corpus, settings: PrepareSettings) -> dict[str, list[np.ndarray]]:

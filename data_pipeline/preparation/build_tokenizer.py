@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.atomic_files import sha256_file, write_synced
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, printable
 from data_pipeline.preparation.finished_units import FileSum, finish, finished
+from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.preparation.texts import Documents
-from data_pipeline.readers import printable
-from data_pipeline.settings import PrepareSettings
 from data_pipeline.shards.manifest import TOKENIZER_NAME
+from data_pipeline.storage.atomic_files import sha256_file, write_synced
 from data_pipeline.tokenizers import Counts, Tokenizer, cuts_of, load_tokenizer, train_tokenizer
 from data_pipeline.tokenizers.pieces import text_pieces
 

@@ -4,10 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from data_pipeline.atomic_files import STAGING
-from data_pipeline.errors import DataError
-from data_pipeline.readers import printable
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.errors import DataError, printable
+from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -15,6 +13,7 @@ from data_pipeline.shards.manifest import (
     ShardManifest,
     load_manifest,
 )
+from data_pipeline.storage.staged_directory import STAGING
 
 
 def find_existing(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.atomic_files import sha256_file, write_file
+from data_pipeline.storage.atomic_files import sha256_file, write_file
 
 RECORDS = "units"
 """The folder in staging for records and for what is not part of the dataset."""

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, printable
 from data_pipeline.preparation.corpus import Corpus
+from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.preparation.texts import Documents
-from data_pipeline.readers import printable, shown
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.storage.urls import shown
 from data_pipeline.tokenizers.recipes import fixed_split
 
 

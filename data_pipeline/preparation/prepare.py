@@ -20,11 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.atomic_files import (
-    StagedDirectory,
-    explain_disk_errors,
-    write_synced,
-)
+from data_pipeline.errors import printable
 from data_pipeline.preparation.assignment import assign
 from data_pipeline.preparation.build_tokenizer import (
     keep_tokenizer,
@@ -36,6 +32,7 @@ from data_pipeline.preparation.corpus import Corpus, first_of_each_text
 from data_pipeline.preparation.existing_dataset import find_existing, require_same_input
 from data_pipeline.preparation.fixed_parts import cut_into_splits
 from data_pipeline.preparation.scan import Scan, plan_scan, scan
+from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.preparation.staged_work import claim_staging, fingerprint_of
 from data_pipeline.preparation.texts import Documents
 from data_pipeline.preparation.usable import require_usable
@@ -47,9 +44,9 @@ from data_pipeline.preparation.work_units import (
     keep_loaded,
     run_task,
 )
-from data_pipeline.progress import Progress
-from data_pipeline.readers import InputFile, find_files, printable
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.processes.progress import Progress
+from data_pipeline.processes.workers import InProcess, Workers, peak_memory_bytes
+from data_pipeline.readers import InputFile, find_files
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -60,9 +57,10 @@ from data_pipeline.shards.manifest import (
     ShardManifest,
     SplitEntry,
 )
+from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
+from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
 from data_pipeline.tokenizers.recipes import recipe_of
-from data_pipeline.workers import InProcess, Workers, peak_memory_bytes
 
 DEFAULT_MAX_REJECT_RATE = 0.001
 _SUFFIXES_SHOWN = 8

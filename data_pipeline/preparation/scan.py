@@ -16,15 +16,8 @@ from typing import BinaryIO
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from data_pipeline.errors import DataError
-from data_pipeline.readers import (
-    InputFile,
-    Record,
-    Reject,
-    printable,
-    read_records,
-    scan_ranges,
-)
+from data_pipeline.errors import DataError, printable
+from data_pipeline.readers import InputFile, Record, Reject, read_records, scan_ranges
 
 UNIT_BYTES = 64 * 2**20
 MAX_PARTS = 4096

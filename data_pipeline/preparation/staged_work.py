@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.atomic_files import StagedDirectory, write_file
 from data_pipeline.preparation.finished_units import FINGERPRINT, RECORDS, discard_attempts
 from data_pipeline.preparation.scan import UNIT_BYTES
-from data_pipeline.readers import InputFile, local_path
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.readers import InputFile
 from data_pipeline.shards.manifest import VERSION
+from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.storage.staged_directory import StagedDirectory
+from data_pipeline.storage.urls import local_path
 
 
 def fingerprint_of(

@@ -17,7 +17,8 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.corpus import CHECK_BYTES, Corpus, document_id
 from data_pipeline.preparation.finished_units import RECORDS
 from data_pipeline.preparation.scan import spill_name
-from data_pipeline.readers import InputFile, read_pieces, shown
+from data_pipeline.readers import InputFile, read_pieces
+from data_pipeline.storage.urls import shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from data_pipeline.atomic_files import explain_disk_errors, fsync_directory
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.corpus import Corpus
 from data_pipeline.readers import Reject
 from data_pipeline.shards.manifest import REJECTS_NAME
+from data_pipeline.storage.atomic_files import explain_disk_errors, fsync_directory
 
 
 def require_usable(corpus: Corpus, staging: Path, out: Path, max_reject_rate: float) -> None:

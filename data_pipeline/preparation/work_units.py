@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.atomic_files import explain_disk_errors, write_synced
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, printable
 from data_pipeline.preparation.build_tokenizer import counted_pieces, token_pieces
 from data_pipeline.preparation.finished_units import (
     FINGERPRINT,
@@ -26,11 +25,11 @@ from data_pipeline.preparation.finished_units import (
     finished,
 )
 from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
+from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.preparation.texts import Documents
-from data_pipeline.readers import printable
-from data_pipeline.settings import PrepareSettings
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, shard_name
 from data_pipeline.shards.shard_writer import ShardWriter
+from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
 from data_pipeline.tokenizers import TokenCounter, Tokenizer, load_tokenizer
 
 

@@ -16,8 +16,7 @@ from data_pipeline.readers.formats import (
     read_records,
     scan_ranges,
 )
-from data_pipeline.readers.records import Record, Reject, printable
-from data_pipeline.readers.sources import local_path, shown
+from data_pipeline.readers.records import Record, Reject
 
 __all__ = [
     "FORMATS",
@@ -29,11 +28,8 @@ __all__ = [
     "Record",
     "Reject",
     "find_files",
-    "local_path",
-    "printable",
     "read_again",
     "read_pieces",
     "read_records",
     "scan_ranges",
-    "shown",
 ]

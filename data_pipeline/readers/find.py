@@ -13,18 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind
 from data_pipeline.readers.kinds import kind_of, require_json_lines, suffix_of
-from data_pipeline.readers.records import printable
-from data_pipeline.readers.sources import (
-    SourceError,
-    attempt,
-    file_system,
-    local_path,
-    scheme_of,
-    shown,
-)
+from data_pipeline.storage.source_errors import SourceError
+from data_pipeline.storage.urls import attempt, file_system, local_path, scheme_of, shown
 
 _NOT_TEXT = {
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".ico", ".tif", ".tiff"),

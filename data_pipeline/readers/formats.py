@@ -22,18 +22,12 @@ from data_pipeline.readers.records import (
     Utf8Decoder,
     decode,
 )
-from data_pipeline.readers.sources import (
-    Compression,
-    SourceError,
-    explain,
-    is_passing,
-    open_source,
-    scheme_of,
-    shown,
-)
 from data_pipeline.readers.spans import PIECE_BYTES, Source
 from data_pipeline.readers.text import read_text
 from data_pipeline.readers.wikitext import read_wikitext
+from data_pipeline.storage.open_source import Compression, open_source
+from data_pipeline.storage.source_errors import SourceError, explain, is_passing
+from data_pipeline.storage.urls import scheme_of, shown
 
 Kind = str
 """A key of FORMATS."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from data_pipeline.errors import printable
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
@@ -11,7 +12,6 @@ from data_pipeline.readers.records import (
     Reject,
     decode,
     did_you_mean,
-    printable,
 )
 from data_pipeline.readers.spans import Source, line_pieces, too_long
 

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 from data_pipeline.errors import DataError
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind
-from data_pipeline.readers.sources import Compression, open_source, scheme_of, shown
 from data_pipeline.readers.wikitext import MAX_TITLE_BYTES, is_title
+from data_pipeline.storage.open_source import Compression, open_source
+from data_pipeline.storage.urls import scheme_of, shown
 
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}
 _UNPACK = {"": "cat", "gz": "gzip -dc <", "zst": "zstd -dc <"}

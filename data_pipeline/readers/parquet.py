@@ -9,16 +9,16 @@ are verified where the file has them.
 from collections.abc import Iterator
 from typing import Any
 
+from data_pipeline.errors import printable
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BrokenStreamError,
     Record,
     Reject,
     did_you_mean,
-    printable,
 )
-from data_pipeline.readers.sources import SourceError
 from data_pipeline.readers.spans import Source, too_long
+from data_pipeline.storage.source_errors import SourceError
 
 _BATCH_BYTES = 8 * 2**20
 _MAX_BATCH_ROWS = 4096

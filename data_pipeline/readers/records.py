@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Self
 
+from data_pipeline.errors import printable
+
 MAX_RECORD_BYTES = 256 * 2**20
 """A document that has to be held in memory whole may have this many bytes; longer is a Reject.
 
@@ -110,11 +112,6 @@ def _not_utf8(error: UnicodeDecodeError, start: int) -> BadRecordError:
         hint = "; it looks like UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
     found = error.object[error.start]
     return BadRecordError(byte, f"invalid UTF-8: byte 0x{found:02x}, {error.reason}{hint}")
-
-
-def printable(text: str) -> str:
-    """`text` with control characters escaped: safe to show on a terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @functools.lru_cache(maxsize=256)  # a wrong key is wrong in every record

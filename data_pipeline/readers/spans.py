@@ -20,7 +20,7 @@ from data_pipeline.readers.records import (
     Utf8Decoder,
     decode,
 )
-from data_pipeline.readers.sources import explain
+from data_pipeline.storage.source_errors import explain
 
 PIECE_BYTES = 2**20
 
@@ -45,7 +45,7 @@ class Source:
         return Reject(self.name, line, byte, reason)
 
 
-class Piece(NamedTuple):
+class EvaluationChunk(NamedTuple):
     """A line, or at most PIECE_BYTES + 1 of one. Never cut between CR and LF."""
 
     offset: int
@@ -58,17 +58,17 @@ class Piece(NamedTuple):
     """Whether it does so in the range, a byte-order mark counted as part of the first line."""
 
 
-def pieces(source: Source) -> Iterator[Piece]:
+def pieces(source: Source) -> Iterator[EvaluationChunk]:
     """The stream from `source.start` on, in PIECE_BYTES. Without a byte-order mark at the front."""
     offset = 0
     while raw := _read(source, offset, PIECE_BYTES):
         body = _without_mark(raw) if not offset else raw
         if body:
-            yield Piece(offset + len(raw) - len(body), 0, body, not offset, True)
+            yield EvaluationChunk(offset + len(raw) - len(body), 0, body, not offset, True)
         offset += len(raw)
 
 
-def line_pieces(source: Source, *, past_stop: bool = False) -> Iterator[Piece]:
+def line_pieces(source: Source, *, past_stop: bool = False) -> Iterator[EvaluationChunk]:
     """The lines that begin in the range, and with `past_stop` all behind them.
 
     Nothing if no line begins in the range.
@@ -85,7 +85,7 @@ def line_pieces(source: Source, *, past_stop: bool = False) -> Iterator[Piece]:
         if inside:
             source.lines = line
         body = raw if offset else _without_mark(raw)
-        yield Piece(offset + len(raw) - len(body), line, body, begins, inside)
+        yield EvaluationChunk(offset + len(raw) - len(body), line, body, begins, inside)
         begins = raw.endswith(b"\n")
         offset += len(raw)
 

@@ -5,11 +5,11 @@ Text comes from a corpus that nobody has read, so control characters are escaped
 
 from dataclasses import dataclass
 
-from data_pipeline.readers import printable
-from data_pipeline.remote import DatasetPath
+from data_pipeline.errors import printable
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.shard_index import read_index
 from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.tokenizers import Tokenizer
 
 EXCERPT_TOKENS = 240

@@ -5,16 +5,21 @@ flipped bit in it is noticed before any shard is opened. Shard names are not fre
 from split and number, so a manifest cannot point outside its directory.
 """
 
-import json
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from data_pipeline import strict_json
 from data_pipeline.errors import DataError
-from data_pipeline.remote import DatasetPath, RemotePath, dataset_path
-from data_pipeline.settings import SPLIT_PATTERN, PrepareSettings, SplitName, Strict
+from data_pipeline.preparation.settings import SPLIT_PATTERN, PrepareSettings, SplitName
+from data_pipeline.storage import strict_json
+from data_pipeline.storage.manifest_file import (
+    WrongFormatError,
+    load_manifest_file,
+    manifest_bytes,
+)
+from data_pipeline.storage.remote_path import DatasetPath, RemotePath, dataset_path
+from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
 
 MANIFEST_NAME = "manifest.json"
@@ -33,7 +38,7 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:06d}{SHARD_SUFFIX}"
 
 
-class InputSummary(Strict):
+class InputSummary(StrictModel):
     """The corpus as it was read."""
 
     digest: Sha256
@@ -49,7 +54,7 @@ class InputSummary(Strict):
     """Documents left out because an earlier one has the same text."""
 
 
-class ShardEntry(Strict):
+class ShardEntry(StrictModel):
     """One shard and its sidecar index."""
 
     name: str
@@ -71,7 +76,7 @@ class ShardEntry(Strict):
         return self.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX
 
 
-class SplitEntry(Strict):
+class SplitEntry(StrictModel):
     """The shards of one split in corpus order, and their totals."""
 
     shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1)]
@@ -97,7 +102,7 @@ def _totals(shards: list[ShardEntry] | tuple[ShardEntry, ...]) -> dict[str, int]
     return {name: sum(getattr(shard, name) for shard in shards) for name in names}
 
 
-class DatasetHeader(Strict):
+class DatasetHeader(StrictModel):
     """All of a manifest but its list of shards."""
 
     format: Literal["txl-shards"] = "txl-shards"
@@ -110,7 +115,7 @@ class DatasetHeader(Strict):
     input: InputSummary
 
 
-class IndexHeader(Strict):
+class IndexHeader(StrictModel):
     """What every index knows of its dataset, so that the shards can replace a lost manifest."""
 
     dataset: DatasetHeader
@@ -138,13 +143,11 @@ class ShardManifest(DatasetHeader):
     @property
     def digest(self) -> str:
         """Hex sha256 of the canonical content."""
-        return _digest(self.model_dump(mode="json"))
+        return strict_json.sha256_of(self.model_dump(mode="json"))
 
     def to_bytes(self) -> bytes:
         """The content of `manifest.json`."""
-        content = self.model_dump(mode="json")
-        text = json.dumps({"digest": _digest(content), **content}, sort_keys=True, indent=1)
-        return text.encode() + b"\n"
+        return manifest_bytes(self.model_dump(mode="json"))
 
     def split(self, name: str, directory: DatasetPath) -> SplitEntry:
         """The entry of a split, or DataError with the ones there are."""
@@ -162,57 +165,29 @@ class ShardManifest(DatasetHeader):
         return [MANIFEST_NAME, TOKENIZER_NAME, *sorted(names)]
 
 
-def _digest(content: dict[str, Any]) -> str:
-    return strict_json.sha256_of(content)
-
-
 def load_manifest(directory: str | DatasetPath) -> ShardManifest:
     """The checked manifest of a dataset directory or URL; DataError says what is wrong."""
     path = dataset_path(directory) / MANIFEST_NAME
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise DataError(f"{path} is larger than {MAX_MANIFEST_BYTES:,} bytes: no manifest.")
-        content = strict_json.parse(path.read_bytes())
+        return load_manifest_file(path, ShardManifest)
     except FileNotFoundError:
         cause = "there is no such directory" if not path.parent.is_dir() else "it has no manifest"
-        where = path.parent
-        how = f"DIR, then txl data push DIR {where}" if isinstance(path, RemotePath) else where
+        remote = isinstance(path, RemotePath)
+        out = f"DIR, then txl data push DIR {path.parent}" if remote else path.parent
         raise DataError(
             f"{path}: {cause}, so no complete dataset is here (an interrupted prepare leaves none)."
-            f" Create it: txl prepare INPUT --out {how}. If its shards are there: txl data rebuild "
+            f" Create it: txl prepare INPUT --out {out}. If its shards are there: txl data rebuild "
             f"{directory}"
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}). {_again(path.parent)}") from error
-    return _checked(content, path)
-
-
-def _checked(content: object, path: DatasetPath) -> ShardManifest:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    except WrongFormatError as error:
         raise DataError(
-            f'{path} is not the manifest of a txl dataset (no "format": "{FORMAT}"); it belongs to '
-            "another program. Give the directory that txl prepare wrote."
-        )
-    if content.get("version") != VERSION:
-        raise DataError(
-            f"{path} has format version {content.get('version')!r}, this txl reads {VERSION}. "
-            f"Upgrade txl, or prepare the corpus again into another directory."
-        )
-    recorded = content.pop("digest", None)
-    try:
-        manifest = ShardManifest.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise DataError(f"{path}: {where}: {first['msg']}. {_again(path.parent)}") from error
-    if manifest.digest != recorded:
-        raise DataError(
-            f"{path} says its digest is {recorded!r}, its content gives {manifest.digest!r}. "
-            f"{_again(path.parent)}"
-        )
-    return manifest
+            f"{path} {error}. It belongs to another program or to another version of txl. Give a "
+            "directory that txl prepare wrote, or prepare the corpus again into another directory."
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{path} {error}. {_again(path.parent)}") from error
 
 
 def _again(directory: DatasetPath) -> str:

@@ -6,11 +6,8 @@ writes. Every local file is hashed before it is sent, and its size asked for onc
 
 from pathlib import Path
 
-from data_pipeline.atomic_files import sha256_file
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.progress import Progress
-from data_pipeline.readers.sources import scheme_of
-from data_pipeline.remote import RemotePath, dataset_path
+from data_pipeline.processes.progress import Progress
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     ShardManifest,
@@ -18,6 +15,9 @@ from data_pipeline.shards.manifest import (
     load_manifest,
     open_tokenizer,
 )
+from data_pipeline.storage.atomic_files import sha256_file
+from data_pipeline.storage.remote_path import RemotePath, dataset_path
+from data_pipeline.storage.urls import scheme_of
 
 WRITABLE = ("s3", "gs")
 

@@ -15,15 +15,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from data_pipeline.atomic_files import (
-    explain_disk_errors,
-    require_writable,
-    sha256_file,
-    write_file,
-)
 from data_pipeline.errors import DataError
-from data_pipeline.progress import Progress
-from data_pipeline.settings import SPLIT_PATTERN
+from data_pipeline.preparation.settings import SPLIT_PATTERN
+from data_pipeline.processes.progress import Progress
+from data_pipeline.processes.workers import InProcess, Workers
 from data_pipeline.shards.frames import seek_table
 from data_pipeline.shards.manifest import (
     INDEX_SUFFIX,
@@ -41,7 +36,12 @@ from data_pipeline.shards.manifest import (
 from data_pipeline.shards.shard_check import RawStream
 from data_pipeline.shards.shard_index import read_about, read_index, refusal
 from data_pipeline.shards.verify import shard_problems
-from data_pipeline.workers import InProcess, Workers
+from data_pipeline.storage.atomic_files import (
+    explain_disk_errors,
+    require_writable,
+    sha256_file,
+    write_file,
+)
 
 _SHARD = re.compile(rf"({SPLIT_PATTERN})-(\d{{6}}){re.escape(SHARD_SUFFIX)}")
 

@@ -8,7 +8,6 @@ what was fetched damaged is refused.
 import itertools
 
 from data_pipeline.errors import DataError
-from data_pipeline.remote import RemotePath
 from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
@@ -19,6 +18,7 @@ from data_pipeline.shards.shard_index import (
     read_piece,
     unreadable,
 )
+from data_pipeline.storage.remote_path import RemotePath
 
 
 def read_remote_index(

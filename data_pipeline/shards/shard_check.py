@@ -15,13 +15,12 @@ from typing import IO
 
 import numpy as np
 
-from data_pipeline.atomic_files import sha256_file
-from data_pipeline.errors import DataError
-from data_pipeline.readers import printable
-from data_pipeline.readers.sources import is_unread
-from data_pipeline.remote import DatasetPath
+from data_pipeline.errors import DataError, printable
 from data_pipeline.shards.manifest import SHARD_SUFFIX, ShardEntry
 from data_pipeline.shards.shard_index import ShardIndex, check_sizes, read_frame, read_index
+from data_pipeline.storage.atomic_files import sha256_file
+from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.storage.source_errors import is_unread
 
 _PIECE_ELEMENTS = 2**20
 

@@ -20,14 +20,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
-from data_pipeline import strict_json
-from data_pipeline.errors import DataError
-from data_pipeline.readers import printable
-from data_pipeline.readers.sources import is_unread
-from data_pipeline.remote import DatasetPath, RemotePath
+from data_pipeline.errors import DataError, printable
 from data_pipeline.shards.document_table import DocumentTable, unpack_documents
 from data_pipeline.shards.frames import MAX_FRAME_BYTES, Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
+from data_pipeline.storage import strict_json
+from data_pipeline.storage.remote_path import DatasetPath, RemotePath
+from data_pipeline.storage.source_errors import is_unread
 
 _MAX_HEADER_BYTES = 2**16
 _USUAL_HEADER_BYTES = 4096

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import numpy as np
 
-from data_pipeline.remote import DatasetPath, RemotePath, dataset_path
 from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.frames import Frame
 from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
@@ -30,6 +29,7 @@ from data_pipeline.shards.shard_index import (
     read_index,
     refusal,
 )
+from data_pipeline.storage.remote_path import DatasetPath, RemotePath, dataset_path
 
 DEFAULT_CACHE_FRAMES = 64
 INDEX_CACHE_BYTES = 256 * 2**20

@@ -27,13 +27,12 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from data_pipeline.atomic_files import write_synced
-from data_pipeline.errors import DataError
-from data_pipeline.readers import printable
+from data_pipeline.errors import DataError, printable
 from data_pipeline.shards.document_table import pack_documents
 from data_pipeline.shards.frames import FrameWriter, frames_array
 from data_pipeline.shards.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
 from data_pipeline.shards.shard_index import index_bytes
+from data_pipeline.storage.atomic_files import write_synced
 
 MAX_DOCUMENT_BYTES = 8 * 2**30 - 2**20
 """Of tokens in one document: sizes in a ustar header end at 8 GiB."""

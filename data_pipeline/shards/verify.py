@@ -10,12 +10,9 @@ shards. Here is what concerns the directory: names, the tokenizer, whose content
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.atomic_files import sha256_file
-from data_pipeline.errors import DataError, UnreadError
-from data_pipeline.progress import Progress
-from data_pipeline.readers import printable
-from data_pipeline.readers.sources import is_unread
-from data_pipeline.remote import DatasetPath
+from data_pipeline.errors import DataError, UnreadError, printable
+from data_pipeline.processes.progress import Progress
+from data_pipeline.processes.workers import InProcess, Workers
 from data_pipeline.shards.manifest import (
     INDEX_SUFFIX,
     SHARD_SUFFIX,
@@ -33,8 +30,10 @@ from data_pipeline.shards.shard_check import (
     glance,
 )
 from data_pipeline.shards.shard_index import what_to_check
+from data_pipeline.storage.atomic_files import sha256_file
+from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.storage.source_errors import is_unread
 from data_pipeline.tokenizers import Tokenizer
-from data_pipeline.workers import InProcess, Workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Mixture: several corpora read as one, each by its share, block by block in the one order.
 
 Every corpus is a tape without an end: its blocks in a fixed order, again and again. An epoch of the
-mixture takes the next `tokens_an_epoch` of each tape, whatever they are: half a pass, or three:
+mixture takes the next `tokens_per_epoch` of each tape, whatever they are: half a pass, or three:
 
     corpus a   |-- block 4 --|- block 0 -|---- block 2 ----|-- block 4 --|- block 0 -|-- ...
     epochs     |...... epoch 0 ......|...... epoch 1 ......|...... epoch 2 ......|
@@ -35,7 +35,7 @@ MAX_PASSES = 1000
 """Times a corpus may be read in one epoch; more is a misprint, and would fill the memory."""
 
 
-def tokens_an_epoch(tokens: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+def tokens_per_epoch(tokens: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
     """Tokens of each corpus in an epoch as long as all corpora together, in shares of the weights.
 
     Within a token of weight / sum of weights, and exact if the weights are the corpora's `tokens`.
@@ -76,7 +76,7 @@ class CorpusTape:
     """One corpus as a tape without an end, of which each epoch takes the next tokens."""
 
     def __init__(
-        self, source: TokenSource, *, tokens_an_epoch: int, shuffle: Shuffle, seed: int,
+        self, source: TokenSource, *, tokens_per_epoch: int, shuffle: Shuffle, seed: int,
         key: int = 0, start: int = 0, first_epoch: int = 0,
     ) -> None:  # fmt: skip
         """`start` is where on the tape `first_epoch` begins.
@@ -84,7 +84,7 @@ class CorpusTape:
         The tape's order of blocks follows from `seed` and `key`, a number below 2**64 that stays
         with the corpus; under `shuffle: none` it is the corpus order.
         """
-        self.source, self.tokens_an_epoch = source, tokens_an_epoch
+        self.source, self.tokens_per_epoch = source, tokens_per_epoch
         self._start, self._first_epoch = start, first_epoch
         num_blocks = len(source.block_tokens)
         self._blocks = np.arange(num_blocks)
@@ -94,17 +94,17 @@ class CorpusTape:
         self._starts = np.cumsum(self._tokens) - self._tokens
 
     def parts(self, epoch: int) -> Parts:
-        """What an epoch reads of the corpus, in tape order; together `tokens_an_epoch`."""
+        """What an epoch reads of the corpus, in tape order; together `tokens_per_epoch`."""
         num_tokens = int(self._tokens.sum())
-        read_before = self._start + (epoch - self._first_epoch) * self.tokens_an_epoch
+        read_before = self._start + (epoch - self._first_epoch) * self.tokens_per_epoch
         start = read_before % num_tokens
-        stop = start + self.tokens_an_epoch
+        stop = start + self.tokens_per_epoch
         passes = -(-stop // num_tokens)
         starts = np.add.outer(num_tokens * np.arange(passes), self._starts).ravel()
         first = np.maximum(starts, start)
         last = np.minimum(starts + np.tile(self._tokens, passes), stop)
         chosen = first < last
-        middle = ((first + last) / 2 - start) / self.tokens_an_epoch
+        middle = ((first + last) / 2 - start) / self.tokens_per_epoch
         block = np.tile(self._blocks, passes)
         return Parts(*(each[chosen] for each in (block, first - starts, last - first, middle)))
 

@@ -4,16 +4,14 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
-from data_pipeline.strict_json import canonical, sha256_of
+from data_pipeline.storage.strict_json import canonical, sha256_of
+from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers.interface import Cuts, checked_ids
 
 
-class ByteDescription(BaseModel):
+class ByteDescription(StrictModel):
     """`tokenizer.json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     type: Literal["byte"] = "byte"
     version: Literal[1] = 1

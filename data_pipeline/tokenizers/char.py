@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
-from data_pipeline.strict_json import canonical, sha256_of
+from data_pipeline.storage.strict_json import canonical, sha256_of
+from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
 from data_pipeline.tokenizers.vocabulary import require_distinct
 
@@ -17,10 +17,8 @@ _NUM_CODE_POINTS = 0x110000
 _REPLACEMENT = 0xFFFD
 
 
-class CharDescription(BaseModel):
+class CharDescription(StrictModel):
     """`tokenizer.json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     type: Literal["char"] = "char"
     version: Literal[1] = 1

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from data_pipeline import strict_json
 from data_pipeline.errors import DataError
+from data_pipeline.storage import strict_json
 from data_pipeline.tokenizers.recipes import recipe_of
 from data_pipeline.tokenizers.word import symbols_of
 
 if TYPE_CHECKING:
-    from data_pipeline.settings import PrepareSettings
+    from data_pipeline.preparation.settings import PrepareSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data_pipeline import strict_json
 from data_pipeline.errors import DataError
-from data_pipeline.readers.sources import is_unread
-from data_pipeline.remote import DatasetPath, dataset_path
+from data_pipeline.storage import strict_json
+from data_pipeline.storage.remote_path import DatasetPath, dataset_path
+from data_pipeline.storage.source_errors import is_unread
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import CharTokenizer
 from data_pipeline.tokenizers.interface import Tokenizer

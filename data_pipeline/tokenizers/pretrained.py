@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 import tokenizers
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from data_pipeline.errors import DataError
-from data_pipeline.strict_json import canonical, sha256_of
+from data_pipeline.storage.strict_json import canonical, sha256_of
+from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers.byte_pairs import GPT2_PATTERN, ranked_bytes
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
 
@@ -35,10 +36,8 @@ HARD_STRINGS = (
 """Where implementations of byte-level BPE have differed; whole tokenizers are compared on them."""
 
 
-class PretrainedDescription(BaseModel):
+class PretrainedDescription(StrictModel):
     """`tokenizer.json` of a dataset."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     type: Literal["bpe", "file"]
     version: Literal[1] = 1

@@ -16,7 +16,7 @@ from data_pipeline.tokenizers.word import LINE_END, WordTokenizer
 from data_pipeline.tokenizers.word import UNKNOWN as UNKNOWN_WORD
 
 if TYPE_CHECKING:
-    from data_pipeline.settings import PrepareSettings
+    from data_pipeline.preparation.settings import PrepareSettings
 
 Texts = Callable[[], Iterator[str]]
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
-from data_pipeline.strict_json import canonical, sha256_of
+from data_pipeline.storage.strict_json import canonical, sha256_of
+from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
 from data_pipeline.tokenizers.vocabulary import require_distinct
 
@@ -23,10 +23,8 @@ Lines = Literal["end", "both"]
 """`end`: a token closes each line (`<eos>`). `both`: it also opens it (`<S>` of lm1b)."""
 
 
-class WordDescription(BaseModel):
+class WordDescription(StrictModel):
     """`tokenizer.json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     type: Literal["word"] = "word"
     version: Literal[1] = 1

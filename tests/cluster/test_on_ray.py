@@ -21,9 +21,9 @@ from cluster.training import train_on_ray
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
-from tests.commands import num_lines, start_txl, txl, wait_until
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.commands import num_lines, start_txl, txl, wait_until
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
 from txl_dist.evaluation.evaluate import (
     EvaluationJob,
     EvaluationSettings,
@@ -71,7 +71,7 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
         checkpoint=trained / "checkpoints" / "step-00000020",
         data=dataset,
         settings=settings,
-        batch_pieces=3,
+        batch_chunks=3,
     )
     expected = evaluate_here(job, on_progress=lambda done, total: None)
     assert expected.sums.num_tokens == load_manifest(dataset).splits["valid"].tokens - 1
@@ -79,9 +79,9 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
     assert len(pieces) > 12  # so that three workers all have something to do
     with ray_session(None, num_cpus=3):
         assert_nobody_else_can_use_this_ray()
-        for num_workers, batch_pieces in ((1, 5), (2, 1), (3, 4)):
+        for num_workers, batch_chunks in ((1, 5), (2, 1), (3, 4)):
             scores = score_on_ray(
-                replace(job, batch_pieces=batch_pieces),
+                replace(job, batch_chunks=batch_chunks),
                 pieces,
                 num_workers=num_workers,
                 num_threads=1,

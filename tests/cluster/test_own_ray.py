@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.own_ray import TOKEN_VARIABLE, remove_leftovers
-from tests.commands import ENVIRONMENT, is_alive
+from tests.support.commands import ENVIRONMENT, is_alive
 
 LAUNCHER = (
     "import time; from cluster.own_ray import own_token; print(own_token(), flush=True); "

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, tiny_job
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, tiny_job
 from tests.txl_dist.checkpoint.saving import save
 from tests.txl_dist.training.test_saving import train_changed, unchanged
 from txl_dist.checkpoint.directory import CheckpointDirectory

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import start_txl, txl, wait_until
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import TINY, metrics, tiny_job, train
+from tests.support.commands import start_txl, txl, wait_until
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import TINY, metrics, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
 
 SETTINGS = (
     "training.checkpoint_interval_steps=10",
-    "evaluation.batch_pieces=1",
+    "evaluation.batch_chunks=1",
     "evaluation.max_tokens=3000",
 )
 

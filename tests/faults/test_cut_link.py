@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ENVIRONMENT, num_lines, wait_until
-from tests.gloo_ranks import RankGroups
-from tests.hosts import Host, two_hosts
-from tests.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.commands import ENVIRONMENT, num_lines, wait_until
+from tests.support.gloo_ranks import RankGroups
+from tests.support.hosts import Host, two_hosts
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
 
 pytestmark = pytest.mark.fault
 NUM_STEPS = 60

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import num_lines, start_txl, txl, wait_until
-from tests.training_runs import NO_EVALUATION, TINY
+from tests.support.commands import num_lines, start_txl, txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, TINY
 
 pytestmark = pytest.mark.fault
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import children_of, num_lines, start_txl, wait_until
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, TINY, ZERO, tiny_job
+from tests.support.commands import children_of, num_lines, start_txl, wait_until
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, TINY, ZERO, tiny_job
 from txl_dist.errors import LostRankError
+from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.step import TrainStep
-from txl_dist.world import World
 
 pytestmark = pytest.mark.fault
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.commands import num_lines, start_txl, wait_until
-from tests.training_runs import NO_EVALUATION, TINY
+from tests.support.commands import num_lines, start_txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, TINY
 
 pytestmark = pytest.mark.fault
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from cluster.own_ray import remove_leftovers
-from tests.cluster.nodes import ray_node, token_environment
-from tests.commands import num_lines, start_txl, txl, wait_until
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.commands import num_lines, start_txl, txl, wait_until
+from tests.support.gloo_ranks import RankGroups
+from tests.support.nodes import ray_node, token_environment
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
 
 pytestmark = pytest.mark.fault
 LONG = (NO_EVALUATION, "training.num_steps=600", "training.checkpoint_interval_steps=50")

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.nodes import ray_node, token_environment
-from tests.commands import start_txl, wait_until
-from tests.training_runs import NO_EVALUATION, TINY
+from tests.support.commands import start_txl, wait_until
+from tests.support.nodes import ray_node, token_environment
+from tests.support.training_runs import NO_EVALUATION, TINY
 
 pytestmark = pytest.mark.fault
 SOON_SECONDS = 20  # generous: seconds where the machine is quiet

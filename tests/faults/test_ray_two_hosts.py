@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import ray_node, token_environment
-from tests.commands import ENVIRONMENT
-from tests.gloo_ranks import RankGroups
-from tests.hosts import two_hosts
-from tests.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.commands import ENVIRONMENT
+from tests.support.gloo_ranks import RankGroups
+from tests.support.hosts import two_hosts
+from tests.support.nodes import ray_node, token_environment
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
 
 pytestmark = pytest.mark.fault
 

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ENVIRONMENT, children_of, is_alive, num_lines, start_txl, txl, wait_until
-from tests.training_runs import TINY, losses, metrics
+from tests.support.commands import (
+    ENVIRONMENT,
+    children_of,
+    is_alive,
+    num_lines,
+    start_txl,
+    txl,
+    wait_until,
+)
+from tests.support.training_runs import TINY, losses, metrics
 
 pytestmark = pytest.mark.fault
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
-from tests.training_runs import NO_EVALUATION, TINY
+from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, TINY
 from txl_dist.tracking.journal import read_metrics
 from txl_dist.tracking.state import TrackingState
 

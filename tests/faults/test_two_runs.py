@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
-from tests.training_runs import NO_EVALUATION, TINY, losses
+from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, TINY, losses
 
 pytestmark = pytest.mark.fault
 LONG = (NO_EVALUATION, "training.num_steps=5000", "training.checkpoint_interval_steps=20")

@@ -22,7 +22,7 @@ from data_pipeline.streams import cursor, segments
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment, SegmentStream
-from tests.hypothesis_examples import examples
+from tests.support.hypothesis_examples import examples
 
 MASK_64 = 2**64 - 1
 FIELDS = ("input", "target", "age")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_job, train
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_job, train
 
 # As in test_one_trajectory.py: another number of ranks sums floats in another order.
 TOLERANCE = 2e-6

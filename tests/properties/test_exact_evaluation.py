@@ -1,4 +1,4 @@
-"""Promise 5, exact evaluation: pieces scored anywhere add up to one sequential pass.
+"""Promise 5, exact evaluation: chunks scored anywhere add up to one sequential pass.
 
 The oracle is that pass: one lane, segment after segment from the split's start, ages by their
 definition. It shares with the package only the model.
@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from data_pipeline.streams import cursor
 from data_pipeline.streams.segments import Reset
-from tests.hypothesis_examples import examples
-from tests.small_models import VOCAB_SIZE, small_model
-from tests.token_sources import TextSource, random_corpus
+from tests.support.hypothesis_examples import examples
+from tests.support.small_models import VOCAB_SIZE, small_model
+from tests.support.token_sources import TextSource, random_corpus
 from txl_dist.errors import DataError
-from txl_dist.evaluation import pieces as evaluation_pieces
+from txl_dist.evaluation import chunks as evaluation_chunks
+from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.evaluate import EvaluationSettings, plan_evaluation, summarise
-from txl_dist.evaluation.pieces import Piece
+from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.evaluation.scoring import Scorer
-from txl_dist.loss_sums import LossSums
 from txl_dist.model.transformer_xl import TransformerXL
 
 BYTE_COUNTS_V = torch.arange(VOCAB_SIZE) % 4
@@ -33,13 +33,13 @@ BYTE_COUNTS_V = torch.arange(VOCAB_SIZE) % 4
 
 @dataclass(frozen=True)
 class Case:
-    """A split, a model, and how pieces of it are cut and batched."""
+    """A split, a model, and how chunks of it are cut and batched."""
 
     lengths: list[list[int]]
     tgt_len: int
     model_options: dict[str, Any]
     reset: Reset
-    batch_pieces: int = 2
+    batch_chunks: int = 2
     pieces_wanted: int = 100
     min_overhead: int = 0
     max_tokens: int | None = None
@@ -73,12 +73,12 @@ class Case:
             source=self.source,
             tgt_len=self.tgt_len,
             reset=self.reset,
-            batch_pieces=self.batch_pieces,
+            batch_chunks=self.batch_chunks,
             byte_counts_V=BYTE_COUNTS_V,
         )
 
-    def plan(self) -> list[Piece]:
-        """Pieces of this tiny split; left alone, the package would cut it into one or two."""
+    def plan(self) -> list[EvaluationChunk]:
+        """Chunks of this tiny split; left alone, the package would cut it into one or two."""
         with small_pieces(self):
             return plan_evaluation(self.source, self.settings, n_layer=self.model.config.n_layer)
 
@@ -86,8 +86,8 @@ class Case:
 @contextmanager
 def small_pieces(case: Case) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation_pieces, "NUM_PIECES_WANTED", case.pieces_wanted)
-        patch.setattr(evaluation_pieces, "SHORTEST_IN_WARM_UPS", case.min_overhead)
+        patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", case.pieces_wanted)
+        patch.setattr(evaluation_chunks, "MIN_CONTEXTS_PER_CHUNK", case.min_overhead)
         patch.setattr(cursor, "CHUNK_TOKENS", 5)
         yield
 
@@ -130,7 +130,7 @@ cases = st.builds(
     )
     | st.just({"mem_len": 0}),
     reset=st.sampled_from(["document", "stream"]),
-    batch_pieces=st.integers(1, 5),
+    batch_chunks=st.integers(1, 5),
     pieces_wanted=st.integers(1, 50),
     min_overhead=st.integers(0, 2),
     max_tokens=st.none() | st.integers(2, 40),
@@ -140,9 +140,9 @@ cases = st.builds(
 @examples(120)
 @given(case=cases)
 def test_the_pieces_add_up_to_one_sequential_pass(case: Case) -> None:
-    pieces = case.plan()
+    chunks = case.plan()
     with small_pieces(case):
-        result = summarise(case.scorer.scores(pieces), pieces, case.settings)
+        result = summarise(case.scorer.scores(chunks), chunks, case.settings)
 
     tokens = [token for document in case.source.documents for token in document]
     num_tokens = min(len(tokens), case.max_tokens or len(tokens))
@@ -155,10 +155,10 @@ def test_the_pieces_add_up_to_one_sequential_pass(case: Case) -> None:
 @examples(60)
 @given(case=cases)
 def test_every_piece_is_as_warm_as_in_the_sequential_pass(case: Case) -> None:
-    pieces, nats = case.plan(), sequential_nats(case)
-    for piece, sums in zip(pieces, case.scorer.scores(pieces), strict=True):
-        assert sums.num_tokens == piece.stop - piece.start
-        assert sums.nats == pytest.approx(sum(nats[piece.start : piece.stop]), rel=1e-10)
+    chunks, nats = case.plan(), sequential_nats(case)
+    for chunk, sums in zip(chunks, case.scorer.scores(chunks), strict=True):
+        assert sums.num_tokens == chunk.stop - chunk.start
+        assert sums.nats == pytest.approx(sum(nats[chunk.start : chunk.stop]), rel=1e-10)
 
 
 LONG_DOCUMENT = Case([[60]], tgt_len=3, model_options={"n_layer": 2, "mem_len": 6}, reset="stream")
@@ -167,22 +167,22 @@ LONG_DOCUMENT = Case([[60]], tgt_len=3, model_options={"n_layer": 2, "mem_len": 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 30])
 @pytest.mark.parametrize("reset", ["document", "stream"])
 def test_any_number_of_workers_gives_the_same_sums(num_workers: int, reset: Reset) -> None:
-    case = replace(LONG_DOCUMENT, lengths=[[20, 3], [40]], reset=reset, batch_pieces=1)
-    pieces = case.plan()
-    scores = [LossSums()] * len(pieces)
+    case = replace(LONG_DOCUMENT, lengths=[[20, 3], [40]], reset=reset, batch_chunks=1)
+    chunks = case.plan()
+    scores = [LossSums()] * len(chunks)
     for worker in range(num_workers):
-        mine = range(worker, len(pieces), num_workers)
-        for index, sums in zip(mine, case.scorer.scores([pieces[i] for i in mine]), strict=True):
+        mine = range(worker, len(chunks), num_workers)
+        for index, sums in zip(mine, case.scorer.scores([chunks[i] for i in mine]), strict=True):
             scores[index] = sums
-    assert len(pieces) == 21
-    assert scores == list(case.scorer.scores(pieces)), "to the last bit"
+    assert len(chunks) == 21
+    assert scores == list(case.scorer.scores(chunks)), "to the last bit"
 
 
-@pytest.mark.parametrize("batch_pieces", [2, 5, 100])
-def test_any_batch_size_gives_the_same_sums(batch_pieces: int) -> None:
-    one, many = (replace(LONG_DOCUMENT, batch_pieces=size) for size in (1, batch_pieces))
-    pieces = one.plan()
-    for alone, together in zip(one.scorer.scores(pieces), many.scorer.scores(pieces), strict=True):
+@pytest.mark.parametrize("batch_chunks", [2, 5, 100])
+def test_any_batch_size_gives_the_same_sums(batch_chunks: int) -> None:
+    one, many = (replace(LONG_DOCUMENT, batch_chunks=size) for size in (1, batch_chunks))
+    chunks = one.plan()
+    for alone, together in zip(one.scorer.scores(chunks), many.scorer.scores(chunks), strict=True):
         assert together.nats == pytest.approx(alone.nats, rel=1e-12)
         assert (together.num_tokens, together.num_bytes) == (alone.num_tokens, alone.num_bytes)
 
@@ -193,25 +193,25 @@ def test_one_segment_less_of_warm_up_is_not_enough(n_layer: int, reset: Reset) -
     """So the warm-up is no longer than it must be, and the tests above can fail."""
     options = {"n_layer": n_layer, "mem_len": 6}
     case = replace(LONG_DOCUMENT, model_options=options, reset=reset)
-    pieces = case.plan()
-    warm = [piece for piece in pieces if piece.start - piece.warm_start == n_layer * 6]
+    chunks = case.plan()
+    warm = [chunk for chunk in chunks if chunk.start - chunk.context_start == n_layer * 6]
     assert len(warm) > 5
-    colder = [replace(piece, warm_start=piece.warm_start + case.tgt_len) for piece in warm]
+    colder = [replace(chunk, context_start=chunk.context_start + case.tgt_len) for chunk in warm]
     nats = sequential_nats(case)
-    for piece, sums in zip(colder, case.scorer.scores(colder), strict=True):
-        assert abs(sums.nats - sum(nats[piece.start : piece.stop])) > 1e-6
+    for chunk, sums in zip(colder, case.scorer.scores(colder), strict=True):
+        assert abs(sums.nats - sum(nats[chunk.start : chunk.stop])) > 1e-6
 
 
 def test_a_warm_up_off_the_segment_grid_is_not_exact() -> None:
     """As many tokens, cut elsewhere: a token's context depends on where its segment begins."""
     case, nats = LONG_DOCUMENT, sequential_nats(LONG_DOCUMENT)
     shifted = [
-        Piece(piece.warm_start + 1, piece.start + 1, piece.stop + 1)
-        for piece in case.plan()
-        if piece.warm_start > 0 and piece.stop < len(nats)
+        EvaluationChunk(chunk.context_start + 1, chunk.start + 1, chunk.stop + 1)
+        for chunk in case.plan()
+        if chunk.context_start > 0 and chunk.stop < len(nats)
     ]
-    for piece, sums in zip(shifted, case.scorer.scores(shifted), strict=True):
-        assert abs(sums.nats - sum(nats[piece.start : piece.stop])) > 1e-6
+    for chunk, sums in zip(shifted, case.scorer.scores(shifted), strict=True):
+        assert abs(sums.nats - sum(nats[chunk.start : chunk.stop])) > 1e-6
 
 
 @pytest.mark.parametrize("lengths", [[[1]], [[5, 3], [7]]], ids=["one token", "max_tokens=1"])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import TINY, losses, metrics, tiny_job, train
+from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import TINY, losses, metrics, tiny_job, train
 
 NUM_STEPS = 200
 SETTINGS = (

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Reset, Segment, SegmentReader
-from tests.hypothesis_examples import examples
-from tests.small_models import VOCAB_SIZE, small_model
-from tests.token_sources import OPENER, TextSource, random_corpus
+from tests.support.hypothesis_examples import examples
+from tests.support.small_models import VOCAB_SIZE, small_model
+from tests.support.token_sources import OPENER, TextSource, random_corpus
 
 
 @dataclass(frozen=True)

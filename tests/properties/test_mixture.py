@@ -18,10 +18,10 @@ from numpy.testing import assert_array_equal
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.mixture import CorpusTape, MixedSource, tokens_an_epoch
+from data_pipeline.streams.mixture import CorpusTape, MixedSource, tokens_per_epoch
 from data_pipeline.streams.segments import SegmentReader
-from tests.hypothesis_examples import examples
-from tests.token_sources import TextSource
+from tests.support.hypothesis_examples import examples
+from tests.support.token_sources import TextSource
 
 quickly = examples(80)
 
@@ -56,13 +56,13 @@ class Case:
 
     @cached_property
     def share(self) -> dict[str, int]:
-        return tokens_an_epoch(self.tokens, self.weights)
+        return tokens_per_epoch(self.tokens, self.weights)
 
     def mixed(self, *, start: int = 0, first_epoch: int = 0) -> MixedSource:
         return MixedSource(
             [
                 CorpusTape(
-                    source, tokens_an_epoch=self.share[name], shuffle=self.shuffle,
+                    source, tokens_per_epoch=self.share[name], shuffle=self.shuffle,
                     seed=self.seed, key=number, start=start, first_epoch=first_epoch,
                 )
                 for number, (name, source) in enumerate(self.sources.items())
@@ -262,7 +262,7 @@ def test_a_tape_goes_on_where_the_phase_before_left_it(
     """Two epochs from `start` and one after them from where they end are three in a row."""
     at_once = case.mixed(start=start, first_epoch=first_epoch)
     for number, tape in enumerate(at_once.tapes):
-        later = case.mixed(start=start + 2 * tape.tokens_an_epoch, first_epoch=first_epoch + 2)
+        later = case.mixed(start=start + 2 * tape.tokens_per_epoch, first_epoch=first_epoch + 2)
         for found, expected in zip(
             later.tapes[number].parts(first_epoch + 2), tape.parts(first_epoch + 2), strict=True
         ):
@@ -279,7 +279,7 @@ def test_a_tape_goes_on_where_the_phase_before_left_it(
 )  # fmt: skip
 def test_a_weight_that_cannot_be_meant_is_refused(weights: dict[str, float], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        tokens_an_epoch({"a": 2, "b": 10_000_000}, weights)
+        tokens_per_epoch({"a": 2, "b": 10_000_000}, weights)
 
 
 def test_ten_thousand_blocks_are_mixed_in_milliseconds() -> None:
@@ -288,7 +288,7 @@ def test_ten_thousand_blocks_are_mixed_in_milliseconds() -> None:
         block_tokens = np.full(5_000, 1 << 18)
 
     tapes = [
-        CorpusTape(Blocks(), tokens_an_epoch=5_000 << 18, shuffle="blocks", seed=1, key=key)  # type: ignore[arg-type]
+        CorpusTape(Blocks(), tokens_per_epoch=5_000 << 18, shuffle="blocks", seed=1, key=key)  # type: ignore[arg-type]
         for key in (1, 2)
     ]
     source = MixedSource(tapes)

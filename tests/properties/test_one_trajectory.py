@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import (
+    DROPOUT,
+    NO_EVALUATION,
+    ZERO,
+    losses,
+    metrics,
+    tiny_job,
+    train,
+)
 
 STEPS = 20
 # float32 has 24 bits: a sum in another order moves a loss by some 1e-8, and twenty steps of AdamW
@@ -99,7 +107,7 @@ def test_nor_do_scores_during_training_and_losses_after_them(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     """Nine pieces for two ranks: one runs the model more often than the other."""
-    settings = ("evaluation.max_tokens=300", "evaluation.batch_pieces=1", "model.tie_weight=false")
+    settings = ("evaluation.max_tokens=300", "evaluation.batch_chunks=1", "model.tie_weight=false")
     one, two = tmp_path / "one", tmp_path / "two"
     assert ranks(1).run(train, tiny_job(dataset, one, *settings, *ZERO["0"])) == [0]
     assert ranks(2).run(train, tiny_job(dataset, two, *settings, *ZERO["3-all-spread"])) == [0, 0]

@@ -13,11 +13,11 @@ from numpy.testing import assert_array_equal
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import source_of_epoch
 from data_pipeline.streams.segments import SegmentReader
-from tests.hypothesis_examples import examples
-from tests.token_sources import TextSource
+from tests.support.hypothesis_examples import examples
+from tests.support.token_sources import TextSource
 from txl_dist.checkpoint.manifest import CorpusEntry, Phase
-from txl_dist.checkpoint.phases import phases_from
 from txl_dist.training.data import mixed_source
+from txl_dist.training.phases import phases_from
 
 TGT_LEN = 3
 quickly = examples(100)

@@ -15,10 +15,10 @@ import torch
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import SegmentReader
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
 from txl_dist.checkpoint.reader import load_model
-from txl_dist.config import RunConfig
+from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
 # Both compute in fp32 and add up in another order. Seen over all cases: 8e-7 in a weight. A wrong

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from txl_dist.allocation import keep_freed_memory
 from txl_dist.bench.peak_memory import peak_mib
 from txl_dist.bench.products import products_alone
 from txl_dist.bench.rounds import Figure, Times, take_turns
@@ -21,6 +20,7 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
+from txl_dist.runtime.allocation import keep_freed_memory
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
 

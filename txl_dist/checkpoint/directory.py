@@ -15,7 +15,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from data_pipeline.atomic_files import fsync_directory, remove_leftovers, write_file
+from data_pipeline.storage.atomic_files import fsync_directory, remove_leftovers, write_file
 from txl_dist.checkpoint.manifest import MANIFEST_NAME
 from txl_dist.errors import CheckpointError
 

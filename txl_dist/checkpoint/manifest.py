@@ -5,15 +5,20 @@ of ranks can read what any other number wrote. File names follow from rank numbe
 cannot point outside its directory. The digest of its own content betrays an edit or a flipped bit.
 """
 
-import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from data_pipeline.streams.mixture import tokens_an_epoch
+from data_pipeline.storage import strict_json
+from data_pipeline.storage.manifest_file import (
+    WrongFormatError,
+    load_manifest_file,
+    manifest_bytes,
+)
+from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.streams.mixture import tokens_per_epoch
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 
@@ -40,16 +45,12 @@ def lane_key(lane: int) -> str:
     return f"lane-{lane:05d}"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class FileEntry(_Strict):
+class FileEntry(StrictModel):
     bytes: Count
     sha256: Sha256
 
 
-class Slice(_Strict):
+class Slice(StrictModel):
     """Elements [start, stop) of a flattened parameter, in the files of rank `rank`."""
 
     rank: Count
@@ -57,7 +58,7 @@ class Slice(_Strict):
     stop: Count
 
 
-class ParameterEntry(_Strict):
+class ParameterEntry(StrictModel):
     shape: tuple[Count, ...]
     slices: Annotated[tuple[Slice, ...], Field(min_length=1)]
     """In rising order, without a gap; together the whole parameter."""
@@ -81,7 +82,7 @@ class ParameterEntry(_Strict):
         return self
 
 
-class BestScore(_Strict):
+class BestScore(StrictModel):
     """The lowest validation loss of the run so far."""
 
     step: Count
@@ -102,7 +103,7 @@ class BestScore(_Strict):
         return self.split, self.max_tokens, self.data_digest
 
 
-class CorpusEntry(_Strict):
+class CorpusEntry(StrictModel):
     """One corpus of a phase."""
 
     name: str
@@ -114,7 +115,7 @@ class CorpusEntry(_Strict):
     """Where on its tape (data_pipeline/streams/mixture.py) the phase begins."""
 
 
-class Phase(_Strict):
+class Phase(StrictModel):
     """What a run reads from a lane position on: it changes when corpora or weights do."""
 
     position: Count = 0
@@ -128,9 +129,9 @@ class Phase(_Strict):
         return sum(corpus.tokens for corpus in self.corpora)
 
     @property
-    def tokens_an_epoch(self) -> dict[str, int]:
+    def tokens_per_epoch(self) -> dict[str, int]:
         """Of each corpus, by name, in this order; what the weights come to."""
-        return tokens_an_epoch(
+        return tokens_per_epoch(
             {corpus.name: corpus.tokens for corpus in self.corpora},
             {corpus.name: corpus.weight for corpus in self.corpora},
         )
@@ -142,9 +143,9 @@ class Phase(_Strict):
         return {corpus.name: corpus.weight / total for corpus in self.corpora}
 
 
-class TrainState(_Strict):
+class TrainState(StrictModel):
     """What a run is at, apart from tensors. There is no random state: every draw follows from the
-    seed, the step and the lane (training/dropout_draws.py), the order from seed and position.
+    seed, the step and the lane (training/lane_dropout.py), the order from seed and position.
     """
 
     step: Count = 0
@@ -163,7 +164,7 @@ class TrainState(_Strict):
     """The evaluation due at this step has not been done yet."""
 
 
-class CheckpointManifest(_Strict):
+class CheckpointManifest(StrictModel):
     """One complete checkpoint."""
 
     format: Literal["txl-checkpoint"] = "txl-checkpoint"
@@ -199,16 +200,10 @@ class CheckpointManifest(_Strict):
     @property
     def digest(self) -> str:
         """Hex sha256 of the canonical content."""
-        return _digest(self.model_dump(mode="json"))
+        return strict_json.sha256_of(self.model_dump(mode="json"))
 
     def to_json(self) -> bytes:
-        content = {"digest": self.digest, **self.model_dump(mode="json")}
-        return (json.dumps(content, indent=1) + "\n").encode()
-
-
-def _digest(content: dict[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+        return manifest_bytes(self.model_dump(mode="json"))
 
 
 def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
@@ -218,38 +213,19 @@ def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(
-                f"{path} is larger than {MAX_MANIFEST_BYTES:,} bytes: no manifest"
-            )
-        content = json.loads(path.read_bytes())
+        manifest = load_manifest_file(path, CheckpointManifest)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}); no complete checkpoint is there. List the "
             f"good ones: txl checkpoint list {directory.parent.parent}"
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); it is damaged") from None
-    if not isinstance(content, dict) or content.get("format") != "txl-checkpoint":
-        raise CheckpointError(f"{path} is not the manifest of a txl checkpoint")
-    if content.get("version") != 1:
+    except WrongFormatError as error:
         raise CheckpointError(
-            f"{path} has format version {content.get('version')!r}, this txl reads 1; upgrade txl"
-        )
-    recorded = content.pop("digest", None)
-    # Of what was written, which lacks what later versions added.
-    found = _digest(content)
-    try:
-        manifest = CheckpointManifest.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{path}: {where}: {first['msg']}; it is damaged or edited") from None
-    if found != recorded:
-        raise CheckpointError(
-            f"{path} says its digest is {recorded!r}, its content gives {found!r}; it is "
-            "damaged or edited"
-        )
+            f"{path} {error}: it is not a checkpoint of this version of txl. Give a directory "
+            "RUN/checkpoints/step-NNNNNNNN, or upgrade txl"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}; it is damaged or edited") from None
     named = _NAMED_AFTER_STEP.fullmatch(directory.absolute().name)
     if named and int(named[1]) != manifest.state.step:
         raise CheckpointError(

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data_pipeline.atomic_files import sha256_file
+from data_pipeline.storage.atomic_files import sha256_file
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.checkpoint.manifest import (

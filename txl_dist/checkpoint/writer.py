@@ -21,7 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from data_pipeline.atomic_files import sha256_file, write_file, write_synced, write_with
+from data_pipeline.storage.atomic_files import sha256_file, write_file, write_synced, write_with
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
 from txl_dist.checkpoint.manifest import (
@@ -38,7 +38,7 @@ from txl_dist.checkpoint.manifest import (
     load_checkpoint_manifest,
 )
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
-from txl_dist.world import World
+from txl_dist.runtime.world import World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +76,11 @@ def save_checkpoint(
     _require_finite(state, not_finite)
     with explain_failed_save(directory):
         try:
-            world.first_does(lambda: _begin(directory, sum(sizes)))
-            parts = world.together(lambda: mine.write(directory.aside, world.rank))
-            world.first_does(lambda: _finish(directory, header, state, parts, mlflow_run_id))
+            world.run_on_rank_zero(lambda: _begin(directory, sum(sizes)))
+            parts = world.run_on_all(lambda: mine.write(directory.aside, world.rank))
+            world.run_on_rank_zero(lambda: _finish(directory, header, state, parts, mlflow_run_id))
         except TxlError:
-            if world.is_first:
+            if world.is_rank_zero:
                 shutil.rmtree(directory.aside, ignore_errors=True)
             raise
     return directory.at(state.step)

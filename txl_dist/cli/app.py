@@ -10,9 +10,9 @@ from txl_dist.cli import (
     bench,
     checkpoint,
     config,
+    convert,
     data,
     evaluate,
-    foreign,
     generate,
     mixture,
     prepare,
@@ -38,8 +38,8 @@ app.command("attention")(attention.attention)
 app.command("generate")(generate.generate)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")
-app.command("import")(foreign.import_)
-app.command("export")(foreign.export)
+app.command("import")(convert.import_)
+app.command("export")(convert.export)
 
 
 def main() -> None:

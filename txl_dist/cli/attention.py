@@ -10,10 +10,10 @@ from txl_dist.cli.evaluate import CHECKPOINT, evaluation_job
 from txl_dist.cli.paths import SEND, local_path_parser
 
 if TYPE_CHECKING:
-    from data_pipeline.atomic_files import StagedDirectory
-    from txl_dist.analysis.attention_by_distance import AttentionByDistance
-    from txl_dist.analysis.attention_file import AttentionFile
+    from data_pipeline.storage.staged_directory import StagedDirectory
     from txl_dist.evaluation.evaluate import EvaluationJob
+    from txl_dist.reporting.attention_by_distance import AttentionByDistance
+    from txl_dist.reporting.attention_file import AttentionFile
 
 
 def attention(
@@ -32,7 +32,7 @@ def attention(
         int | None, typer.Option(min=0, help="Tokens of memory; default: as trained.")
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, help="Pieces read side by side; fewer need less memory.")
+        int, typer.Option(min=1, help="Chunks read side by side; fewer need less memory.")
     ] = 1,
     out: Annotated[
         Path | None,
@@ -51,8 +51,9 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from data_pipeline.atomic_files import StagedDirectory, require_writable
-    from txl_dist.analysis.attention_file import ATTENTION_NAME
+    from data_pipeline.storage.atomic_files import require_writable
+    from data_pipeline.storage.staged_directory import StagedDirectory
+    from txl_dist.reporting.attention_file import ATTENTION_NAME
 
     job = evaluation_job(
         checkpoint,
@@ -80,16 +81,16 @@ def attention(
 
 
 def _look(job: "EvaluationJob", *, quiet: bool) -> "tuple[AttentionByDistance, AttentionFile]":
-    from txl_dist.analysis.attention_by_distance import attention_by_distance
-    from txl_dist.analysis.attention_file import AttentionFile
-    from txl_dist.cli.progress import piece_progress
+    from txl_dist.cli.progress import chunk_progress
     from txl_dist.evaluation.evaluate import plan_evaluation
+    from txl_dist.reporting.attention_by_distance import attention_by_distance
+    from txl_dist.reporting.attention_file import AttentionFile
 
     scorer = job.open()
     config = scorer.model.config
-    pieces = plan_evaluation(scorer.source, job.settings, n_layer=config.n_layer)
-    with piece_progress(quiet=quiet) as on_progress:
-        found = attention_by_distance(scorer, pieces, on_progress=on_progress)
+    chunks = plan_evaluation(scorer.source, job.settings, n_layer=config.n_layer)
+    with chunk_progress(quiet=quiet) as on_progress:
+        found = attention_by_distance(scorer, chunks, on_progress=on_progress)
     stored = AttentionFile.of(
         found, checkpoint=job.checkpoint, data=job.data, model=config, settings=job.settings
     )
@@ -99,9 +100,9 @@ def _look(job: "EvaluationJob", *, quiet: bool) -> "tuple[AttentionByDistance, A
 def _write(
     staged: "StagedDirectory", found: "AttentionByDistance", stored: "AttentionFile"
 ) -> None:
-    from data_pipeline.atomic_files import explain_disk_errors, write_synced
-    from txl_dist.analysis.attention_file import ATTENTION_NAME
-    from txl_dist.analysis.attention_plot import PLOT_NAMES, plot_attention, write_plots
+    from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
+    from txl_dist.reporting.attention_file import ATTENTION_NAME
+    from txl_dist.reporting.attention_plot import PLOT_NAMES, plot_attention, write_plots
 
     settings = stored.settings
     title = (

@@ -27,7 +27,7 @@ def show(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = F
     """
     import json
 
-    from txl_dist.config_file import dump_run_config, load_run_config, redact
+    from txl_dist.config.config_file import dump_run_config, load_run_config, redact
 
     resolved = load_run_config(config, overrides or ())
     if as_json:
@@ -44,7 +44,7 @@ def validate(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson
     """
     import json
 
-    from txl_dist.config_file import load_run_config
+    from txl_dist.config.config_file import load_run_config
 
     resolved = load_run_config(config, overrides or ())
     if as_json:

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.errors import DataError, UnreadError
-from data_pipeline.readers import printable
+from data_pipeline.errors import DataError, UnreadError, printable
 from txl_dist.cli.byte_progress import progress_in_bytes
 from txl_dist.cli.paths import local_path_parser
 from txl_dist.cli.workers import NumWorkers, On, open_workers
 
 if TYPE_CHECKING:
-    from data_pipeline.remote import DatasetPath
     from data_pipeline.shards.manifest import ShardManifest
     from data_pipeline.shards.verify import Verified
+    from data_pipeline.storage.remote_path import DatasetPath
 
 app = typer.Typer(help="Check prepared datasets and look inside.", no_args_is_help=True)
 
@@ -48,8 +47,8 @@ def verify(
 
     Example: txl data verify data/books
     """
-    from data_pipeline.remote import dataset_path
     from data_pipeline.shards.verify import verify_dataset
+    from data_pipeline.storage.remote_path import dataset_path
 
     directory = dataset_path(dataset)
     with open_workers(on, workers) as pool, progress_in_bytes() as progress:
@@ -70,8 +69,8 @@ def verify(
 
 
 def _raise_verdict(directory: "DatasetPath", found: "Verified") -> None:
-    from data_pipeline.remote import RemotePath
     from data_pipeline.shards.shard_index import what_to_check
+    from data_pipeline.storage.remote_path import RemotePath
 
     unread = f"{len(found.unread)} could not be read now:{_listed(found.unread)}"
     again = f"Check {what_to_check(directory)}, then run this again."
@@ -133,9 +132,9 @@ def inspect(
     """
     from dataclasses import asdict
 
-    from data_pipeline.remote import dataset_path
     from data_pipeline.shards.inspection import excerpts, summarize
     from data_pipeline.shards.manifest import load_manifest
+    from data_pipeline.storage.remote_path import dataset_path
 
     directory = dataset_path(dataset)
     manifest = load_manifest(directory)
@@ -169,8 +168,8 @@ def push(
 
     Example: txl data push data/books s3://bucket/books
     """
-    from data_pipeline.remote import dataset_path
     from data_pipeline.shards.push import push_dataset
+    from data_pipeline.storage.remote_path import dataset_path
 
     with progress_in_bytes() as progress:
         manifest = push_dataset(directory, url, progress=progress)

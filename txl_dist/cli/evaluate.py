@@ -9,8 +9,8 @@ import typer
 from txl_dist.cli.paths import local_path_parser
 
 if TYPE_CHECKING:
-    from data_pipeline.remote import DatasetPath
-    from txl_dist.config import Precision
+    from data_pipeline.storage.remote_path import DatasetPath
+    from txl_dist.config.run_config import Precision
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 
 CHECKPOINT = "A checkpoint, a run (its newest), or what txl export or import wrote."
@@ -41,7 +41,7 @@ def evaluate(
     precision: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="Of matrix products; sums are fp32.")
     ] = "fp32",
-    batch: Annotated[int, typer.Option(min=1, help="Pieces scored side by side.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Chunks scored side by side.")] = 8,
     workers: Annotated[int, typer.Option(min=1, help="Workers; more than one run on Ray.")] = 1,
     on: Annotated[
         str | None, typer.Option(help="processes: here. ray, or an address: on Ray.")
@@ -52,8 +52,8 @@ def evaluate(
 
     Example: txl eval runs/quickstart data/stdlib --split valid --workers 2
     """
-    from txl_dist.cli.progress import piece_progress
-    from txl_dist.launchers import find_launcher
+    from txl_dist.cli.progress import chunk_progress
+    from txl_dist.launch.launcher import find_launcher
 
     job = evaluation_job(
         checkpoint,
@@ -68,7 +68,7 @@ def evaluate(
         precision=precision,
     )
     launcher = find_launcher(on or ("processes" if workers == 1 else "ray"))
-    with piece_progress(quiet=as_json) as on_progress:
+    with chunk_progress(quiet=as_json) as on_progress:
         result = launcher.evaluate(job, num_workers=workers, on_progress=on_progress)
     _log_to_mlflow(job, result)
     if as_json:
@@ -97,10 +97,10 @@ def evaluation_job(
 
     Raises CheckpointError for what is no model, ConfigError for options that do not suit it.
     """
-    from data_pipeline.remote import dataset_path
+    from data_pipeline.storage.remote_path import dataset_path
+    from txl_dist.convert.stored_model import find_model
     from txl_dist.errors import ConfigError
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
-    from txl_dist.stored_model import find_model
 
     stored = find_model(checkpoint)
     trained = stored.config
@@ -117,7 +117,7 @@ def evaluation_job(
         max_tokens=max_tokens,
     )
     job = EvaluationJob(
-        checkpoint=stored.path, data=dataset_path(data), settings=settings, batch_pieces=batch
+        checkpoint=stored.path, data=dataset_path(data), settings=settings, batch_chunks=batch
     )
     try:
         job.model_config(trained)
@@ -146,7 +146,7 @@ def _print_table(job: "EvaluationJob", result: "EvaluationResult") -> None:
     print(
         f"  tgt_len {settings.tgt_len}, mem_len {settings.mem_len}, clamp_len "
         f"{settings.clamp_len}, same_length {settings.same_length}, {settings.precision}; "
-        f"{result.num_pieces} pieces, {result.overhead:.1%} more tokens read for warm-up"
+        f"{result.num_chunks} chunks, {result.overhead:.1%} more tokens read for warm-up"
     )
     if settings.mode == "fast":
         print("  fast: warmed up for one memory length only; the exact score is a little lower")

@@ -29,10 +29,10 @@ def generate(
 
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
+    from txl_dist.convert.stored_model import find_model
     from txl_dist.errors import ConfigError
     from txl_dist.generation.generate import generate_tokens, stream_text
     from txl_dist.generation.sampling import Sampling
-    from txl_dist.stored_model import find_model
 
     try:
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)

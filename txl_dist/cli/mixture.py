@@ -28,16 +28,16 @@ def mix(
 
     Example: txl data mix run.yaml data.mixture.web.weight=3
     """
-    from txl_dist.checkpoint.phases import realised_shares
-    from txl_dist.config_file import load_run_config
+    from txl_dist.config.config_file import load_run_config
     from txl_dist.training.data import first_phase, open_corpora
+    from txl_dist.training.phases import realised_shares
 
     data = load_run_config(config, overrides or []).data
     phase = first_phase(open_corpora(data), data.train_split)
     shares = realised_shares(phase)
     if as_json:
         corpora = {share.name: {**asdict(share), "passes": share.passes} for share in shares}
-        print(json.dumps({"tokens_an_epoch": phase.num_tokens, "corpora": corpora}))
+        print(json.dumps({"tokens_per_epoch": phase.num_tokens, "corpora": corpora}))
         return
     print(f"an epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
     for share in shares:

@@ -15,7 +15,7 @@ SEND = "Give a local directory, and copy that there with the tools of its store.
 
 def require_local(given: str, advice: str = FETCH) -> str:
     """`given` itself; ConfigError if it is a URL, which `advice` has as `{url}`."""
-    from data_pipeline.readers.sources import is_url, shown  # every reader comes with it
+    from data_pipeline.storage.urls import is_url, shown
 
     if is_url(given):
         if given.lower().startswith("file:///"):

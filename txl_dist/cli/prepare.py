@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.errors import ConfigError
-from data_pipeline.readers import FORMATS, local_path, printable
+from data_pipeline.errors import ConfigError, printable
+from data_pipeline.readers import FORMATS
+from data_pipeline.storage.urls import local_path
 from txl_dist.cli.byte_progress import progress_in_bytes
 from txl_dist.cli.data import AsJson, print_totals, totals
 from txl_dist.cli.paths import local_path_parser, require_local
@@ -18,7 +19,7 @@ from txl_dist.cli.workers import NumWorkers, On, open_workers, sigterm_interrupt
 from txl_dist.errors import PreemptedError
 
 if TYPE_CHECKING:
-    from data_pipeline.settings import PrepareSettings
+    from data_pipeline.preparation.settings import PrepareSettings
 
 _MIB = 2**20
 _DEFAULT_BPE = 32768
@@ -198,7 +199,7 @@ def _tokenizer_file(tokenizer: str) -> Path | None:
 def _settings(**values: Any) -> "PrepareSettings":
     from pydantic import ValidationError
 
-    from data_pipeline.settings import PrepareSettings
+    from data_pipeline.preparation.settings import PrepareSettings
 
     try:
         return PrepareSettings(**values)

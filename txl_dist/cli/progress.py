@@ -53,8 +53,8 @@ def fitted(line: str, num_columns: int) -> str:
 
 
 @contextmanager
-def piece_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Gives what to call with (pieces done, pieces); shown on standard error, terminals only."""
+def chunk_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Gives what to call with (chunks done, chunks); shown on standard error, terminals only."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda done, total: None

@@ -56,7 +56,7 @@ def train(
 
     Example: txl train configs/quickstart.yaml --ranks 2 training.num_steps=500
     """
-    from txl_dist.config_file import load_run_config
+    from txl_dist.config.config_file import load_run_config
     from txl_dist.runtime.torchrun import is_torchrun
     from txl_dist.training.job import TrainJob
 
@@ -79,7 +79,7 @@ def _launch(
 ) -> None:
     """Check what can be checked, then have a launcher start the ranks."""
     from txl_dist.cli.progress import run_progress
-    from txl_dist.launchers import find_launcher
+    from txl_dist.launch.launcher import find_launcher
     from txl_dist.runtime.torchrun import stray_variables
     from txl_dist.training.data import TrainingData
     from txl_dist.training.run_directory import RunDirectory
@@ -108,9 +108,9 @@ def _check_allowed(job: "TrainJob") -> None:
     """A misspelt --allow-change would allow nothing, and be noticed only on the ranks."""
     import difflib
 
-    from txl_dist.checkpoint.compatibility import MIXTURE
-    from txl_dist.config_file import flatten_config
+    from txl_dist.config.config_file import flatten_config
     from txl_dist.errors import ConfigError
+    from txl_dist.training.compatibility import MIXTURE
 
     legal = {*flatten_config(job.config), MIXTURE}
     for key in job.allow_change:
@@ -130,8 +130,8 @@ def _train_as_rank(
     from txl_dist.cli.errors import print_error
     from txl_dist.errors import ConfigError, TxlError
     from txl_dist.runtime.process_exit import exit_without_teardown
+    from txl_dist.runtime.world import World
     from txl_dist.training.rank import train_rank
-    from txl_dist.world import World
 
     world = World.from_environment()
     contradictions = [
@@ -149,12 +149,12 @@ def _train_as_rank(
             f"contradicts {' and '.join(contradictions)}. Leave them out under torchrun, or run "
             "txl train without it"
         )
-    if world.is_first:
+    if world.is_rank_zero:
         run_id = os.environ["TORCHELASTIC_RUN_ID"]
         print(f"rank 0 of {world.num_ranks}, started by torchrun (run {run_id})", flush=True)
         logging.getLogger("txl_dist").addHandler(logging.StreamHandler(sys.stdout))
     try:
-        train_rank(job, world, announce_stop=world.is_first)
+        train_rank(job, world, announce_stop=world.is_rank_zero)
         world.leave()
     except TxlError as error:
         print_error(error)

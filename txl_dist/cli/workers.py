@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from data_pipeline.workers import Workers
+    from data_pipeline.processes.workers import Workers
 
 NumWorkers = Annotated[int, typer.Option(min=1, help="Processes, or Ray tasks, that work at once.")]
 On = Annotated[
@@ -23,10 +23,10 @@ On = Annotated[
 
 @contextlib.contextmanager
 def open_workers(on: str, num_workers: int) -> "Iterator[Workers]":
-    from data_pipeline.workers import InProcess, ProcessWorkers
+    from data_pipeline.processes.workers import InProcess, ProcessWorkers
 
     if on != "local":
-        from txl_dist.launchers import find_launcher
+        from txl_dist.launch.launcher import find_launcher
 
         with find_launcher(on).workers(num_workers) as pool, sigterm_interrupts():
             yield pool

@@ -1,7 +1,7 @@
-"""Evaluation of one split: plan the pieces, have them scored somewhere, sum in a fixed order.
+"""Evaluation of one split: plan the chunks, have them scored somewhere, sum in a fixed order.
 
-Where pieces are scored is the caller's business: here in one process or over the ranks of a
-training run, on Ray in `cluster/evaluation.py`. The pieces' sums are added in the pieces' order.
+Where chunks are scored is the caller's business: here in one process or over the ranks of a
+training run, on Ray in `cluster/evaluation.py`. The chunks' sums are added in the chunks' order.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from data_pipeline.remote import DatasetPath
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import TokenSource, open_split
+from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.segments import Reset
-from txl_dist.allocation import keep_freed_memory
-from txl_dist.config import Precision
+from txl_dist.config.run_config import Precision
+from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import DataError
-from txl_dist.evaluation.pieces import Mode, Piece, overhead, plan_pieces
+from txl_dist.evaluation.chunks import EvaluationChunk, Mode, overhead, plan_chunks
+from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.evaluation.scoring import Scorer
-from txl_dist.loss_sums import LossSums
 from txl_dist.model.config import ModelConfig
-from txl_dist.stored_model import find_model
-from txl_dist.world import World
+from txl_dist.runtime.allocation import keep_freed_memory
+from txl_dist.runtime.world import World
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class EvaluationResult:
 
     sums: LossSums
     settings: EvaluationSettings
-    num_pieces: int
+    num_chunks: int
     overhead: float
     """Tokens read for warm-up as a share of the tokens scored."""
 
@@ -65,15 +65,15 @@ class EvaluationResult:
             "bits_per_token": sums.bits_per_token,
             "bits_per_byte": sums.bits_per_byte if sums.num_bytes else None,
             **asdict(self.settings),
-            "num_pieces": self.num_pieces,
+            "num_chunks": self.num_chunks,
             "warm_up_overhead": self.overhead,
         }
 
 
 def plan_evaluation(
     source: TokenSource, settings: EvaluationSettings, *, n_layer: int
-) -> list[Piece]:
-    """The pieces of a split. Raises DataError if it has no target."""
+) -> list[EvaluationChunk]:
+    """The chunks of a split. Raises DataError if it has no target."""
     num_tokens = int(source.block_tokens.sum())
     num_targets = min(num_tokens, settings.max_tokens or num_tokens) - 1
     if num_targets < 1:
@@ -86,7 +86,7 @@ def plan_evaluation(
         _, age = read_range(source, position, position + 1)
         return position - int(age[0])
 
-    return plan_pieces(
+    return plan_chunks(
         num_targets=num_targets,
         tgt_len=settings.tgt_len,
         mem_len=settings.mem_len,
@@ -97,20 +97,20 @@ def plan_evaluation(
 
 
 def summarise(
-    scores: Iterable[LossSums], pieces: list[Piece], settings: EvaluationSettings
+    scores: Iterable[LossSums], chunks: list[EvaluationChunk], settings: EvaluationSettings
 ) -> EvaluationResult:
-    """Add up the pieces' sums, given in the pieces' order."""
+    """Add up the chunks' sums, given in the chunks' order."""
     return EvaluationResult(
         sums=sum(scores, LossSums()),
         settings=settings,
-        num_pieces=len(pieces),
-        overhead=overhead(pieces),
+        num_chunks=len(chunks),
+        overhead=overhead(chunks),
     )
 
 
 def evaluate_on_ranks(
     scorer: Scorer,
-    pieces: list[Piece],
+    chunks: list[EvaluationChunk],
     settings: EvaluationSettings,
     *,
     world: World,
@@ -120,9 +120,9 @@ def evaluate_on_ranks(
 
     A rank on which `stop` turns true scores no more; then the result is None on every rank.
     """
-    mine = range(world.rank, len(pieces), world.num_ranks)
-    mine_scored = list(scorer.scores([pieces[i] for i in mine], stop=stop))
-    table = torch.zeros(len(pieces) + 1, 3, dtype=torch.float64)
+    mine = range(world.rank, len(chunks), world.num_ranks)
+    mine_scored = list(scorer.scores([chunks[i] for i in mine], stop=stop))
+    table = torch.zeros(len(chunks) + 1, 3, dtype=torch.float64)
     for index, sums in zip(mine, mine_scored, strict=False):
         table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes], dtype=table.dtype)
     table[-1, 0] = len(mine) - len(mine_scored)
@@ -130,18 +130,18 @@ def evaluate_on_ranks(
     if num_unscored:
         return None
     scores = [LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows]
-    return summarise(scores, pieces, settings)
+    return summarise(scores, chunks, settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationJob:
-    """What a worker needs to score pieces: paths and settings, nothing open. Safe to send."""
+    """What a worker needs to score chunks: paths and settings, nothing open. Safe to send."""
 
     checkpoint: Path
     """Or the directory of an exported model."""
     data: DatasetPath
     settings: EvaluationSettings
-    batch_pieces: int
+    batch_chunks: int
 
     def model_config(self, trained: ModelConfig) -> ModelConfig:
         """The architecture with the memory options of this evaluation.
@@ -175,7 +175,7 @@ class EvaluationJob:
             tgt_len=self.settings.tgt_len,
             reset=self.settings.reset,
             precision=self.settings.precision,
-            batch_pieces=self.batch_pieces,
+            batch_chunks=self.batch_chunks,
             byte_counts_V=torch.from_numpy(tokenizer.token_bytes()),
         )
 
@@ -185,9 +185,9 @@ def evaluate_here(
 ) -> EvaluationResult:
     """Score the whole split in this process."""
     scorer = job.open()
-    pieces = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
+    chunks = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
     scores = []
-    for sums in scorer.scores(pieces):
+    for sums in scorer.scores(chunks):
         scores.append(sums)
-        on_progress(len(scores), len(pieces))
-    return summarise(scores, pieces, job.settings)
+        on_progress(len(scores), len(chunks))
+    return summarise(scores, chunks, job.settings)

@@ -1,7 +1,7 @@
-"""Scores pieces of a split: several side by side, each with a memory of its own.
+"""Scores chunks of a split: several side by side, each with a memory of its own.
 
 Rows of a batch move in step, a segment at a time; a row that is done is padded, so the batch size
-changes no number but the order inside a matrix product. Sums are kept per piece, in float64.
+changes no number but the order inside a matrix product. Sums are kept per chunk, in float64.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,43 +15,45 @@ from torch import Tensor
 from data_pipeline.shards.shard_reader import TokenSource
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.segments import IGNORED, Reset
-from txl_dist.config import Precision
-from txl_dist.evaluation.pieces import Piece
-from txl_dist.loss_sums import LossSums
+from txl_dist.config.run_config import Precision
+from txl_dist.evaluation.chunks import EvaluationChunk
+from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.precision import autocast
+from txl_dist.runtime.precision import autocast
 
-# Shapes: B pieces side by side, T segment tokens, V vocabulary
+# Shapes: B chunks side by side, T segment tokens, V vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorer:
-    """Scores pieces of one split with one model."""
+    """Scores chunks of one split with one model."""
 
     model: TransformerXL
     source: TokenSource
     tgt_len: int
     reset: Reset
     precision: Precision = "fp32"
-    batch_pieces: int
+    batch_chunks: int
     byte_counts_V: Tensor
     """UTF-8 bytes of every token id, on the CPU."""
 
-    def scores(self, pieces: Sequence[Piece], *, stop: object = False) -> Iterator[LossSums]:
-        """The sums of every piece, in order; ends early, within a batch, once `stop` is true."""
-        for group in self.groups(pieces):
+    def scores(
+        self, chunks: Sequence[EvaluationChunk], *, stop: object = False
+    ) -> Iterator[LossSums]:
+        """The sums of every chunk, in order; ends early, within a batch, once `stop` is true."""
+        for group in self.groups(chunks):
             sums = self._score_group(group, stop)
             if sums is None:
                 return
             yield from sums
 
-    def groups(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-        """The pieces in order, as many at a time as are read side by side."""
-        remaining = iter(pieces)
-        while group := list(islice(remaining, self.batch_pieces)):
+    def groups(self, chunks: Sequence[EvaluationChunk]) -> Iterator[list[EvaluationChunk]]:
+        """The chunks in order, as many at a time as are read side by side."""
+        remaining = iter(chunks)
+        while group := list(islice(remaining, self.batch_chunks)):
             yield group
 
-    def _score_group(self, group: list[Piece], stop: object) -> list[LossSums] | None:
+    def _score_group(self, group: list[EvaluationChunk], stop: object) -> list[LossSums] | None:
         device = next(self.model.parameters()).device
         memory = self.model.empty_state(len(group))
         sums = [LossSums() for _ in group]
@@ -67,13 +69,13 @@ class Scorer:
                 sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
         return sums
 
-    def segments(self, group: list[Piece]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def segments(self, group: list[EvaluationChunk]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Input, target and age [B, T] of each segment, from the warm-ups to the longest row's end.
 
         Targets of warm-up are IGNORED; ages count from the warm-up's start at most, because the
         memory is empty there.
         """
-        rows = [self._row(piece) for piece in group]
+        rows = [self._row(chunk) for chunk in group]
         num_segments = max(input_N.shape[0] for input_N, _, _ in rows) // self.tgt_len
         stacked = [
             torch.from_numpy(
@@ -86,11 +88,11 @@ class Scorer:
             input_BT, target_BT, age_BT = (tensor[:, here] for tensor in stacked)
             yield input_BT, target_BT, age_BT
 
-    def _row(self, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Input, target and age of one piece's tokens, padded to whole segments."""
-        tokens, document_age = read_range(self.source, piece.warm_start, piece.stop + 1)
+    def _row(self, chunk: EvaluationChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Input, target and age of one chunk's tokens, padded to whole segments."""
+        tokens, document_age = read_range(self.source, chunk.context_start, chunk.stop + 1)
         input_N, target_N = tokens[:-1], tokens[1:].copy()
-        target_N[: piece.start - piece.warm_start] = IGNORED
+        target_N[: chunk.start - chunk.context_start] = IGNORED
         age_N = np.arange(len(input_N), dtype=np.int32)
         if self.reset == "document":
             age_N = np.minimum(age_N, document_age[:-1])

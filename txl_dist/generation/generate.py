@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from data_pipeline.tokenizers import Tokenizer
-from txl_dist.config import Precision
+from txl_dist.config.run_config import Precision
 from txl_dist.generation.sampling import Sampling, next_token
-from txl_dist.model.inference import InferenceState
+from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.precision import autocast
+from txl_dist.runtime.precision import autocast
 
 
 def generate_tokens(
@@ -58,7 +58,7 @@ def _read(
     model: TransformerXL,
     tokens: Sequence[int],
     num_read: int,
-    state: InferenceState,
+    state: KVCache,
     precision: Precision,
     whole: int,
 ) -> torch.Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor, einsum, nn
 
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.distances import align_distances
-from txl_dist.model.dropout import Draws, Dropout
-from txl_dist.model.encodings import ENCODINGS, Biases, DistanceTerms, turn
+from txl_dist.model.dropout import Dropout, DropoutMasks
+from txl_dist.model.encodings import ENCODINGS, Biases, DistanceTerms, apply_rotary
 from txl_dist.model.fast_attention import AttentionFunction, choose_attention
-from txl_dist.model.inference import LayerState
+from txl_dist.model.kv_cache import LayerKVCache
 from txl_dist.model.packing import heads_first, pack_heads
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
@@ -68,7 +68,7 @@ Watch = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class SegmentContext:
     """What is the same for all layers of one segment."""
 
     distances: Any
@@ -77,7 +77,7 @@ class Surroundings:
     """u and v; none if every layer has its own (`untie_r`), or the encoding has none."""
     mask_BTS: Tensor
     """0 where a query may see a key, else minus infinity (visibility.py)."""
-    draws: Draws | None
+    draws: DropoutMasks | None
     """Dropout masks; none when evaluating."""
     watch: Watch | None = None
 
@@ -101,9 +101,11 @@ class Attention(nn.Module):
         self.weight_dropout = Dropout(config.dropatt, layer=layer, place="attention weights")
         self.implementation = config.attention
 
-    def forward(self, x_BTD: Tensor, past: "Tensor | LayerState", around: Surroundings) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, past: "Tensor | LayerKVCache", around: SegmentContext
+    ) -> Tensor:
         q_HBTK = self.query(x_BTD).unflatten(-1, self.heads).permute(2, 0, 1, 3)
-        if isinstance(past, LayerState):
+        if isinstance(past, LayerKVCache):
             k_HBSK, v_HBSK = past.append(*heads_first(self.key_value(x_BTD), self.heads))
             terms = past.terms(k_HBSK.shape[2], lambda: self._terms(around))
         else:
@@ -112,7 +114,10 @@ class Attention(nn.Module):
             k_HBSK, v_HBSK = pack_heads(*projected, self.heads)
             terms = self._terms(around)
         if terms.turn_SK is not None:
-            q_HBTK, k_HBSK = turn(q_HBTK, terms.turn_SK), turn(k_HBSK, terms.turn_SK)
+            q_HBTK, k_HBSK = (
+                apply_rotary(q_HBTK, terms.turn_SK),
+                apply_rotary(k_HBSK, terms.turn_SK),
+            )
         if around.watch is not None:
             weights = reference_weights(q_HBTK, k_HBSK, terms, around.mask_BTS)
             around.watch(self.weight_dropout.layer, weights)
@@ -121,10 +126,10 @@ class Attention(nn.Module):
         mixed_BTHK = attention(q_HBTK, k_HBSK, v_HBSK, terms, around.mask_BTS, keep_BHTS)
         return self.out(mixed_BTHK.flatten(-2))
 
-    def _terms(self, around: Surroundings) -> DistanceTerms:
+    def _terms(self, around: SegmentContext) -> DistanceTerms:
         return self.distances(around.distances, around.biases_HK)
 
-    def _keep(self, around: Surroundings, num_keys: int) -> Tensor | None:
+    def _keep(self, around: SegmentContext, num_keys: int) -> Tensor | None:
         """Which weights are kept, and by how much they grow for it."""
         num_lanes, num_queries, _ = around.mask_BTS.shape
         shape = (num_lanes, self.heads[0], num_queries, num_keys)

@@ -1,6 +1,6 @@
 """Dropout whose draws come from outside, so that they can be the same for any number of ranks.
 
-The model names the place; whoever calls it brings `Draws` (training: `training/dropout_draws.py`),
+The model names the place. The caller brings `DropoutMasks` (training: `training/lane_dropout.py`),
 or none for evaluation. The model itself has no random state and no train/eval mode.
 """
 
@@ -13,7 +13,7 @@ Place = Literal[
 ]
 
 
-class Draws(Protocol):
+class DropoutMasks(Protocol):
     """Masks of one step, a function of (seed, step, lane, layer, place) alone."""
 
     def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
@@ -28,11 +28,11 @@ class Dropout(nn.Module):
         self.rate, self.layer, self.by_lane = rate, layer, by_lane
         self.place: Place = place
 
-    def forward(self, x: Tensor, draws: Draws | None) -> Tensor:
+    def forward(self, x: Tensor, draws: DropoutMasks | None) -> Tensor:
         scale = self.scale(x, draws)
         return x if scale is None else x * scale
 
-    def scale(self, x: Tensor, draws: Draws | None) -> Tensor | None:
+    def scale(self, x: Tensor, draws: DropoutMasks | None) -> Tensor | None:
         """What `x` is to be multiplied with; none if nothing is dropped. Only its shape counts."""
         if draws is None or self.rate == 0:
             return None

@@ -191,7 +191,7 @@ ENCODINGS: dict[str, Any] = {
 """By the name that `ModelConfig.distance_encoding` has for it."""
 
 
-def turn(x_HBNK: Tensor, turn_SK: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary(x_HBNK: Tensor, turn_SK: tuple[Tensor, Tensor]) -> Tensor:
     """Turn vectors [H, B, N, K] that stand at the last N of the S positions; their dtype stays."""
     cos_NK, sin_NK = (table[-x_HBNK.shape[-2] :] for table in turn_SK)
     first, second = x_HBNK.chunk(2, dim=-1)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from txl_dist.model.attention import Attention, Surroundings
+from txl_dist.model.attention import Attention, SegmentContext
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.dropout import Draws, Dropout
-from txl_dist.model.inference import LayerState
+from txl_dist.model.dropout import Dropout, DropoutMasks
+from txl_dist.model.kv_cache import LayerKVCache
 
 # Shapes: B lanes, T segment tokens, N = B T, M memory tokens, D d_model, I d_inner
 
@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(config.d_inner, config.d_model)
         self.inner_dropout = Dropout(config.dropout, layer=layer, place="inner")
 
-    def forward(self, x_BTD: Tensor, draws: Draws | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, draws: DropoutMasks | None) -> Tensor:
         # Rows without lanes, for the projection of more dimensions is a view of another tensor.
         inner_NI = _InPlaceRelu.apply(self.up(x_BTD.flatten(0, 1)))
         inner_BTI = inner_NI.unflatten(0, x_BTD.shape[:2])
@@ -68,7 +68,7 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
         self.feed_forward_dropout = Dropout(config.dropout, layer=layer, place="feed-forward")
 
-    def forward(self, x_BTD: Tensor, past: Tensor | LayerState, around: Surroundings) -> Tensor:
+    def forward(self, x_BTD: Tensor, past: Tensor | LayerKVCache, around: SegmentContext) -> Tensor:
         draws = around.draws
         if self.pre_lnorm:
             norm = self.attention_norm

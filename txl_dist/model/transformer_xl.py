@@ -11,16 +11,16 @@ together is decided by the data (`age`), not here. Source: Dai et al. 2019, arXi
 import torch
 from torch import Tensor, nn
 
-from txl_dist.model.attention import Surroundings, Watch
+from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
+from txl_dist.model.attention import SegmentContext, Watch
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.dropout import Draws, Dropout
+from txl_dist.model.dropout import Dropout, DropoutMasks
+from txl_dist.model.embedding import AdaptiveEmbedding
 from txl_dist.model.encodings import ENCODINGS, Absolute
-from txl_dist.model.inference import InferenceState
 from txl_dist.model.initialisation import initialise
+from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.layers import Layer
 from txl_dist.model.memory import Memory
-from txl_dist.model.softmax import TokenSoftmax
-from txl_dist.model.tokens import TokenTable
 from txl_dist.model.visibility import mask_scores, visible_keys
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
@@ -35,13 +35,13 @@ class TransformerXL(nn.Module):
             raise ValueError("ModelConfig.vocab_size must be set to build a model")
         self.config = config
         self.encoding = ENCODINGS[config.distance_encoding]
-        self.table = TokenTable(config)
+        self.table = AdaptiveEmbedding(config)
         if config.shares_biases:
             heads = (config.n_head, config.d_head)
             self.content_bias_HK = nn.Parameter(torch.empty(heads))  # u of all layers
             self.distance_bias_HK = nn.Parameter(torch.empty(heads))  # v of all layers
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layer))
-        self.softmax = TokenSoftmax(config)
+        self.softmax = AdaptiveSoftmax(config)
         self.embedding_dropout = Dropout(config.dropout, layer=0, place="embedding")
         self.distance_dropout = Dropout(config.dropout, layer=0, place="distances", by_lane=False)
         self.output_dropout = Dropout(config.dropout, layer=config.n_layer, place="output")
@@ -52,9 +52,9 @@ class TransformerXL(nn.Module):
         input_BT: Tensor,
         target_BT: Tensor,
         age_BT: Tensor,
-        memory: Memory | InferenceState,
-        draws: Draws | None = None,
-    ) -> tuple[Tensor, Memory | InferenceState]:
+        memory: Memory | KVCache,
+        draws: DropoutMasks | None = None,
+    ) -> tuple[Tensor, Memory | KVCache]:
         """Score a segment. `target_BT` is IGNORED (-1) where nothing is to be scored."""
         hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, draws)
         return self.softmax(hidden_BTD, target_BT, self.table), memory
@@ -63,10 +63,10 @@ class TransformerXL(nn.Module):
         self,
         input_BT: Tensor,
         age_BT: Tensor,
-        memory: Memory | InferenceState,
-        draws: Draws | None = None,
+        memory: Memory | KVCache,
+        draws: DropoutMasks | None = None,
         watch: Watch | None = None,
-    ) -> tuple[Tensor, Memory | InferenceState]:
+    ) -> tuple[Tensor, Memory | KVCache]:
         """The last layer's output [B, T, D] and the memory after the segment."""
         x_BTD = self.table(input_BT)
         if self.encoding is Absolute:
@@ -84,12 +84,12 @@ class TransformerXL(nn.Module):
         x_BTD: Tensor,
         age_BT: Tensor,
         mem_len: int,
-        draws: Draws | None,
+        draws: DropoutMasks | None,
         watch: Watch | None,
-    ) -> Surroundings:
+    ) -> SegmentContext:
         config, num_keys = self.config, mem_len + x_BTD.shape[1]
         visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=config.same_length)
-        return Surroundings(
+        return SegmentContext(
             distances=self.encoding.prepare(
                 config, num_keys, x_BTD, lambda x: self.distance_dropout(x, draws)
             ),
@@ -117,10 +117,10 @@ class TransformerXL(nn.Module):
             device=weight.device,
         )
 
-    def empty_state(self, num_lanes: int) -> InferenceState:
+    def empty_state(self, num_lanes: int) -> KVCache:
         """What to pass instead of a memory, with gradients off and weights that stand still."""
         config = self.config
-        return InferenceState.empty(
+        return KVCache.empty(
             n_layer=config.n_layer,
             num_lanes=num_lanes,
             mem_len=config.mem_len,

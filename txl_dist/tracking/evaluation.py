@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from txl_dist.redaction import redact
+from txl_dist.config.redaction import redact
 from txl_dist.tracking.state import (
     STATE,
     TrackingState,

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from data_pipeline.atomic_files import fsync_directory
+from data_pipeline.storage.atomic_files import fsync_directory
 
 JOURNAL = "metrics.jsonl"
 SUPERSEDED = "logs/metrics-superseded.jsonl"

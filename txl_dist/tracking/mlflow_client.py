@@ -24,7 +24,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from txl_dist.redaction import redact
+from txl_dist.config.redaction import redact
 
 MAX_POINTS = 1000
 MAX_ITEMS = 100

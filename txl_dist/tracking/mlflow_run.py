@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from txl_dist.redaction import redact
+from txl_dist.config.redaction import redact
 from txl_dist.tracking.mlflow_client import (
     MlflowStore,
     RefusedError,

@@ -11,7 +11,6 @@ time and the process ends. Standard output: at most a few lines for the training
 
 import argparse
 import contextlib
-import fcntl
 import logging
 import os
 import subprocess
@@ -21,6 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from data_pipeline.storage.locks import wait_for_lock
 from txl_dist.tracking.state import (
     LOCK,
     REQUEST,
@@ -152,15 +152,9 @@ def only_sender(run_dir: Path, parent: Parent) -> Iterator[bool]:
     descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         while time.monotonic() < parent.deadline:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.1)
-                continue
-            except OSError:
-                log.debug("a file system without locks")
-            yield True
-            return
+            if wait_for_lock(descriptor, timeout_seconds=POLL_SECONDS):
+                yield True
+                return
         yield False
     finally:
         os.close(descriptor)

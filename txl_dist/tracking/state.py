@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from data_pipeline.atomic_files import write_file
-from txl_dist.redaction import HIDDEN, redact
+from data_pipeline.storage.atomic_files import write_file
+from txl_dist.config.redaction import HIDDEN, redact
 
 STATE = "tracking.json"
 REQUEST = "logs/tracking-request.json"

@@ -28,7 +28,7 @@ from txl_dist.tracking.state import (
 )
 
 if TYPE_CHECKING:
-    from txl_dist.config import RunConfig
+    from txl_dist.config.run_config import RunConfig
 
 CLOSE_SECONDS = 5.0
 """How long the end of a run waits for the sender, which goes on by itself after that."""
@@ -176,7 +176,7 @@ def _spawn(run_dir: Path) -> subprocess.Popen[bytes]:
 def _request(
     run_dir: Path, config: "RunConfig", data_manifest: Path | None, tags: Mapping[str, str]
 ) -> TrackingRequest:
-    from txl_dist.config_file import flatten_config
+    from txl_dist.config.config_file import flatten_config
 
     return TrackingRequest(
         server=config.tracking.uri,

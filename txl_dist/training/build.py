@@ -11,15 +11,14 @@ from pathlib import Path
 
 import torch
 
-from data_pipeline.atomic_files import remove_leftovers, write_file
+from data_pipeline.storage.atomic_files import remove_leftovers, write_file
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
 from data_pipeline.streams.segments import SegmentStream
 from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.checkpoint.manifest import Phase, TrainState
-from txl_dist.checkpoint.phases import phases_from
 from txl_dist.checkpoint.writer import CheckpointHeader
-from txl_dist.config_file import dump_run_config, flatten_config
+from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.evaluate import (
     EvaluationResult,
@@ -30,22 +29,23 @@ from txl_dist.evaluation.evaluate import (
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.precision import PRODUCT_DTYPE
+from txl_dist.runtime.precision import PRODUCT_DTYPE
 from txl_dist.runtime.source_digest import LIBRARIES, code_description, source_digest
 from txl_dist.runtime.stop_signals import StopRequest
+from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Evaluate, Training
+from txl_dist.training.phases import phases_from
 from txl_dist.training.report import Report
 from txl_dist.training.resume import ResumePoint, find_resume_point, remaining_work, restore
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.step import TrainStep
 from txl_dist.training.utilisation import Utilisation
-from txl_dist.world import World
 
 LOCK_PATIENCE_SECONDS = 30.0
 
@@ -74,7 +74,7 @@ class RankBuilder:
         """Everything, in order; collective from the first line on."""
         self.world.join(timeout_seconds=self.config.training.rank_timeout_seconds)
         self._check_same_job()
-        self.world.first_does(self._lock)
+        self.world.run_on_rank_zero(self._lock)
         point = find_resume_point(self.job, self.data, self.world)
         engine, step = self._engine_and_step()
         state = TrainState()
@@ -83,7 +83,7 @@ class RankBuilder:
             state = point.state(evaluates=self.data.evaluation is not None)
         state, phase = self._in_phase(state)
         plan = self.data.plan_of(phase)
-        self.world.first_does(lambda: self._open_run(state, point))
+        self.world.run_on_rank_zero(lambda: self._open_run(state, point))
         utilisation = self._utilisation()  # before the sender starts and uses the processor too
         tracker = self._tracker(new_run=point is None)
         report = Report(
@@ -228,17 +228,17 @@ class RankBuilder:
             tgt_len=settings.tgt_len,
             reset=settings.reset,
             precision=settings.precision,
-            batch_pieces=evaluation.batch_pieces,
+            batch_chunks=evaluation.batch_chunks,
             byte_counts_V=torch.from_numpy(self.data.tokenizer.token_bytes()),
         )
 
-        pieces = plan_evaluation(scorer.source, settings, n_layer=model.config.n_layer)
+        chunks = plan_evaluation(scorer.source, settings, n_layer=model.config.n_layer)
 
         def evaluate(*, stop: object) -> EvaluationResult | None:
             self.world.activity.name = f"evaluation of split {settings.split}"
             with engine.whole_model() as whole:
                 scoring = replace(scorer, model=whole)
-                return evaluate_on_ranks(scoring, pieces, settings, world=self.world, stop=stop)
+                return evaluate_on_ranks(scoring, chunks, settings, world=self.world, stop=stop)
 
         return evaluate
 
@@ -270,7 +270,7 @@ class RankBuilder:
 
     def _tracker(self, *, new_run: bool) -> Tracker | None:
         """Starts sending to MLflow, from rank 0; its end status follows from how `stack` closes."""
-        if not (self.world.is_first and self.config.tracking.enabled):
+        if not (self.world.is_rank_zero and self.config.tracking.enabled):
             return None
         corpora = self.data.corpora
         several = len(corpora) > 1

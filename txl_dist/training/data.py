@@ -4,15 +4,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from data_pipeline.remote import DatasetPath, dataset_path
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
+from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CorpusTape, MixedSource
 from data_pipeline.streams.order import Shuffle
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.checkpoint.manifest import CorpusEntry, Phase
-from txl_dist.config import DataConfig, RunConfig
+from txl_dist.config.run_config import DataConfig, RunConfig
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
 
@@ -145,12 +145,12 @@ def mixed_source(
     """What a phase reads, from its corpora by digest; a single one is read as it is."""
     if len(phase.corpora) == 1:
         return sources[phase.corpora[0].digest]
-    share = phase.tokens_an_epoch
+    share = phase.tokens_per_epoch
     return MixedSource(
         [
             CorpusTape(
                 sources[entry.digest],
-                tokens_an_epoch=share[entry.name],
+                tokens_per_epoch=share[entry.name],
                 shuffle=shuffle,
                 seed=seed,
                 key=int(entry.digest[:16], 16),
@@ -211,7 +211,7 @@ def first_phase(corpora: Sequence[Corpus], split: str) -> Phase:
             )
         )
     phase = Phase(corpora=tuple(entries))
-    assert sum(phase.tokens_an_epoch.values()) == phase.num_tokens
+    assert sum(phase.tokens_per_epoch.values()) == phase.num_tokens
     return phase
 
 

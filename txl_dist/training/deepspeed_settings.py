@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from txl_dist.config import RunConfig
+from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.config import OptimizerConfig, RunConfig
+from txl_dist.config.run_config import OptimizerConfig, RunConfig
 from txl_dist.errors import DivergedError
-from txl_dist.model.dropout import Draws
+from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.world import World
 from txl_dist.training.deepspeed_settings import deepspeed_settings, refusals_explained
-from txl_dist.world import World
 
 
 class Engine:
@@ -84,7 +84,12 @@ class Engine:
             yield twin
 
     def forward(
-        self, input_BT: Tensor, target_BT: Tensor, age_BT: Tensor, memory: Memory, draws: Draws
+        self,
+        input_BT: Tensor,
+        target_BT: Tensor,
+        age_BT: Tensor,
+        memory: Memory,
+        draws: DropoutMasks,
     ) -> tuple[Tensor, Memory]:
         """The model's forward: nats [B, T] of the targets and the next memory."""
         return self._engine(input_BT, target_BT, age_BT, memory, draws)

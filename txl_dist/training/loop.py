@@ -15,10 +15,10 @@ from typing import NoReturn, Protocol
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
 from txl_dist.checkpoint.manifest import BestScore, TrainState
-from txl_dist.config import RunConfig
+from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
-from txl_dist.loss_sums import LossSums
+from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.runtime.stop_signals import StopRequest
 from txl_dist.training.report import Report
 from txl_dist.training.schedule import lr_at

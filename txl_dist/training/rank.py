@@ -11,15 +11,15 @@ import json
 import logging
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from txl_dist.allocation import keep_freed_memory
+from data_pipeline.processes.parent import end_with_parent
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
+from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
 from txl_dist.runtime.process_exit import exit_without_teardown
 from txl_dist.runtime.stop_signals import (
@@ -29,10 +29,10 @@ from txl_dist.runtime.stop_signals import (
     end_start_up,
     say,
 )
+from txl_dist.runtime.world import World
 from txl_dist.training.build import RankBuilder
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.world import World
 
 MAX_MESSAGE_LENGTH = 30_000
 """Of an error on its way to the launcher: less than a pipe holds, so that nobody has to read."""
@@ -99,14 +99,6 @@ def _logging_to(path: Path) -> Iterator[None]:
             handler.close()
 
 
-def _die_with_launcher() -> None:
-    """When the other end of standard input is gone, so is whoever wanted this run."""
-    # Not through sys.stdin: its lock would be held when the interpreter shuts down.
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
-
-
 def _take_standard_output() -> int:
     """A descriptor for the final error; what libraries print goes to standard error instead."""
     answer = os.dup(1)
@@ -120,7 +112,7 @@ def main() -> int:
     try:
         job = TrainJob.from_json(sys.stdin.buffer.readline())
         world = World.from_environment()
-        threading.Thread(target=_die_with_launcher, daemon=True).start()
+        end_with_parent(0)  # the launcher holds the other end of standard input
         train_rank(job, world)
         world.leave()
     except TxlError as error:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from txl_dist.checkpoint.manifest import TrainState
-from txl_dist.checkpoint.phases import realised_shares
-from txl_dist.config import EvaluationConfig
+from txl_dist.config.run_config import EvaluationConfig
 from txl_dist.evaluation.evaluate import EvaluationResult
-from txl_dist.loss_sums import LossSums
+from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
+from txl_dist.training.phases import realised_shares
 from txl_dist.training.utilisation import Utilisation
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Report:
         if self._journal is None:
             return
         sums = LossSums(*state.unreported)
-        tokens_a_step = sums.num_tokens / state.unreported_steps
+        tokens_per_step = sums.num_tokens / state.unreported_steps
         seconds = max(1e-9, now - watch.since - watch.other_seconds)
         steps_per_second = watch.num_steps / seconds
         values = {
@@ -82,14 +82,14 @@ class Report:
             **({"bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
             "lr": lr,
             "gradient_norm": gradient_norm,
-            "tokens_per_second": tokens_a_step * steps_per_second,
+            "tokens_per_second": tokens_per_step * steps_per_second,
             "mfu": self._utilisation.share(steps_per_second=steps_per_second),
             "peak_flops": self._utilisation.peak_flops,
             "memory_valid": memory_valid,
             "data_wait": watch.data_wait_seconds / seconds,
         }
         self._write(state, values)
-        left = (self._num_steps - state.step) * tokens_a_step / values["tokens_per_second"]
+        left = (self._num_steps - state.step) * tokens_per_step / values["tokens_per_second"]
         log.info("%s", step_line(state.step, values, eta_seconds=left))
 
     def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:

@@ -8,7 +8,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from txl_dist.checkpoint.compatibility import check_config, check_data
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import (
     CheckpointManifest,
@@ -21,14 +20,15 @@ from txl_dist.checkpoint.reader import (
     load_fragments,
     load_memory,
 )
-from txl_dist.config_file import flatten_config
+from txl_dist.config.config_file import flatten_config
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.source_digest import code_description
+from txl_dist.runtime.world import World
+from txl_dist.training.compatibility import check_config, check_data
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.step import TrainStep
-from txl_dist.world import World
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
 def _newest_good(
     job: TrainJob, data: TrainingData, directory: CheckpointDirectory, world: World
 ) -> ResumePoint | None:
-    steps = world.from_first(directory.steps())
+    steps = world.broadcast(directory.steps())
     damage: list[str] = []
     for step in reversed(steps):
         path = directory.at(step)
@@ -87,7 +87,7 @@ def _newest_good(
                 raise
             damage.append(str(error))
             continue
-        if damage and world.is_first:
+        if damage and world.is_rank_zero:
             log.warning(
                 "%s. Going on from step %d instead; %d steps are lost and will be trained again",
                 "; ".join(damage),

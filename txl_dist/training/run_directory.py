@@ -1,17 +1,15 @@
 """RunDirectory: the files of one run and who may write there."""
 
-import fcntl
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data_pipeline.storage.locks import wait_for_lock
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
 
-LOCK_POLL_SECONDS = 0.2
 PROBE_BYTES = 64 * 1024
 """The config, the pointers and the first lines of the logs need less."""
 
@@ -52,27 +50,14 @@ class RunDirectory:
         """
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            deadline = time.monotonic() + patience_seconds
-            while not _try_lock(descriptor):
-                if time.monotonic() >= deadline:
-                    owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-                    raise ConfigError(
-                        f"{self.path} is in use by another run ({owner or 'unknown'}). Wait for it "
-                        "to end or stop that process, then run the same command again"
-                    )
-                time.sleep(LOCK_POLL_SECONDS)
+            if not wait_for_lock(descriptor, timeout_seconds=patience_seconds):
+                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                raise ConfigError(
+                    f"{self.path} is in use by another run ({owner or 'unknown'}). Wait for it "
+                    "to end or stop that process, then run the same command again"
+                )
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
             yield
         finally:
             os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks
-    return True

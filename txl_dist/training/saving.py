@@ -61,19 +61,19 @@ class RunSaver:
         )
         self.saved_step, self._is_confirmed = state.step, False
         with explain_failed_save(self._checkpoints):
-            world.first_does(lambda: self._saved(state, path))
+            world.run_on_rank_zero(lambda: self._saved(state, path))
 
     def save_score(self, state: TrainState) -> None:
         """Add the score to the checkpoint of this step. Raises CheckpointError on every rank."""
         with explain_failed_save(self._checkpoints):
-            self._step.world.first_does(lambda: self._scored(state))
+            self._step.world.run_on_rank_zero(lambda: self._scored(state))
 
     def confirm(self, state: TrainState) -> None:
         """Remove old checkpoints: the newest one can be gone on from, or is the run's last."""
         if not self._is_confirmed:
             best_step = state.best.step if state.best else None
             with explain_failed_save(self._checkpoints):
-                self._step.world.first_does(
+                self._step.world.run_on_rank_zero(
                     lambda: self._checkpoints.prune(keep=self._keep, best_step=best_step)
                 )
         self._is_confirmed = True

@@ -6,7 +6,7 @@ paper's training script.
 
 import math
 
-from txl_dist.config import OptimizerConfig
+from txl_dist.config.run_config import OptimizerConfig
 
 
 def lr_at(step: int, config: OptimizerConfig, *, num_steps: int) -> float:

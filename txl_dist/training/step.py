@@ -13,10 +13,10 @@ from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
 from txl_dist.errors import DivergedError
-from txl_dist.loss_sums import LossSums
-from txl_dist.training.dropout_draws import LaneDraws
+from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
-from txl_dist.world import World
+from txl_dist.training.lane_dropout import LaneDropoutMasks
 
 # Shapes: R rows of a micro-batch, T segment tokens, M memory tokens, D d_model, V vocabulary
 
@@ -93,7 +93,7 @@ class TrainStep:
             for array in (segment.input, segment.target, segment.age)
         )
         self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
-        draws = LaneDraws(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
+        draws = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
         nats_RT, self.memories[index] = self.engine.forward(
             input_RT, target_RT, age_RT, self.memories[index], draws
         )

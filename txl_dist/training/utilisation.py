@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from txl_dist.world import World
+from txl_dist.runtime.world import World
 
 SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
 """Of the square matrices; a large GPU is not busy with small ones."""
@@ -62,7 +62,7 @@ def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
 
 
 def _flops_of_all(world: World, sizes: list[int], dtype: torch.dtype, *, seconds: float) -> float:
-    world.together(lambda: None)
+    world.barrier()
     best = max(_product_flops(size, dtype, world.device, seconds=seconds) for size in sizes)
     return float(world.sum(torch.tensor([best], dtype=torch.float64)))
 

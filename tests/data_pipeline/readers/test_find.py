@@ -8,7 +8,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers import find_files
-from data_pipeline.readers.sources import shown
+from data_pipeline.storage.urls import shown
 
 TITLE = b" \n = Title = \n"
 

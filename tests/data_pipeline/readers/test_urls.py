@@ -16,9 +16,9 @@ from pyarrow import parquet
 
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.readers import Reject, find_files
-from data_pipeline.readers import sources as sources_module
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.storage import urls
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
 LINES = [f"line {number}" for number in range(50)]
@@ -109,7 +109,7 @@ class _Page(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(sources_module, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(_Page, "failures", 0)
     monkeypatch.setattr(_Page, "cut", False)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Page)
@@ -161,7 +161,7 @@ def test_a_store_that_stops_answering_stops_the_run_and_keeps_what_is_finished(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    monkeypatch.setattr(sources_module, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # with waits of its own
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()

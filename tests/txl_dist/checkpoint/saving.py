@@ -13,7 +13,7 @@ from txl_dist.checkpoint.manifest import BestScore, TrainState
 from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.world import World
+from txl_dist.runtime.world import World
 
 NUM_LANES = 3
 BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)

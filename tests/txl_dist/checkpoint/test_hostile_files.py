@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.atomic_files import sha256_file
-from tests.hostile_pickle import Hostile
+from data_pipeline.storage.atomic_files import sha256_file
+from tests.support.hostile_pickle import Hostile
 from tests.txl_dist.checkpoint import saving
 from txl_dist.checkpoint.manifest import FileEntry, load_checkpoint_manifest
 from txl_dist.checkpoint.reader import load_model

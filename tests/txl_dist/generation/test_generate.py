@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, train_tokenizer
-from tests.hypothesis_examples import examples
-from tests.small_models import VOCAB_SIZE, random_text, read_stream, small_model
+from tests.support.hypothesis_examples import examples
+from tests.support.small_models import VOCAB_SIZE, random_text, read_stream, small_model
 from txl_dist.generation import generate
 from txl_dist.generation.generate import generate_tokens, stream_text
 from txl_dist.generation.sampling import Sampling

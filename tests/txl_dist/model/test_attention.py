@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.small_models import random_text, small_model
+from tests.support.small_models import random_text, small_model
 from txl_dist.model.attention import reference_attention, reference_scores
 from txl_dist.model.distances import align_distances, align_padded_distances, encode_distances
 from txl_dist.model.encodings import DistanceTerms

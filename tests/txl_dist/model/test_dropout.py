@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.small_models import random_text, small_model
+from tests.support.small_models import random_text, small_model
 from txl_dist.model.dropout import Dropout, Place
-from txl_dist.training.dropout_draws import LaneDraws
+from txl_dist.training.lane_dropout import LaneDropoutMasks
 
 PLACES = get_args(Place)
 BASE: dict[str, Any] = {"seed": 3, "step": 5, "lane": 7, "layer": 1, "place": "inner"}
 
 
 def mask_of(*, seed: int, step: int, lane: int, layer: int, place: Place) -> Tensor:
-    draws = LaneDraws(seed=seed, step=step, lanes=[lane])
+    draws = LaneDropoutMasks(seed=seed, step=step, lanes=[lane])
     return draws.scale(torch.ones(1, 9, 11), rate=0.3, layer=layer, place=place, by_lane=True)
 
 
@@ -26,7 +26,7 @@ def mask_of(*, seed: int, step: int, lane: int, layer: int, place: Place) -> Ten
 @given(lanes=st.permutations(range(7)), cut=st.integers(1, 6))
 def test_a_lanes_mask_is_the_same_in_any_row_of_any_micro_batch(lanes: list[int], cut: int) -> None:
     for micro_batch in (lanes[:cut], lanes[cut:]):
-        draws = LaneDraws(seed=3, step=5, lanes=micro_batch)
+        draws = LaneDropoutMasks(seed=3, step=5, lanes=micro_batch)
         x = torch.ones(len(micro_batch), 9, 11)
         masks = draws.scale(x, rate=0.3, layer=1, place="inner", by_lane=True)
         for row, lane in enumerate(micro_batch):
@@ -39,7 +39,7 @@ def test_a_model_gives_each_lane_the_same_nats_in_any_micro_batch(mem_len: int) 
     age_BT = torch.arange(6).expand(4, 6)
 
     def nats(lanes: list[int]) -> Tensor:
-        draws = LaneDraws(seed=3, step=5, lanes=lanes)
+        draws = LaneDropoutMasks(seed=3, step=5, lanes=lanes)
         text = text_BN[lanes]
         memory = model.empty_memory(len(lanes))
         return model(text[:, :-1], text[:, 1:], age_BT[lanes], memory, draws)[0]
@@ -80,7 +80,7 @@ def test_every_dropout_of_a_model_has_a_mask_of_its_own() -> None:
 
 @pytest.mark.parametrize("rate", [0.001, 0.01, 0.05, 0.1, 0.5, 0.9])
 def test_the_rate_and_the_mean_are_kept(rate: float) -> None:
-    draws = LaneDraws(seed=3, step=5, lanes=[0, 1])
+    draws = LaneDropoutMasks(seed=3, step=5, lanes=[0, 1])
     scale = draws.scale(
         torch.ones(2, 300, 400).double(), rate=rate, layer=0, place="output", by_lane=True
     )
@@ -92,7 +92,7 @@ def test_the_rate_and_the_mean_are_kept(rate: float) -> None:
 
 @pytest.mark.parametrize("rate", [0.01, 0.05, 0.1])
 def test_every_dropout_of_a_model_drops_at_small_rates_too(rate: float) -> None:
-    draws = LaneDraws(seed=3, step=5, lanes=[0, 1])
+    draws = LaneDropoutMasks(seed=3, step=5, lanes=[0, 1])
     modules = [m for m in small_model(dropout=rate, dropatt=rate).modules() if type(m) is Dropout]
     assert len(modules) == 3 + 2 * 4
     for module in modules:
@@ -105,14 +105,14 @@ def test_every_dropout_of_a_model_drops_at_small_rates_too(rate: float) -> None:
 def test_a_small_rate_of_either_kind_changes_the_nats(option: str, attention: str) -> None:
     text_BN, age_BT = random_text(8, 31), torch.arange(30).expand(8, 30)
     model = small_model(**{option: 0.05}, attention=attention)
-    draws = LaneDraws(seed=3, step=5, lanes=range(8))
+    draws = LaneDropoutMasks(seed=3, step=5, lanes=range(8))
     nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, model.empty_memory(8), draws)
     assert (nats_BT - nats_without_draws(model, text_BN)).abs().max() > 1e-3
 
 
 def test_a_mask_for_all_lanes_does_not_depend_on_them() -> None:
     masks = [
-        LaneDraws(seed=3, step=5, lanes=lanes).scale(
+        LaneDropoutMasks(seed=3, step=5, lanes=lanes).scale(
             torch.ones(9, 11), rate=0.3, layer=0, place="distances", by_lane=False
         )
         for lanes in ([0], [4, 2, 6])

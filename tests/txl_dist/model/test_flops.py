@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.small_models import random_text, small_model
+from tests.support.small_models import random_text, small_model
 from txl_dist.model.flops import forward_flops, inference_flops, training_flops
 
 OPTIONS = [

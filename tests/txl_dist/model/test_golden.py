@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.replayed_models import (
+from tests.support.replayed_models import (
     OWN_GOLDEN,
     golden_files,
     num_segments,
     original_arguments,
     read_arrays,
 )
-from txl_dist.foreign.architecture import original_config
+from txl_dist.convert.architecture import original_config
+from txl_dist.model.adaptive_softmax import IGNORED
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory import Memory
 from txl_dist.model.original_weights import from_original, to_original
-from txl_dist.model.softmax import IGNORED
 from txl_dist.model.transformer_xl import TransformerXL
 
 FORMS = ["reference", "fused", "biased"]
@@ -30,7 +30,7 @@ FILES = {
     for path in golden_files()
     if original_arguments(path).get("attn_type", 0) in ENCODINGS
 }
-"""The others are refused (tests/txl_dist/foreign/test_parity.py)."""
+"""The others are refused (tests/txl_dist/convert/test_parity.py)."""
 WITHOUT_EXTENSION = [
     name for name, path in FILES.items() if not original_arguments(path).get("ext_len")
 ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.small_models import random_text, small_model
+from tests.support.small_models import random_text, small_model
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.small_models import small_model
+from tests.support.small_models import small_model
 from txl_dist.model.original_weights import from_original, to_original
 
 OPTIONS = [

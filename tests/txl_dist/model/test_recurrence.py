@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from tests.small_models import random_text, read_stream, small_model
+from tests.support.small_models import random_text, read_stream, small_model
 
 OPTIONS = [
     {},

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gloo_ranks import RankGroups
+from tests.support.gloo_ranks import RankGroups
 from txl_dist.runtime.collective_watch import (
     Activity,
     CollectiveWatch,
     collective_name,
     lost_rank_error,
 )
-from txl_dist.world import World
+from txl_dist.runtime.world import World
 
 NOTICE_SECONDS = 0.4
 
@@ -98,11 +98,11 @@ def test_an_error_outside_a_collective_is_not_blamed_on_other_ranks() -> None:
 @pytest.mark.parametrize(
     ("frames", "name"),
     [
-        ([("txl_dist/world.py", 1, "gather")], None),
+        ([("txl_dist/runtime/world.py", 1, "gather")], None),
         ([], None),
         (
             [
-                ("txl_dist/world.py", 1, "gather"),
+                ("txl_dist/runtime/world.py", 1, "gather"),
                 ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather_object"),
                 ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather"),
             ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import wait_until
+from tests.support.commands import wait_until
 from txl_dist.runtime import stop_signals
 from txl_dist.runtime.stop_signals import STOP_SIGNALS, StopRequest, StopSignals
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.training_runs import TINY
+from tests.support.training_runs import TINY
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.torchrun import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.config import DataConfig, RunConfig, TrackingConfig, TrainingConfig
+from txl_dist.config.run_config import DataConfig, RunConfig, TrackingConfig, TrainingConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.tracking.evaluation import log_evaluation
 from txl_dist.tracking.journal import MetricsJournal
@@ -90,7 +90,7 @@ def test_a_killed_sender_is_replaced_and_no_point_is_doubled(run_dir: Path) -> N
 TRAINING = """
 import os, sys, time
 from pathlib import Path
-from txl_dist.config import *
+from txl_dist.config.run_config import *
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
 run_dir = Path(sys.argv[1])

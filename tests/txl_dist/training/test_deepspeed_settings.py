@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, refusal, tiny_job, train
-from txl_dist.config import (
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
+from txl_dist.config.run_config import (
     DataConfig,
     DeepSpeedConfig,
     OptimizerConfig,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
-from txl_dist.world import World
 
 
 @pytest.fixture(scope="module")

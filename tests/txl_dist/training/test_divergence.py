@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, ZERO, tiny_job
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job
 from txl_dist.errors import DivergedError
+from txl_dist.runtime.world import World
 from txl_dist.training.build import RankBuilder
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.world import World
 
 
 def step_with_poison(world: World, job: TrainJob, poison: str) -> tuple[str, bool]:

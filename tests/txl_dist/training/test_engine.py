@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, ZERO, tiny_job, train
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job, train
+from txl_dist.runtime.world import World
 from txl_dist.training.build import RankBuilder
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.world import World
 
 Parts = list[tuple[str, int, Tensor]]
 

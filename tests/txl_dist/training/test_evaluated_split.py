@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.settings import PrepareSettings
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, metrics, tiny_job, train
+from data_pipeline.preparation.settings import PrepareSettings
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, metrics, tiny_job, train
 from txl_dist.errors import DataError
 from txl_dist.training.data import TrainingData
 

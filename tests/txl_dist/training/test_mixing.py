@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.settings import PrepareSettings
-from tests.commands import txl
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, TINY, losses, metrics, refusal, tiny_job, train
+from data_pipeline.preparation.settings import PrepareSettings
+from tests.support.commands import txl
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    TINY,
+    losses,
+    metrics,
+    refusal,
+    tiny_job,
+    train,
+)
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.config_file import dump_run_config, load_run_config
+from txl_dist.config.config_file import dump_run_config, load_run_config
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
@@ -241,9 +249,9 @@ def test_the_shares_can_be_seen_before_the_run(corpora: dict[str, Path], tmp_pat
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     oak, elm = found["corpora"]["oak"], found["corpora"]["elm"]
-    assert oak["tokens_an_epoch"] + elm["tokens_an_epoch"] == found["tokens_an_epoch"]
-    assert abs(oak["tokens_an_epoch"] - 0.75 * found["tokens_an_epoch"]) <= 1
-    assert oak["passes"] == oak["tokens_an_epoch"] / oak["tokens"]
+    assert oak["tokens_per_epoch"] + elm["tokens_per_epoch"] == found["tokens_per_epoch"]
+    assert abs(oak["tokens_per_epoch"] - 0.75 * found["tokens_per_epoch"]) <= 1
+    assert oak["passes"] == oak["tokens_per_epoch"] / oak["tokens"]
     told = txl("data", "mix", tmp_path / "run.yaml").stdout
     assert "elm 7" in told
     assert "times its" in told

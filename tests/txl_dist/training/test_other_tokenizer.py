@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import load_manifest
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, tiny_job, train
-from txl_dist.checkpoint.compatibility import check_data
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, tiny_job, train
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import TxlError
-from txl_dist.stored_model import find_model
+from txl_dist.training.compatibility import check_data
 from txl_dist.training.data import TrainingData
 
 COMMAND = re.compile(r"txl prepare INPUT --out NEW_DIR --tokenizer (\S+)")

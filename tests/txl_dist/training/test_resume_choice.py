@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, losses, refusal, tiny_job, train
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, losses, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import CheckpointError
 
@@ -107,7 +107,7 @@ def test_other_data_is_refused_unless_it_is_allowed(
 
 def prepare_other_data(tmp_path: Path) -> Path:
     from data_pipeline.preparation.prepare import prepare_dataset
-    from data_pipeline.settings import PrepareSettings
+    from data_pipeline.preparation.settings import PrepareSettings
 
     text = tmp_path / "other.txt"
     text.write_text("Another text, long enough for five lanes of a few tokens each. " * 20)
@@ -164,9 +164,9 @@ def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(
 def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(
     ranks: RankGroups, dataset: Path, run: Path
 ) -> None:
-    from txl_dist.checkpoint.compatibility import check_config
     from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-    from txl_dist.config_file import flatten_config
+    from txl_dist.config.config_file import flatten_config
+    from txl_dist.training.compatibility import check_config
 
     old = load_checkpoint_manifest(run / "checkpoints" / "step-00000020").run
     older = {key: value for key, value in old.items() if key != "model.pre_lnorm"}

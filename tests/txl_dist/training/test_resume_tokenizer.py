@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.settings import PrepareSettings
+from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import load_manifest
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, tiny_job
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, tiny_job
 from txl_dist.errors import CheckpointError
+from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
-from txl_dist.world import World
 
 
 def prepare(out: Path, text: str) -> Path:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.settings import PrepareSettings
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, refusal, tiny_job, train
+from data_pipeline.preparation.settings import PrepareSettings
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.runtime.world import World
 from txl_dist.training import build, resume
 from txl_dist.training.job import TrainJob
-from txl_dist.world import World
 
 SHORT = (NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=2")
 

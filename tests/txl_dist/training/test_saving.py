@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, ZERO, metrics, refusal, tiny_job, train
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, ZERO, metrics, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.errors import TxlError
+from txl_dist.runtime.world import World
 from txl_dist.training.build import RankBuilder
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Training
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.world import World
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
 CLOCK = ("time", "tokens_per_second", "mfu", "data_wait")
@@ -76,7 +76,7 @@ def stop_in_evaluation(training: Training, step: int, only_rank: int | None) -> 
 def test_a_stop_in_the_evaluation_saves_first_and_the_resumed_run_is_as_if_undisturbed(
     ranks: RankGroups, dataset: Path, tmp_path: Path, step: int, only_rank: int | None
 ) -> None:
-    settings = (*SETTINGS, f"evaluation.interval_steps={step}", "evaluation.batch_pieces=1")
+    settings = (*SETTINGS, f"evaluation.interval_steps={step}", "evaluation.batch_chunks=1")
     straight = tiny_job(dataset, tmp_path / "straight", *settings)
     assert ranks(2).run(train, straight) == [0, 0]
 
@@ -100,7 +100,7 @@ def keep_copy_before_score(training: Training, copy: Path) -> None:
     save_score = training.saver.save_score
 
     def copy_first(state: TrainState) -> None:
-        if training.step.world.is_first and state.step == 10:
+        if training.step.world.is_rank_zero and state.step == 10:
             shutil.copytree(Path(training.config.directory), copy)
         save_score(state)
 
@@ -125,7 +125,7 @@ def test_a_kill_after_the_score_was_journalled_writes_it_once(
 def test_a_pending_evaluation_is_dropped_by_a_run_that_does_not_evaluate(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS, "evaluation.batch_pieces=1")
+    job = tiny_job(dataset, tmp_path, *SETTINGS, "evaluation.batch_chunks=1")
     ends = ranks(1).run(train_changed, job, stop_in_evaluation, 10, None)
     assert ends[0][0] == 75
     assert ranks(1).run(train, tiny_job(dataset, tmp_path, *SETTINGS, NO_EVALUATION)) == [0]
@@ -247,7 +247,7 @@ def remove_run_directory(training: Training, step: int) -> None:
     advance = training.saver.confirm
 
     def removing(state: TrainState) -> None:
-        if state.step == step and training.step.world.is_first:
+        if state.step == step and training.step.world.is_rank_zero:
             shutil.rmtree(training.config.directory)
         advance(state)
 

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.settings import PrepareSettings
-from tests.gloo_ranks import RankGroups
-from tests.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from data_pipeline.preparation.settings import PrepareSettings
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
 from txl_dist.cli.progress import fitted
 from txl_dist.errors import ConfigError
+from txl_dist.runtime.world import World
 from txl_dist.training import utilisation
 from txl_dist.training.data import TrainingData
 from txl_dist.training.follow import step_of
 from txl_dist.training.job import TrainJob
 from txl_dist.training.report import step_line
-from txl_dist.world import World
 
 VALUES = {
     "loss": 3.41234,

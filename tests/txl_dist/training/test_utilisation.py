@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
+from txl_dist.runtime.world import World
 from txl_dist.training import utilisation
 from txl_dist.training.utilisation import Utilisation
-from txl_dist.world import World
 
 
 @pytest.fixture

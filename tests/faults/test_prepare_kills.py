@@ -1,0 +1,258 @@
+"""Killed workers, killed runs, full disks: finished work is kept, the bytes are the same."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.errors import DataError, UnfinishedError
+from data_pipeline.processes.workers import ProcessWorkers
+from tests.data_pipeline.preparation.test_prepare import files_of
+from tests.support.commands import children_of, is_alive, start_txl, txl, wait_until
+
+OPTIONS = ("--shuffle", 1, "--split", "valid=0.1", "--shard-size", 1, "--workers", 2, "--json")
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """12 MB of JSON lines that compress badly."""
+    path = tmp_path_factory.mktemp("lines") / "in.jsonl"
+    random_ = random.Random(3)
+    with path.open("w") as file:
+        for _ in range(12_000):
+            file.write(json.dumps({"text": random_.randbytes(500).hex()}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(lines: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of an undisturbed run with one worker."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert txl("prepare", lines, "--out", out, *OPTIONS, "--workers", 1).returncode == 0
+    return files_of(out)
+
+
+def finished_units(out: Path) -> int:
+    return len(list(out.glob(".staging.tmp/units/*.json")))
+
+
+def all_children(pid: int) -> list[int]:
+    found = children_of(pid)
+    return found + [below for child in found for below in all_children(child)]
+
+
+def kill_when(lines: Path, out: Path, units: int, seconds: float) -> int:
+    """Start, SIGKILL the program when `units` are finished and `seconds` have passed.
+
+    Returns how many were finished at the end. Its workers must end by themselves.
+    """
+    process = start_txl("prepare", lines, "--out", out, *OPTIONS)
+    while process.poll() is None and finished_units(out) < units + 1:  # and the fingerprint
+        time.sleep(0.002)
+    time.sleep(seconds)
+    children = all_children(process.pid)
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+    wait_until(lambda: not any(map(is_alive, children)), timeout_seconds=10)
+    return finished_units(out) - 1
+
+
+def rerun(lines: Path, out: Path) -> dict[str, Any]:
+    ended = txl("prepare", lines, "--out", out, *OPTIONS)
+    assert ended.returncode == 0, ended.stderr
+    result: dict[str, Any] = json.loads(ended.stdout)
+    return result
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("units", [2, 7])
+def test_a_killed_run_leaves_no_process_and_its_finished_units(
+    lines: Path, whole: dict[str, bytes], tmp_path: Path, units: int
+) -> None:
+    out = tmp_path / "out"
+    finished = kill_when(lines, out, units, 0.0)
+    result = rerun(lines, out)
+    if finished >= 0:  # else it was published in the moment it was killed
+        assert result["reused_units"] >= finished >= units
+    assert files_of(out) == whole
+
+
+@pytest.mark.fault
+def test_killed_at_any_moment_a_rerun_gives_the_same_bytes(
+    lines: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    random_ = random.Random(5)
+    reused = []
+    for number in range(24):
+        out = tmp_path / f"{number}"
+        for _ in range(random_.choice([1, 1, 2])):
+            kill_when(lines, out, random_.randrange(-1, 13), random_.random() * 0.2)
+        reused.append(rerun(lines, out).get("reused_units"))
+        assert files_of(out) == whole
+        shutil.rmtree(out)
+    assert sum(map(bool, reused)) > 12
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_group_ends_with_75_and_keeps_finished_units(
+    lines: Path, whole: dict[str, bytes], tmp_path: Path, number: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    process = start_txl("prepare", lines, "--out", out, *OPTIONS, own_group=True)
+    wait_until(lambda: finished_units(out) > 3)
+    children = all_children(process.pid)
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 75, output
+    assert "the same command goes on" in output
+    assert "Traceback" not in output
+    wait_until(lambda: not any(map(is_alive, children)), timeout_seconds=10)
+    assert rerun(lines, out)["reused_units"] >= 3
+    assert files_of(out) == whole
+
+
+def test_a_worker_killed_in_a_run_is_replaced(
+    lines: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    process = start_txl("prepare", lines, "--out", out, *OPTIONS)
+    wait_until(lambda: finished_units(out) > 2)
+    workers = [pid for pid in children_of(process.pid) if b"spawn_main" in command_of(pid)]
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert files_of(out) == whole
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def die_at_first(path: Path) -> str:
+    """Kills its worker where nobody did before."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return path.name
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def die(path: Path) -> None:
+    if path.name == "b":
+        os._exit(9)
+
+
+def refuse(path: Path) -> None:
+    raise DataError(f"{path.name} is bad")
+
+
+def fail(path: Path) -> float:
+    return 1 / len(path.name.removeprefix("a"))
+
+
+def test_a_unit_whose_worker_dies_is_tried_once_more(tmp_path: Path) -> None:
+    units = [tmp_path / name for name in "abcde"]
+    with ProcessWorkers(2) as workers:
+        assert sorted(workers.map(die_at_first, units)) == list(enumerate("abcde"))
+
+
+def test_a_unit_that_kills_two_workers_is_named_and_errors_come_as_they_are(
+    tmp_path: Path,
+) -> None:
+    units = [tmp_path / name for name in "abcde"]
+    with ProcessWorkers(2) as workers:
+        with pytest.raises(UnfinishedError, match=r"the worker for .*/b died with exit code 9"):
+            list(workers.map(die, units))
+        with pytest.raises(DataError, match=r"^[a-e] is bad$"):
+            list(workers.map(refuse, units))
+        with pytest.raises(RuntimeError, match=r"(?s)/a:.*ZeroDivisionError"):
+            list(workers.map(fail, units))
+        assert len(list(workers.map(str, units))) == 5
+
+
+def test_workers_end_in_the_middle_of_a_unit_when_their_parent_is_killed() -> None:
+    program = """
+import time
+from data_pipeline.processes.workers import ProcessWorkers
+if __name__ == "__main__":
+    with ProcessWorkers(2) as workers:
+        for done in workers.map(time.sleep, [0, 60, 60]):
+            print(done, flush=True)  # both others have been given out by now
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    children = all_children(process.pid)
+    assert len(children) >= 2
+    process.kill()
+    process.wait()
+    process.stdout.close()  # its end would only come when the children close it too
+    wait_until(lambda: not any(map(is_alive, children)), timeout_seconds=10)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 5 MB, of which the dataset needs more."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_names_the_shard_and_a_rerun_with_space_goes_on(
+    lines: Path, whole: dict[str, bytes], small_disk: Path
+) -> None:
+    out = small_disk / "out"
+    ended = txl("prepare", lines, "--out", out, *OPTIONS)
+    assert ended.returncode == 3
+    assert "the disk is full while writing train-0" in ended.stderr
+    subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
+    assert rerun(lines, out)["reused_units"] > 2
+    assert files_of(out) == whole
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_a_documents_size(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, mib in (("small", 2), ("giant", 200)):
+        source = tmp_path / f"{name}.txt"
+        line = "Gathering, the grey sea; 潮は満ちる.\n" * 1000
+        source.write_text(line * (mib * 2**20 // len(line.encode())))
+        ended = txl("prepare", source, "--out", tmp_path / name, "--json")
+        result = json.loads(ended.stdout)
+        assert result["splits"]["train"]["tokens"] == source.stat().st_size + 1
+        assert result["peak_memory_bytes"] < 120 * 2**20
+        program = f"""
+from pathlib import Path
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.shards.verify import verify_dataset
+from data_pipeline.processes.workers import peak_memory_bytes
+out = Path({str(tmp_path / name)!r})
+source = open_split(out, "train")
+for first in range(0, source.num_tokens, 2**18):
+    read_range(source, first, min(first + 2**18, source.num_tokens))
+assert not verify_dataset(out).problems
+print(peak_memory_bytes())
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, check=True, text=True
+        )
+        assert int(done.stdout) < 160 * 2**20

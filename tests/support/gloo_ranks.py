@@ -1,0 +1,108 @@
+"""Groups of real gloo ranks, started once and used by many tests: starting one takes seconds.
+
+A test hands a module-level function to a group; every rank calls it with its World and the given
+arguments. A rank that raises breaks the group for its neighbours, so such a group is thrown away
+and the next test gets a new one.
+"""
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from txl_dist.runtime.world import World
+
+JOIN_TIMEOUT_SECONDS = 60.0
+ANSWER_TIMEOUT_SECONDS = 120.0
+
+
+class RankGroup:
+    """`num_ranks` processes that run what they are handed, in step."""
+
+    def __init__(self, num_ranks: int) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self._processes = []
+        self.is_broken = False
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, num_ranks, port), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """`function(world, *args, **kwargs)` on every rank; the results, in rank order.
+
+        Raises AssertionError with the remote traceback if a rank fails.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(ANSWER_TIMEOUT_SECONDS):
+                failures.append(f"rank {rank} did not answer")
+                continue
+            ok, value = pipe.recv()
+            (results if ok else failures).append(value)
+        if failures:
+            self.is_broken = True
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        """End the processes. They are killed: their orderly end takes seconds and saves nothing."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import torch
+
+    torch.set_num_threads(1)
+    world = World(rank, num_ranks, rank)
+    world.join(timeout_seconds=JOIN_TIMEOUT_SECONDS)
+    with suppress(EOFError):
+        while True:
+            function, args, kwargs = pipe.recv()
+            try:
+                pipe.send((True, function(world, *args, **kwargs)))
+            except BaseException:
+                pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+    world.leave()
+
+
+class RankGroups:
+    """One group a size, started when first asked for."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, RankGroup] = {}
+
+    def __call__(self, num_ranks: int) -> RankGroup:
+        group = self._groups.get(num_ranks)
+        if group is not None and group.is_broken:
+            group.close()
+            group = None
+        if group is None:
+            group = self._groups[num_ranks] = RankGroup(num_ranks)
+        return group
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close()

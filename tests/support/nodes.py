@@ -1,0 +1,86 @@
+"""Ray nodes as an administrator starts them, with `ray start`, for tests of `--on ADDRESS`."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.support.commands import wait_until
+
+
+@dataclass
+class RayNode:
+    """One `ray start --block`; `address` is its cluster's."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def processes(self) -> list[psutil.Process]:
+        """`ray start` and everything below it."""
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(self.process.pid)
+            return [parent, *parent.children(recursive=True)]
+        return []
+
+    def kill(self) -> None:
+        """What a power cut does to a node."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def token_environment(directory: Path) -> dict[str, str]:
+    """What every node and every driver of one cluster needs in its environment."""
+    token = directory / "token"
+    if not token.exists():
+        token.write_text("0123456789abcdef" * 4)
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+
+
+@contextmanager
+def ray_node(
+    directory: Path,
+    *,
+    join: str | None = None,
+    ip: str = "127.0.0.1",
+    num_cpus: int = 1,
+    inside: Sequence[str] = (),
+) -> Iterator[RayNode]:
+    """A head, or a node that joins the cluster at `join`. `inside` is put before the command."""
+    if join is None:
+        port = _free_port()
+        where, address = ("--head", f"--port={port}", "--include-dashboard=false"), f"{ip}:{port}"
+    else:
+        where, address = (f"--address={join}",), join
+    log = directory / f"node-{len(list(directory.glob('node-*.log')))}.log"
+    command = (
+        *inside,
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
+        *(*where, f"--node-ip-address={ip}", f"--num-cpus={num_cpus}"),
+        "--object-store-memory=100000000",
+    )
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env={**os.environ, **token_environment(directory)}
+        )
+    node = RayNode(address, process, log)
+    try:
+        wait_until(lambda: b"Ray runtime started" in log.read_bytes(), timeout_seconds=90)
+        yield node
+    finally:
+        node.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

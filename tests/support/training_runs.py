@@ -1,0 +1,61 @@
+"""Tiny training runs for tests: the config of configs/tiny.yaml on the test dataset."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from txl_dist.config.config_file import load_run_config
+from txl_dist.errors import TxlError
+from txl_dist.runtime.world import World
+from txl_dist.training.job import TrainJob
+from txl_dist.training.rank import train_rank
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+NO_EVALUATION = "evaluation.split=null"
+ZERO = {
+    **{str(stage): (f"deepspeed.zero_stage={stage}",) for stage in (0, 1, 2, 3)},
+    # DeepSpeed leaves parameters this small whole on every rank, unless told otherwise.
+    "3-all-spread": (
+        "deepspeed.zero_stage=3",
+        "deepspeed.extra={zero_optimization: {stage3_param_persistence_threshold: 0}}",
+    ),
+}
+"""Every ZeRO stage, as overrides."""
+DROPOUT = ("model.dropout=0.1", "model.dropatt=0.2")
+
+
+def tiny_job(dataset: Path, run: Path, *overrides: str, **options: Any) -> TrainJob:
+    """A job of 20 steps on 5 lanes; `overrides` as on the command line."""
+    given = [f"data.path={dataset}", f"directory={run}", *overrides]
+    return TrainJob(config=load_run_config(TINY, given), **options)
+
+
+def train(world: World, job: TrainJob) -> int:
+    """Run a job as one rank of a group; 0, or the exit code of the TxlError that ended it."""
+    try:
+        train_rank(job, world)
+    except TxlError as error:
+        return error.exit_code
+    return 0
+
+
+def refusal(run: Path) -> str:
+    """The message of the newest error in rank 0's log."""
+    log = (run / "logs" / "rank-0.log").read_text()
+    return re.split(r"^[\d:]{8} \w+Error: ", log, flags=re.MULTILINE)[-1]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Training loss by step; every step must be there once."""
+    found: dict[int, float] = {}
+    for line in metrics(run):
+        if "loss" in line:
+            assert line["step"] not in found, f"step {line['step']} twice in {run}"
+            found[line["step"]] = line["loss"]
+    return found

@@ -1,0 +1,60 @@
+"""What `txl bench data` measures, at a size that takes no time: numbers, not how good they are."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.manifest import InputSummary, ShardManifest, SplitEntry
+from data_pipeline.shards.shard_writer import ShardWriter
+from data_pipeline.tokenizers import ByteTokenizer
+from txl_dist.bench.data_plan import measure_plan, plan_all, synthetic_blocks
+from txl_dist.bench.data_reading import measure_reading, measure_seek
+
+
+def some_dataset(directory: Path) -> None:
+    writer = ShardWriter(
+        directory,
+        "train",
+        0,
+        dtype=np.dtype(np.uint16),
+        vocab_size=257,
+        block_bytes=2**16,
+    )
+    random = np.random.default_rng(0)
+    for number in range(60):
+        tokens = random.integers(0, 256, 3000 + 7 * number)
+        writer.add(str(number), [tokens], text_bytes=len(tokens))
+    manifest = ShardManifest(
+        tokenizer_digest=ByteTokenizer().digest,
+        vocab_size=257,
+        end_of_document=256,
+        dtype="uint16",
+        settings=PrepareSettings(),
+        input=InputSummary(
+            digest="0" * 64, files=1, documents=60, empty=0, rejected=0, duplicates=0
+        ),
+        splits={"train": SplitEntry.of([writer.close()])},
+    )
+    (directory / "manifest.json").write_bytes(manifest.to_bytes())
+
+
+def test_rates_and_seeks_are_plain_numbers(tmp_path: Path) -> None:
+    some_dataset(tmp_path)
+    rates = measure_reading(tmp_path, rounds=1)
+    assert all(type(rate) is float and rate > 0 for rate in asdict(rates).values())
+    median, best = measure_seek(tmp_path, num_lanes=3, seeks=5)
+    assert 0 < best <= median < 5
+
+
+def test_a_plan_is_measured_and_finds_every_lane() -> None:
+    seconds, megabytes = measure_plan(num_tokens=10**8, num_lanes=40, num_ranks=7)
+    assert seconds >= 0
+    assert megabytes > 0
+    sizes = synthetic_blocks(10**8)
+    places = plan_all(sizes, num_lanes=40, num_ranks=7)
+    assert len(places) == 40
+    for lane, place in enumerate(places):
+        start = lane * (int(sizes.sum()) // 40)
+        assert place.start <= start < place.start + sizes[place.block]

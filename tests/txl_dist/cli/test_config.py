@@ -1,0 +1,55 @@
+"""`txl config`: what it prints, where, and how light it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from txl_dist.cli.config import app
+from txl_dist.config.config_file import dump_run_config, load_run_config
+from txl_dist.errors import ConfigError
+
+TINY = str(Path(__file__).parents[3] / "configs" / "tiny.yaml")
+
+
+def test_show_prints_the_resolved_config_with_overrides() -> None:
+    result = CliRunner().invoke(app, ["show", TINY, "optimizer.lr=1e-3", "model.n_layer=6"])
+    assert result.exit_code == 0
+    expected = load_run_config(TINY, ["optimizer.lr=1e-3", "model.n_layer=6"])
+    assert result.stdout == dump_run_config(expected)
+    assert yaml.safe_load(result.stdout)["model"]["n_layer"] == 6
+
+
+def test_show_as_json_is_one_object_without_secrets() -> None:
+    result = CliRunner().invoke(app, ["show", TINY, "--json", "tracking.uri=http://u:CANARY@h"])
+    assert json.loads(result.stdout)["tracking"]["uri"] == "http://***@h"
+
+
+def test_validate_says_what_it_checked() -> None:
+    result = CliRunner().invoke(app, ["validate", TINY])
+    assert (result.exit_code, "is a valid config" in result.stdout) == (0, True)
+    result = CliRunner().invoke(app, ["validate", TINY, "--json"])
+    assert json.loads(result.stdout)["valid"] is True
+
+
+@pytest.mark.parametrize("command", ["show", "validate"])
+def test_a_wrong_config_is_an_error_of_exit_code_2(command: str) -> None:
+    result = CliRunner().invoke(app, [command, TINY, "model.n_layers=6"])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.exit_code == 2
+    assert result.stdout == ""
+
+
+def test_the_commands_cost_nothing_until_they_run() -> None:
+    code = (
+        "import sys, txl_dist.cli.config;"
+        "print(*{'torch', 'pydantic', 'yaml', 'mlflow', 'numpy'} & set(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == []

@@ -1,0 +1,373 @@
+"""Config files: strict in, complete out, and every problem said at once."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_dist.config.config_file import dump_run_config, flatten_config, load_run_config, redact
+from txl_dist.config.run_config import (
+    DataConfig,
+    DeepSpeedConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainingConfig,
+)
+from txl_dist.config.strict_yaml import dump_yaml, read_yaml
+from txl_dist.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = "directory: runs/x\ndata: {path: d}\ntraining: {num_steps: 4}\n"
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    """Load a config text with overrides."""
+
+    def load(text: str, *overrides: str) -> RunConfig:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_run_config(path, overrides)
+
+    return load
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["quickstart", "tiny", "learns-like-the-original"])
+def test_the_shipped_configs_are_valid_and_survive_a_dump(name: str, tmp_path: Path) -> None:
+    config = load_run_config(CONFIGS / f"{name}.yaml")
+    (tmp_path / "dumped.yaml").write_text(dump_run_config(config))
+    assert load_run_config(tmp_path / "dumped.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("+1.5E+2", 150.0),
+        ("2", 2.0),
+        ("1_000.5", 1000.5),
+    ],
+)
+def test_numbers_are_read_as_people_write_them(load: Any, text: str, value: float) -> None:
+    assert load(SMALL, f"optimizer.lr={text}").optimizer.lr == value
+
+
+@pytest.mark.parametrize("text", ["yes", "on", "No", "0x10", "010", "1:30", "2024-01-01", ".inf"])
+def test_what_yaml_1_1_would_convert_stays_text(load: Any, text: str) -> None:
+    assert read_yaml(f"a: {text}").value == {"a": text}
+    if text[0] != ".":  # the name of an experiment begins with a letter or a digit
+        assert load(SMALL, f"tracking.experiment={text}").tracking.experiment == text
+
+
+def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> None:
+    config = load(
+        SMALL + "evaluation:\n",
+        "optimizer.lr=1",
+        "optimizer.lr=1e-3",
+        "deepspeed.extra.aio.list=[1, {a: b}]",
+        "evaluation.split=valid",
+        "training={num_steps: 9, log_interval_steps: 2}",
+        "model.d_embed=null",
+    )
+    assert config.optimizer.lr == 0.001
+    assert config.deepspeed.extra == {"aio": {"list": [1, {"a": "b"}]}}
+    assert config.evaluation.split == "valid"
+    assert (config.training.num_steps, config.training.log_interval_steps) == (9, 2)
+
+
+# --- refusing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\nb: &x 2", "run.yaml:2: the anchor &x is refused"),
+        ("a: *x", "run.yaml:1: the alias *x is refused"),
+        ("a: !!python/object/apply:os.system [ls]", "the tag 'tag:yaml.org,2002:python/object"),
+        ("a: !!str 3", "the tag"),
+        ("seed: 1\nseed: 2", "run.yaml:2: seed is given twice, first on line 1; keep one"),
+        ("1: 2", "a key must be text, found '1'"),
+        ("? [a]\n: 1", "a key must be text"),
+        ("<<: {seed: 1}", "unknown key <<"),
+        ("seed: 1e999", "too large a number"),
+        ("seed: " + "9" * 5000, "too large a number"),
+        ("a: 1\n---\nb: 2", "not valid YAML"),
+        ("a: 'x", "run.yaml:1: not valid YAML"),
+        ("a: b: c", "not valid YAML"),
+        ("a: \x07", "not valid YAML"),
+        ("[" * 200, "not valid YAML"),
+        ("- 1", "a config is a mapping of sections (data, model, training, ...), found a list"),
+        ("", "found nothing"),
+        ("x" * 300_000, "longer than 262,144 bytes"),
+    ],
+)
+def test_what_is_no_plain_config_is_refused_with_its_line(
+    load: Any, text: str, expected: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert expected in str(caught.value)
+    assert time.monotonic() - began < 2
+
+
+def test_an_alias_bomb_is_refused_at_once(load: Any) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    with pytest.raises(ConfigError, match="alias"):
+        load("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.n_layers=3", "unknown key model.n_layers; did you mean model.n_layer?"),
+        ("n_layer=3", "unknown key n_layer; did you mean model.n_layer?"),
+        ("zzz=3", "unknown key zzz; legal here: directory, seed"),
+        ("data.reset=documnt", "'document' or 'stream'; did you mean document?"),
+        ("tracking.enabled=yes", 'tracking.enabled is "yes"; it should be a valid boolean; write'),
+        ("training.num_steps=1e2", "training.num_steps is 100.0; it should be a valid integer"),
+        ("model.n_head='2'", "write the number without quotes"),
+        ("model.n_head=true", "model.n_head is true; it should be a valid integer"),
+        ("model.n_head=0", "override model.n_head: model: n_head=0 must be at least 1"),
+        ("model.dropout=1.0", "dropout=1.0 must lie in [0, 0.99]"),
+        ("optimizer.warmup_steps=5", "warmup_steps=5 is longer than training.num_steps=4"),
+        ("seed=-1", "seed is -1; it should be greater than or equal to 0"),
+        ("tracking.experiment=3", "quote it: '3'"),
+        ("tracking.experiment=a/../b", "must not hold '..'"),
+        ("tracking.uri=./mlruns", "no tracking server or database"),
+        ("model=3", "model is a section; write its keys below it, found 3"),
+        ("model.d_model.x=3", "model.d_model is"),
+        ("data.path.x=3", "override data.path.x: data.path is text, not a section"),
+        ("seed", "override seed: write it as section.key=value"),
+        ("=1", "write it as section.key=value"),
+        ("a..b=1", "write it as section.key=value"),
+        ("seed=[1", "override seed: not valid YAML"),
+        ("seed=*x", "override seed: the alias *x is refused"),
+    ],
+)
+def test_a_wrong_override_says_what_is_legal(load: Any, override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(SMALL, override)
+    assert expected in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_all_problems_are_said_at_once_each_with_its_place(load: Any) -> None:
+    text = "data:\n  num_lanes: 0\nmodel:\n  n_layers: 2\n  tie_weight: yes\nseed: 1\nseed: 2\n"
+    with pytest.raises(ConfigError) as caught:
+        load(text, "optimizer.lrr=3", "oops")
+    message = str(caught.value)
+    assert "9 problems" in message
+    for part in (
+        "run.yaml:2: data.num_lanes is 0",
+        "run.yaml:4: unknown key model.n_layers",
+        "run.yaml:5: model.tie_weight",
+        "run.yaml:7: seed is given twice",
+        "override optimizer.lrr: unknown key",
+        "override oops:",
+        "directory is missing",
+        "training is missing",
+    ):
+        assert part in message
+
+
+TWO_SECTIONS = """directory: runs/x
+data: {path: data/x}
+training:
+  num_steps: 50
+optimizer:
+  lr: 1.0e-3
+  warmup_steps: 10
+model:
+  d_model: 32
+  d_head: 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ("optimizer.warmup_steps=99", "optimizer.min_lr=1", "data.num_lanes=0"),
+            (
+                "override data.num_lanes: data.num_lanes is 0",
+                "override optimizer.warmup_steps, run.yaml:4: optimizer.warmup_steps=99 is longer",
+                "override optimizer.min_lr, run.yaml:6: optimizer.min_lr=1.0 is above",
+            ),
+        ),
+        (
+            ("model.d_model=33", "model.n_head=0", "model.dropout=3", "model.div_val=4"),
+            (
+                "override model.d_model: model: d_model=33 must be even",
+                "override model.n_head: model: n_head=0 must be at least 1",
+                "override model.dropout: model: dropout=3.0 must lie in [0, 0.99]",
+                "override model.div_val: model: div_val=4 must be 1",
+            ),
+        ),
+        (
+            ("optimizer={lr: 0, beta1: 2}", "training.num_steps=-3"),
+            (
+                "override optimizer: optimizer.lr is 0",
+                "override optimizer: optimizer.beta1 is 2",
+                "override training.num_steps: training.num_steps is -3",
+            ),
+        ),
+        (
+            (
+                "deepspeed.extra={fp16: 1, optimizer: 2, zero_optimization: {stage: 1}}",
+                "seed=-1",
+            ),
+            (
+                "override deepspeed.extra: deepspeed: extra.fp16 would contradict precision",
+                "override deepspeed.extra: deepspeed: extra.optimizer would contradict optimizer",
+                "extra.zero_optimization.stage would contradict deepspeed.zero_stage",
+                "override seed: seed is -1",
+            ),
+        ),
+    ],
+)
+def test_wrong_overrides_are_all_said_with_their_origin(
+    load: Any, tmp_path: Path, overrides: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(TWO_SECTIONS, *overrides)
+    message = str(caught.value)
+    assert f"{len(expected)} problems" in message, message
+    for part in expected:
+        assert part in message.replace(f"{tmp_path}/", ""), message
+
+
+def test_an_override_of_a_section_replaces_what_was_said_of_it_before(load: Any) -> None:
+    given = ("model.d_model=33", "model={d_head: 0}")
+    with pytest.raises(ConfigError, match=r"^override model: model: d_head=0 must be at least 1$"):
+        load(TWO_SECTIONS, *given)
+
+
+def test_a_file_that_is_not_there_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").write_text(SMALL)
+    for name in ("quickstrat.yaml", "quickstart"):
+        with pytest.raises(ConfigError, match=r"did you mean .*quickstart\.yaml\?"):
+            load_run_config(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"holds: quickstart\.yaml"):
+        load_run_config(tmp_path / "z")
+    with pytest.raises(ConfigError, match="no directory that can be read"):
+        load_run_config(tmp_path / "none" / "a.yaml")
+    (tmp_path / "config.yaml").write_text(SMALL)
+    with pytest.raises(ConfigError, match=r"is a directory.*did you mean .*config\.yaml"):
+        load_run_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"directory: \xe9")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_run_config(tmp_path / "latin.yaml")
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+_words = _text | st.sampled_from(
+    ["no", "1e3", "010", "1:30", "null", "~", "a: b", "# x", "<<", "é"]
+)
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | _words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_words, inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(st.dictionaries(_words, _values, max_size=4))
+def test_yaml_is_read_back_as_it_was_written(value: dict[str, Any]) -> None:
+    document = read_yaml(dump_yaml(value))
+    assert document.problems == []
+    assert json.dumps(document.value if value else {}) == json.dumps(value)
+
+
+@settings(max_examples=50)
+@given(
+    lr=st.floats(1e-12, 1e3),
+    split=st.none() | _words,
+    extra=st.dictionaries(st.sampled_from(["aio", "comet"]), _values, max_size=2),
+)
+def test_a_dumped_config_loads_as_the_same_config(
+    tmp_path_factory: pytest.TempPathFactory, lr: float, split: str | None, extra: dict[str, Any]
+) -> None:
+    config = load_run_config(CONFIGS / "tiny.yaml")
+    config = config.model_copy(
+        update={
+            "optimizer": config.optimizer.model_copy(update={"lr": lr}),
+            "evaluation": config.evaluation.model_copy(update={"split": split}),
+            "deepspeed": DeepSpeedConfig(extra=extra),
+        }
+    )
+    if redact(config.model_dump()) != config.model_dump():
+        return  # text that looks like a secret is not written
+    path = tmp_path_factory.mktemp("config") / "run.yaml"
+    path.write_text(dump_run_config(config), encoding="utf-8")
+    assert load_run_config(path) == config
+
+
+def test_a_flat_config_has_every_setting_under_its_dotted_name() -> None:
+    config = load_run_config(CONFIGS / "tiny.yaml", ["deepspeed.extra.aio.b=[1, 2]"])
+    flat = flatten_config(config)
+    assert flat["optimizer.lr"] == 0.01
+    assert flat["model.d_embed"] is None
+    assert flat["deepspeed.extra.aio.b"] == "[1, 2]"
+    assert all(isinstance(value, str | int | float | None) for value in flat.values())
+    assert list(flat) == list(flatten_config(config))
+
+
+# --- secrets --------------------------------------------------------------------------------------
+
+
+def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) -> None:
+    config = RunConfig(
+        directory="runs/x",
+        data=DataConfig(path="d"),
+        training=TrainingConfig(num_steps=1),
+        tracking=TrackingConfig(uri="http://me:CANARY@host:5000?token=CANARY"),
+        deepspeed=DeepSpeedConfig(extra={"wandb": {"api_key": "CANARY", "authToken": ["CANARY"]}}),
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(SMALL, "tracking.uri=file://me:CANARY@x", "data.api_key=CANARY", "data.token=CANARY")
+    written = [dump_run_config(config), repr(config), str(config), str(flatten_config(config))]
+    for text in [*written, str(caught.value)]:
+        assert "CANARY" not in text
+        assert "***" in text or "unknown key" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("see postgresql://u:p/w@db/x now", "see postgresql://***@db/x now"),
+        ("http://u:pw@h/a", "http://***@h/a"),
+        ("http://h/a?api_key=abc&x=1", "http://h/a?api_key=***&x=1"),
+        ("password = 'my word' x", "password = *** x"),
+        ("Authorization: Bearer abcdefgh12", "Authorization: Bearer ***"),
+        ("AWS_SECRET_ACCESS_KEY=abc", "AWS_SECRET_ACCESS_KEY=***"),
+        ("max_tokens=512 tokens: 12 key: 3", "max_tokens=512 tokens: 12 key: 3"),
+        ("runs/keys and tokens", "runs/keys and tokens"),
+    ],
+)
+def test_text_is_redacted_where_it_holds_a_secret(text: str, expected: str) -> None:
+    assert redact(text) == expected
+    assert redact(expected) == expected
+
+
+def test_counts_are_no_secrets() -> None:
+    counts = {"max_tokens": 5, "num_keys": 2, "tokens": "a", "token": 3, "tokenizer": "byte"}
+    assert redact(counts) == counts
+    assert redact({"apiToken": "x", "Password": "y", "a": {"secret": {"b": 1}}, "key": None}) == {
+        "apiToken": "***",
+        "Password": "***",
+        "a": {"secret": "***"},
+        "key": None,
+    }

@@ -1,0 +1,128 @@
+"""An imported model computes what the program that saved it computes."""
+
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.support.replayed_models import (
+    OWN_GOLDEN,
+    golden_files,
+    hf_directories,
+    num_segments,
+    original_arguments,
+    read_arrays,
+)
+from tests.txl_dist.convert.sources import golden_arrays
+from txl_dist.convert.original import read_original
+from txl_dist.convert.transformers import read_transformers
+from txl_dist.errors import ConfigError
+from txl_dist.model.transformer_xl import TransformerXL
+
+HF_DIRECTORIES = {path.name: path for path in hf_directories()}
+FILES = {path.stem: path for path in golden_files()}
+SUPPORTED = [
+    name for name, path in FILES.items() if original_arguments(path).get("attn_type", 0) == 0
+]
+
+
+def nats_of(model: TransformerXL, segments: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Nats of consecutive segments [B, T], the memory empty at their start."""
+    memory, start, nats = model.empty_memory(len(segments[0][0])), 0, []
+    for input_BT, target_BT in segments:
+        stop = start + input_BT.shape[1]
+        age_BT = torch.arange(start, stop).expand_as(input_BT)
+        with torch.no_grad():
+            nats_BT, memory = model(input_BT, target_BT, age_BT, memory)
+        nats.append(nats_BT)
+        start = stop
+    return nats
+
+
+def assert_nats_as_transformers(model: TransformerXL, directory: Path) -> None:
+    expected = {
+        key: torch.from_numpy(array)
+        for key, array in read_arrays(directory / "expected.npz").items()
+    }
+    segments = [
+        (expected[f"input/{k}"], expected[f"target/{k}"]) for k in range(num_segments(expected))
+    ]
+    assert segments
+    for k, nats_BT in enumerate(nats_of(model, segments)):
+        assert_close(nats_BT, expected[f"nll/{k}"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", HF_DIRECTORIES)
+def test_transformers_directory(name: str) -> None:
+    directory = HF_DIRECTORIES[name]
+    assert_nats_as_transformers(read_transformers(directory), directory)
+
+
+@pytest.mark.parametrize("kept", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("name", HF_DIRECTORIES)
+def test_transformers_directory_of_safetensors_without_the_repeated_names(
+    name: str, kept: int, tmp_path: Path
+) -> None:
+    directory = HF_DIRECTORIES[name]
+    weights = transformers_weights(directory)
+    names = defaultdict(list)
+    for weight_name, tensor in weights.items():
+        names[tensor.data_ptr()].append(weight_name)
+    once = {same[kept]: weights[same[kept]].clone() for same in names.values()}
+    shutil.copyfile(directory / "config.json", tmp_path / "config.json")
+    save_file(once, tmp_path / "model.safetensors")
+    assert_nats_as_transformers(read_transformers(tmp_path), directory)
+
+
+def transformers_weights(directory: Path) -> dict[str, Tensor]:
+    """Tied tensors share their memory where the file is a pickle."""
+    safe = directory / "model.safetensors"
+    if safe.exists():
+        return load_file(safe)
+    return torch.load(directory / "pytorch_model.bin", weights_only=True)
+
+
+# With ext_len, segments repeat the end of the last one: tests/txl_dist/model/test_golden.py.
+CONTIGUOUS = [name for name in SUPPORTED if not original_arguments(FILES[name]).get("ext_len")]
+
+
+@pytest.mark.parametrize("name", CONTIGUOUS)
+def test_state_dict_of_the_original(name: str) -> None:
+    arrays = read_arrays(FILES[name])
+    segments = [
+        (torch.from_numpy(arrays[f"input/{k}"]).t(), torch.from_numpy(arrays[f"target/{k}"]).t())
+        for k in range(num_segments(arrays))
+    ]
+    nats = nats_of(read_original(FILES[name]).double(), segments)
+    for k, nats_BT in enumerate(nats):
+        assert_close(nats_BT, torch.from_numpy(arrays[f"nll/{k}"]).t(), rtol=0, atol=1e-10)
+
+
+def test_every_other_attention_of_the_original_is_refused() -> None:
+    for name in FILES.keys() - set(SUPPORTED):
+        with pytest.raises(ConfigError, match="attn_type"):
+            read_original(FILES[name])
+
+
+def test_the_repository_has_both_kinds_of_the_originals_attention() -> None:
+    kinds = [original_arguments(path)["attn_type"] for path in OWN_GOLDEN.glob("*.npz")]
+    assert kinds.count(0) >= 10
+    assert {1, 2} <= set(kinds)
+
+
+def test_names_without_prefix_and_the_config_beside(tmp_path: Path) -> None:
+    arrays = golden_arrays("adapt_div2_tied_tieproj")
+    (tmp_path / "plain.json").write_text(str(arrays["config_json"]))
+    plain = {name.removeprefix("sd/"): a for name, a in arrays.items() if name.startswith("sd/")}
+    np.savez(tmp_path / "plain.npz", **plain)
+    expected = read_original(OWN_GOLDEN / "adapt_div2_tied_tieproj.npz")
+    found = read_original(tmp_path / "plain.npz")
+    assert found.config == expected.config
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name

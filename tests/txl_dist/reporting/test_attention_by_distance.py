@@ -1,0 +1,232 @@
+"""Attention by distance: the weights of every scored query, once, whatever the cut and the batch.
+
+The oracle reads the split in one pass, segment after segment, with a memory of inputs, and adds up
+every query's weights in a plain loop. It shares with the package only the model.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from data_pipeline.streams.segments import Reset
+from tests.support.hypothesis_examples import examples
+from tests.support.small_models import VOCAB_SIZE, small_model
+from tests.support.token_sources import TextSource, random_corpus
+from txl_dist.errors import CheckpointError
+from txl_dist.evaluation import chunks as evaluation_chunks
+from txl_dist.evaluation.evaluate import EvaluationSettings, plan_evaluation
+from txl_dist.evaluation.scoring import Scorer
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.reporting.attention_by_distance import (
+    AttentionByDistance,
+    Mass,
+    attention_by_distance,
+)
+
+CLOSE = {"rtol": 0, "atol": 1e-9}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A split, a model, and how the split is cut and batched."""
+
+    lengths: list[list[int]]
+    tgt_len: int
+    model_options: dict[str, Any]
+    reset: Reset
+    batch_chunks: int = 2
+    pieces_wanted: int = 5
+    max_tokens: int | None = None
+
+    @property
+    def source(self) -> TextSource:
+        return random_corpus(self.lengths, vocab_size=VOCAB_SIZE, seed=2)
+
+    @property
+    def model(self) -> TransformerXL:
+        return small_model(seed=4, **self.model_options)
+
+    @property
+    def num_targets(self) -> int:
+        num_tokens = sum(map(sum, self.lengths))
+        return min(num_tokens, self.max_tokens or num_tokens) - 1
+
+    def look(self) -> AttentionByDistance:
+        model, config = self.model, self.model.config
+        scorer = Scorer(
+            model=model,
+            source=self.source,
+            tgt_len=self.tgt_len,
+            reset=self.reset,
+            batch_chunks=self.batch_chunks,
+            byte_counts_V=torch.zeros(VOCAB_SIZE),
+        )
+        settings = EvaluationSettings(
+            split="valid",
+            mode="exact",
+            tgt_len=self.tgt_len,
+            mem_len=config.mem_len,
+            clamp_len=config.clamp_len,
+            same_length=config.same_length,
+            reset=self.reset,
+            max_tokens=self.max_tokens,
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", self.pieces_wanted)
+            patch.setattr(evaluation_chunks, "MIN_CONTEXTS_PER_CHUNK", 0)
+            pieces = plan_evaluation(self.source, settings, n_layer=config.n_layer)
+        told: list[tuple[int, int]] = []
+        found = attention_by_distance(scorer, pieces, on_progress=lambda *n: told.append(n))
+        assert told[-1] == (len(pieces), len(pieces))
+        return found
+
+
+def plain_mass(case: Case) -> tuple[Mass, Mass]:
+    """Of the heads and of an even look, from one pass, query by query and key by key."""
+    model, source = case.model, case.source
+    config, tgt_len = model.config, case.tgt_len
+    tokens = [token for document in source.documents for token in document]
+    ages = list(range(len(tokens)))
+    if case.reset == "document":
+        ages = [age for document in source.documents for age in range(len(document))]
+    shape, mem_len = (config.n_layer, config.n_head), config.mem_len
+    heads, even = empty_mass(*shape, mem_len + tgt_len), empty_mass(1, 1, mem_len + tgt_len)
+    memory = model.empty_memory(1)
+    for start in range(0, case.num_targets, tgt_len):
+        here = slice(start, start + tgt_len)
+        shown: dict[int, Tensor] = {}
+        # Whole segments: `absolute` counts a token's place from the segment's end.
+        columns = (torch.tensor([(column + [0] * tgt_len)[here]]) for column in (tokens, ages))
+        with torch.no_grad():
+            _, memory = model.hidden(*columns, memory, watch=shown.__setitem__)
+        for query, age in enumerate(ages[start : min(here.stop, case.num_targets)]):
+            reach = min(age, mem_len - 1) if config.same_length else age
+            keys = [key for key in range(mem_len + query + 1) if mem_len + query - key <= reach]
+            for key in keys:
+                place = (mem_len + query - key, key < mem_len)
+                for layer, weight_BHTS in shown.items():
+                    add(heads, layer, weight_BHTS[0, :, query, key], *place)
+                add(even, 0, torch.full((1,), 1 / len(keys), dtype=torch.float64), *place)
+    for mass in (heads, even):
+        for tensor in (mass.by_distance_LHD, mass.memory_LH, mass.segment_LH):
+            tensor.div_(case.num_targets)
+    return heads, even
+
+
+def empty_mass(num_layers: int, num_heads: int, num_distances: int) -> Mass:
+    zeros = torch.zeros(num_layers, num_heads, num_distances, dtype=torch.float64)
+    return Mass(
+        by_distance_LHD=zeros, memory_LH=zeros[..., 0].clone(), segment_LH=zeros[..., 0].clone()
+    )
+
+
+def add(mass: Mass, layer: int, weight_H: Tensor, distance: int, in_memory: bool) -> None:
+    mass.by_distance_LHD[layer, :, distance] += weight_H
+    (mass.memory_LH if in_memory else mass.segment_LH)[layer] += weight_H
+
+
+def assert_same(these: Mass, those: Mass) -> None:
+    torch.testing.assert_close(these.by_distance_LHD, those.by_distance_LHD, **CLOSE)
+    torch.testing.assert_close(these.memory_LH, those.memory_LH, **CLOSE)
+    torch.testing.assert_close(these.segment_LH, those.segment_LH, **CLOSE)
+
+
+with_memory = st.fixed_dictionaries(
+    {
+        "n_layer": st.integers(1, 3),
+        "mem_len": st.integers(1, 8),
+        "clamp_len": st.just(3),
+        "same_length": st.booleans(),
+        "distance_encoding": st.sampled_from(["sinusoidal", "shaw"]),
+        "attention": st.sampled_from(["auto", "reference"]),
+    }
+)
+without_memory = st.just({"mem_len": 0, "distance_encoding": "absolute"}) | st.just({"mem_len": 0})
+cases = st.builds(
+    Case,
+    lengths=st.lists(
+        st.lists(st.one_of(st.integers(1, 4), st.integers(9, 20)), min_size=1, max_size=3),
+        min_size=1,
+        max_size=2,
+    ).filter(lambda lengths: sum(map(sum, lengths)) >= 2),
+    tgt_len=st.integers(1, 5),
+    model_options=with_memory | without_memory,
+    reset=st.sampled_from(["document", "stream"]),
+    batch_chunks=st.integers(1, 4),
+    pieces_wanted=st.integers(1, 30),
+    max_tokens=st.none() | st.integers(2, 30),
+)
+
+
+@examples(25)
+@given(case=cases)
+def test_it_is_what_a_plain_loop_over_one_pass_adds_up(case: Case) -> None:
+    found, (heads, even) = case.look(), plain_mass(case)
+    assert found.num_queries == case.num_targets, "every scored query once"
+    assert_same(found.heads, heads)
+    assert_same(found.even, even)
+
+
+@examples(40)
+@given(case=cases)
+def test_every_heads_mass_is_one_and_so_are_memory_and_segment(case: Case) -> None:
+    found = case.look()
+    for mass in (found.heads, found.even):
+        ones_LH = torch.ones_like(mass.memory_LH)
+        torch.testing.assert_close(mass.by_distance_LHD.sum(-1), ones_LH, **CLOSE)
+        torch.testing.assert_close(mass.memory_LH + mass.segment_LH, ones_LH, **CLOSE)
+        beyond_LHD = mass.by_distance_LHD[..., case.tgt_len :]
+        assert (beyond_LHD.sum(-1) <= mass.memory_LH + 1e-9).all(), "far keys are in memory"
+
+
+LONG = Case([[20, 3], [41]], tgt_len=3, model_options={"mem_len": 7}, reset="stream")
+
+
+@pytest.mark.parametrize("reset", ["document", "stream"])
+def test_batch_and_number_of_pieces_change_nothing(reset: Reset) -> None:
+    case = replace(LONG, reset=reset)
+    one = replace(case, batch_chunks=1, pieces_wanted=1).look()
+    for batch_chunks, pieces_wanted in [(1, 30), (2, 7), (100, 30)]:
+        other = replace(case, batch_chunks=batch_chunks, pieces_wanted=pieces_wanted).look()
+        assert_same(other.heads, one.heads)
+        assert_same(other.even, one.even)
+
+
+@pytest.mark.parametrize("longest", [1, 2, 5])
+def test_no_mass_lies_before_a_documents_start(longest: int) -> None:
+    case = replace(LONG, lengths=[[longest] * 9], reset="document")
+    beyond_LHD = case.look().heads.by_distance_LHD[..., longest:]
+    assert (beyond_LHD == 0).all()
+    over_documents = replace(case, reset="stream").look().heads.by_distance_LHD[..., longest:]
+    assert (over_documents.sum(-1) > 0).all(), "the test can fail"
+
+
+def test_without_memory_all_is_in_the_segment() -> None:
+    options = {"mem_len": 0, "distance_encoding": "absolute"}
+    heads = replace(LONG, model_options=options).look().heads
+    assert heads.by_distance_LHD.shape[-1] == LONG.tgt_len
+    assert (heads.memory_LH == 0).all()
+
+
+def test_mean_distance_and_reach_are_those_of_the_mass() -> None:
+    by_distance = torch.tensor([[[0.5, 0.1, 0.4], [0.7, 0.3, 0.0]]], dtype=torch.float64)
+    mass = Mass(
+        by_distance_LHD=by_distance, memory_LH=torch.zeros(1, 2), segment_LH=torch.ones(1, 2)
+    )
+    torch.testing.assert_close(mass.mean_distance, torch.tensor([[0.9, 0.3]]).double())
+    # The heads' average is 0.6, 0.2, 0.2.
+    assert [mass.reach(share).tolist() for share in (0.5, 0.7, 0.9)] == [[0], [1], [2]]
+
+
+def test_weights_that_are_not_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(seed=4)
+    with torch.no_grad():
+        model.layers[1].attention.query.weight.fill_(1e308)
+    monkeypatch.setattr(Case, "model", model)
+    with pytest.raises(CheckpointError, match=r"layer 1.*not numbers"):
+        LONG.look()

@@ -1,0 +1,99 @@
+"""Prepare, train, evaluate and generate with every kind of tokenizer, through the commands."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from data_pipeline.errors import DataError
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams.cursor import read_range
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import tiny_job, train
+from txl_dist.cli.app import app
+
+LINES = "the grey sea ; 潮 は 満ちる\n\nit isn't far , don't wait <unk> <eos>\n"
+KINDS = {
+    "char": ["--tokenizer", "char"],
+    "bpe": ["--tokenizer", "bpe", "--vocab-size", 300],
+    "word": ["--tokenizer", "word", "--min-freq", 2],
+    "wt103": ["--tokenizer", "word", "--recipe", "wt103"],
+    "lm1b": ["--tokenizer", "word", "--recipe", "lm1b", "--vocab-size", 16],
+    "text8": ["--tokenizer", "char", "--recipe", "text8"],
+    "enwik8": ["--tokenizer", "byte", "--recipe", "enwik8"],
+}
+OWN_SPLITS = ("text8", "enwik8")
+
+
+def run_json(*words: object) -> dict:
+    result = CliRunner().invoke(app, [*map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(9):
+        text = LINES * (6 + number) + f"file {number}\n"
+        (folder / f"{number}.txt").write_text(text, "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_corpus_of_any_tokens_trains_and_is_scored(
+    kind: str, corpus: Path, tmp_path: Path, ranks: RankGroups
+) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    split = ["--split", "valid=0.3"]
+    if kind in OWN_SPLITS:  # they take one document
+        corpus, split = corpus / "8.txt", []
+        corpus.write_text(corpus.read_text("utf-8") * 6, "utf-8")
+    command = ["prepare", corpus, "--out", data, *split, *KINDS[kind]]
+    prepared = run_json(*command)
+    assert run_json(*command)["status"] == "already complete"
+    assert run_json("data", "verify", data)["ok"]
+    assert run_json("data", "inspect", data)["documents"]
+    manifest = load_manifest(data)
+    tokenizer = open_tokenizer(data, manifest)
+    assert prepared["vocab_size"] == tokenizer.vocab_size
+    job = tiny_job(
+        data, run, "training.num_steps=2", "optimizer.warmup_steps=1", "evaluation.max_tokens=50"
+    )
+    assert ranks(1).run(train, job) == [0]
+
+    scored = run_json("eval", run, data, "--split", "valid")
+    source = open_split(data, "valid", manifest=manifest)
+    ids, _ = read_range(source, 1, scored["tokens_scored"] + 1)
+    assert scored["bytes_scored"] == tokenizer.token_bytes()[ids].sum()
+    assert math.isclose(
+        scored["bits_per_byte"], scored["nats"] / math.log(2) / scored["bytes_scored"]
+    )
+    if tokenizer.lossless and tokenizer.opens_documents:
+        assert scored["bytes_scored"] == manifest.splits["valid"].text_bytes
+    written = run_json("generate", run, "--prompt", "the grey", "--max-tokens", 5)
+    assert isinstance(written["text"], str)
+
+
+def test_a_document_without_a_single_token_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "blank.txt").write_text("  ")
+    (tmp_path / "in" / "text.txt").write_text("a b\n")
+    command = ["prepare", tmp_path / "in", "--out", tmp_path / "out", *KINDS["wt103"]]
+    result = CliRunner().invoke(app, [str(word) for word in command])
+    assert isinstance(result.exception, DataError)
+    assert "blank.txt holds nothing but blanks" in str(result.exception)
+
+
+def test_a_checkpoints_tokenizer_prepares_other_text_for_it(corpus: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    one = run_json("prepare", corpus, "--out", first, *KINDS["bpe"])
+    other = tmp_path / "other.txt"
+    other.write_text("another text")
+    two = run_json("prepare", other, "--out", second, "--tokenizer", first / "tokenizer.json")
+    assert two["tokenizer"] == "file"
+    assert two["tokenizer_digest"] == one["tokenizer_digest"]

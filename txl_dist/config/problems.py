@@ -1,0 +1,97 @@
+"""What is wrong with a config, in this project's words: from pydantic's findings to sentences.
+
+Each says what was found and what is legal, or the nearest thing that is. Where it came from, the
+file's line or an override, is `config_file.py`'s to say.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from txl_dist.config.redaction import redact
+from txl_dist.config.run_config import CorpusConfig, RunConfig
+from txl_dist.config.strict_yaml import KeyPath, dotted
+
+
+def explain(found: Mapping[str, Any], path: KeyPath) -> list[str]:
+    """What pydantic found at `path`; a check of several settings may have found several things."""
+    if found["type"] == "value_error":
+        text = str(found["msg"]).removeprefix("Value error, ")
+        name = dotted(path)
+        return [f"{name}: {line}" if name else line for line in text.split("\n")]
+    return [_explain_value(found, path)]
+
+
+def _explain_value(found: Mapping[str, Any], path: KeyPath) -> str:
+    kind, value, name = found["type"], found["input"], dotted(path)
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {name}; {_nearest_key(path)}"
+    if kind == "missing":
+        return f"{name} is missing; give it a value (see configs/quickstart.yaml)"
+    if kind in ("model_type", "dataclass_type", "dict_type"):
+        return f"{name} is a section; write its keys below it, found {_show(name, value)}"
+    legal = str(found["msg"])[:1].lower() + str(found["msg"])[1:]
+    return f"{name} is {_show(name, value)}; {legal.replace('input', 'it', 1)}{_hint(found)}"
+
+
+def _hint(found: Mapping[str, Any]) -> str:
+    kind, value = found["type"], found["input"]
+    if kind == "bool_type":
+        return "; write true or false"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        return "; write the number without quotes, leading zeros or units"
+    if kind == "string_type" and isinstance(value, (int, float)):
+        return f"; quote it: '{value}'"
+    if kind == "literal_error" and isinstance(value, str):
+        legal = [
+            word.strip("', ") for word in found["ctx"]["expected"].replace(" or ", ", ").split(",")
+        ]
+        nearest = difflib.get_close_matches(value, legal, n=1)
+        return f"; did you mean {nearest[0]}?" if nearest else ""
+    return ""
+
+
+def _nearest_key(path: KeyPath) -> str:
+    legal = _legal_keys()
+    section, name = path[:-1], str(path[-1])
+    if section[:2] == ("data", "mixture"):
+        legal += [(*map(str, section), key) for key in CorpusConfig.model_fields]
+    here = [key[-1] for key in legal if key[:-1] == section]
+    nearest = difflib.get_close_matches(name, here, n=1)
+    if nearest:
+        return f"did you mean {dotted((*section, nearest[0]))}?"
+    elsewhere = {".".join(key): key[-1] for key in legal}
+    same = [full for full, last in elsewhere.items() if name in (last, full)]
+    if same:
+        return f"did you mean {same[0]}?" + (" Sections are nested." if same[0] == name else "")
+    return f"legal here: {', '.join(here)}"
+
+
+def _legal_keys() -> list[tuple[str, ...]]:
+    keys: list[tuple[str, ...]] = []
+    for name, info in RunConfig.model_fields.items():
+        keys.append((name,))
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            keys += [(name, inner) for inner in section.model_fields]
+        elif isinstance(section, type) and dataclasses.is_dataclass(section):
+            keys += [(name, inner.name) for inner in dataclasses.fields(section)]
+    return keys
+
+
+def kind_of(value: Any) -> str:
+    """The YAML kind of a value."""
+    names = {dict: "a mapping", list: "a list", str: "text", bool: "true/false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _show(name: str, value: Any) -> str:
+    shown = redact({name.rpartition(".")[2]: value})
+    text = json.dumps(next(iter(shown.values())), ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

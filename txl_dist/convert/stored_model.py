@@ -1,0 +1,106 @@
+"""A model on disk, however it was stored: as a checkpoint, or by `txl export` or `txl import`.
+
+What evaluation and generation need to know before, and the model itself on call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.streams.segments import Reset
+from data_pipeline.tokenizers import Tokenizer
+from txl_dist.checkpoint.directory import resolve_checkpoint
+from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
+from txl_dist.checkpoint.reader import load_model
+from txl_dist.convert.single_file import CONFIG_NAME, describe_exported, load_exported
+from txl_dist.errors import CheckpointError, DataError
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
+
+Load = Callable[[ModelConfig], tuple[TransformerXL, Tokenizer | None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredModel:
+    """What is known of a model before its weights are read."""
+
+    path: Path
+    config: ModelConfig
+    tokenizer_digest: str | None
+    """None: imported weights, which come without a tokenizer."""
+    tgt_len: int
+    reset: Reset
+    """How it read its text in training."""
+    load: Load
+    """The model on the CPU and its tokenizer. The config may differ from the stored one in what
+    carries no weights. Raises CheckpointError for what is damaged."""
+
+    def check_data(self, manifest: ShardManifest, directory: DatasetPath) -> None:
+        """Raises DataError if the ids of a dataset mean something else to this model, or nothing.
+
+        Without a tokenizer of its own all that can be compared is the vocabulary's size.
+        """
+        size = self.config.vocab_size
+        if self.tokenizer_digest not in (None, manifest.tokenizer_digest):
+            raise DataError(
+                f"{directory} was prepared with tokenizer {manifest.tokenizer_digest} "
+                f"({manifest.vocab_size} ids), {self.path} was trained with "
+                f"{self.tokenizer_digest} ({size} ids): the same ids mean other text. Prepare the "
+                "text with the model's tokenizer: txl prepare INPUT --out NEW_DIR --tokenizer "
+                f"{self.path / 'tokenizer.json'}"
+            )
+        if manifest.vocab_size != size:
+            raise DataError(
+                f"{directory} has vocab_size={manifest.vocab_size}, {self.path} has "
+                f"vocab_size={size}: its ids are of another tokenizer. Prepare the text with the "
+                "one that the model was trained with: txl prepare INPUT --out NEW_DIR --tokenizer "
+                "ITS/tokenizer.json"
+            )
+
+    def load_with_tokenizer(self) -> tuple[TransformerXL, Tokenizer]:
+        """To read and write text. Raises CheckpointError if there is no tokenizer."""
+        model, tokenizer = self.load(self.config)
+        if tokenizer is None:
+            raise CheckpointError(
+                f"{self.path} has no tokenizer.json, so text cannot be turned into its token ids: "
+                "imported weights come without one. Copy there the tokenizer.json of a dataset "
+                f"with its vocabulary ({self.config.vocab_size} ids): cp DATA/tokenizer.json "
+                f"{self.path}"
+            )
+        return model, tokenizer
+
+
+def find_model(path: Path) -> StoredModel:
+    """The model of a checkpoint, of a run (its newest), or of an exported or imported directory.
+
+    Raises CheckpointError naming what is there instead, or what is damaged.
+    """
+    if (path / CONFIG_NAME).is_file() and not (path / MANIFEST_NAME).is_file():
+        return _exported(path)
+    return _checkpoint(resolve_checkpoint(path))
+
+
+def _exported(path: Path) -> StoredModel:
+    described = describe_exported(path)
+    return StoredModel(
+        path=path,
+        config=described.config,
+        tokenizer_digest=described.tokenizer.digest if described.tokenizer else None,
+        tgt_len=described.reading.tgt_len,
+        reset=described.reading.reset,
+        load=lambda config: load_exported(path, config=config),
+    )
+
+
+def _checkpoint(path: Path) -> StoredModel:
+    manifest = load_checkpoint_manifest(path)
+    return StoredModel(
+        path=path,
+        config=manifest.model_config_of,
+        tokenizer_digest=manifest.tokenizer_digest,
+        tgt_len=manifest.run["data.tgt_len"],
+        reset=manifest.run["data.reset"],
+        load=lambda config: load_model(path, config=config)[:2],
+    )

@@ -1,0 +1,132 @@
+"""Scores of the next token: one softmax, or a shortlist and clusters of rarer tokens.
+
+The adaptive softmax first chooses among the shortlist's tokens and the clusters, then, where it
+chose a cluster, among its tokens. Both ends may share the tables (`tie_weight`) and projections
+(`tie_projs`). Clusters are numbered in the vocabulary's order at both ends; the original reads
+their columns in reverse, which its loader undoes (original_weights.py).
+
+Sources: Grave et al. 2017, arXiv:1609.04309; weight tying: Press & Wolf 2017, arXiv:1608.05859.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.embedding import AdaptiveEmbedding
+
+# Shapes: B lanes, T segment tokens, N = B T, D d_model, E a table's width, V vocabulary, C clusters
+# beside the shortlist
+
+IGNORED = -1
+"""Target of a position that is not scored."""
+
+
+class AdaptiveSoftmax(nn.Module):
+    """forward(hidden_BTD, target_BT, table) -> nats_BT; `logits` for all tokens.
+
+    Holds only what it does not share with the table.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.bounds = config.cluster_bounds
+        self.bias = nn.Parameter(torch.empty(config.vocab_size))
+        self.weights = nn.ParameterList(
+            torch.empty(stop - start, width)
+            for (start, stop), width in zip(config.table_bounds, config.table_widths, strict=True)
+            if not config.tie_weight
+        )
+        widths = config.table_widths * (config.num_clusters if config.div_val == 1 else 1)
+        self.projections = nn.ParameterDict(
+            {
+                str(cluster): torch.empty(config.d_model, width)
+                for cluster, width in enumerate(widths)
+                if config.has_projection and not config.is_tied(cluster)
+            }
+        )
+        if config.cutoffs:
+            self.cluster_weight = nn.Parameter(torch.empty(len(config.cutoffs), widths[0]))
+            self.cluster_bias = nn.Parameter(torch.empty(len(config.cutoffs)))
+
+    def forward(self, hidden_BTD: Tensor, target_BT: Tensor, table: AdaptiveEmbedding) -> Tensor:
+        """Negative log-likelihood [B, T] in nats, in token order; 0 where the target is IGNORED."""
+        hidden_ND, target_N = hidden_BTD.flatten(0, 1), target_BT.flatten()
+        # In the head, a rare token's target is its cluster's column.
+        head_target_N = target_N
+        for number, (start, stop) in self._clusters():
+            column = self.bounds[0][1] + number - 1
+            inside_N = (target_N >= start) & (target_N < stop)
+            head_target_N = torch.where(inside_N, column, head_target_N)
+        layers = self._layers(table)
+        head = self._logits_of(0, hidden_ND, layers, table)
+        nats_N = _cross_entropy(head, head_target_N)
+        for number, (start, stop) in self._clusters():
+            # With no rows if need be: every rank touches every parameter at every step.
+            row_N = ((target_N >= start) & (target_N < stop)).nonzero().squeeze(1)
+            logits = self._logits_of(number, hidden_ND[row_N], layers, table)
+            nats_N = nats_N.index_add(0, row_N, _cross_entropy(logits, target_N[row_N] - start))
+        return nats_N.view(target_BT.shape)
+
+    def logits(self, hidden_BTD: Tensor, table: AdaptiveEmbedding) -> Tensor:
+        """Log-probabilities of all tokens [B, T, V]; unnormalised without clusters."""
+        layers = self._layers(table)
+        head = self._logits_of(0, hidden_BTD, layers, table)
+        if len(self.bounds) == 1:
+            return head
+        shortlist = self.bounds[0][1]
+        head = head.log_softmax(dim=-1)
+        tails = [
+            head[..., [shortlist + number - 1]]
+            + self._logits_of(number, hidden_BTD, layers, table).log_softmax(dim=-1)
+            for number, _ in self._clusters()
+        ]
+        return torch.cat([head[..., :shortlist], *tails], dim=-1)
+
+    def _clusters(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Number, from 1, and bounds of the clusters beside the shortlist."""
+        return enumerate(self.bounds[1:], start=1)
+
+    def _layers(self, table: AdaptiveEmbedding) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias of the head, then of every cluster's tail.
+
+        The head scores the shortlist, then the clusters; a tail its tokens, given that it was
+        chosen. Cut at once: a slice for each would give each a gradient as large as the whole.
+        """
+        sizes = [stop - start for start, stop in self.bounds]
+        weights = list(self.weights if len(self.weights) else table.weights)
+        if len(weights) < len(sizes):
+            weights = list(weights[0].split(sizes))
+        biases = list(self.bias.split(sizes))
+        if len(sizes) > 1:
+            weights[0] = torch.cat([weights[0], self.cluster_weight])
+            biases[0] = torch.cat([biases[0], self.cluster_bias])
+        return list(zip(weights, biases, strict=True))
+
+    def _logits_of(
+        self,
+        number: int,
+        hidden: Tensor,
+        layers: list[tuple[Tensor, Tensor]],
+        table: AdaptiveEmbedding,
+    ) -> Tensor:
+        projected = self._project(number, hidden, table)
+        return _in_fp32(linear(projected, *layers[number]))
+
+    def _project(self, number: int, hidden: Tensor, table: AdaptiveEmbedding) -> Tensor:
+        if str(number) in self.projections:
+            return linear(hidden, self.projections[str(number)].t())
+        if not len(table.projections):
+            return hidden
+        return linear(hidden, table.projections[min(number, len(table.projections) - 1)].t())
+
+
+def _in_fp32(logits: Tensor) -> Tensor:
+    """At least: under autocast they are bf16, too coarse to sum over a vocabulary."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _cross_entropy(logits: Tensor, target_N: Tensor) -> Tensor:
+    return cross_entropy(logits, target_N, ignore_index=IGNORED, reduction="none")

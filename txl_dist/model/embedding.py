@@ -1,0 +1,55 @@
+"""Token ids to vectors: one table, or one a cluster, narrower for rarer tokens.
+
+Source: adaptive input representations, Baevski & Auli 2019, arXiv:1809.10853, as the paper's code
+has them (`div_val`); `cutoffs` come from a vocabulary sorted by frequency.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from txl_dist.model.config import ModelConfig
+
+# Shapes: B lanes, T segment tokens, D d_model, E a table's width
+
+
+class AdaptiveEmbedding(nn.Module):
+    """forward(token_BT) -> x_BTD, scaled by sqrt(d_model) as the paper's code does.
+
+    `weights[i]` [ids, E] and `projections[i]` [D, E] (none if E is D everywhere) belong to the ids
+    of `bounds[i]`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.bounds = config.table_bounds
+        self.weights = nn.ParameterList(
+            torch.empty(stop - start, width)
+            for (start, stop), width in zip(self.bounds, config.table_widths, strict=True)
+        )
+        self.projections = nn.ParameterList(
+            torch.empty(config.d_model, width)
+            for width in config.table_widths
+            if config.has_projection
+        )
+        self.scale = config.d_model**0.5
+
+    def forward(self, token_BT: Tensor) -> Tensor:
+        if len(self.weights) == 1:
+            return self._vectors(0, token_BT) * self.scale
+        token_N = token_BT.flatten()
+        first = self.weights[0]
+        x_ND = first.new_zeros(len(token_N), self.projections[0].shape[0])
+        for table, (start, stop) in enumerate(self.bounds):
+            # Every table takes part in every segment, with no rows if need be: ranks whose
+            # gradients differ in parameters would train wrong weights or hang.
+            row_N = ((token_N >= start) & (token_N < stop)).nonzero().squeeze(1)
+            x_ND = x_ND.index_add(0, row_N, self._vectors(table, token_N[row_N] - start))
+        return x_ND.view(*token_BT.shape, -1) * self.scale
+
+    def _vectors(self, table: int, token: Tensor) -> Tensor:
+        x = embedding(token, self.weights[table])
+        if not len(self.projections):
+            return x
+        # What flows between layers, and into the memory, is fp32 under autocast too.
+        return linear(x, self.projections[table]).to(x.dtype)

@@ -1,0 +1,121 @@
+"""Attention by distance as a picture: a panel a layer, a line a head.
+
+Distances are binned by powers of two (0, 1, 2-3, 4-7, ...), and a point is all the mass of its
+bin, so that a few thousand distances stay readable and the points of a line add up to 1. Heads are
+coloured in the order of their mean distance, by a map whose lightness rises evenly: it reads the
+same to the colour-blind and on grey paper.
+"""
+
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from txl_dist.reporting.attention_by_distance import AttentionByDistance
+
+PLOT_NAMES = ("attention.png", "attention.svg")
+MOST_COLUMNS = 3
+PANEL_INCHES = (5.0, 3.1)
+HEADS_A_COLUMN = 22
+"""Of the legend, which stands beside its panel."""
+LEAST_SHOWN = 1e-4
+"""Less than this of a head's mass lies on the floor of its panel."""
+
+
+def power_bins(num_distances: int) -> list[int]:
+    """Where the bins begin, 0, 1, 2, 4, ..., and after them where the last one ends."""
+    starts = [0, *(2**power for power in range((num_distances - 1).bit_length()))]
+    return [*starts, num_distances]
+
+
+def binned(mass: Tensor, edges: Sequence[int]) -> Tensor:
+    """Sums over [edges[k], edges[k + 1]) of the last dimension."""
+    widths = [stop - start for start, stop in pairwise(edges)]
+    return torch.stack([part.sum(-1) for part in mass.split(widths, dim=-1)], dim=-1)
+
+
+def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
+    """The whole picture; `title` is taken literally."""
+    num_layers = len(attention.heads.by_distance_LHD)
+    columns = min(num_layers, MOST_COLUMNS)
+    rows = -(-num_layers // columns)
+    size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.7)
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    for layer, axes in enumerate(panels):
+        if layer < num_layers:
+            _draw_layer(axes, attention, layer)
+        else:
+            axes.set_axis_off()
+    figure.supxlabel("distance in tokens from query back to key: start of each bin", fontsize=9)
+    figure.supylabel("share of a head's attention in the bin", fontsize=9)
+    return figure
+
+
+def write_plots(figure: Figure, directory: Path) -> None:
+    """PLOT_NAMES in a directory; the same picture gives the same bytes."""
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "txl"}):
+        # A character of the title that the font lacks is drawn as a box; no more to be said of it.
+        warnings.filterwarnings("ignore", message="Glyph")
+        figure.savefig(directory / "attention.png", dpi=150, metadata={"Software": None})
+        figure.savefig(directory / "attention.svg", metadata={"Date": None, "Creator": None})
+
+
+def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
+    heads, even = attention.heads, attention.even
+    edges = power_bins(heads.by_distance_LHD.shape[-1])
+    mass_HX = binned(heads.by_distance_LHD[layer], edges).clamp(min=LEAST_SHOWN).numpy()
+    even_X = binned(even.by_distance_LHD[0, 0], edges).clamp(min=LEAST_SHOWN).numpy()
+    mean_H = heads.mean_distance[layer].tolist()
+    place = np.arange(len(edges) - 1)
+    axes.plot(place, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, len(mean_H)))
+    for rank, head in enumerate(sorted(range(len(mean_H)), key=lambda head: mean_H[head])):
+        axes.plot(
+            place,
+            mass_HX[head],
+            color=colours[rank],
+            marker="osD^vP"[rank % 6],
+            markersize=3,
+            linewidth=1,
+            label=f"head {head}: mean {mean_H[head]:,.0f}",
+        )
+    _mark_border(axes, attention, len(place))
+    axes.set_yscale("log")
+    axes.set_ylim(LEAST_SHOWN, 1.3)
+    axes.set_xticks(place, [f"{start:,}" for start in edges[:-1]], fontsize=7, rotation=45)
+    axes.tick_params(axis="x", labelbottom=True)  # a panel without one below it has to say it too
+    axes.tick_params(axis="y", labelsize=7)
+    axes.grid(visible=True, linewidth=0.3, color="0.8")
+    axes.set_title(
+        f"layer {layer}: {heads.memory_LH[layer].mean():.0%} on memory "
+        f"(even: {even.memory_LH[0, 0]:.0%})",
+        fontsize=9,
+    )
+    axes.legend(
+        fontsize=5.5,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        ncols=len(mean_H) // HEADS_A_COLUMN + 1,
+    )
+
+
+def _mark_border(axes: Axes, attention: AttentionByDistance, num_bins: int) -> None:
+    """A line at the segment's reach; beyond it, shaded, all keys are in memory."""
+    if attention.heads.by_distance_LHD.shape[-1] == attention.tgt_len:
+        return
+    # Bin k begins at distance 2**(k - 1) and is drawn from k - 1/2 to k + 1/2.
+    border = np.log2(attention.tgt_len) + 0.5
+    axes.axvline(border, color="0.35", linestyle="--", linewidth=0.9)
+    axes.axvspan(border, num_bins - 0.5, color="0.93", zorder=0)
+    axes.text(border + 0.08, 1.3 * LEAST_SHOWN, "memory only", fontsize=6, rotation=90, color="0.3")
+    axes.set_xlim(-0.5, num_bins - 0.5)

@@ -50,11 +50,12 @@ def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
             f"has format version {content.get('version')!r}, this txl reads {expected['version']}"
         )
     recorded = content.pop("digest", None)
+    try:
+        manifest = model.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise ValueError(f"has a wrong entry: {first_problem(error)}") from error
     # Of what was written: a later version may have added keys with defaults.
     digest = strict_json.sha256_of(content)
     if digest != recorded:
         raise ValueError(f"says its digest is {recorded!r}, its content gives {digest!r}")
-    try:
-        return model.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        raise ValueError(f"has a wrong entry: {first_problem(error)}") from error
+    return manifest

@@ -34,7 +34,7 @@ def test_a_directory_without_a_manifest_is_refused_with_the_command_that_makes_o
         ('{"format": "txl-shards", "format": "txl-shards"}', "twice"),
         ("[]", "another program"),
         ('{"shards": []}', "another program"),
-        ('{"format": "txl-shards", "version": 1}', "Upgrade txl"),
+        ('{"format": "txl-shards", "version": 1}', "upgrade txl"),
         ('{"format": "txl-shards", "version": 2}', "Field required"),
     ],
 )

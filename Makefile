@@ -1,4 +1,4 @@
-# `make quickstart` and `make test` are the two commands of the README; `make help` lists the rest.
+# `make quickstart` and `make test` are the commands of the README; `make help` lists all targets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
 
-setup: $(INSTALLED)  ## make .venv with everything at the versions of constraints.txt
+setup: $(INSTALLED)  ## create .venv with the versions of constraints.txt
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; found %s. Try: make PYTHON=python3.11 setup" % sys.version.split()[0])'
@@ -23,10 +23,10 @@ quickstart: setup  ## real text to a trained, evaluated, tracked model in a few 
 test: setup      ## the test suite, under 8 minutes on 2 cores
 	$(BIN)/python -m pytest -m 'not slow and not fault' --numprocesses 2 --dist loadfile
 
-test-all: setup  ## with the exhaustive grids and all examples of property tests
+test-all: setup  ## also the exhaustive grids, with all examples of property tests
 	$(BIN)/python -m pytest -m 'not fault' --hypothesis-profile=all
 
-faults: setup    ## the faults: killed ranks, full disks, damaged files
+faults: setup    ## fault tests: killed ranks, full disks, damaged files
 	$(BIN)/python -m pytest -m fault
 
 check: setup     ## format, lint and types
@@ -34,9 +34,9 @@ check: setup     ## format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: setup    ## rewrite to the project's format
+format: setup    ## apply the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:           ## remove what the tools left (not data, not runs)
+clean:           ## remove caches of tools (not data, not runs)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,14 +1,14 @@
-"""Does this model learn as the original does? The same run, side by side with its score.
+"""Training parity: trains the same model as the original code and compares the scores.
 
     python benchmarks/learns_like_the_original.py TEXT --seeds 0 1 2
 
-TEXT is one UTF-8 file. Its first 90 % of bytes train the model of
-`configs/learns-like-the-original.yaml`, the rest is scored with the memory and without it. The
-figures to reach were measured with the original code on 60 Wikipedia articles (WikiText-2's
-validation file); on another text they mean nothing.
+TEXT is one UTF-8 file. The first 90 % of its bytes train the model of
+`configs/learns-like-the-original.yaml`; the rest is scored with memory and without memory. The
+reference figures were measured with the original code on 60 Wikipedia articles (WikiText-2's
+validation file) and apply to that text only.
 
-The one difference in the data: our end-of-document token opens each of the two parts. It is never a
-target here, so what is scored is the same bytes.
+The data differs in one point: each part begins with our end-of-document token. It is never a
+target, so both programs score the same bytes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ WITH_MEMORY, WITHOUT_MEMORY, TOLERANCE = 2.939, 2.980, 0.02
 
 
 def main() -> None:
-    """Train and score every seed, print the table, exit 1 if the mean is not the original's."""
+    """Train and score every seed, print the table, exit 1 if the mean differs from the original's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path, help="UTF-8 text, in one file")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -51,7 +51,7 @@ def prepare_parts(text: Path, folder: Path) -> tuple[Path, Path]:
     """Datasets of the first 90 % of the bytes and of the rest, one document each."""
     content = text.read_bytes()
     cut = len(content) * 9 // 10
-    while content[cut] & 0xC0 == 0x80:  # not through a character
+    while content[cut] & 0xC0 == 0x80:  # never inside a character
         cut -= 1
     datasets = []
     for name, part in (("train", content[:cut]), ("valid", content[cut:])):
@@ -62,7 +62,7 @@ def prepare_parts(text: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def train_seed(seed: int, data: Path, run: Path) -> Path:
-    """Train with one rank in a process of its own; the checkpoint."""
+    """Train with one rank in a separate process; returns the checkpoint."""
     config = load_run_config(CONFIG, [f"seed={seed}", f"data.path={data}", f"directory={run}"])
     job = TrainJob(config=config, resume="never")
     ProcessLauncher().train(job, num_ranks=1, on_line=lambda line: print(line, file=sys.stderr))
@@ -85,7 +85,7 @@ def score(checkpoint: Path, data: Path, *, mem_len: int) -> float:
 
 
 def summarise(rows: list[tuple[float, float]]) -> bool:
-    """Print mean and spread beside the original's; whether the mean with memory is near enough."""
+    """Print mean and range next to the original's; True if the mean with memory agrees."""
     with_memory, without = (list(column) for column in zip(*rows, strict=True))
     mean = statistics.fmean(with_memory)
     spread = max(with_memory) - min(with_memory)

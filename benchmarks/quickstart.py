@@ -2,10 +2,9 @@
 
     make quickstart
 
-The text is the Python standard library's own sources, found through the running interpreter. Each
-step below is one `txl` command, printed as it is run, so that it can be run by hand. A second
-call keeps the prepared data; it resumes a run that was stopped, and starts a new one after one that
-was done.
+The text is the Python standard library's source code, located through the running interpreter. Each
+step is one `txl` command, which is printed before it runs. A second call reuses the prepared data. It
+resumes a stopped run, or starts a new run if the last one has finished.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from pathlib import Path
 SOURCES, DATA, RUNS = Path("data/stdlib-sources"), Path("data/stdlib"), Path("runs")
 CONFIG = "configs/quickstart.yaml"
 STOPPED = 75
-"""Exit code of a run that was asked to stop."""
+"""Exit code of a run that stopped on request."""
 PROMPT = "def read_lines(path):\n"
 
 
@@ -54,23 +53,23 @@ def say(text: str) -> None:
 
 
 def txl(*words: object, capture: bool = False) -> str:
-    """Run one command, shown as it could be typed; stops here if it fails."""
+    """Print and run one command; exits with its code if it fails."""
     arguments = [str(word) for word in words]
     say(shlex.join(["txl", *arguments]))
     command = [sys.executable, "-m", "txl_dist", *arguments]
-    # A stray launcher variable would make the command think that it is a rank.
+    # A launcher variable left in the environment would make the command act as a rank.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on the CPU, whatever else there is
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # two ranks on the CPU, also on a machine with GPUs
     with subprocess.Popen(
         command, stdout=subprocess.PIPE if capture else None, text=True, env=environment
     ) as process:
         output = None
         while process.returncode is None:
-            # Ctrl-C reaches the command too, which saves and stops; so wait for it.
+            # Ctrl-C reaches the command too; wait until it has saved and stopped.
             with suppress(KeyboardInterrupt):
                 output, _ = process.communicate()
     if process.returncode == STOPPED:
-        say("stopped; make quickstart goes on from the newest checkpoint")
+        say("stopped; make quickstart resumes from the newest checkpoint")
     if process.returncode:
         sys.exit(process.returncode)
     return output or ""
@@ -81,39 +80,36 @@ def collect_sources() -> None:
     if SOURCES.exists():
         return
     library = Path(sysconfig.get_paths()["stdlib"])
-    say(f"collecting the Python {sys.version.split()[0]} standard library's sources")
-    aside = SOURCES.with_suffix(".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    say(f"copying the source code of the Python {sys.version.split()[0]} standard library")
+    temporary = SOURCES.with_suffix(".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
     for path in library.rglob("*.py"):
         name = path.relative_to(library)
         if "site-packages" not in name.parts and path.stat().st_size > 0:
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, aside / name)
-    aside.rename(SOURCES)
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, temporary / name)
+    temporary.rename(SOURCES)
 
 
 def choose_run() -> Path:
     """The run directory: the newest if it can be resumed, else the next free one."""
-    found = (re.fullmatch(r"quickstart-(\d+)", path.name) for path in RUNS.glob("quickstart-*"))
-    newest = max((int(match[1]) for match in found if match), default=0)
+    matches = (re.fullmatch(r"quickstart-(\d+)", path.name) for path in RUNS.glob("quickstart-*"))
+    newest = max((int(match[1]) for match in matches if match), default=0)
     run = RUNS / f"quickstart-{newest}"
     if newest and not (run / "summary.json").exists():
-        at = (
-            "its newest checkpoint"
-            if (run / "LATEST").exists()
-            else "the beginning: none was saved"
-        )
-        say(f"{run} was stopped before it was done: going on from {at}")
+        has_checkpoint = (run / "LATEST").exists()
+        start = "its newest checkpoint" if has_checkpoint else "the beginning: it saved none"
+        say(f"{run} has not finished: resuming from {start}")
         return run
     if newest:
-        say(f"{run} is done: starting anew")
+        say(f"{run} has finished: starting a new run")
     return RUNS / f"quickstart-{newest + 1}"
 
 
 def print_summary(
     run: Path, seconds: float, with_memory: dict[str, object], without: dict[str, object]
 ) -> None:
-    """What was just seen, in a few lines, and where to look next."""
+    """Print the scores, the speed and the path of the checkpoint."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = sorted(line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
     latest = (run / "LATEST").read_text().strip()
@@ -132,7 +128,7 @@ def print_summary(
     say("summary")
     print(f"bits per byte, memory {with_memory['mem_len']:>4}   {with_memory['bits_per_byte']:.4f}")
     print(f"bits per byte, memory    0   {without['bits_per_byte']:.4f}")
-    print(f"memory saves                {gain:.4f} bits per byte")
+    print(f"improvement by memory       {gain:.4f} bits per byte")
     rate = summary["tokens_per_second_median"]
     print(f"tokens per second           {rate:,.0f} (median of the log)")
     print(f"checkpoint                  {summary['checkpoint']}")
@@ -144,7 +140,7 @@ def print_summary(
         )
     )
     if gain <= 0:
-        sys.exit("memory did not help: this run was too short, or something is wrong")
+        sys.exit("memory did not improve the score: the run was too short, or something is wrong")
 
 
 if __name__ == "__main__":

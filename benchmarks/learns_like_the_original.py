@@ -31,7 +31,7 @@ WITH_MEMORY, WITHOUT_MEMORY, TOLERANCE = 2.939, 2.980, 0.02
 
 
 def main() -> None:
-    """Train and score every seed, print the table, exit 1 if the mean differs from the original's."""
+    """Train and score every seed; exit 1 if the mean differs from the original's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path, help="UTF-8 text, in one file")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -2,9 +2,9 @@
 
     make quickstart
 
-The text is the Python standard library's source code, located through the running interpreter. Each
-step is one `txl` command, which is printed before it runs. A second call reuses the prepared data. It
-resumes a stopped run, or starts a new run if the last one has finished.
+The text is the source code of the Python standard library. Each step is one `txl` command, which is
+printed before it runs. A second call reuses the prepared data. It resumes a stopped run, or starts
+a new run if the last one has finished.
 """
 
 import argparse

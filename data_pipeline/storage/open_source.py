@@ -16,12 +16,16 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO, Literal
 
+from backports.zstd import DecompressionParameter, ZstdError, ZstdFile
+
 from data_pipeline.errors import printable
 from data_pipeline.storage.source_errors import SourceError, UnreachableError
 from data_pipeline.storage.urls import attempt, file_system, scheme_of
 
 Compression = Literal["", "gz", "zst"]
 _URL_BLOCK_BYTES = 8 * 2**20
+_MAX_WINDOW_LOG = 27  # 128 MiB: the limit of `zstd -d` without --long
+_MAX_WINDOW_BYTES = 2**_MAX_WINDOW_LOG
 
 
 @contextlib.contextmanager
@@ -41,9 +45,9 @@ def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
                 raise SourceError("not a regular file")
             raw = stack.enter_context(open(path, "rb"))  # noqa: PTH123
         if compression == "gz":
-            raw = stack.enter_context(_buffered(_GzipStream(raw)))
+            raw = stack.enter_context(_buffered(_open_gzip(raw)))
         elif compression == "zst":
-            raw = stack.enter_context(_buffered(_ZstdStream(raw)))
+            raw = stack.enter_context(_buffered(_open_zstd(raw)))
         yield raw
 
 
@@ -54,7 +58,9 @@ def _buffered(raw: io.RawIOBase) -> BinaryIO:
 class _UrlStream(io.RawIOBase):
     def __init__(self, url: str) -> None:
         system = file_system(url)
-        self._file: IO[bytes] = attempt(lambda: system.open(url, "rb", block_size=_URL_BLOCK_BYTES))
+        self._file: IO[bytes] = attempt(
+            lambda: system.open(url, "rb", block_size=_URL_BLOCK_BYTES)
+        )
         self._size: int | None = getattr(self._file, "size", None)
         self._position = 0
 
@@ -94,130 +100,51 @@ class _UrlStream(io.RawIOBase):
         super().close()
 
 
-class _GzipStream(io.RawIOBase):
-    def __init__(self, raw: BinaryIO) -> None:
-        if not raw.read(1):
-            raise SourceError("truncated gzip stream: the file is empty")
-        raw.seek(0)
-        self._file = gzip.GzipFile(fileobj=raw)
+class _DecompressedStream(io.RawIOBase):
+    """The output of a decompressor. A truncated or damaged input is a SourceError.
+
+    A read returns at most as many bytes as were requested, whatever size a header declares.
+    """
+
+    def __init__(self, file: gzip.GzipFile | ZstdFile, format_name: str) -> None:
+        self._file, self._format_name = file, format_name
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         try:
-            found = self._file.read1(len(buffer))
+            data = self._file.read1(len(buffer))
         except SourceError:
             raise
         except EOFError:
-            raise SourceError("truncated gzip stream: it stops before its end mark") from None
-        except (OSError, zlib.error) as error:  # BadGzipFile has no errno; a failing disk has one
+            raise SourceError(f"truncated {self._format_name} stream: no end mark") from None
+        except (OSError, zlib.error, ZstdError) as error:
+            # BadGzipFile is an OSError without errno; the error of a failing disk has one.
             if isinstance(error, OSError) and error.errno:
                 raise
-            raise SourceError(f"damaged gzip stream: {printable(str(error))[:120]}") from None
-        buffer[: len(found)] = found
-        return len(found)
+            reason = printable(str(error))[:120]
+            if "requires too much memory" in reason:  # libzstd's words; it has no error type for it
+                reason = (
+                    f"a zstd frame needs a window of more than {_MAX_WINDOW_BYTES:,} bytes; "
+                    "compress the file again without --long"
+                )
+                raise SourceError(reason) from None
+            raise SourceError(f"damaged {self._format_name} stream: {reason}") from None
+        buffer[: len(data)] = data
+        return len(data)
 
 
-_ZSTD_MAGIC, _SKIPPABLE_MAGIC = b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
-_MAX_WINDOW_BYTES = 128 * 2**20  # what `zstd -d` takes without --long
+def _open_gzip(raw: BinaryIO) -> _DecompressedStream:
+    # GzipFile reads an empty file as a stream without members; the gzip program refuses it.
+    if not raw.read(1):
+        raise SourceError("truncated gzip stream: the file is empty")
+    raw.seek(0)
+    return _DecompressedStream(gzip.GzipFile(fileobj=raw), "gzip")
 
 
-class _ZstdStream(io.RawIOBase):
-    """Decompresses block by block: at most 128 KiB come out at once, whatever a frame claims.
-
-    zstandard's own stream ends quietly where a file is cut; the frames are walked here, so the end
-    of every one is required.
-    """
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._frame: Any = None  # the decompressor of the open frame
-        self._has_checksum = False
-        self._frames = 0
-        self._out = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._out:
-            if self._frame is not None:
-                self._out = self._next_block()
-            elif not self._next_frame():
-                return 0
-        found, self._out = self._out[: len(buffer)], self._out[len(buffer) :]
-        buffer[: len(found)] = found
-        return len(found)
-
-    def _next_frame(self) -> bool:
-        """Open the next frame; False at the end of the file. Frames of foreign data are skipped."""
-        import zstandard
-
-        magic = self._raw.read(4)
-        if not magic and self._frames:
-            return False
-        if len(magic) < 4:
-            raise SourceError("truncated zstd stream: it stops before a frame")
-        if 0x50 <= magic[0] <= 0x5F and magic[1:] == _SKIPPABLE_MAGIC:
-            left = int.from_bytes(self._take(4), "little")
-            while left:
-                left -= len(self._take(min(left, 2**16)))
-        elif magic == _ZSTD_MAGIC:
-            ahead = self._raw.read(1)
-            try:
-                size = _header_size(ahead)
-                header = magic + ahead + self._take(size - 5)
-                frame = zstandard.get_frame_parameters(header)
-                if frame.window_size > _MAX_WINDOW_BYTES:
-                    raise SourceError(
-                        f"a zstd frame wants a window of {frame.window_size:,} bytes, at most "
-                        f"{_MAX_WINDOW_BYTES:,} are given; compress it again without --long"
-                    )
-                self._has_checksum = frame.has_checksum
-                self._frame = zstandard.ZstdDecompressor(
-                    max_window_size=_MAX_WINDOW_BYTES
-                ).decompressobj()
-                self._frame.decompress(header)
-            except zstandard.ZstdError as error:
-                raise SourceError(f"damaged zstd stream: {printable(str(error))[:120]}") from None
-        else:
-            what = "something else follows its last frame" if self._frames else "no zstd frame"
-            raise SourceError(f"damaged zstd stream: {what}")
-        self._frames += 1
-        return True
-
-    def _next_block(self) -> bytes:
-        import zstandard
-
-        head = self._take(3)
-        fields = int.from_bytes(head, "little")
-        last, kind, size = fields & 1, fields >> 1 & 3, fields >> 3
-        block = head + self._take(1 if kind == 1 else size)  # 1: one byte, `size` times
-        if last and self._has_checksum:
-            block += self._take(4)
-        try:
-            out: bytes = self._frame.decompress(block)
-        except zstandard.ZstdError as error:
-            raise SourceError(f"damaged zstd stream: {printable(str(error))[:120]}") from None
-        if last:
-            if not self._frame.eof:
-                raise SourceError("damaged zstd stream: a frame does not end with its last block")
-            self._frame = None
-        return out
-
-    def _take(self, size: int) -> bytes:
-        found = self._raw.read(size)
-        if len(found) < size:
-            raise SourceError("truncated zstd stream: it stops inside a frame")
-        return found
-
-
-def _header_size(descriptor: bytes) -> int:
-    """Bytes of a frame's header with its magic, by the descriptor byte behind that."""
-    if not descriptor:
-        raise SourceError("truncated zstd stream: it stops inside a frame")
-    flags = descriptor[0]
-    single_segment, dictionary, content = flags >> 5 & 1, flags & 3, flags >> 6
-    content_bytes = (single_segment, 2, 4, 8)[content]
-    return 5 + (1 - single_segment) + (0, 1, 2, 4)[dictionary] + content_bytes
+def _open_zstd(raw: BinaryIO) -> _DecompressedStream:
+    # Reads frame after frame and skips skippable frames (RFC 8878, section 3.1.2). Raises EOFError
+    # for a cut inside a frame, where the stream reader of the package zstandard ends silently.
+    options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
+    return _DecompressedStream(ZstdFile(raw, options=options), "zstd")

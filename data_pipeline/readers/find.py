@@ -17,7 +17,7 @@ from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind
 from data_pipeline.readers.kinds import kind_of, require_json_lines, suffix_of
 from data_pipeline.storage.source_errors import SourceError
-from data_pipeline.storage.urls import attempt, file_system, local_path, scheme_of, shown
+from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
 
 _NOT_TEXT = {
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".ico", ".tif", ".tiff"),
@@ -120,16 +120,16 @@ def _url_entries(url: str) -> tuple[list[_Found], bool]:
     try:
         if scheme in ("http", "https"):  # a web page is no folder, and ? begins a query
             name = PurePosixPath(url.partition("?")[0].partition("://")[2]).name or "index"
-            info = attempt(lambda: system.info(url))
+            info = retry_request(lambda: system.info(url))
             return [_Found(url, name, int(info.get("size") or 0), _mark(info))], True
         root, pattern = _split_pattern(url) if _is_pattern(url) else (url, None)
         bare = str(system._strip_protocol(root)).rstrip("/")
         if not pattern:
-            info = attempt(lambda: system.info(bare))
+            info = retry_request(lambda: system.info(bare))
             if info["type"] == "file":
                 name = PurePosixPath(bare).name
                 return [_Found(url, name, int(info["size"] or 0), _mark(info))], True
-        listed = attempt(lambda: system.find(bare, detail=True))
+        listed = retry_request(lambda: system.find(bare, detail=True))
     except SourceError as error:
         raise DataError(f"{shown(url)}: {error.reason}. Check the address and who may read.") from (
             error

@@ -20,7 +20,7 @@ from backports.zstd import DecompressionParameter, ZstdError, ZstdFile
 
 from data_pipeline.errors import printable
 from data_pipeline.storage.source_errors import SourceError, UnreachableError
-from data_pipeline.storage.urls import attempt, file_system, scheme_of
+from data_pipeline.storage.urls import file_system, retry_request, scheme_of
 
 Compression = Literal["", "gz", "zst"]
 _URL_BLOCK_BYTES = 8 * 2**20
@@ -58,7 +58,7 @@ def _buffered(raw: io.RawIOBase) -> BinaryIO:
 class _UrlStream(io.RawIOBase):
     def __init__(self, url: str) -> None:
         system = file_system(url)
-        self._file: IO[bytes] = attempt(
+        self._file: IO[bytes] = retry_request(
             lambda: system.open(url, "rb", block_size=_URL_BLOCK_BYTES)
         )
         self._size: int | None = getattr(self._file, "size", None)
@@ -81,7 +81,7 @@ class _UrlStream(io.RawIOBase):
         # A seekable file has not moved when a fetch fails, so it may be tried again; a plain
         # stream has lost its place.
         if self.seekable():
-            found = attempt(lambda: self._file.read(len(buffer)))
+            found = retry_request(lambda: self._file.read(len(buffer)))
         else:
             try:
                 found = self._file.read(len(buffer))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from data_pipeline.storage.open_source import open_source
 from data_pipeline.storage.source_errors import SourceError, UnreachableError
-from data_pipeline.storage.urls import attempt, file_system, local_path, scheme_of, shown
+from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
 
 _T = TypeVar("_T")
 
@@ -134,7 +134,7 @@ class RemotePath:
             return request(system)
 
         with _plain_reason():
-            return attempt(once)
+            return retry_request(once)
 
     def _split(self) -> tuple[str, str, str]:
         if scheme_of(self.url) in ("http", "https"):

@@ -10,7 +10,8 @@ from data_pipeline.storage.source_errors import SourceError, UnreachableError
 
 SCHEMES = ("file", "s3", "gs", "http", "https")
 _EXTRAS = {"s3": "s3", "gs": "gcs", "http": "http", "https": "http"}
-_ATTEMPTS, _FIRST_WAIT_SECONDS = 3, 0.5
+_MAX_ATTEMPTS = 3
+_FIRST_WAIT_SECONDS = 0.5
 _T = TypeVar("_T")
 
 
@@ -65,20 +66,25 @@ def file_system(url: str) -> Any:
         ) from error
 
 
-def attempt(call: Callable[[], _T]) -> _T:
-    """What `call` to an object store returns, tried again a few times; OSError if it fails."""
-    for left in reversed(range(_ATTEMPTS)):
+def retry_request(request: Callable[[], _T]) -> _T:
+    """The result of a request to an object store, after at most `_MAX_ATTEMPTS` attempts.
+
+    The waits between attempts double. Raises SourceError for a missing or forbidden object, without
+    a retry, and UnreachableError when the last attempt fails.
+    """
+    # A loop, not the package tenacity: with it this function is longer, and the import takes 40 ms.
+    for attempt in range(_MAX_ATTEMPTS):
+        if attempt:
+            time.sleep(_FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
         try:
-            return call()
+            return request()
         except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
             raise SourceError(f"cannot be read: {type(error).__name__}") from error
-        except Exception as error:  # each store has errors of its own, from libraries of its own
-            if not left:
-                reason = printable(_without_urls(str(error)))[:200] or type(error).__name__
-                tried = f"cannot be read after {_ATTEMPTS} attempts"
-                raise UnreachableError(f"{tried}: {reason}") from error
-            time.sleep(_FIRST_WAIT_SECONDS * 2 ** (_ATTEMPTS - 1 - left))
-    raise AssertionError("unreachable")
+        except Exception as error:  # every store raises errors of its own client library
+            last_error = error
+    reason = printable(_without_urls(str(last_error)))[:200] or type(last_error).__name__
+    message = f"cannot be read after {_MAX_ATTEMPTS} attempts: {reason}"
+    raise UnreachableError(message) from last_error
 
 
 def _without_urls(text: str) -> str:

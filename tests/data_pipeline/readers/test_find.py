@@ -8,7 +8,6 @@ import pytest
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers import find_files
-from data_pipeline.storage.urls import shown
 
 TITLE = b" \n = Title = \n"
 
@@ -142,8 +141,3 @@ def test_a_file_named_as_a_line_of_another_is_refused_by_name(tmp_path: Path, fi
         names(tmp_path)
     (tmp_path / f"{first}:10").unlink()
     assert len(names(tmp_path)) == 5
-
-
-def test_passwords_and_control_characters_of_a_url_are_not_shown() -> None:
-    assert shown("https://me:secret@host/a?token=secret") == "https://host/a"
-    assert shown("s3://b/\x1b[2J") == r"s3://b/\x1b[2J"

@@ -1,10 +1,8 @@
-"""Opening: local files and URLs, decompressed, as one buffered stream of bytes.
+"""Open a local file or a URL as one buffered stream of decompressed bytes.
 
-Whatever goes wrong below comes out as an OSError whose text is for people: gzip and zstd streams
-that end too early, are damaged or have something behind them, and object stores that fail. The
-formats know nothing of any of this. Nothing here grows with what a file claims or unpacks to.
-
-Source: RFC 8878 for zstd frames; gzip by the standard library, URLs by fsspec.
+Every failure is an OSError with a readable text: a truncated or damaged gzip or zstd stream, bytes
+after its end, a broken connection. The readers of the formats do not handle these errors.
+Memory is bounded: it does not grow with the decompressed size or with what a header declares.
 """
 
 import contextlib
@@ -25,23 +23,22 @@ from data_pipeline.storage.urls import file_system, retry_request, scheme_of
 Compression = Literal["", "gz", "zst"]
 _URL_BLOCK_BYTES = 8 * 2**20
 _MAX_WINDOW_LOG = 27  # 128 MiB: the limit of `zstd -d` without --long
-_MAX_WINDOW_BYTES = 2**_MAX_WINDOW_LOG
 
 
 @contextlib.contextmanager
 def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
-    """The bytes of a file or URL, decompressed. Raises OSError, here and while it is read.
+    """Open `path` and decompress it. Raises OSError, also while the stream is read.
 
-    Seekable unless compressed (a URL: if its server can). Not for pipes and devices: `path` is
-    refused unless it is a regular file.
+    The stream is seekable if `path` is not compressed and, for a URL, the server supports ranges.
+    A local path must be a regular file.
     """
     with contextlib.ExitStack() as stack:
         raw: BinaryIO
         if scheme_of(path):
             raw = stack.enter_context(_buffered(_UrlStream(path)))
         else:
-            # Looked at before it is opened, for opening a pipe waits for its writer.
-            if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - there may be millions
+            # Checked before opening, because opening a pipe blocks until it has a writer.
+            if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
                 raise SourceError("not a regular file")
             raw = stack.enter_context(open(path, "rb"))  # noqa: PTH123
         if compression == "gz":
@@ -56,6 +53,8 @@ def _buffered(raw: io.RawIOBase) -> BinaryIO:
 
 
 class _UrlStream(io.RawIOBase):
+    """A file of fsspec, with retries. An early end is an UnreachableError, not an end of file."""
+
     def __init__(self, url: str) -> None:
         system = file_system(url)
         self._file: IO[bytes] = retry_request(
@@ -78,21 +77,21 @@ class _UrlStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        # A seekable file has not moved when a fetch fails, so it may be tried again; a plain
-        # stream has lost its place.
+        # fsspec's seekable files keep their position when a fetch fails, so the read can be
+        # retried. A stream without ranges cannot be continued.
         if self.seekable():
-            found = retry_request(lambda: self._file.read(len(buffer)))
+            data = retry_request(lambda: self._file.read(len(buffer)))
         else:
             try:
-                found = self._file.read(len(buffer))
+                data = self._file.read(len(buffer))
             except Exception as error:
-                broke = f"the connection broke: {type(error).__name__}"
-                raise UnreachableError(broke) from error
-        if not found and len(buffer) and self._size is not None and self._position < self._size:
+                reason = f"the connection broke: {type(error).__name__}"
+                raise UnreachableError(reason) from error
+        if not data and len(buffer) and self._size is not None and self._position < self._size:
             raise UnreachableError(f"ended after {self._position:,} of {self._size:,} bytes")
-        buffer[: len(found)] = found
-        self._position += len(found)
-        return len(found)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
     def close(self) -> None:
         if not self.closed:
@@ -101,9 +100,9 @@ class _UrlStream(io.RawIOBase):
 
 
 class _DecompressedStream(io.RawIOBase):
-    """The output of a decompressor. A truncated or damaged input is a SourceError.
+    """The output of a decompressor. Truncated or damaged input is a SourceError.
 
-    A read returns at most as many bytes as were requested, whatever size a header declares.
+    A read decompresses at most as many bytes as were requested, regardless of the declared size.
     """
 
     def __init__(self, file: gzip.GzipFile | ZstdFile, format_name: str) -> None:
@@ -124,19 +123,18 @@ class _DecompressedStream(io.RawIOBase):
             if isinstance(error, OSError) and error.errno:
                 raise
             reason = printable(str(error))[:120]
-            if "requires too much memory" in reason:  # libzstd's words; it has no error type for it
-                reason = (
-                    f"a zstd frame needs a window of more than {_MAX_WINDOW_BYTES:,} bytes; "
+            if "requires too much memory" in reason:  # libzstd has no error class for the window
+                raise SourceError(
+                    f"a zstd frame needs a window of more than {2**_MAX_WINDOW_LOG:,} bytes; "
                     "compress the file again without --long"
-                )
-                raise SourceError(reason) from None
+                ) from None
             raise SourceError(f"damaged {self._format_name} stream: {reason}") from None
         buffer[: len(data)] = data
         return len(data)
 
 
 def _open_gzip(raw: BinaryIO) -> _DecompressedStream:
-    # GzipFile reads an empty file as a stream without members; the gzip program refuses it.
+    # GzipFile reads an empty file as an empty stream; the gzip program refuses it.
     if not raw.read(1):
         raise SourceError("truncated gzip stream: the file is empty")
     raw.seek(0)
@@ -144,7 +142,7 @@ def _open_gzip(raw: BinaryIO) -> _DecompressedStream:
 
 
 def _open_zstd(raw: BinaryIO) -> _DecompressedStream:
-    # Reads frame after frame and skips skippable frames (RFC 8878, section 3.1.2). Raises EOFError
-    # for a cut inside a frame, where the stream reader of the package zstandard ends silently.
+    # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a frame
+    # raises EOFError; the stream reader of the package zstandard would end there without an error.
     options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
     return _DecompressedStream(ZstdFile(raw, options=options), "zstd")

@@ -1,10 +1,10 @@
-"""Errors of reading a stream, and which of them say nothing about the content that was read."""
+"""Errors of reading a stream, and the classification that decides between retry and rejection."""
 
 import errno
 
 
 class SourceError(OSError):
-    """A stream that cannot be read on; its text says why."""
+    """A stream that cannot be read any further. `reason` is the text for the user."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(None, reason)
@@ -15,29 +15,30 @@ class SourceError(OSError):
 
 
 class UnreachableError(SourceError):
-    """The network or the server failed, not what it serves: another time it may be read."""
+    """The network or the server failed. A later attempt may succeed."""
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether `error`, or what led to it, is a failure of the surroundings that may pass.
+    """Whether `error` or one of its causes is a failure that may pass.
 
-    A failing disk or server is; a missing or forbidden file and a damaged one stay as they are.
+    True for a failing disk or server; False for a missing, forbidden or damaged file.
     """
     while error is not None:
         if isinstance(error, SourceError):
             return isinstance(error, UnreachableError)
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             return False
-        if isinstance(error, OSError) and error.errno:  # libraries' own, of bad bytes, have none
-            return error.errno != errno.EINVAL  # of a Parquet file that points before its start
+        # The OSErrors that libraries raise for damaged content have no errno.
+        if isinstance(error, OSError) and error.errno:
+            return error.errno != errno.EINVAL  # a damaged Parquet file seeks before its start
         error = error.__cause__ or error.__context__
     return False
 
 
 def is_unread(error: BaseException | None) -> bool:
-    """Whether `error`, or what led to it, is a failure to read: it says nothing of the content.
+    """Whether `error` or one of its causes is a failure to read, so the content is unknown.
 
-    A missing file, or a folder in its place, says enough.
+    False for a missing file and for a folder with its name: those are certain.
     """
     while error is not None:
         if isinstance(error, OSError):
@@ -48,7 +49,7 @@ def is_unread(error: BaseException | None) -> bool:
 
 
 def explain(error: OSError) -> str:
-    """An OSError as the reason of a Reject."""
+    """The text of an OSError, for `Reject.reason`."""
     if isinstance(error, SourceError):
         return error.reason
     return f"cannot be read: {error.strerror or type(error).__name__}"

@@ -18,7 +18,7 @@ class UnreachableError(SourceError):
     """The network or the server failed. A later attempt may succeed."""
 
 
-def is_passing(error: BaseException | None) -> bool:
+def is_transient(error: BaseException | None) -> bool:
     """Whether `error` or one of its causes is a failure that may pass.
 
     True for a failing disk or server; False for a missing, forbidden or damaged file.
@@ -48,7 +48,7 @@ def is_unread(error: BaseException | None) -> bool:
     return False
 
 
-def explain(error: OSError) -> str:
+def reject_reason(error: OSError) -> str:
     """The text of an OSError, for `Reject.reason`."""
     if isinstance(error, SourceError):
         return error.reason

@@ -1,4 +1,4 @@
-"""Reading a whole file, or in ranges, the way a caller does."""
+"""RecordReader a whole file, or in ranges, the way a caller does."""
 
 from dataclasses import replace
 from pathlib import Path

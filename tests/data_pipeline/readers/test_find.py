@@ -54,7 +54,7 @@ def test_a_pattern_is_relative_to_here_and_a_file_of_that_name_goes_first(
     assert names("*.txt") == ["b.txt"]
     (tree / "[b].txt").write_text("")
     assert names("[b].txt") == ["[b].txt"]
-    with pytest.raises(DataError, match=r"no text matches this.*\*\* goes through folders"):
+    with pytest.raises(DataError, match=r"no text matches this.*\*\* matches folders"):
         names("*.nothing")
 
 

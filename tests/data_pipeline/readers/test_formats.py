@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data_pipeline.readers import Record, Reject, read_again, read_pieces, scan_ranges
+from data_pipeline.readers import Record, Reject, read_again, read_text_chunks, scan_ranges
 from data_pipeline.readers.records import HELD_BYTES
-from data_pipeline.readers.spans import PIECE_BYTES, Source, line_pieces
+from data_pipeline.readers.source import CHUNK_BYTES, Source, read_line_chunks
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
 BOM = b"\xef\xbb\xbf"
@@ -101,7 +101,7 @@ def test_any_ranges_give_the_records_of_one(
             assert record.text is not None
             assert hashlib.sha256(record.text.encode()).digest() == record.sha256
             assert read_again(file, "text", place) == record.text
-            assert "".join(read_pieces(file, place, piece_bytes=3)) == record.text
+            assert "".join(read_text_chunks(file, place, chunk_bytes=3)) == record.text
 
 
 class CountsBytes(io.BytesIO):
@@ -117,14 +117,14 @@ class CountsBytes(io.BytesIO):
 def test_a_line_of_many_ranges_is_read_twice_at_most(
     monkeypatch: pytest.MonkeyPatch, past_stop: bool
 ) -> None:
-    monkeypatch.setattr("data_pipeline.readers.spans.PIECE_BYTES", 8)
+    monkeypatch.setattr("data_pipeline.readers.source.CHUNK_BYTES", 8)
     content = b"x" * 2000
     stream = CountsBytes(content + b"\nend")
     found = []
     for start in range(0, len(content), 20):
         stream.seek(0)
         source = Source("in", stream, start, start + 20, "text", rereadable=True)
-        found += [piece.offset for piece in line_pieces(source, past_stop=past_stop)]
+        found += [piece.offset for piece in read_line_chunks(source, past_stop=past_stop)]
     assert stream.read_bytes < 2.5 * len(content)
     assert found == sorted({*found}), "every piece once"
 
@@ -164,17 +164,17 @@ def test_a_document_too_long_to_hold_is_checked_and_read_in_pieces(
     assert record.text is None
     assert record.sha256 == hashlib.sha256(raw).digest()
     place = (record.offset, record.size, record.line)
-    pieces = list(read_pieces(file, place, piece_bytes=1_000_001))
+    pieces = list(read_text_chunks(file, place, chunk_bytes=1_000_001))
     assert max(len(piece.encode()) for piece in pieces) <= 1_000_004
     assert "".join(pieces).encode() == raw
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="ends 1 bytes before"):
-        list(read_pieces(file, place, piece_bytes=1_000_001))
+        list(read_text_chunks(file, place, chunk_bytes=1_000_001))
 
 
 def test_a_bad_byte_of_a_long_document_is_named(tmp_path: Path) -> None:
     at = HELD_BYTES + 12_345
-    content = bytearray(b"x" * (HELD_BYTES + 2 * PIECE_BYTES))
+    content = bytearray(b"x" * (HELD_BYTES + 2 * CHUNK_BYTES))
     content[at : at + 2] = b"\xc3\x28"
     (tmp_path / "in.txt").write_bytes(content)
     (found,) = read(one_file(tmp_path / "in.txt"))
@@ -185,7 +185,7 @@ def test_a_bad_byte_of_a_long_document_is_named(tmp_path: Path) -> None:
 def test_a_bad_byte_behind_a_torn_character_and_half_a_one_at_the_end_are_named(
     tmp_path: Path,
 ) -> None:
-    torn = b"x" * (HELD_BYTES + 2 * PIECE_BYTES - 1) + "é".encode()
+    torn = b"x" * (HELD_BYTES + 2 * CHUNK_BYTES - 1) + "é".encode()
     for content, at in (
         (torn[:-1] + b"\xff", len(torn) - 2),
         (torn[:-1], len(torn) - 2),
@@ -199,6 +199,6 @@ def test_a_bad_byte_behind_a_torn_character_and_half_a_one_at_the_end_are_named(
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])
 def test_a_line_end_is_not_torn_where_a_piece_ends(tmp_path: Path, shift: int) -> None:
-    first = "a" * (PIECE_BYTES - 1 + shift)
+    first = "a" * (CHUNK_BYTES - 1 + shift)
     (tmp_path / "in.txt").write_text(first + "\r\nb\r\n", newline="")
     assert texts(read(one_file(tmp_path / "in.txt", "lines"))) == [first, "b"]

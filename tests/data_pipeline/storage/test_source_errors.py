@@ -5,9 +5,9 @@ import pytest
 from data_pipeline.storage.source_errors import (
     SourceError,
     UnreachableError,
-    explain,
-    is_passing,
+    is_transient,
     is_unread,
+    reject_reason,
 )
 
 
@@ -31,11 +31,11 @@ def test_an_error_and_what_it_caused_are_classified_alike(
     wrapped = ValueError("raised from it")
     wrapped.__cause__ = error
     for each in (error, wrapped):
-        assert is_passing(each) == transient
+        assert is_transient(each) == transient
         assert is_unread(each) == read_failure
 
 
 def test_the_reason_of_an_os_error_is_readable() -> None:
-    assert explain(SourceError("truncated gzip stream")) == "truncated gzip stream"
-    assert explain(OSError(5, "Input/output error")) == "cannot be read: Input/output error"
-    assert explain(TimeoutError()) == "cannot be read: TimeoutError"
+    assert reject_reason(SourceError("truncated gzip stream")) == "truncated gzip stream"
+    assert reject_reason(OSError(5, "Input/output error")) == "cannot be read: Input/output error"
+    assert reject_reason(TimeoutError()) == "cannot be read: TimeoutError"

@@ -13,9 +13,9 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from data_pipeline.errors import TxlError, UnfinishedError
@@ -66,12 +66,7 @@ class ProcessWorkers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         workers = [*self._idle, *self._busy]
         for worker in workers:
             worker.kill()
@@ -109,11 +104,7 @@ class ProcessWorkers:
             self._busy.clear()
 
     def _fill(self, function: Callable[[U], R], pending: Iterator[tuple[int, U]]) -> None:
-        while len(self._busy) < self.num_workers:
-            try:
-                number, unit = next(pending)
-            except StopIteration:
-                return
+        for number, unit in islice(pending, self.num_workers - len(self._busy)):
             self._start(function, number, unit)
 
     def _start(self, function: Callable[[U], R], number: int, unit: U) -> None:

@@ -141,16 +141,17 @@ class RecordReader:
             yield self._reject_rest(error)
 
     def _reject_rest(self, error: BrokenStreamError | OSError) -> Reject:
-        file = self.file
-        reason = reject_reason(error) if isinstance(error, OSError) else error.reason
+        line, byte, reason = (
+            (0, 0, reject_reason(error))
+            if isinstance(error, OSError)
+            else (error.line, error.byte, error.reason)
+        )
         if is_transient(error):
             raise UnfinishedError(
-                f"{shown(file.path)}: {reason}. Finished work is kept; run the same command again "
-                "when the disk or network works."
+                f"{shown(self.file.path)}: {reason}. Finished work is kept; run the same command "
+                "again when the disk or network works."
             ) from error
-        if isinstance(error, OSError):
-            return Reject(file.name, 0, 0, reason, loses_rest=True)
-        return Reject(file.name, error.line, error.byte, reason, loses_rest=True)
+        return Reject(self.file.name, line, byte, reason, loses_rest=True)
 
 
 def read_records(file: InputFile, text_key: str, start: int, stop: int) -> RecordReader:

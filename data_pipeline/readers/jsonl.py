@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.records import (
@@ -14,10 +13,7 @@ from data_pipeline.readers.records import (
     did_you_mean,
 )
 from data_pipeline.readers.source import Source, read_line_chunks, too_long_error
-
-
-class _DuplicateKeyError(ValueError):
-    pass
+from data_pipeline.storage import strict_json
 
 
 def read_jsonl(source: Source) -> Iterator[Record | Reject]:
@@ -56,14 +52,14 @@ def text_of_line(raw: bytes, text_key: str) -> str:
     """The document's text in a line of JSON. Raises BadRecordError."""
     line = decode(raw)
     try:
-        content = _DECODER.decode(line)
+        content = strict_json.DECODER.decode(line)
     except json.JSONDecodeError as error:
         byte = len(line[: error.pos].encode())
         cut = not raw.endswith(b"\n")
         kind = "truncated record: the file ends inside a line" if cut else "broken JSON"
         raise BadRecordError(byte, f"{kind} ({error.msg})") from None
-    except _DuplicateKeyError as error:
-        raise BadRecordError(0, f"key {error} twice in one object") from None
+    except strict_json.DuplicateKeyError as error:
+        raise BadRecordError(0, str(error)) from None
     except (ValueError, RecursionError) as error:  # huge integers, deep nesting
         raise BadRecordError(0, f"unreadable JSON ({str(error)[:80]})") from None
     if not isinstance(content, dict):
@@ -89,15 +85,3 @@ def _require_unicode(text: str) -> None:
         code = ord(text[error.start])
         reason = f"lone surrogate U+{code:04X} at character {error.start} of the text"
         raise BadRecordError(0, reason) from None
-
-
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        duplicate = next(key for key in keys if keys.count(key) > 1)
-        raise _DuplicateKeyError(f'"{printable(duplicate)[:40]}"')
-    return content
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicates)

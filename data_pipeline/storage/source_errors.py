@@ -1,6 +1,7 @@
 """Errors of reading a stream, and the classification that decides between retry and rejection."""
 
 import errno
+from collections.abc import Iterator
 
 
 class SourceError(OSError):
@@ -23,15 +24,14 @@ def is_transient(error: BaseException | None) -> bool:
 
     True for a failing disk or server; False for a missing, forbidden or damaged file.
     """
-    while error is not None:
-        if isinstance(error, SourceError):
-            return isinstance(error, UnreachableError)
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+    for each in _chain(error):
+        if isinstance(each, SourceError):
+            return isinstance(each, UnreachableError)
+        if isinstance(each, FileNotFoundError | PermissionError | IsADirectoryError):
             return False
         # The OSErrors that libraries raise for damaged content have no errno.
-        if isinstance(error, OSError) and error.errno:
-            return error.errno != errno.EINVAL  # a damaged Parquet file seeks before its start
-        error = error.__cause__ or error.__context__
+        if isinstance(each, OSError) and each.errno:
+            return each.errno != errno.EINVAL  # a damaged Parquet file seeks before its start
     return False
 
 
@@ -40,12 +40,16 @@ def is_unread(error: BaseException | None) -> bool:
 
     False for a missing file and for a folder with its name: those are certain.
     """
+    missing = FileNotFoundError | IsADirectoryError | NotADirectoryError
+    first = next((each for each in _chain(error) if isinstance(each, OSError)), None)
+    return first is not None and not isinstance(first, missing)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error`, its cause, the cause of that, and so on."""
     while error is not None:
-        if isinstance(error, OSError):
-            missing = FileNotFoundError | IsADirectoryError | NotADirectoryError
-            return not isinstance(error, missing)
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 def reject_reason(error: OSError) -> str:

@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from data_pipeline.errors import ConfigError, DataError, UnfinishedError
@@ -62,7 +61,11 @@ class StagedDirectory:
             self._create()
             self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                self._lock()
+                if not try_lock(self._descriptor):
+                    raise DataError(
+                        f"{self.directory}: another process is writing here. Wait for it, or "
+                        "choose another --out."
+                    )
                 self._undo_incomplete_publish()
                 self.worth_keeping = self.path.is_dir()
             except BaseException:
@@ -70,12 +73,7 @@ class StagedDirectory:
                 raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         rejected = isinstance(error, ConfigError | DataError)
         interrupted = isinstance(error, UnfinishedError) or not (error is None or rejected)
         try:
@@ -129,13 +127,6 @@ class StagedDirectory:
             if error.errno in DISK_FULL:
                 raise
             raise unwritable_error(self.directory, error) from error
-
-    def _lock(self) -> None:
-        if not try_lock(self._descriptor):
-            raise DataError(
-                f"{self.directory}: another process is writing here. Wait for it, or choose "
-                "another --out."
-            )
 
     def _undo_incomplete_publish(self) -> None:
         if self.path.is_symlink() or not self.path.is_dir():

@@ -4,6 +4,8 @@ import hashlib
 import json
 from typing import Any
 
+from data_pipeline.errors import printable
+
 
 def canonical(content: object) -> str:
     """The canonical JSON text of `content`: sorted keys, no blanks, ASCII only."""
@@ -13,6 +15,10 @@ def canonical(content: object) -> str:
 def sha256_of(content: object) -> str:
     """Hex sha256 of the canonical text."""
     return hashlib.sha256(canonical(content).encode()).hexdigest()
+
+
+class DuplicateKeyError(ValueError):
+    """A key twice in one object."""
 
 
 def parse(text: str | bytes) -> Any:
@@ -25,5 +31,10 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise DuplicateKeyError(f'key "{printable(duplicate)[:40]}" twice in one object')
     return content
+
+
+# For many short texts: `parse` creates a decoder per call (33 instead of 13 us per short line).
+DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicates)

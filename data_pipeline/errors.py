@@ -1,7 +1,13 @@
-"""Errors for people: each carries the exit code that scripts rely on.
+"""Errors with a message for the user and an exit code that scripts can rely on.
 
-A message says what was found and where, what was expected, the likely cause and the next command.
-The command line prints it on standard error and exits with `exit_code`; nothing else calls exit.
+    TxlError                exit code 1
+    |-- ConfigError         2
+    |-- DataError           3
+    |   `-- UnfinishedError 3
+    `-- UnreadError         1
+
+A message names the observed and the expected value, the place, the likely cause and the next
+command. The command line prints it on standard error and exits with `exit_code`.
 """
 
 
@@ -12,28 +18,28 @@ class TxlError(Exception):
 
 
 class ConfigError(TxlError):
-    """A command line or configuration that cannot be meant."""
+    """An invalid or contradictory command line or configuration."""
 
     exit_code = 2
 
 
 class DataError(TxlError):
-    """Input text, shards or a manifest that must not be trusted or used."""
+    """Input text, shards or a manifest that cannot be used."""
 
     exit_code = 3
 
 
 class UnreadError(TxlError):
-    """Data that could not be read now, by a disk, a network or a server: it may be sound."""
+    """A disk, network or server failed to deliver data. The data itself may be intact."""
 
 
 class UnfinishedError(DataError):
-    """Work that its surroundings stopped (a full disk, a lost worker), not what it works on.
+    """The environment stopped the work (a full disk, a lost worker), not the input data.
 
-    What was finished before stays good: the same command goes on from it.
+    Finished work stays valid: running the same command again continues from it.
     """
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped: safe to show on a terminal."""
+    """`text` with control characters escaped, safe to print on a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

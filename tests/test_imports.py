@@ -61,6 +61,17 @@ def test_a_library_with_traps_is_imported_in_few_places(library: str, most: int)
     assert 1 <= len(importers_of(library)) <= most, importers_of(library)
 
 
+def test_the_command_line_imports_nothing_heavy() -> None:
+    program = """
+import sys
+import txl_dist.cli.data
+heavy = {"numpy", "pydantic", "torch", "webdataset", "zstandard", "safetensors"}
+sys.exit(", ".join(heavy & set(sys.modules)) or 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, b"")
+
+
 def test_ray_is_imported_in_cluster_only() -> None:
     assert {path.split("/")[0] for path in importers_of("ray")} == {"cluster"}
 

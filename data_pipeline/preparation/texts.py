@@ -17,7 +17,7 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.corpus import CHECK_BYTES, Corpus, document_id
 from data_pipeline.preparation.finished_units import RECORDS
 from data_pipeline.preparation.scan import spill_name
-from data_pipeline.readers import InputFile, read_pieces
+from data_pipeline.readers import InputFile, read_text_chunks
 from data_pipeline.storage.urls import shown
 
 
@@ -89,7 +89,7 @@ class Documents:
         where = file if unit < 0 else _spill_file(spill)
         changed = _changed(file) if unit < 0 else _unreadable(spill, "it is damaged")
         digest = hashlib.sha256()
-        pieces = read_pieces(where, (offset, size, line), text_key=self.text_key)
+        pieces = read_text_chunks(where, (offset, size, line), text_key=self.text_key)
         while True:
             try:
                 text = next(pieces, None)

@@ -1,1 +1,1 @@
-"""Processes: workers that map a function over units of work, and their progress."""
+"""Child processes: workers that map a function over units of work and end with their parent."""

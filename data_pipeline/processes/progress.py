@@ -1,9 +1,10 @@
-"""How long work says how far it is."""
+"""The callback by which long operations report their progress."""
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""progress(what, done bytes, total bytes), called often.
+"""progress(phase, done_bytes, total_bytes), called often.
 
-Both are of work to be done: what is found finished is in neither, and lowers the total.
+Both count only the work of this run. Work that was finished before is in neither of them, so the
+total may decrease.
 """

@@ -1,11 +1,11 @@
-"""Workers: one function over many units, here or in processes of our own.
+"""Workers: map a function over many units of work, in this process or in child processes.
 
-Units are given out one at a time to whoever is free, and results come back as they are done, with
-the unit's number. A worker that dies (out of memory, killed) costs one retry of its unit, and its
-second death names the unit. Workers end with this process, however it ends.
+An idle worker gets the next unit. Results are yielded in the order of completion, with the number
+of the unit. If a worker dies (out of memory, killed), its unit is retried once; after the second
+death an error names the unit. Workers end when this process ends for any reason.
 
-Not concurrent.futures: its pool cannot say which unit a dead worker had, and its workers outlive a
-killed parent. Ray's workers, with the same interface, are in `cluster/preparation.py`.
+concurrent.futures is not used: its pool does not report which unit a dead worker had, and its
+workers survive a killed parent. `cluster/preparation.py` has the same interface on Ray.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from data_pipeline.errors import TxlError, UnfinishedError
@@ -24,27 +24,27 @@ from data_pipeline.processes.parent import end_with_parent
 U = TypeVar("U")
 R = TypeVar("R")
 MAX_DEATHS = 2
-"""Of workers by one unit: one death may have been chance."""
+"""Workers that one unit may kill. The first death may have another cause."""
 _GRACE_SECONDS = 5.0
 
 
 class Workers(Protocol):
-    """Who does the work. `str(unit)` names it in errors."""
+    """Runs units of work. `str(unit)` is the unit's name in errors."""
 
     num_workers: int
     peak_memory_bytes: int
-    """The largest resident set that any worker reported."""
+    """The largest resident set size that any worker reported."""
 
     def map(self, function: Callable[[U], R], units: Iterable[U]) -> Iterator[tuple[int, R]]:
-        """(number of the unit, function(unit)) of every unit, in the order they are done.
+        """Yield (index of the unit, function(unit)) in the order of completion.
 
-        `units` is read no more than 2 * num_workers ahead. Raises the TxlError of a unit as it is,
-        and UnfinishedError for a unit whose worker died twice.
+        At most 2 * num_workers units are read before their results are yielded. Raises the TxlError
+        of a unit unchanged, and UnfinishedError for a unit that killed MAX_DEATHS workers.
         """
 
 
 class InProcess:
-    """No workers: this process does every unit itself."""
+    """Runs every unit in this process, one after the other."""
 
     num_workers = 1
     peak_memory_bytes = 0
@@ -55,7 +55,7 @@ class InProcess:
 
 
 class ProcessWorkers:
-    """`num_workers` spawned processes. Use as a context manager: leaving it ends them."""
+    """`num_workers` spawned processes, reused by every `map`. The context manager ends them."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -66,12 +66,7 @@ class ProcessWorkers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         workers = [*self._idle, *self._busy]
         for worker in workers:
             worker.kill()
@@ -79,7 +74,7 @@ class ProcessWorkers:
             worker.process.join(_GRACE_SECONDS)
 
     def map(self, function: Callable[[U], R], units: Iterable[U]) -> Iterator[tuple[int, R]]:
-        """See `Workers.map`. An abandoned map's workers are ended."""
+        """See `Workers.map`. Closing the generator early kills the workers that are busy."""
         pending = enumerate(units)
         deaths: dict[int, int] = {}
         try:
@@ -109,17 +104,13 @@ class ProcessWorkers:
             self._busy.clear()
 
     def _fill(self, function: Callable[[U], R], pending: Iterator[tuple[int, U]]) -> None:
-        while len(self._busy) < self.num_workers:
-            try:
-                number, unit = next(pending)
-            except StopIteration:
-                return
+        for number, unit in islice(pending, self.num_workers - len(self._busy)):
             self._start(function, number, unit)
 
     def _start(self, function: Callable[[U], R], number: int, unit: U) -> None:
         worker = self._idle.pop() if self._idle else _Worker()
         self._busy[worker] = (number, unit)
-        with contextlib.suppress(OSError):  # it is dead, which its connection will also say
+        with contextlib.suppress(OSError):  # a dead worker; `map` reads the end of its pipe
             worker.connection.send((function, unit))
 
     def _ready(self) -> list["_Worker"]:
@@ -128,14 +119,15 @@ class ProcessWorkers:
 
 
 class _Worker:
-    """One process and the pipe to it. Its death closes the pipe."""
+    """One process and the pipe to it. The kernel closes the pipe when the process dies."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.connection, child_connection = context.Pipe()
+        self.process = context.Process(target=_serve, args=(child_connection,), daemon=True)
         self.process.start()
-        theirs.close()
+        # The child must hold the only copy, or its death would not end the stream here.
+        child_connection.close()
 
     def kill(self) -> None:
         self.process.kill()
@@ -143,21 +135,21 @@ class _Worker:
 
 
 def died(unit: object, exit_code: int | None) -> UnfinishedError:
-    """The error of a unit whose worker died MAX_DEATHS times; `exit_code` None: not known."""
-    how = "" if exit_code is None else f" with exit code {exit_code}"
+    """The error for a unit that killed MAX_DEATHS workers. `exit_code` is None if unknown."""
+    cause = "" if exit_code is None else f" with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:
-        how = f" by {signal.Signals(-exit_code).name}"
+        cause = f" by {signal.Signals(-exit_code).name}"
     return UnfinishedError(
-        f"the worker for {unit} died{how}, and so did the one that tried again. Most likely "
-        "memory ran out there (SIGKILL: see dmesg), or the file makes a library fail. Run it again "
-        "with fewer --workers, or without that file; finished work is kept."
+        f"the worker for {unit} died{cause}, and so did a second one. Most likely memory ran out "
+        "(SIGKILL: see dmesg), or the file makes a library crash. Run the command again with fewer "
+        "--workers or without that file; finished work is kept."
     )
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident set of this process so far."""
+    """The peak resident set size of this process."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
-        # Not getrusage: a child starts with its parent's maximum there.
+        # Not getrusage, where a child process starts with the maximum of its parent.
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
     import resource
@@ -166,8 +158,9 @@ def peak_memory_bytes() -> int:
 
 
 def _serve(connection: Connection) -> None:
-    """A worker's life: units until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+    """The main loop of a worker: run units until the pipe is closed."""
+    # Ctrl-C is sent to the whole process group. The parent alone decides when workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         end_with_parent(parent.sentinel)

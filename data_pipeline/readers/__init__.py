@@ -1,7 +1,11 @@
-"""Readers: the input files of a corpus, found, opened, and taken apart into documents.
+"""Readers: find the input files of a corpus and read documents from them.
 
-`find_files` lists them, `scan_ranges` says how each may be cut, `read_records` reads a range, and
-`read_again` and `read_pieces` take one document again. A file per format, listed in `formats.py`.
+    find_files        lists the files and decides the format of each (find.py, kinds.py)
+    scan_ranges       cuts a file into byte ranges that can be read independently
+    read_records      reads the documents of one range: a Record or a Reject each
+    read_again        reads the text of one record again; `read_text_chunks` in chunks
+
+There is one module per format, listed in `formats.py`. To add one: docs/how_to/add_a_reader.md.
 """
 
 from data_pipeline.readers.find import InputFiles, find_files
@@ -10,10 +14,10 @@ from data_pipeline.readers.formats import (
     Format,
     InputFile,
     Kind,
-    Reading,
+    RecordReader,
     read_again,
-    read_pieces,
     read_records,
+    read_text_chunks,
     scan_ranges,
 )
 from data_pipeline.readers.records import Record, Reject
@@ -24,12 +28,12 @@ __all__ = [
     "InputFile",
     "InputFiles",
     "Kind",
-    "Reading",
     "Record",
+    "RecordReader",
     "Reject",
     "find_files",
     "read_again",
-    "read_pieces",
     "read_records",
+    "read_text_chunks",
     "scan_ranges",
 ]

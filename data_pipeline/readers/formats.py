@@ -1,8 +1,7 @@
-"""The formats, and reading a file by its own: records of a range, one record again, or its pieces.
+"""The table of formats, and reading records of a file in its format.
 
-A format is one function over a `Source` and one line in `FORMATS`
-(docs/how_to/add_a_reader.md). Finding the files is `find.py`'s business, opening them
-`sources.py`'s.
+A format is one function that reads a `Source` and one line in `FORMATS`
+(docs/how_to/add_a_reader.md). `find.py` finds the files, `storage/open_source.py` opens them.
 """
 
 import math
@@ -22,77 +21,83 @@ from data_pipeline.readers.records import (
     Utf8Decoder,
     decode,
 )
-from data_pipeline.readers.spans import PIECE_BYTES, Source
+from data_pipeline.readers.source import CHUNK_BYTES, Source
 from data_pipeline.readers.text import read_text
 from data_pipeline.readers.wikitext import read_wikitext
 from data_pipeline.storage.open_source import Compression, open_source
-from data_pipeline.storage.source_errors import SourceError, explain, is_passing
+from data_pipeline.storage.source_errors import SourceError, is_transient, reject_reason
 from data_pipeline.storage.urls import scheme_of, shown
 
 Kind = str
 """A key of FORMATS."""
 Format = str
-"""A kind, or "auto": each file's own, by its name."""
+"""A Kind, or "auto": decided for every file by its name (`kinds.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFormat:
-    """How files of one kind are read, and what else may be done with them."""
+    """How files of one kind are read."""
 
     read: Callable[[Source], Iterator[Record | Reject]]
     suffixes: tuple[str, ...] = ()
-    """Of the files that `auto` reads so, and the only ones taken from a folder by --format."""
-    again: Callable[[bytes, str], str] | None = None
-    """(the bytes at a record's place, text key) -> its text; None: the place does not say that."""
+    """Suffixes that "auto" reads as this kind. In a folder, an explicit --format reads only these;
+    () means all files that are not known to be binary."""
+    read_again: Callable[[bytes, str], str] | None = None
+    """(bytes of the record, text key) -> text. None if that is not possible."""
     by_range: bool = False
-    """Whether `read` keeps to `start` and `stop` of the source and counts its lines."""
+    """Whether `read` observes `start` and `stop` of the source and counts `lines`."""
 
 
-def _as_it_is(raw: bytes, _text_key: str) -> str:
+def _decode_raw(raw: bytes, _text_key: str) -> str:
     return decode(raw)
 
 
 FORMATS: dict[Kind, FileFormat] = {
-    "text": FileFormat(read=read_text, again=_as_it_is),
-    "lines": FileFormat(read=read_lines, again=_as_it_is, by_range=True),
+    "text": FileFormat(read=read_text, read_again=_decode_raw),
+    "lines": FileFormat(read=read_lines, read_again=_decode_raw, by_range=True),
     "jsonl": FileFormat(
-        read=read_jsonl, suffixes=(".jsonl", ".ndjson", ".json"), again=text_of_line, by_range=True
+        read=read_jsonl,
+        suffixes=(".jsonl", ".ndjson", ".json"),
+        read_again=text_of_line,
+        by_range=True,
     ),
     "parquet": FileFormat(read=read_parquet, suffixes=(".parquet", ".pq")),
-    "wikitext": FileFormat(read=read_wikitext, again=_as_it_is, by_range=True),
+    "wikitext": FileFormat(read=read_wikitext, read_again=_decode_raw, by_range=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file to read. `name` is its path relative to the input it was found in, always UTF-8."""
+    """One file to read."""
 
     path: str
-    """A local path, or a URL."""
+    """A local path or a URL."""
     name: str
+    """The path relative to the input folder, always valid UTF-8."""
     kind: Kind
     compression: Compression
     size: int
-    """Bytes as stored when it was found; 0 when unknown."""
+    """Stored bytes when the file was listed; 0 if unknown."""
     mark: str = ""
-    """Differs when the content was changed, as far as can be seen without reading it."""
+    """A version mark: modification time or entity tag. "" if the file system has none."""
 
     @property
     def rereadable(self) -> bool:
-        """Whether a record can be read again from its offset and size alone."""
+        """Whether the text of a record can be read again from its offset and size."""
         local = not self.compression and not scheme_of(self.path)
-        return local and FORMATS[self.kind].again is not None
+        return local and FORMATS[self.kind].read_again is not None
 
     @property
     def holds_plain_texts(self) -> bool:
-        """Whether the bytes at a record's place are its text in UTF-8."""
-        return self.rereadable and FORMATS[self.kind].again is _as_it_is
+        """Whether the bytes at a record's offset are its text in UTF-8."""
+        return self.rereadable and FORMATS[self.kind].read_again is _decode_raw
 
 
 def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
-    """The byte ranges [start, stop) that may be read apart, in order; at least one.
+    """The byte ranges [start, stop) of about `unit_bytes` that can be read independently, in order.
 
-    A record belongs to the range that its first byte is in. What cannot be cut is one range.
+    A record belongs to the range that contains its first byte. A file that cannot be cut is one
+    range. There is at least one range.
     """
     if unit_bytes < 1:
         raise ValueError(f"unit_bytes={unit_bytes} must be at least 1")
@@ -103,10 +108,10 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
 
 
 @dataclass(slots=True)
-class Reading:
-    """Iterate to get the records of one range, in order; what cannot be used is a Reject.
+class RecordReader:
+    """Iterates over the records of one range, in order. A bad record is a Reject.
 
-    Raises UnfinishedError where a disk or server fails that may be well another time.
+    Raises UnfinishedError if a disk or server fails temporarily.
     """
 
     file: InputFile
@@ -114,13 +119,13 @@ class Reading:
     start: int
     stop: int
     lines: int = 0
-    """Once read to the end: the lines that begin in the range. Add those of the ranges before to
-    the `line` of a record or Reject, unless that is 0."""
+    """The lines that start in the range; set at the end of the iteration. To get line numbers of
+    the file, add the lines of all earlier ranges to every `line` that is not 0."""
 
     def __iter__(self) -> Iterator[Record | Reject]:
         file = self.file
         try:
-            _require_no_less(file)
+            _reject_shrunk_file(file)
             with open_source(file.path, file.compression) as stream:
                 source = Source(
                     file.name,
@@ -133,73 +138,74 @@ class Reading:
                 yield from FORMATS[file.kind].read(source)
                 self.lines = source.lines
         except (BrokenStreamError, OSError) as error:
-            yield self._broken(error)
+            yield self._reject_rest(error)
 
-    def _broken(self, error: BrokenStreamError | OSError) -> Reject:
-        file = self.file
-        reason = explain(error) if isinstance(error, OSError) else error.reason
-        if is_passing(error):
+    def _reject_rest(self, error: BrokenStreamError | OSError) -> Reject:
+        line, byte, reason = (
+            (0, 0, reject_reason(error))
+            if isinstance(error, OSError)
+            else (error.line, error.byte, error.reason)
+        )
+        if is_transient(error):
             raise UnfinishedError(
-                f"{shown(file.path)}: {reason}. Finished work is kept; when the disk or network is "
-                "well, the same command goes on from it."
+                f"{shown(self.file.path)}: {reason}. Finished work is kept; run the same command "
+                "again when the disk or network works."
             ) from error
-        if isinstance(error, OSError):
-            return Reject(file.name, 0, 0, reason, loses_rest=True)
-        return Reject(file.name, error.line, error.byte, reason, loses_rest=True)
+        return Reject(self.file.name, line, byte, reason, loses_rest=True)
 
 
-def read_records(file: InputFile, text_key: str, start: int, stop: int) -> Reading:
+def read_records(file: InputFile, text_key: str, start: int, stop: int) -> RecordReader:
     """The records whose first byte is in [start, stop), one of `scan_ranges(file, ...)`."""
-    return Reading(file, text_key, start, stop)
+    return RecordReader(file, text_key, start, stop)
 
 
-def _require_no_less(file: InputFile) -> None:
-    """A file that lost bytes since it was found would lose records without a word."""
+def _reject_shrunk_file(file: InputFile) -> None:
+    # Without this check, a file cut after it was listed would lose records silently.
     if not scheme_of(file.path):
-        now = os.stat(file.path).st_size  # noqa: PTH116 - once a file, and there may be millions
-        if now < file.size:
-            raise SourceError(f"it had {file.size:,} bytes when it was found and has {now:,} now")
+        size = os.stat(file.path).st_size  # noqa: PTH116 - faster for many files
+        if size < file.size:
+            raise SourceError(f"it had {file.size:,} bytes when it was found and has {size:,} now")
 
 
 def read_again(file: InputFile, text_key: str, place: tuple[int, int, int]) -> str:
-    """The text of the record at `place`, its offset, size and line, in a rereadable file.
+    """The text of the record at `place` (offset, size, line) in a rereadable file.
 
-    Raises OSError or ValueError when there is none now.
+    Raises OSError or ValueError if the file has changed and has no such record.
     """
-    again = FORMATS[file.kind].again
-    if not file.rereadable or again is None:
-        raise ValueError(f"{file.name} cannot be read again from the middle")
+    parse = FORMATS[file.kind].read_again
+    if not file.rereadable or parse is None:
+        raise ValueError(f"{file.name}: its records cannot be read again by their offset")
     offset, size, _ = place
-    with open(file.path, "rb") as stream:  # noqa: PTH123 - once a document
+    with open(file.path, "rb") as stream:  # noqa: PTH123 - faster, and this runs per document
         stream.seek(offset)
-        return again(stream.read(size), text_key)
+        return parse(stream.read(size), text_key)
 
 
-def read_pieces(
+def read_text_chunks(
     file: InputFile,
     place: tuple[int, int, int],
     *,
-    piece_bytes: int = PIECE_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
     text_key: str = "text",
 ) -> Iterator[str]:
-    """As `read_again`, in pieces of at most `piece_bytes` + 3 bytes of UTF-8, never empty.
+    """As `read_again`, in non-empty chunks of at most `chunk_bytes` + 3 bytes of UTF-8.
 
-    No more than a piece is held, but for jsonl, where a record is parsed whole. Raises OSError or
-    ValueError, then also behind some pieces, when there is no such record now.
+    Holds one chunk in memory; for jsonl the whole record. Raises OSError or ValueError as
+    `read_again` does, possibly after some chunks.
     """
     if not file.holds_plain_texts:
         text = read_again(file, text_key, place)
-        characters = max(piece_bytes // 4, 1)
+        characters = max(chunk_bytes // 4, 1)  # a character has at most 4 bytes
         yield from (text[at : at + characters] for at in range(0, len(text), characters))
         return
-    offset, left, _ = place
+    offset, remaining, _ = place
     decoder = Utf8Decoder()
     with open(file.path, "rb") as stream:  # noqa: PTH123
         stream.seek(offset)
-        while left:
-            raw = stream.read(min(piece_bytes, left))
+        while remaining:
+            raw = stream.read(min(chunk_bytes, remaining))
             if not raw:
-                raise BadRecordError(0, f"the file ends {left:,} bytes before the record does")
-            left -= len(raw)
-            if text := decoder.decode(raw, final=not left):
+                raise BadRecordError(0, f"the file ends {remaining:,} bytes before the record does")
+            remaining -= len(raw)
+            if text := decoder.decode(raw, final=not remaining):
                 yield text

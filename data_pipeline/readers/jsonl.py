@@ -1,8 +1,7 @@
-"""jsonl: a line is a JSON object that holds a document's text under `--text-key`."""
+"""jsonl: every line is a JSON object with the document's text at the key `--text-key`."""
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.records import (
@@ -13,25 +12,22 @@ from data_pipeline.readers.records import (
     decode,
     did_you_mean,
 )
-from data_pipeline.readers.spans import Source, line_pieces, too_long
-
-
-class _DuplicateKeyError(ValueError):
-    pass
+from data_pipeline.readers.source import Source, read_line_chunks, too_long_error
+from data_pipeline.storage import strict_json
 
 
 def read_jsonl(source: Source) -> Iterator[Record | Reject]:
     parts: list[bytes] = []
     offset = line = size = 0
-    for piece in line_pieces(source):
-        if piece.begins:
-            parts, size, offset, line = [], 0, piece.offset, piece.line
-        size += len(piece.raw)
+    for chunk in read_line_chunks(source):
+        if chunk.starts_line:
+            parts, size, offset, line = [], 0, chunk.offset, chunk.line
+        size += len(chunk.raw)
         if size <= MAX_RECORD_BYTES:
-            parts.append(piece.raw)
+            parts.append(chunk.raw)
         else:
             parts.clear()
-        if piece.raw.endswith(b"\n"):
+        if chunk.raw.endswith(b"\n"):
             yield from _record(source, offset, line, size, parts)
             parts, size = [], 0
     yield from _record(source, offset, line, size, parts)
@@ -40,11 +36,11 @@ def read_jsonl(source: Source) -> Iterator[Record | Reject]:
 def _record(
     source: Source, offset: int, line: int, size: int, parts: list[bytes]
 ) -> Iterator[Record | Reject]:
-    """The document of a line; nothing for a blank one."""
+    """The document of a line; yields nothing for a blank line."""
     raw = b"".join(parts)
     try:
         if size > MAX_RECORD_BYTES:
-            raise too_long()
+            raise too_long_error()
         if raw.strip():
             text = text_of_line(raw, source.text_key)
             yield Record.of(text, offset=offset, size=size, line=line)
@@ -53,18 +49,18 @@ def _record(
 
 
 def text_of_line(raw: bytes, text_key: str) -> str:
-    """The text in a line, or BadRecordError."""
+    """The document's text in a line of JSON. Raises BadRecordError."""
     line = decode(raw)
     try:
-        content = _DECODER.decode(line)
+        content = strict_json.DECODER.decode(line)
     except json.JSONDecodeError as error:
         byte = len(line[: error.pos].encode())
         cut = not raw.endswith(b"\n")
         kind = "truncated record: the file ends inside a line" if cut else "broken JSON"
         raise BadRecordError(byte, f"{kind} ({error.msg})") from None
-    except _DuplicateKeyError as error:
-        raise BadRecordError(0, f"key {error} twice in one object") from None
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
+    except strict_json.DuplicateKeyError as error:
+        raise BadRecordError(0, str(error)) from None
+    except (ValueError, RecursionError) as error:  # huge integers, deep nesting
         raise BadRecordError(0, f"unreadable JSON ({str(error)[:80]})") from None
     if not isinstance(content, dict):
         raise BadRecordError(0, f"not a JSON object but a {type(content).__name__}")
@@ -82,22 +78,10 @@ def text_of_line(raw: bytes, text_key: str) -> str:
 
 
 def _require_unicode(text: str) -> None:
-    """BadRecordError for half a character, which JSON can write and UTF-8 cannot."""
+    """Raise BadRecordError for a lone surrogate, which JSON can contain and UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         reason = f"lone surrogate U+{code:04X} at character {error.start} of the text"
         raise BadRecordError(0, reason) from None
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise _DuplicateKeyError(f'"{printable(twice)[:40]}"')
-    return content
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)

@@ -1,9 +1,8 @@
-"""parquet: a row of a Parquet file is a document, its text in the column `--text-key`.
+"""parquet: every row of a Parquet file is a document, with its text in the column `--text-key`.
 
-The column holds strings, or binary values in UTF-8, also through a dictionary.
-
-Read in batches of rows, so that of a row group only the pages in use are decoded. Page checksums
-are verified where the file has them.
+The column contains strings or UTF-8 binary values, plain or dictionary-encoded. Rows are read in
+batches of about 8 MiB, so a large row group is not decoded as a whole. Page checksums are verified
+if the file has them.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from data_pipeline.readers.records import (
     Reject,
     did_you_mean,
 )
-from data_pipeline.readers.spans import Source, too_long
+from data_pipeline.readers.source import Source, too_long_error
 from data_pipeline.storage.source_errors import SourceError
 
 _BATCH_BYTES = 8 * 2**20
@@ -42,15 +41,15 @@ def read_parquet(source: Source) -> Iterator[Record | Reject]:
 
 
 def _values(source: Source) -> Iterator[Any]:
-    """The column's value in every row, as Arrow scalars."""
+    """The values of the text column, as Arrow scalars."""
     from pyarrow.parquet import ParquetFile
 
     if not source.stream.seekable():
         raise BrokenStreamError(
             0,
             0,
-            "a Parquet file cannot be read from its end here: it is compressed as a whole, "
-            "or its server gives no ranges. Parquet compresses inside; put the plain file here",
+            "Parquet needs random access, but this file is compressed as a whole or its server "
+            "has no byte ranges. Parquet compresses inside: use the plain file",
         )
     file = ParquetFile(source.stream, page_checksum_verification=True)
     _require_text_column(file.schema_arrow, source.text_key)
@@ -59,35 +58,35 @@ def _values(source: Source) -> Iterator[Any]:
     if total != file.metadata.num_rows:
         raise ValueError(f"its row groups have {total} rows, not {file.metadata.num_rows}")
     for group in groups:
-        about = file.metadata.row_group(group)
-        row_bytes = about.total_byte_size // max(about.num_rows, 1) + 1
+        metadata = file.metadata.row_group(group)
+        row_bytes = metadata.total_byte_size // max(metadata.num_rows, 1) + 1
         rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES // row_bytes))
-        left = about.num_rows
+        missing = metadata.num_rows
         batches = file.iter_batches(
             rows, row_groups=[group], columns=[source.text_key], use_threads=False
         )
         for batch in batches:
             yield from batch.column(0)
-            left -= len(batch)
-        if left:  # a damaged page header can hide rows without an error
-            raise ValueError(f"row group {group} lacks {left} of its rows")
+            missing -= len(batch)
+        if missing:  # a damaged page header can drop rows without an error
+            raise ValueError(f"row group {group} lacks {missing} of its rows")
 
 
 def _require_text_column(schema: Any, text_key: str) -> None:
     names = [printable(name)[:40] for name in schema.names]
     count = schema.names.count(text_key)
     if count != 1:
-        what = f'no column "{text_key}"' if not count else f'"{text_key}" names {count} columns'
+        problem = f'no column "{text_key}"' if not count else f'"{text_key}" names {count} columns'
         hint = did_you_mean(text_key, tuple(each.name for each in schema if _holds_text(each.type)))
         listed = ", ".join(names[:20]) or "none"
-        raise BrokenStreamError(0, 0, f"{what}{hint}; columns: {listed} (see --text-key)")
+        raise BrokenStreamError(0, 0, f"{problem}{hint}; columns: {listed} (see --text-key)")
     kind = schema.field(text_key).type
     if not _holds_text(kind):
         raise BrokenStreamError(0, 0, f'column "{text_key}" is not of strings but of {kind}')
 
 
 def _holds_text(kind: Any) -> bool:
-    """Whether values are strings, or bytes that may be UTF-8; also through a dictionary."""
+    """Whether a column of this Arrow type contains strings or bytes, also dictionary-encoded."""
     from pyarrow import types
 
     plain = kind.value_type if types.is_dictionary(kind) else kind
@@ -99,7 +98,7 @@ def _holds_text(kind: Any) -> bool:
 
 
 def _record(source: Source, row: int, value: Any) -> Record | Reject:
-    """The document of a row counted from 1."""
+    """The document of a row. `row` is counted from 1."""
     try:
         text = value.as_py()
         if isinstance(text, bytes):
@@ -110,5 +109,5 @@ def _record(source: Source, row: int, value: Any) -> Record | Reject:
         return source.reject(row, 0, f'"{source.text_key}" is null')
     size = len(text.encode())
     if size > MAX_RECORD_BYTES:
-        return source.reject(row, 0, too_long().reason)
+        return source.reject(row, 0, too_long_error().reason)
     return Record.of(text, offset=row - 1, size=size, line=row)

@@ -1,7 +1,7 @@
-"""wikitext: the articles of a WikiText file, each from its title's line to the next title.
+"""wikitext: the articles of a WikiText file, each from its title line to the next title.
 
-` = Title = ` is a title, ` = = Section = = ` is not. Text before the first title is a document of
-its own, from its first line that is not blank.
+` = Title = ` is a title, ` = = Section = = ` is not. Text before the first title is a separate
+document that starts at its first line that is not blank.
 
 Source: Merity et al. 2016, arXiv:1609.07843, the files of WikiText-2 and WikiText-103.
 """
@@ -9,7 +9,7 @@ Source: Merity et al. 2016, arXiv:1609.07843, the files of WikiText-2 and WikiTe
 from collections.abc import Iterator
 
 from data_pipeline.readers.records import Record, Reject
-from data_pipeline.readers.spans import Source, Span, line_pieces
+from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
 
 MAX_TITLE_BYTES = 4096
 
@@ -27,22 +27,23 @@ def is_title(line: bytes) -> bool:
 
 
 def read_wikitext(source: Source) -> Iterator[Record | Reject]:
-    document: Span | None = None
-    untitled = source.start == 0  # still before the first title; no other range can be
-    for piece in line_pieces(source, past_stop=True):
-        if piece.begins and is_title(piece.raw):
+    document: DocumentBuilder | None = None
+    before_first_title = source.start == 0  # only the first range can have text without a title
+    # Past `stop`, because the last article of a range ends at a title of a later range.
+    for chunk in read_line_chunks(source, past_stop=True):
+        if chunk.starts_line and is_title(chunk.raw):
             if document:
-                yield document.end()
-            untitled = False
-            if not piece.inside:
+                yield document.build()
+            before_first_title = False
+            if not chunk.in_range:
                 return
-            document = Span(source, piece.offset, piece.line)
+            document = DocumentBuilder(source, chunk.offset, chunk.line)
         elif not document:
-            if untitled and piece.raw.strip():
-                document = Span(source, piece.offset, piece.line)
-            elif not untitled and not piece.inside:
+            if before_first_title and chunk.raw.strip():
+                document = DocumentBuilder(source, chunk.offset, chunk.line)
+            elif not before_first_title and not chunk.in_range:
                 return
         if document:
-            document.add(piece.raw)
+            document.add(chunk.raw)
     if document:
-        yield document.end()
+        yield document.build()

@@ -1,6 +1,6 @@
-"""Files that appear whole or not at all, synced to disk.
+"""Atomic, synced writes of single files, and errors of full or read-only disks.
 
-Directories of files that belong together are `staged_directory.py`'s.
+Sets of files that must appear together are published by `staged_directory.py`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the renames inside `directory` survive a power cut."""
+    """Sync a directory, so that renames inside it survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -33,7 +33,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write `data` to `path` and wait until it is on disk. Not atomic: for files still aside."""
+    """Write `data` to `path` and sync it. Not atomic: use it for files in a staging folder."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -41,21 +41,21 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` in one step: a reader sees the old file or the whole new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write `path` atomically: a reader sees either the old file or the complete new one."""
+    # In the same directory, because a rename is atomic within one file system only. The process id
+    # keeps two writers of one path from sharing a temporary file.
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_synced(aside, data)
-        aside.replace(path)
+        write_synced(temporary_path, data)
+        temporary_path.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
     fsync_directory(path.parent)
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:
-    """Let a library write `path`, give it the mode of any new file here, and sync it. Not atomic.
-
-    safetensors makes its files readable by their owner only, whatever the umask says.
-    """
+    """Call `write(path)`, set the file's mode to that of any new file, and sync it. Not atomic."""
+    # safetensors creates its files with mode 0600 and ignores the umask.
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     write(path)
@@ -65,24 +65,24 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what killed processes left of their `write_file(path, ...)`.
+    """Remove the temporary files that killed processes left in `write_file(path, ...)`.
 
-    Only for a caller that knows that nobody else writes `path` now.
+    The caller must be the only process that writes `path`.
     """
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError):  # it does no harm, and the next start tries again
+        with contextlib.suppress(OSError):  # harmless; the next start tries again
             leftover.unlink()
 
 
 def sha256_file(path: "DatasetPath") -> str:
-    """Hex sha256 of a file, read in pieces."""
+    """Hex sha256 of a file, read in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def explain_disk_errors(what: str, directory: Path) -> Iterator[None]:
-    """Turn an OSError while writing into an UnfinishedError that says what to do."""
+def explain_disk_errors(action: str, directory: Path) -> Iterator[None]:
+    """Raise an OSError of writing below `directory` as an UnfinishedError with the next step."""
     try:
         yield
     except OSError as error:
@@ -91,30 +91,30 @@ def explain_disk_errors(what: str, directory: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 usable = f"{shutil.disk_usage(directory).free:,}"
             raise UnfinishedError(
-                f"{directory}: the disk is full while {what} ({usable} bytes free). Nothing "
-                "half-written counts. Free some space and run it again, or choose another --out "
-                "and remove this one."
+                f"{directory}: the disk is full while {action} ({usable} bytes free). Partial "
+                "files are not used. Free some space and run the command again, or choose another "
+                "--out and remove this directory."
             ) from error
         raise UnfinishedError(
-            f"{directory}: {what} failed: {error.strerror or error}"
-            f"{f' ({error.filename})' if error.filename else ''}. Check the permissions and the "
-            "space there, or choose another --out."
+            f"{directory}: {action} failed: {error.strerror or error}"
+            f"{f' ({error.filename})' if error.filename else ''}. Check permissions and free "
+            "space, or choose another --out."
         ) from error
 
 
 def require_writable(directory: Path) -> None:
-    """Raises ConfigError unless files can be made in a directory."""
+    """Raise ConfigError unless files can be created in `directory`. A full disk passes."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        if error.errno not in DISK_FULL:  # which is no fault of the path, and named where it hurts
+        if error.errno not in DISK_FULL:  # `explain_disk_errors` reports a full disk
             raise unwritable_error(directory, error) from error
 
 
 def unwritable_error(path: Path, error: OSError) -> ConfigError:
     reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
     return ConfigError(
-        f"{path} cannot be written: {reason}. Nothing was touched; choose another directory, or "
+        f"{path} cannot be written: {reason}. Nothing was changed. Choose another directory or "
         "change its permissions."
     )

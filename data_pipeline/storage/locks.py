@@ -1,9 +1,11 @@
-"""Locks between processes, held by the kernel: a killed process never leaves a stale lock.
+"""Locks between processes: `flock` on an open file or directory.
 
-`flock` on an open descriptor, of a file or of a directory. A file system without locks counts as
-unlocked: a lock prevents mistakes on one host, and no result depends on it. Not the package
-filelock: it truncates the lock file while opening it, and would erase the name of the holder that
-the error message for the second process shows; and it cannot lock a directory.
+The kernel releases the lock when the holder ends, also by SIGKILL, so there are no stale locks. A
+file system without locks counts as unlocked: the lock prevents mistakes of users on one host, and
+no result depends on it.
+
+The package filelock is not used. It truncates the lock file when it opens it, which would erase the
+name of the holder that the second process reports, and it cannot lock a directory.
 """
 
 import fcntl
@@ -15,19 +17,21 @@ POLL_SECONDS = 0.1
 def try_lock(descriptor: int) -> bool:
     """Take the exclusive lock of an open file or directory; False if another process holds it.
 
-    The lock ends when the descriptor is closed, also by the end of the process.
+    The lock is released when the descriptor is closed or the process ends.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:
+        # No lock service (ENOLCK), or NFS, which locks only descriptors that are open for writing
+        # (EBADF for a directory).
         return True
     return True
 
 
 def wait_for_lock(descriptor: int, *, timeout_seconds: float) -> bool:
-    """`try_lock` until it succeeds; False if it has not within `timeout_seconds`."""
+    """Poll `try_lock` until it succeeds; False after `timeout_seconds`."""
     deadline = time.monotonic() + timeout_seconds
     while not try_lock(descriptor):
         if time.monotonic() >= deadline:

@@ -1,8 +1,8 @@
-"""Manifest files: JSON that names its format and version and carries a digest of its content.
+"""Manifest files: JSON with a format name, a version and a digest of the content.
 
-Used for datasets (`shards/manifest.py`) and for checkpoints (`txl_dist/checkpoint/manifest.py`).
-Everything else in a dataset or checkpoint is trusted because its hash is in the manifest, so the
-manifest itself is checked completely before any of it is used.
+Used for datasets (`shards/manifest.py`) and checkpoints (`txl_dist/checkpoint/manifest.py`). All
+other files of a dataset or checkpoint are verified against hashes in the manifest, so the manifest
+itself is checked completely before any entry is used.
 """
 
 import json
@@ -15,29 +15,28 @@ from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.storage.strict_model import StrictModel, first_problem
 
 MAX_BYTES = 256 * 2**20
-"""A larger file is no manifest: about a million shards need less."""
+"""A larger file is refused unread. About a million shards need less."""
 M = TypeVar("M", bound=StrictModel)
 
 
 class WrongFormatError(ValueError):
-    """JSON of another program, or of another version of this one."""
+    """JSON of a different program or format version."""
 
 
 def manifest_bytes(content: dict[str, Any]) -> bytes:
-    """The file for `content`: its digest first, then the keys in sorted order."""
+    """The bytes of a manifest file: `content` and its digest, with sorted keys."""
     digest = strict_json.sha256_of(content)
     return (json.dumps({"digest": digest, **content}, sort_keys=True, indent=1) + "\n").encode()
 
 
 def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
-    """The checked content of a manifest file.
+    """The verified content of a manifest file.
 
-    Raises OSError if it cannot be read, WrongFormatError for another format or version, and
-    ValueError for content that is damaged or edited. The messages continue the path's name:
-    `"{path} {error}"`.
+    Raises OSError if it cannot be read, WrongFormatError for a different format or version, and
+    ValueError for damaged or edited content. A caller prints `f"{path} {error}"`.
     """
     if path.stat().st_size > MAX_BYTES:
-        raise WrongFormatError(f"is larger than {MAX_BYTES:,} bytes: no manifest")
+        raise WrongFormatError(f"is larger than {MAX_BYTES:,} bytes, so it is not a manifest")
     try:
         content = strict_json.parse(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -54,8 +53,9 @@ def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
         manifest = model.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise ValueError(f"has a wrong entry: {first_problem(error)}") from error
-    # Of what was written: a later version may have added keys with defaults.
+    # Computed from the file's keys, not from the model: a later version may add keys with defaults,
+    # which the writer of this file did not know.
     digest = strict_json.sha256_of(content)
     if digest != recorded:
-        raise ValueError(f"says its digest is {recorded!r}, its content gives {digest!r}")
+        raise ValueError(f"records the digest {recorded!r}, but its content has {digest!r}")
     return manifest

@@ -1,9 +1,9 @@
-"""Datasets behind URLs: as much of pathlib as reading a dataset needs, by fsspec.
+"""RemotePath: a dataset behind a URL with the methods of pathlib.Path that readers need.
 
-A `RemotePath` stands where a `Path` would, so whoever reads a manifest, an index or a frame does
-not ask where it lies. Every request is tried again with growing waits (`readers/sources.py`, which
-also decides which schemes are read); what still fails is an OSError whose text is for people, and
-a path shows itself without credentials. Nothing is kept between requests: `frame_cache.py` does.
+Code that reads a manifest, an index or a frame takes a `DatasetPath` and works with local and
+remote datasets. Requests go through fsspec with retries (`urls.py`). A request that still fails is
+an OSError with a readable text. `str(path)` contains no credentials. Nothing is cached here;
+`shards/frame_cache.py` caches frames.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from typing import Any, TypeVar, cast
 
 from data_pipeline.storage.open_source import open_source
 from data_pipeline.storage.source_errors import SourceError, UnreachableError
-from data_pipeline.storage.urls import attempt, file_system, local_path, scheme_of, shown
+from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A file or directory named by a URL of scheme s3, gs, http or https. Safe to send and share.
+    """A file or directory at an s3, gs, http or https URL. Picklable and safe to share by threads.
 
-    A query, such as a web server's token, is kept behind the path that is joined to it.
+    Joining keeps a query, such as a web server's token, at the end of the URL.
     """
 
     url: str
@@ -38,8 +38,8 @@ class RemotePath:
         return f"RemotePath({str(self)!r})"
 
     def __truediv__(self, name: str) -> "RemotePath":
-        base, mark, query = self._split()
-        return RemotePath(f"{base.rstrip('/')}/{name}{mark}{query}")
+        base, separator, query = self._split()
+        return RemotePath(f"{base.rstrip('/')}/{name}{separator}{query}")
 
     @property
     def name(self) -> str:
@@ -47,19 +47,19 @@ class RemotePath:
 
     @property
     def parent(self) -> "RemotePath":
-        base, mark, query = self._split()
-        return RemotePath(base.rstrip("/").rpartition("/")[0] + mark + query)
+        base, separator, query = self._split()
+        return RemotePath(base.rstrip("/").rpartition("/")[0] + separator + query)
 
     def resolve(self) -> "RemotePath":
         return self
 
     def stat(self) -> SimpleNamespace:
-        """`st_size` in bytes, as it is now. Raises OSError, FileNotFoundError if it is missing."""
-        info = self._ask(lambda system: system.info(self.url))
+        """Only `st_size`, in bytes, never cached. Raises OSError, FileNotFoundError if missing."""
+        info = self._request(lambda system: system.info(self.url))
         if info["type"] != "file":
             raise IsADirectoryError(errno.EISDIR, "is a folder")
         if info.get("size") is None:
-            raise SourceError("its server does not say how long it is")
+            raise SourceError("its server does not report its size")
         return SimpleNamespace(st_size=int(info["size"]))
 
     def is_file(self) -> bool:
@@ -69,21 +69,21 @@ class RemotePath:
             return False
 
     def is_dir(self) -> bool:
-        """Whether anything lies below; on a web server, whether there is a page."""
+        """Whether there are objects below; on a web server, whether the page exists."""
         with contextlib.suppress(OSError):
             if scheme_of(self.url) in ("http", "https"):
-                return bool(self._ask(lambda system: system.exists(self.url)))
-            return bool(self._ask(lambda system: system.ls(self.url, detail=False)))
+                return bool(self._request(lambda system: system.exists(self.url)))
+            return bool(self._request(lambda system: system.ls(self.url, detail=False)))
         return False
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file in this directory, by name; nothing on web servers: they list none.
+        """Bytes of every file in this directory, by name. Empty for web servers, which do not list.
 
-        One request per thousand files, where asking each file would be one request a file.
+        S3 lists 1,000 files per request, where `stat` needs one request per file.
         """
         if scheme_of(self.url) in ("http", "https"):
             return {}
-        listed = self._ask(lambda system: system.ls(self.url, detail=True))
+        listed = self._request(lambda system: system.ls(self.url, detail=True))
         return {
             PurePosixPath(info["name"]).name: int(info["size"])
             for info in listed
@@ -94,47 +94,48 @@ class RemotePath:
         return (self / name for name in self.sizes())
 
     def read_bytes(self) -> bytes:
-        data: bytes = self._ask(lambda system: system.cat_file(self.url))
+        data: bytes = self._request(lambda system: system.cat_file(self.url))
         return data
 
     def read_text(self, encoding: str) -> str:
         return self.read_bytes().decode(encoding)
 
     def read_range(self, first: int, size: int) -> bytes:
-        """Bytes [first, first + size), by one request; fewer if the file ends before."""
+        """Bytes [first, first + size) in one request; fewer if the file ends before."""
 
         def fetch(system: Any) -> bytes:
             data: bytes = system.cat_file(self.url, start=first, end=first + size)
+            # A proxy may cut an answer and report the shorter length, so the client sees no error.
             if len(data) < size and first + len(data) < (system.info(self.url).get("size") or 0):
                 raise UnreachableError(f"the answer ended after {len(data):,} of {size:,} bytes")
             return data
 
-        data = self._ask(fetch)
+        data = self._request(fetch)
         if len(data) > size:
-            raise SourceError("its server ignores byte ranges; serve it by one that knows them")
+            raise SourceError("its server ignores byte ranges; use a server that supports them")
         return data
 
     @contextlib.contextmanager
     def open(self, mode: str = "rb") -> Iterator[BufferedReader]:
-        """The content as a stream; for reading only."""
+        """The content as a stream, for reading only."""
         if mode != "rb":
             raise ValueError(f"{self} opens for mode 'rb' only, got {mode!r}")
         with _plain_reason(), open_source(self.url, "") as stream:
             yield cast("BufferedReader", stream)
 
     def write_from(self, source: Path) -> None:
-        """Copy a local file here; it appears whole or not at all, as object stores have it."""
-        self._ask(lambda system: system.put_file(str(source), self.url))
+        """Upload a local file. Atomic, as object stores make a new object visible when complete."""
+        self._request(lambda system: system.put_file(str(source), self.url))
 
-    def _ask(self, request: Callable[[Any], _T]) -> _T:
+    def _request(self, request: Callable[[Any], _T]) -> _T:
         system = file_system(self.url)
 
-        def once() -> _T:
-            system.invalidate_cache()  # fsspec keeps listings, also of what has changed since
+        def uncached_request() -> _T:
+            system.invalidate_cache()  # fsspec caches listings, also outdated ones
             return request(system)
 
         with _plain_reason():
-            return attempt(once)
+            return retry_request(uncached_request)
 
     def _split(self) -> tuple[str, str, str]:
         if scheme_of(self.url) in ("http", "https"):
@@ -143,20 +144,23 @@ class RemotePath:
 
 
 DatasetPath = Path | RemotePath
-"""A directory or file of a prepared dataset, here or behind a URL."""
+"""A directory or file of a prepared dataset, local or behind a URL."""
 
 
-def dataset_path(given: str | DatasetPath) -> DatasetPath:
-    """`given` as the path it names. file:// is a local path; ConfigError for other schemes."""
-    if isinstance(given, RemotePath):
-        return given
-    local = local_path(str(given)) if not isinstance(given, Path) else str(given)
-    return RemotePath(str(given)) if local is None else Path(local)
+def dataset_path(address: str | DatasetPath) -> DatasetPath:
+    """The path of an address; file:// is a local path. Raises ConfigError for other schemes."""
+    if isinstance(address, Path | RemotePath):
+        return address
+    local = local_path(address)
+    return RemotePath(address) if local is None else Path(local)
 
 
 @contextlib.contextmanager
 def _plain_reason() -> Iterator[None]:
-    """SourceErrors so that callers may write "cannot be read ({strerror})", as for local files."""
+    """Raise SourceErrors with a `strerror` that fits "cannot be read ({strerror})".
+
+    Callers write this text for local files, too.
+    """
     try:
         yield
     except SourceError as error:

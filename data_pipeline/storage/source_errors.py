@@ -1,10 +1,11 @@
-"""Errors of reading a stream, and which of them say nothing about the content that was read."""
+"""Errors of reading a stream, and the classification that decides between retry and rejection."""
 
 import errno
+from collections.abc import Iterator
 
 
 class SourceError(OSError):
-    """A stream that cannot be read on; its text says why."""
+    """A stream that cannot be read any further. `reason` is the text for the user."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(None, reason)
@@ -15,40 +16,44 @@ class SourceError(OSError):
 
 
 class UnreachableError(SourceError):
-    """The network or the server failed, not what it serves: another time it may be read."""
+    """The network or the server failed. A later attempt may succeed."""
 
 
-def is_passing(error: BaseException | None) -> bool:
-    """Whether `error`, or what led to it, is a failure of the surroundings that may pass.
+def is_transient(error: BaseException | None) -> bool:
+    """Whether `error` or one of its causes is a failure that may pass.
 
-    A failing disk or server is; a missing or forbidden file and a damaged one stay as they are.
+    True for a failing disk or server; False for a missing, forbidden or damaged file.
     """
-    while error is not None:
-        if isinstance(error, SourceError):
-            return isinstance(error, UnreachableError)
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+    for each in _chain(error):
+        if isinstance(each, SourceError):
+            return isinstance(each, UnreachableError)
+        if isinstance(each, FileNotFoundError | PermissionError | IsADirectoryError):
             return False
-        if isinstance(error, OSError) and error.errno:  # libraries' own, of bad bytes, have none
-            return error.errno != errno.EINVAL  # of a Parquet file that points before its start
-        error = error.__cause__ or error.__context__
+        # The OSErrors that libraries raise for damaged content have no errno.
+        if isinstance(each, OSError) and each.errno:
+            return each.errno != errno.EINVAL  # a damaged Parquet file seeks before its start
     return False
 
 
 def is_unread(error: BaseException | None) -> bool:
-    """Whether `error`, or what led to it, is a failure to read: it says nothing of the content.
+    """Whether `error` or one of its causes is a failure to read, so the content is unknown.
 
-    A missing file, or a folder in its place, says enough.
+    False for a missing file and for a folder with its name: those are certain.
     """
+    missing = FileNotFoundError | IsADirectoryError | NotADirectoryError
+    first = next((each for each in _chain(error) if isinstance(each, OSError)), None)
+    return first is not None and not isinstance(first, missing)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error`, its cause, the cause of that, and so on."""
     while error is not None:
-        if isinstance(error, OSError):
-            missing = FileNotFoundError | IsADirectoryError | NotADirectoryError
-            return not isinstance(error, missing)
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
-def explain(error: OSError) -> str:
-    """An OSError as the reason of a Reject."""
+def reject_reason(error: OSError) -> str:
+    """The text of an OSError, for `Reject.reason`."""
     if isinstance(error, SourceError):
         return error.reason
     return f"cannot be read: {error.strerror or type(error).__name__}"

@@ -1,9 +1,12 @@
-"""A directory whose files are published together, the manifest last.
+"""StagedDirectory: publish a set of files together, the manifest last.
 
-Files that mean something only together are written in a hidden folder inside the target, synced,
-moved to their names, and the one that makes the set valid (a manifest) is moved last. A process
-killed at any moment leaves either no manifest or a complete set. Files that it staged stay for the
-next process, which uses or discards them. The lock is the kernel's (flock), so it is never stale.
+Files are written to a hidden staging folder inside the target directory and synced. `publish`
+renames them to their final names, the manifest last. A process killed at any time leaves either no
+manifest or a complete set. The next process reuses or discards the staged files.
+
+A rename is not atomic for a set of files, so the names to be moved are recorded first
+(`moving.json`). If the process is killed between two renames, the next process moves the files back
+to the staging folder.
 """
 
 import contextlib
@@ -12,7 +15,6 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from data_pipeline.errors import ConfigError, DataError, UnfinishedError
@@ -27,21 +29,23 @@ from data_pipeline.storage.atomic_files import (
 from data_pipeline.storage.locks import try_lock
 
 STAGING = ".staging.tmp"
-"""The folder inside the target where files are written aside."""
+"""The staging folder inside the target directory."""
 _MOVING = "moving.json"
-"""In the staging folder: names that may already stand in the target, written before any move."""
+"""In the staging folder: names that may already be in the target, written before any rename."""
 
 
 class StagedDirectory:
-    """Exclusive hold on `directory`, with a staging folder whose files `publish` moves out.
+    """Exclusive access to `directory`, with a staging folder. Use as a context manager.
 
-    Use as a context manager. Entering locks the directory, creating it if needed, and takes back
-    into staging what a killed process had moved out without the last file. Leaving removes the
-    staging folder, and the directory itself if this hold created it and nothing is in it; but
-    staging stays when it is `worth_keeping` (what was found there is; say so for what is made) and
-    the end says nothing against it, so that the next claim can go on: anything raised but a
-    ConfigError, or a DataError that is no UnfinishedError. Raises ConfigError for a path that can
-    be no directory, DataError when another process holds the directory.
+    Entering creates and locks the directory, and moves the files of an incomplete publication back
+    to staging. Raises ConfigError for a path that cannot be a directory, DataError if another
+    process holds the lock.
+
+    Leaving removes the staging folder, and the directory if it was created here and is empty. The
+    staging folder stays for the next process if `worth_keeping` is true and the block was
+    interrupted: by any exception except ConfigError and DataError, or by UnfinishedError.
+    `worth_keeping` is true on entry if there is a staging folder already; set it after staging
+    files that can be reused.
     """
 
     def __init__(self, directory: Path, *, last: str) -> None:
@@ -57,36 +61,35 @@ class StagedDirectory:
             self._create()
             self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                self._lock()
-                self._take_back()
+                if not try_lock(self._descriptor):
+                    raise DataError(
+                        f"{self.directory}: another process is writing here. Wait for it, or "
+                        "choose another --out."
+                    )
+                self._undo_incomplete_publish()
                 self.worth_keeping = self.path.is_dir()
             except BaseException:
                 os.close(self._descriptor)
                 raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        refused = isinstance(error, ConfigError | DataError)
-        stopped = isinstance(error, UnfinishedError) or not (error is None or refused)
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        rejected = isinstance(error, ConfigError | DataError)
+        interrupted = isinstance(error, UnfinishedError) or not (error is None or rejected)
         try:
-            # A full or failing disk must not hide the error that is on its way.
+            # An OSError of a full or failing disk must not replace the exception being raised.
             with contextlib.suppress(OSError):
-                if not (self.worth_keeping and stopped):
+                if not (self.worth_keeping and interrupted):
                     self.discard()
                 if self._created:
-                    self.directory.rmdir()  # only succeeds on an empty one
+                    self.directory.rmdir()  # fails if it is not empty
         finally:
             os.close(self._descriptor)
 
     def stage(self, *, fresh: bool = True) -> Path:
-        """The staging folder to write the files in, empty unless what is left there may be used.
+        """Create and return the staging folder. `fresh`: remove the files that are in it.
 
-        Raises ConfigError for a directory that must not be written.
+        Raises ConfigError for a directory that is not writable.
         """
         require_writable(self.directory)
         if fresh:
@@ -95,15 +98,15 @@ class StagedDirectory:
         return self.path
 
     def discard(self) -> None:
-        """Remove the staging folder and all that is in it."""
+        """Remove the staging folder with its files."""
         self.worth_keeping = False
         if self.path.is_dir() and not self.path.is_symlink():
             shutil.rmtree(self.path)
 
     def publish(self, names: Collection[str]) -> None:
-        """Move the staged files `names` to their places, `last` after all others, synced before.
+        """Rename the staged files `names` into the directory, `last` after all others.
 
-        What else is staged is removed when the hold ends.
+        The files must be synced. Other staged files are removed on exit.
         """
         if self.last not in names:
             raise ValueError(f"publish needs {self.last} among the staged files {sorted(names)}")
@@ -112,7 +115,7 @@ class StagedDirectory:
         fsync_directory(self.path)
         for name in moving:
             (self.path / name).replace(self.directory / name)
-        fsync_directory(self.directory)
+        fsync_directory(self.directory)  # the other renames must be on disk before that of `last`
         (self.path / self.last).replace(self.directory / self.last)
         fsync_directory(self.directory)
 
@@ -125,30 +128,22 @@ class StagedDirectory:
                 raise
             raise unwritable_error(self.directory, error) from error
 
-    def _lock(self) -> None:
-        if not try_lock(self._descriptor):
-            raise DataError(
-                f"{self.directory}: another process is writing here. Wait for it, or choose "
-                "another --out."
-            )
-
-    def _take_back(self) -> None:
+    def _undo_incomplete_publish(self) -> None:
         if self.path.is_symlink() or not self.path.is_dir():
             return
         if (self.directory / self.last).exists():
-            shutil.rmtree(self.path)  # all was published, or the staged was never the dataset here
+            shutil.rmtree(self.path)  # everything was published; the rest is not needed
             return
-        # Killed between the first move and the last: the moved files are ours.
-        for name in self._names_in_motion():
+        # Killed between the first rename and the last, so these files were staged here.
+        for name in self._recorded_names():
             if (self.directory / name).is_file():
                 (self.directory / name).replace(self.path / name)
         (self.path / _MOVING).unlink(missing_ok=True)
 
-    def _names_in_motion(self) -> list[str]:
+    def _recorded_names(self) -> list[str]:
         try:
             names = json.loads((self.path / _MOVING).read_bytes())
-        except (OSError, ValueError):  # never got that far, or died writing it: nothing was moved
+        except (OSError, ValueError):  # missing or cut: killed before the first rename
             return []
-        if not isinstance(names, list):
-            return []
+        # Only plain names: a damaged record must not move files of other directories.
         return [name for name in names if isinstance(name, str) and Path(name).name == name]

@@ -1,14 +1,14 @@
-"""StrictModel: the base of every JSON or YAML structure that this project reads.
+"""StrictModel: the base class of every JSON or YAML structure that this project reads.
 
-Files are edited, truncated and copied between versions. A key that is not known, a number written
-as text, or NaN is an error with the key's name, never a silent default.
+Files are edited, truncated and copied between versions. An unknown key, a number written as text
+and NaN are errors that name the key, never a silent default.
 """
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class StrictModel(BaseModel):
-    """Frozen; refuses unknown keys, values of another type, NaN and infinity."""
+    """A frozen pydantic model without unknown keys, type coercion, NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

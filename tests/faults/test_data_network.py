@@ -1,4 +1,4 @@
-"""A network that cuts answers on the way: datasets behind it are unread, not damaged."""
+"""A network that truncates answers: datasets behind it are reported as unread, not as damaged."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.fault
 
 
 class CuttingProxy:
-    """Passes connections on; an answer that `cuts` names by its request ends half-way."""
+    """Forwards connections. Sends half of the answer to a request for which `cuts` is true."""
 
     def __init__(self, host: str, port: int) -> None:
         self.target = (host, port)
@@ -45,7 +45,7 @@ class CuttingProxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """One request: its answer whole, or its header and half of its body. Then it hangs up."""
+        """Forward one request, send its answer or the header and half of the body, and close."""
         with client, socket.create_connection(self.target) as server:
             request = b""
             while b"\r\n\r\n" not in request:

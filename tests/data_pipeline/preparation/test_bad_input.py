@@ -102,8 +102,8 @@ def test_a_single_bad_file_fails_with_its_byte_and_cause(
         ("empty", "no text in this folder"),
         ("hidden", "no text in this folder"),
         ("pictures", "no text in this folder (ignored: 1 .png)"),
-        ("link", "a link to nothing"),
-        ("circle", "a link to nothing"),
+        ("link", "a broken link"),
+        ("circle", "a broken link"),
         ("fifo", "not a regular file"),
     ],
 )

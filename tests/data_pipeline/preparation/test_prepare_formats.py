@@ -146,22 +146,22 @@ def test_finished_work_of_another_tokenizer_file_is_not_used(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
-@pytest.mark.parametrize("piece_bytes", [7, 2**20])
+@pytest.mark.parametrize("chunk_bytes", [7, 2**20])
 @pytest.mark.parametrize(("recipe", "kind"), [("text8", "char"), ("enwik8", "byte")])
 def test_a_corpus_of_one_document_is_split_by_its_tokens(
     tmp_path: Path,
     recipe: Any,
     kind: Any,
     suffix: str,
-    piece_bytes: int,
+    chunk_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from data_pipeline.readers import formats
 
-    reading = formats.read_pieces
+    reading = formats.read_text_chunks
     monkeypatch.setattr(
-        "data_pipeline.preparation.texts.read_pieces",
-        lambda *about, **more: reading(*about, piece_bytes=piece_bytes, **more),
+        "data_pipeline.preparation.texts.read_text_chunks",
+        lambda *about, **more: reading(*about, chunk_bytes=chunk_bytes, **more),
     )
     text = "".join(chr(97 + n % 25) + "ä" * (n % 3 == 0) for n in range(301))
     raw = text.encode()

@@ -1,4 +1,4 @@
-"""Reading a whole file, or in ranges, the way a caller does."""
+"""Read a file as a whole or in ranges, as `txl prepare` does."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from data_pipeline.readers import (
     scan_ranges,
 )
 
-Found = list[Record | Reject]
+Records = list[Record | Reject]
 
 
 def one_file(path: Path | str, format: Format = "auto") -> InputFile:
@@ -21,26 +21,26 @@ def one_file(path: Path | str, format: Format = "auto") -> InputFile:
     return file
 
 
-def read(file: InputFile, *, text_key: str = "text", unit_bytes: int = 2**30) -> Found:
-    """Every record of the file, range by range, with lines counted from its beginning."""
-    found: Found = []
+def read(file: InputFile, *, text_key: str = "text", unit_bytes: int = 2**30) -> Records:
+    """All records of the file, range by range, with lines counted from its beginning."""
+    records: Records = []
     lines = 0
     for start, stop in scan_ranges(file, unit_bytes):
         reading = read_records(file, text_key, start, stop)
-        found += [
+        records += [
             replace(record, line=record.line + lines) if record.line else record
             for record in reading
         ]
         lines += reading.lines
-    return found
+    return records
 
 
-def texts(found: Found) -> list[str | None]:
-    assert not [record for record in found if isinstance(record, Reject)]
-    return [record.text for record in found if isinstance(record, Record)]
+def texts(records: Records) -> list[str | None]:
+    assert not [record for record in records if isinstance(record, Reject)]
+    return [record.text for record in records if isinstance(record, Record)]
 
 
-def split_at_reject(found: Found) -> tuple[list[str | None], Reject]:
-    """The texts before the only Reject, which is the last."""
-    assert isinstance(found[-1], Reject), found[-1]
-    return texts(found[:-1]), found[-1]
+def split_at_reject(records: Records) -> tuple[list[str | None], Reject]:
+    """The texts of all records but the last, and the last, which is the only Reject."""
+    assert isinstance(records[-1], Reject), records[-1]
+    return texts(records[:-1]), records[-1]

@@ -1,4 +1,4 @@
-"""docs/how_to/add_a_reader.md, followed to the letter."""
+"""The code of docs/how_to/add_a_reader.md works as printed."""
 
 import gzip
 import json
@@ -51,7 +51,7 @@ def test_rows_are_prepared_with_and_without_compression(
         (b"text\nx\n" + b"y" * 200_000, 1, "field larger than field limit"),
     ],
 )
-def test_what_is_no_row_is_rejected(tmp_path: Path, content: bytes, good: int, cause: str) -> None:
+def test_a_bad_row_is_rejected(tmp_path: Path, content: bytes, good: int, cause: str) -> None:
     (tmp_path / "in.csv").write_bytes(content)
     before, reject = split_at_reject(read(one_file(tmp_path / "in.csv")))
     assert len(before) == good

@@ -1,20 +1,24 @@
-"""Which files are found, in what order, and what each is taken for."""
+"""Which files are found, in which order, and the kind of each."""
 
 import gzip
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.readers import find_files
-from data_pipeline.storage.urls import shown
+from data_pipeline.readers import Reject, find_files
+from tests.data_pipeline.readers.reading import one_file, read, texts
 
+LINES = [f"line {number}" for number in range(50)]
+JSONL = b"".join(json.dumps({"text": line}).encode() + b"\n" for line in LINES)
 TITLE = b" \n = Title = \n"
 
 
 def names(*inputs: object, format: str = "auto", exclude: Path = Path("/nowhere")) -> list[str]:
-    found = find_files([str(given) for given in inputs], format=format, exclude=exclude)
+    found = find_files([str(address) for address in inputs], format=format, exclude=exclude)
     return [file.name for file in found.files]
 
 
@@ -55,7 +59,7 @@ def test_a_pattern_is_relative_to_here_and_a_file_of_that_name_goes_first(
     assert names("*.txt") == ["b.txt"]
     (tree / "[b].txt").write_text("")
     assert names("[b].txt") == ["[b].txt"]
-    with pytest.raises(DataError, match=r"no text matches this.*\*\* goes through folders"):
+    with pytest.raises(DataError, match=r"no text matches this.*\*\* matches folders"):
         names("*.nothing")
 
 
@@ -144,6 +148,33 @@ def test_a_file_named_as_a_line_of_another_is_refused_by_name(tmp_path: Path, fi
     assert len(names(tmp_path)) == 5
 
 
-def test_passwords_and_control_characters_of_a_url_are_not_shown() -> None:
-    assert shown("https://me:secret@host/a?token=secret") == "https://host/a"
-    assert shown("s3://b/\x1b[2J") == r"s3://b/\x1b[2J"
+def test_an_object_replaced_by_one_of_the_same_size_has_another_mark(
+    bucket: Any,
+) -> None:
+    bucket.pipe("bucket/x/a.txt", b"one")
+    urls = ("s3://bucket/x/a.txt", "s3://bucket/x")
+    before = [one_file(url).mark for url in urls]
+    assert before == [one_file(url).mark for url in urls]
+    bucket.pipe("bucket/x/a.txt", b"two")
+    after = [one_file(url).mark for url in urls]
+    assert all(mark and mark != old for mark, old in zip(after, before, strict=True))
+
+
+def test_keys_patterns_and_failures_of_s3(bucket: Any) -> None:
+    bucket.pipe({"bucket/x/a.jsonl": JSONL, "bucket/x/y/b.jsonl": JSONL, "bucket/x/c.txt": b"c"})
+    file = one_file("s3://bucket/x/a.jsonl")
+    assert (file.name, file.kind, file.size, file.rereadable) == (
+        "a.jsonl",
+        "jsonl",
+        len(JSONL),
+        False,
+    )
+    assert texts(read(file)) == LINES
+    found = find_files(["s3://bucket/x/**/*.jsonl"], format="auto", exclude=Path("/nowhere"))
+    assert [file.name for file in found.files] == ["a.jsonl", "y/b.jsonl"]
+    with pytest.raises(DataError, match="s3://bucket/nothing: cannot be read: FileNotFoundError"):
+        one_file("s3://bucket/nothing")
+    bucket.rm("bucket/x/a.jsonl")
+    (reject,) = read(file)
+    assert isinstance(reject, Reject)
+    assert "cannot be read" in reject.reason

@@ -1,4 +1,4 @@
-"""What a file is taken for: its suffix, and for .json what is inside."""
+"""The kind of a file: by its suffix, and for .json by its first lines."""
 
 import gzip
 import json
@@ -126,9 +126,9 @@ def test_prepare_says_what_every_suffix_is_read_as(txl: Callable[..., Any], tmp_
     (folder / "d").write_text("text")
     ended = txl("prepare", folder, "--out", tmp_path / "out")
     assert ended.code == 0, ended.err
-    told = "read as jsonl: 1 .json, 1 .json.gz; text: 1 .txt, 1 without suffix"
-    assert told in ended.out
-    assert told.replace("read", "reading", 1) in ended.err, "before the work, not only behind it"
+    summary = "read as jsonl: 1 .json, 1 .json.gz; text: 1 .txt, 1 without suffix"
+    assert summary in ended.out
+    assert summary.replace("read", "reading", 1) in ended.err, "printed before the work, too"
     content = json.loads(txl("prepare", folder, "--out", tmp_path / "out", "--json").out)
     assert content["formats"] == {"jsonl": 2, "text": 2}
     assert content["read_as"] == {

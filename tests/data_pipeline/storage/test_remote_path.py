@@ -1,4 +1,4 @@
-"""Datasets behind URLs: what is read there is what is read here, by range, and failures have names.
+"""Datasets behind URLs: they are read as local ones, by byte range, and failures have a cause.
 
 All servers listen on 127.0.0.1: moto's S3, and the standard library's HTTP with byte ranges.
 """
@@ -40,14 +40,14 @@ URL = "s3://bucket/data"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test's own, and failures that are retried without long waits."""
+    """A separate cache per test, and short waits between retries."""
     monkeypatch.setenv("TXL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
     return tmp_path / "cache"
 
 
 def segments_of(source: TokenSource, num_segments: int = 40) -> list[np.ndarray]:
-    """What two lanes of a training run read: inputs, targets and ages."""
+    """The segments that two lanes of a training run read: inputs, targets and ages."""
     plan = LanePlan(num_tokens=int(source.block_tokens.sum()), num_lanes=2, tgt_len=50)
     with SegmentStream(source, plan, lanes=range(2)) as stream:
         read = list(itertools.islice(stream, num_segments))
@@ -115,7 +115,7 @@ def test_push_sends_no_damaged_dataset(dataset: Dataset, bucket: Any) -> None:
         push_dataset(directory, "https://host/data")
 
 
-def test_a_store_that_dies_is_asked_again_then_named(
+def test_requests_to_a_dead_store_are_retried_then_reported(
     dataset: Dataset, s3_server: ThreadedMotoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3fs.S3FileSystem().mkdir("bucket")
@@ -147,7 +147,7 @@ def _note(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[
 
 
 def _fail_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """botocore's and s3fs's own waits, which are theirs to test."""
+    """Turn off the retries of botocore and s3fs, which have long waits."""
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()
@@ -233,7 +233,7 @@ def web(tmp_path: Path) -> Iterator[tuple[str, type[_Files]]]:
     thread.join()
 
 
-def test_only_the_frames_that_are_needed_are_fetched_neighbours_at_once(
+def test_only_the_needed_frames_are_fetched_and_neighbours_in_one_request(
     tmp_path: Path, web: tuple[str, type[_Files]]
 ) -> None:
     url, handler = web
@@ -266,7 +266,7 @@ def test_only_the_frames_that_are_needed_are_fetched_neighbours_at_once(
     assert len([name for name, _, _ in handler.sent if name == shard.name]) == 2
 
 
-def test_a_connection_that_breaks_is_asked_again(
+def test_a_request_on_a_broken_connection_is_retried(
     dataset: Dataset, web: tuple[str, type[_Files]]
 ) -> None:
     url, handler = web
@@ -281,7 +281,7 @@ def test_a_connection_that_breaks_is_asked_again(
 
 
 @pytest.mark.parametrize("broken", ["every answer", "the shards", "the tokenizer", "ranges"])
-def test_verify_blames_no_data_for_answers_cut_on_the_way(
+def test_verify_does_not_report_data_as_damaged_when_answers_are_cut(
     dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any], broken: str
 ) -> None:
     url, handler = web
@@ -307,7 +307,7 @@ def test_verify_blames_no_data_for_answers_cut_on_the_way(
         assert len(result["unread"]) == (1 if broken == "the tokenizer" else 4)
 
 
-def test_verify_tells_damage_from_what_could_not_be_read(
+def test_verify_separates_damage_from_failed_reads(
     dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any]
 ) -> None:
     url, handler = web
@@ -407,7 +407,7 @@ def test_a_cache_of_no_bytes_or_on_a_file_only_costs_time(
     assert (tmp_path / "file").read_text() == "x"
 
 
-def test_a_cache_of_no_bytes_reads_nothing_that_an_earlier_run_left(
+def test_a_cache_of_no_bytes_does_not_read_files_of_an_earlier_run(
     dataset: Dataset,
     web: tuple[str, type[_Files]],
     cache: Path,

@@ -1,0 +1,184 @@
+"""What a reader gets (`Source`), and how it reads chunks, lines and raw documents from it.
+
+Memory is bounded: a long line is read in chunks of `CHUNK_BYTES`, and a document longer than
+`HELD_BYTES` is decoded and hashed chunk by chunk instead of being held.
+"""
+
+import codecs
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+from data_pipeline.readers.records import (
+    HELD_BYTES,
+    MAX_RECORD_BYTES,
+    BadRecordError,
+    BrokenStreamError,
+    Record,
+    Reject,
+    Utf8Decoder,
+    decode,
+)
+from data_pipeline.storage.source_errors import reject_reason
+
+CHUNK_BYTES = 2**20
+
+
+@dataclass(slots=True)
+class Source:
+    """An open file and the byte range [start, stop) of the records to read."""
+
+    name: str
+    """The file's name in rejects."""
+    stream: BinaryIO
+    """Decompressed and buffered, at its beginning."""
+    start: int
+    stop: float
+    """Infinity for the last range: a file that has grown is read to its end."""
+    text_key: str
+    rereadable: bool
+    lines: int = 0
+    """Lines that start in the range. A reader that supports ranges must count them."""
+
+    def reject(self, line: int, byte: int, reason: str) -> Reject:
+        return Reject(self.name, line, byte, reason)
+
+
+class Chunk(NamedTuple):
+    """At most CHUNK_BYTES + 1 bytes of a stream or of one line, never cut between CR and LF."""
+
+    offset: int
+    line: int
+    """Counted from 1 within the range; 0 from `read_chunks`."""
+    raw: bytes
+    starts_line: bool
+    in_range: bool
+    """Whether the chunk starts before `source.stop`."""
+
+
+def read_chunks(source: Source) -> Iterator[Chunk]:
+    """The whole stream in chunks, without a byte-order mark at the beginning."""
+    offset = 0
+    try:
+        while raw := source.stream.read(CHUNK_BYTES):
+            body = raw if offset else raw.removeprefix(codecs.BOM_UTF8)
+            if body:
+                yield Chunk(offset + len(raw) - len(body), 0, body, not offset, True)
+            offset += len(raw)
+    except OSError as error:
+        raise BrokenStreamError(0, offset, reject_reason(error)) from error
+
+
+def read_line_chunks(source: Source, *, past_stop: bool = False) -> Iterator[Chunk]:
+    """The lines that start in the range; with `past_stop` also all later lines.
+
+    Yields nothing if no line starts in the range.
+    """
+    offset, starts_line, line = _seek_first_line(source), True, 0
+    if offset >= source.stop:
+        return
+    # A line that starts in the range is read to its end, also beyond `stop`.
+    while past_stop or not starts_line or offset < source.stop:
+        raw = _read_line_chunk(source, offset, line + starts_line)
+        if not raw:
+            return
+        line += starts_line
+        in_range = offset < source.stop
+        if in_range:
+            source.lines = line
+        body = raw if offset else raw.removeprefix(codecs.BOM_UTF8)
+        yield Chunk(offset + len(raw) - len(body), line, body, starts_line, in_range)
+        starts_line = raw.endswith(b"\n")
+        offset += len(raw)
+
+
+def _seek_first_line(source: Source) -> int:
+    """Seek to the first line that starts at `source.start` or later; returns its offset.
+
+    Returns an offset of at least `source.stop` if no line starts in the range. The search ends
+    there: a line longer than many ranges is not read to its end in every one of them.
+    """
+    if not source.start:
+        return 0
+    offset = source.start - 1  # the byte before the range ends a line or not
+    source.stream.seek(offset)
+    while offset < source.stop and (raw := source.stream.readline(CHUNK_BYTES)):
+        offset += len(raw)
+        if raw.endswith(b"\n"):
+            break
+    return offset
+
+
+def _read_line_chunk(source: Source, offset: int, line: int) -> bytes:
+    try:
+        raw = source.stream.readline(CHUNK_BYTES)
+        if raw.endswith(b"\r") and source.stream.peek(1)[:1] == b"\n":  # type: ignore[attr-defined]
+            raw += source.stream.read(1)
+        return raw
+    except OSError as error:
+        raise BrokenStreamError(line, offset, reject_reason(error)) from error
+
+
+class DocumentBuilder:
+    """Builds the Record of a document whose text is a byte range of the file, chunk by chunk.
+
+    In a rereadable file, a text above HELD_BYTES is not held: the record has its hash only.
+    """
+
+    def __init__(self, source: Source, offset: int, line: int) -> None:
+        self._source, self._offset, self._line = source, offset, line
+        self._size = 0
+        self._held: list[bytes] = []
+        self._sha256 = hashlib.sha256()
+        self._decoder: Utf8Decoder | None = None  # set when the text is too long to hold
+        self._error: BadRecordError | None = None
+
+    def add(self, raw: bytes) -> None:
+        self._size += len(raw)
+        if self._error:
+            return
+        if self._decoder:
+            self._decode(raw)
+            return
+        self._held.append(raw)
+        if self._source.rereadable:
+            if self._size > HELD_BYTES:
+                self._decoder = Utf8Decoder()
+                self._decode(b"".join(self._held))
+                self._held = []
+        elif self._size > MAX_RECORD_BYTES:
+            self._error, self._held = too_long_error(), []
+
+    def _decode(self, raw: bytes, *, final: bool = False) -> None:
+        """Hash `raw` and check that it is UTF-8."""
+        self._sha256.update(raw)
+        try:
+            assert self._decoder
+            self._decoder.decode(raw, final=final)
+        except BadRecordError as error:
+            self._error = error
+
+    def build(self) -> Record | Reject:
+        """The document of all chunks that were added."""
+        text = None
+        try:
+            if self._decoder and not self._error:
+                self._decode(b"", final=True)
+            if self._error:
+                raise self._error
+            if not self._decoder:
+                raw = b"".join(self._held)
+                text = decode(raw)
+                self._sha256.update(raw)
+        except BadRecordError as error:
+            return self._source.reject(self._line, self._offset + error.byte, error.reason)
+        return Record(text, self._offset, self._size, self._line, self._sha256.digest())
+
+
+def too_long_error() -> BadRecordError:
+    return BadRecordError(
+        0,
+        f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in memory; "
+        "plain text files may be of any size",
+    )

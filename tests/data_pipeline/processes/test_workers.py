@@ -1,0 +1,65 @@
+"""ProcessWorkers: results carry the number of their unit, and no process outlives its use.
+
+Workers that die, and workers of a killed parent: `tests/faults/test_prepare_kills.py`.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from data_pipeline.processes.workers import InProcess, ProcessWorkers, died, peak_memory_bytes
+from tests.support.commands import is_alive, wait_until
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def pid_after(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def test_results_carry_the_numbers_of_their_units() -> None:
+    expected = [(number, (number + 3) ** 2) for number in range(20)]
+    assert list(InProcess().map(square, range(3, 23))) == expected
+    with ProcessWorkers(2) as workers:
+        assert sorted(workers.map(square, range(3, 23))) == expected
+        assert list(workers.map(square, [])) == []
+        assert 2**20 < workers.peak_memory_bytes < 8 * peak_memory_bytes()
+
+
+def test_units_are_read_only_a_little_before_they_are_needed() -> None:
+    read = 0
+
+    def units() -> Iterator[int]:
+        nonlocal read
+        for number in range(100):
+            read += 1
+            yield number
+
+    with ProcessWorkers(2) as workers:
+        for done, _ in enumerate(workers.map(square, units()), start=1):
+            assert read <= done + 2 * workers.num_workers
+
+
+def test_an_abandoned_map_ends_its_workers_and_the_rest_end_with_the_context() -> None:
+    with ProcessWorkers(2) as workers:
+        results = workers.map(pid_after, [0.0, 600.0, 600.0])
+        _, first = next(results)  # that worker has the third unit by now
+        assert is_alive(first)
+        results.close()  # type: ignore[attr-defined]
+        wait_until(lambda: not is_alive(first), timeout_seconds=10)
+        pids = {pid for _, pid in workers.map(pid_after, [0.1] * 4)}
+        assert all(map(is_alive, pids))
+    wait_until(lambda: not any(map(is_alive, pids)), timeout_seconds=10)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [(-9, "died by SIGKILL,"), (3, "died with exit code 3,"), (None, "died, and")],
+)
+def test_a_death_is_described_by_its_signal_or_exit_code(exit_code: int | None, words: str) -> None:
+    assert f"the worker for in.txt {words}" in str(died("in.txt", exit_code))

@@ -1,0 +1,52 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data_pipeline.readers.reading import one_file, read, texts
+
+BOM = b"\xef\xbb\xbf"
+
+LINE = st.one_of(
+    st.sampled_from([b"", b" ", b"\r", BOM, b"\xff", b" = T = ", b" = = S = = ", b'{"text": 3}']),
+    st.text(max_size=9).map(lambda text: json.dumps({"text": text}).encode()),
+    st.binary(max_size=6),
+)
+
+ENDS = st.sampled_from([b"\n", b"\r\n", b"\n\n"])
+
+CONTENT = st.tuples(
+    st.sampled_from([b"", BOM]), st.lists(st.tuples(LINE, ENDS).map(b"".join), max_size=9), LINE
+).map(lambda parts: parts[0] + b"".join(parts[1]) + parts[2])
+
+
+def test_every_line_that_is_not_empty_is_a_document_without_its_line_end(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_bytes(BOM + b"one\r\n\n two \x00\x0c\r\r\n\r\n \nthree")
+    found = read(one_file(path, "lines"))
+    assert texts(found) == ["one", " two \x00\x0c\r", " ", "three"]
+    places = [(record.line, record.offset, record.size) for record in found]
+    assert places == [(1, 3, 3), (3, 9, 8), (5, 21, 1), (6, 23, 5)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=CONTENT)
+def test_every_byte_of_lines_is_in_a_document_or_rejected_or_an_end(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    """Against the standard library's cutting of the same bytes."""
+    path = tmp_path_factory.mktemp("lines") / "in"
+    path.write_bytes(content)
+    expected = []
+    for line, raw in enumerate(content.removeprefix(BOM).split(b"\n"), start=1):
+        last = line == content.count(b"\n") + 1
+        body = raw if last else raw.removesuffix(b"\r")
+        if body:
+            try:
+                expected.append((line, body.decode()))
+            except UnicodeDecodeError:
+                expected.append((line, None))
+    found = read(one_file(path, "lines"))
+    assert [(record.line, getattr(record, "text", None)) for record in found] == expected

@@ -7,10 +7,7 @@ gives up when Ray makes no progress: it ends Ray's processes and leaves Ray's th
 
 import atexit
 import logging
-import os
 import re
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +16,12 @@ from cluster.address import answers
 from cluster.attempt import AttemptFiles, Failure, Place
 from cluster.own_ray import end_own_ray
 from cluster.watch import ClusterWatch
+from data_pipeline.processes.process_exit import exit_without_teardown
+from data_pipeline.processes.stop_signals import StopSignals, block_stop_signals, end_now
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.launch.launcher import OnLine
-from txl_dist.runtime.stop_signals import STOP_SIGNALS, STOPPING, StopSignals, end_now
+from txl_dist.runtime.stop_request import STOPPING
 from txl_dist.training.follow import LogFollower, step_of
 from txl_dist.training.run_directory import RunDirectory
 
@@ -93,7 +92,7 @@ class Supervisor:
     def _work(self, work: Callable[[], None]) -> None:
         # What this thread starts inherits the mask: a signal to every process of the job must not
         # end a private Ray while its ranks still have to save.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        block_stop_signals()
         try:
             work()
         except Exception as error:
@@ -253,16 +252,10 @@ class Supervisor:
         """Ray's thread and its exit handlers would hold up the end of this process."""
         if self._address is None:
             end_own_ray()
-        atexit.register(_exit_at_once, exit_code)
+        atexit.register(exit_without_teardown, exit_code)
 
     def _insist(self) -> None:
         """Asked again, seconds later: end now."""
         if self._address is None:
             end_own_ray()
         end_now()
-
-
-def _exit_at_once(exit_code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)

@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.processes.parent import end_with_parent
+from data_pipeline.processes.stop_signals import ignore_interrupts
 
 U = TypeVar("U")
 R = TypeVar("R")
@@ -167,7 +168,7 @@ def peak_memory_bytes() -> int:
 
 def _serve(connection: Connection) -> None:
     """A worker's life: units until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+    ignore_interrupts()
     parent = multiprocessing.parent_process()
     if parent is not None:
         end_with_parent(parent.sentinel)

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 import torch
 
+from data_pipeline.processes.stop_signals import STOP_SIGNALS, StopSignals
 from data_pipeline.processes.workers import ProcessWorkers, Workers
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import ConfigError, LostRankError, PreemptedError, TxlError, error_of
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_here
 from txl_dist.launch.launcher import OnLine
-from txl_dist.runtime.stop_signals import STOP_SIGNALS, STOPPING, StopSignals
+from txl_dist.runtime.stop_request import STOPPING
 from txl_dist.runtime.torchrun import without_torchrun
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob

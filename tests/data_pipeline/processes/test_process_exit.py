@@ -10,7 +10,7 @@ import pytest
 def test_nothing_of_the_shut_down_changes_the_exit_code(code: int) -> None:
     program = (
         "import atexit, os, sys\n"
-        "from txl_dist.runtime.process_exit import exit_without_teardown\n"
+        "from data_pipeline.processes.process_exit import exit_without_teardown\n"
         "atexit.register(os.abort)\n"  # as a native thread does that meets a closing interpreter
         "print('buffered', end='')\n"
         f"exit_without_teardown({code})\n"

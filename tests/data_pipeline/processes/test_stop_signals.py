@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.processes import stop_signals
+from data_pipeline.processes.stop_signals import STOP_SIGNALS, StopSignals
 from tests.support.commands import wait_until
-from txl_dist.runtime import stop_signals
-from txl_dist.runtime.stop_signals import STOP_SIGNALS, StopRequest, StopSignals
 
 
 class Heard:
@@ -64,7 +64,8 @@ def test_a_request_is_heard_inside_native_code(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     code = (
         "import hashlib, pathlib\n"
-        "from txl_dist.runtime.stop_signals import StopSignals, end_start_up\n"
+        "from data_pipeline.processes.stop_signals import StopSignals\n"
+        "from txl_dist.runtime.stop_request import end_start_up\n"
         "with StopSignals(on_request=end_start_up):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
         # Minutes of native code that neither holds the interpreter nor looks for signals.
@@ -76,13 +77,6 @@ def test_a_request_is_heard_inside_native_code(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 75
     assert "nothing is lost" in errors
-
-
-def test_a_stop_file_is_a_request_too(tmp_path: Path) -> None:
-    stop = StopRequest(stop_file=tmp_path / "stop")
-    assert not stop
-    (tmp_path / "stop").touch()
-    assert stop
 
 
 def test_contexts_nest() -> None:

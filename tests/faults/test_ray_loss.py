@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.own_ray import remove_leftovers
+from cluster.private_ray import clean_up_dead_launchers
 from tests.support.commands import num_lines, start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import ray_node, token_environment
@@ -91,7 +91,7 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next(
     process.kill()
     process.communicate()
     assert list(temporary.glob("txl-ray-*/token"))
-    remove_leftovers(temporary)
+    clean_up_dead_launchers(temporary)
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
     assert not list(temporary.glob("txl-ray-*"))

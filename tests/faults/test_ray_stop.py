@@ -86,7 +86,7 @@ def test_a_run_that_gets_no_place_says_so_and_can_be_stopped(
     address, environment = one_cpu
     given = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION, "--on", address)
     process = start_txl("train", TINY, *given, "--ranks", 2, environment=environment)
-    waits = "for resources: 2 ranks need a CPU each, the 1 living nodes of the cluster have 1"
+    waits = "for resources: 2 ranks need a CPU each, the cluster has 1 on 1 live nodes"
     lines = read_until(process, waits)
     assert any(line.startswith("waiting ") for line in lines)
     assert stop(process, signal.SIGINT) < SOON_SECONDS

@@ -4,7 +4,7 @@
 
 Each actor loads the model once. Groups of `batch_chunks` chunks go to whichever actor is idle. The
 results are added in the order of the chunks, so the score does not depend on which actor was
-faster, nor on the number of actors.
+faster, or on the number of actors.
 """
 
 import os

@@ -7,7 +7,6 @@ same paths. Every task checks that by the fingerprint of the staging directory (
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from cluster.connection import ray_connection
@@ -31,12 +30,7 @@ class RayWorkers:
         self._stack.enter_context(ray_connection(self._address, num_cpus=self.num_workers))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def map(self, function: Callable[[U], R], units: Iterable[U]) -> Iterator[tuple[int, R]]:

@@ -198,7 +198,7 @@ class Supervisor:
     # --- 2. stop requests -------------------------------------------------------------------------
 
     def _forward_stop(self) -> TxlError | None:
-        """Ask the ranks to save and stop, once; if there are no ranks, end here."""
+        """Ask the ranks to save and stop, once; without ranks, end here."""
         if not self._locations:
             state = "no rank is training" if self._has_failed else "nothing has been trained yet"
             self._print(f"stopping: {state}")

@@ -75,7 +75,7 @@ class StopSignals:
         os.set_blocking(self._write_end, False)
         self._listener = threading.Thread(target=self._listen, name="stop-signals", daemon=True)
         self._listener.start()
-        # Python's C handler writes the signal's number to this pipe, in whatever state threads are.
+        # Python's C handler writes the number of a signal here, whatever the threads are doing.
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._previous = {n: signal.signal(n, _ignore_in_main_thread) for n in STOP_SIGNALS}
         return self

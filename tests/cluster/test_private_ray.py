@@ -1,4 +1,4 @@
-"""The private Ray of a launcher: nobody else can use it, and the next launcher cleans up."""
+"""The private Ray of a launcher: only it can use it, and the next launcher cleans up."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ LAUNCHER = (
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process whose token folder is in `tmp_path`."""
+    """A process with its token folder in `tmp_path`."""
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER],
         stdout=subprocess.PIPE,

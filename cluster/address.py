@@ -36,6 +36,7 @@ def responds(host_and_port: str) -> bool:
         ) as connection:
             connection.settimeout(RESPONSE_SECONDS)
             connection.sendall(_HTTP2_PREFACE)
+            # An HTTP/2 server sends SETTINGS first; a frame header has 9 bytes, byte 3 is its type.
             header = connection.recv(9, socket.MSG_WAITALL)
     except OSError:
         return False

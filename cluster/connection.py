@@ -26,7 +26,7 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
     Raises ConfigError within seconds if no cluster responds at `address`.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # deduplication cuts tracebacks in the middle
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")  # has the callback of failure_callback.py
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"

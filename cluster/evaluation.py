@@ -68,10 +68,11 @@ def evaluate_on_ray(
     num_cpus = os.cpu_count() or 1
     with ray_connection(address, num_cpus=max(num_workers, num_cpus)):
         scores = score_on_ray(
-            # Actors have another working directory.
+            # Actors have a working directory of Ray's.
             replace(job, checkpoint=job.checkpoint.resolve(), data=job.data.resolve()),
             chunks,
             num_workers=num_workers,
+            # Assumes that all actors are on a machine like this one.
             num_threads=max(1, num_cpus // num_workers),
             on_progress=on_progress,
         )

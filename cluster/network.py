@@ -25,6 +25,7 @@ class NodeInterfaceTorchConfig(TorchConfig):
         return _NodeInterfaceBackend
 
 
+# The base class is private to Ray Train, so it is taken from the config.
 class _NodeInterfaceBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: object, backend_config: TorchConfig) -> None:
         """Ray Train calls this when the rank processes run; it creates the process group."""

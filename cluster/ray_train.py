@@ -49,6 +49,7 @@ def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line:
     )
 
     def run_ray() -> None:
+        # Ray starts a rank only if a CPU is free for it, so a private Ray has one for each.
         with ray_connection(address, num_cpus=max(num_ranks, os.cpu_count() or 1)):
             use_gpu = uses_gpus(num_ranks)
             with (
@@ -77,6 +78,7 @@ def _fit(job: TrainJob, num_ranks: int, *, use_gpu: bool) -> TxlError | None:
         train_loop_config={
             "job": job.to_json(),
             "working_directory": str(Path.cwd()),
+            # For ranks on this machine; with ranks on several nodes it is lower than necessary.
             "num_threads": max(1, (os.cpu_count() or 1) // num_ranks),
         },
         scaling_config=ScalingConfig(num_workers=num_ranks, use_gpu=use_gpu),
@@ -85,7 +87,7 @@ def _fit(job: TrainJob, num_ranks: int, *, use_gpu: bool) -> TxlError | None:
             timeout_s=int(job.config.training.rank_timeout_seconds),
         ),
         run_config=RunConfig(
-            name="ray",
+            name="ray",  # Ray Train keeps its own state in RUN/ray
             storage_path=str(job.run_path.resolve()),
             failure_config=FailureConfig(max_failures=job.config.ray.max_restarts),
             callbacks=[FailureCallback(job.run_path.resolve(), job.launch_id)],

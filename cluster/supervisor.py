@@ -81,7 +81,7 @@ class Supervisor:
             target=self._run_in_thread, args=(run_ray,), name="ray", daemon=True
         )
         rank_0_log = LogFollower(self._directory.log(0), self._print_record)
-        with StopSignals(on_insist=self._end_now) as signals, rank_0_log:
+        with StopSignals(on_repeat=self._end_now) as signals, rank_0_log:
             thread.start()
             error = self._supervise(thread, signals)
             if thread.is_alive():
@@ -107,7 +107,7 @@ class Supervisor:
         while thread.is_alive():
             # When Ray connects, it replaces our handlers by one in C++, which prints a stack and
             # aborts the process three seconds after a SIGTERM.
-            signals.catch_again()
+            signals.reinstall()
             if self._ended_at is None:
                 if error := self._poll(is_stop_requested=bool(signals)):
                     return error

@@ -44,7 +44,7 @@ def say(text: str) -> None:
 class StopSignals:
     """Catches the stop signals while the context is open; true once one has arrived.
 
-    `on_request` is called once, with the number of the first signal. `on_insist` is called when the
+    `on_request` is called once, with the number of the first signal. `on_repeat` is called when the
     same signal arrives again after REPEAT_SECONDS. Both are plain attributes, because what a
     request means changes when a process leaves its start-up.
 
@@ -59,9 +59,9 @@ class StopSignals:
     def __init__(
         self,
         on_request: Callable[[int], None] = lambda number: None,
-        on_insist: Callable[[], None] = end_now,
+        on_repeat: Callable[[], None] = end_now,
     ) -> None:
-        self.on_request, self.on_insist = on_request, on_insist
+        self.on_request, self.on_repeat = on_request, on_repeat
         self._first_seen: dict[int, float] = {}
         self._previous: dict[int, Any] = {}
 
@@ -92,7 +92,7 @@ class StopSignals:
         os.close(self._read_end)
         os.close(self._write_end)
 
-    def catch_again(self) -> None:
+    def reinstall(self) -> None:
         """Install the handlers once more, after a library has replaced them."""
         if self._previous:
             signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -110,11 +110,11 @@ class StopSignals:
     def _handle(self, number: int) -> None:
         is_request = not self._first_seen
         if number not in self._first_seen:
-            # Another signal than the first is never insistence: Slurm warns with SIGUSR1 and sends
+            # Another signal than the first is not a repeat: Slurm warns with SIGUSR1 and sends
             # SIGTERM at the time limit.
             self._first_seen[number] = time.monotonic()
         elif time.monotonic() - self._first_seen[number] > REPEAT_SECONDS:
-            self.on_insist()
+            self.on_repeat()
         if is_request:
             self.on_request(number)
 

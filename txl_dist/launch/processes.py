@@ -211,6 +211,8 @@ def _raise_cause(
 
 
 def _free_port() -> int:
+    # Another program could take the port before rank 0 listens on it: the run then fails at its
+    # start, and the same command works again.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -24,6 +24,7 @@ def source_digest() -> str:
             for path in sorted(root.rglob("*.py")):
                 content = path.read_bytes()
                 name = f"{package}/{path.relative_to(root).as_posix()}"
+                # With the length, text moved from one file to the next changes the digest.
                 digest.update(f"{name} {len(content)}\n".encode())
                 digest.update(content)
     return digest.hexdigest()

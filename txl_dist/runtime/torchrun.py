@@ -8,8 +8,10 @@ its workers. A job script that starts the ranks itself sets them too (`cluster/d
 import os
 from collections.abc import Mapping
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TORCHRUN_VARIABLES = (*RANK_VARIABLES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+TORCHRUN_VARIABLES = (
+    "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID",
+)  # fmt: skip
 
 
 def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:

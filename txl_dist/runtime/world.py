@@ -14,9 +14,8 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import TxlError
 from txl_dist.runtime.collective_watch import Activity
-from txl_dist.runtime.torchrun import RANK_VARIABLES
 
 T = TypeVar("T")
 
@@ -33,18 +32,9 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """From the variables that torchrun sets. Raises ConfigError if they are incomplete."""
-        missing = [name for name in RANK_VARIABLES if not environment.get(name)]
-        if missing:
-            raise ConfigError(
-                f"{', '.join(missing)} not set: a rank is started by torchrun, by Ray or by "
-                "`txl train CONFIG --on processes`, which set them"
-            )
-        try:
-            rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-            return cls(rank, num_ranks, int(environment.get("LOCAL_RANK", rank)))
-        except ValueError as error:
-            raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from None
+        """From the variables that torchrun and `launch/processes.py` set."""
+        rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return cls(rank, num_ranks, int(environment["LOCAL_RANK"]))
 
     @property
     def is_rank_zero(self) -> bool:
@@ -53,6 +43,7 @@ class World:
     @property
     def device(self) -> torch.device:
         if torch.cuda.is_available():
+            # A launcher may make one GPU visible to each rank: it is number 0 in every process.
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
@@ -133,6 +124,6 @@ class World:
         """The `value` of rank 0, on every rank."""
         if self.num_ranks == 1:
             return value
-        box = [value]
+        box = [value]  # pickled: for settings and results, not for large tensors
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]

@@ -18,17 +18,17 @@ class Calls:
 
     def __init__(self) -> None:
         self.requests: list[int] = []
-        self.insistences = 0
+        self.repeats = 0
 
-    def insist(self) -> None:
-        self.insistences += 1
+    def repeat(self) -> None:
+        self.repeats += 1
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_a_request_and_the_old_handler_is_restored(number: int) -> None:
     before = signal.getsignal(number)
     calls = Calls()
-    with StopSignals(calls.requests.append, calls.insist) as signals:
+    with StopSignals(calls.requests.append, calls.repeat) as signals:
         assert not signals
         signal.raise_signal(number)
         wait_until(lambda: bool(signals))
@@ -39,24 +39,26 @@ def test_a_signal_is_a_request_and_the_old_handler_is_restored(number: int) -> N
 
 def test_copies_of_one_request_are_one_request() -> None:
     calls = Calls()
-    with StopSignals(calls.requests.append, calls.insist) as signals:
+    with StopSignals(calls.requests.append, calls.repeat) as signals:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.raise_signal(number)
         wait_until(lambda: len(signals._first_seen) == 3)
     assert calls.requests == [signal.SIGTERM]
-    assert calls.insistences == 0
+    assert calls.repeats == 0
 
 
-def test_only_the_same_signal_again_after_a_while_insists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_same_signal_again_after_a_while_is_a_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0.0)
     calls = Calls()
-    with StopSignals(calls.requests.append, calls.insist):
-        # Slurm warns with SIGUSR1 and ends with SIGTERM: the second does not insist.
+    with StopSignals(calls.requests.append, calls.repeat):
+        # Slurm warns with SIGUSR1 and ends with SIGTERM: the second is not a repeat.
         signal.raise_signal(signal.SIGUSR1)
         wait_until(lambda: calls.requests == [signal.SIGUSR1])
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        wait_until(lambda: calls.insistences == 1)
+        wait_until(lambda: calls.repeats == 1)
     assert calls.requests == [signal.SIGUSR1]
 
 

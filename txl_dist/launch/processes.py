@@ -92,7 +92,7 @@ def _start_ranks(
     }
     # The ranks share the cores of this machine.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    try:
+    with ExitStack() as stack:
         for rank in range(num_ranks):
             with directory.log(rank).open("ab") as log:
                 process = subprocess.Popen(
@@ -104,21 +104,12 @@ def _start_ranks(
                     # Ctrl-C then reaches only this process, which forwards one signal.
                     start_new_session=True,
                 )
-            processes.append(process)
+            processes.append(stack.enter_context(process))  # closes the pipes and waits
+            stack.callback(process.kill)  # has no effect on a process that has ended
             assert process.stdin is not None
             process.stdin.write(job.to_json().encode() + b"\n")
             process.stdin.flush()  # and stays open: closing it ends the rank
         yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-        for process in processes:
-            process.wait()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.close()
-            process.stdout.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +130,18 @@ def _wait(
     """Wait for all ranks. Forward a stop request once; kill the others after one has failed."""
     deadline, is_forwarded = float("inf"), False
     hung: set[int] = set()
-    while any(process.poll() is None for process in processes):
+    while running := {n: process for n, process in enumerate(processes) if process.poll() is None}:
         if signals and not is_forwarded:
             is_forwarded = True
             on_line(STOPPING)
-            for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGTERM)
-        if deadline == float("inf") and any(process.poll() for process in processes):
+            for process in running.values():
+                process.send_signal(signal.SIGTERM)
+        if deadline == float("inf") and any(process.returncode for process in processes):
             deadline = time.monotonic() + GRACE_SECONDS
         if time.monotonic() > deadline:
-            for rank, process in enumerate(processes):
-                if process.poll() is None:
-                    hung.add(rank)
-                    process.kill()
+            hung |= running.keys()
+            for process in running.values():
+                process.kill()
         time.sleep(POLL_SECONDS)
     return [
         _RankEnd(rank, process.wait(), _error_of_rank(process), rank in hung)

@@ -1,1 +1,15 @@
-"""Ray: the only package that imports it. Launches and supervises training and evaluation."""
+"""Training, evaluation and preparation on Ray. No other package imports Ray.
+
+launcher.py           RayLauncher: the entry point for `--on ray` and `--on ADDRESS`
+connection.py         connects to a cluster (address.py) or to a private Ray (private_ray.py)
+ray_train.py          runs the ranks with Ray Train, in a thread of the launcher
+supervisor.py         the launcher's main thread: stop signals, status lines, time limits
+cluster_monitor.py    asks Ray for nodes and free resources, for the supervisor
+launch_files.py       files in the run directory that launcher and ranks communicate through
+failure_callback.py   called by Ray Train when ranks fail; reports it to the supervisor
+network.py            the network interface that gloo and NCCL use
+ray_log.py            sends Ray's log to RUN/logs/ray.log
+evaluation.py         scores a split with actors
+preparation.py        prepares and verifies datasets with tasks
+deploy/               job scripts for cluster schedulers
+"""

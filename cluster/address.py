@@ -1,39 +1,42 @@
-"""Whether a Ray cluster answers at an address, asked before Ray itself asks without end."""
+"""Check that a Ray cluster responds at an address, because `ray.init` has no time limit there."""
 
 import socket
 
 from txl_dist.errors import ConfigError
 
-ANSWER_SECONDS = 5.0
-"""How long a connection, and then an answer, is waited for."""
-_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What every gRPC client says first: the preface of HTTP/2 (RFC 9113, 3.4), no settings."""
+RESPONSE_SECONDS = 5.0
+"""Time limit for the connection, and again for the response."""
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The first bytes of every gRPC client: connection preface and empty SETTINGS (RFC 9113, 3.4)."""
 _SETTINGS_FRAME = 4
 
 
 def check_cluster(address: str) -> None:
-    """Raises ConfigError, within seconds, unless a Ray cluster answers and accepts our token."""
+    """Raise ConfigError, within seconds, unless a Ray cluster responds and accepts our token."""
     host_and_port = _canonical(address)
-    if not answers(host_and_port):
-        raise ConfigError(_no_cluster(address, f"nothing answers at {host_and_port}"))
+    if not responds(host_and_port):
+        raise ConfigError(_unusable(address, f"nothing answers at {host_and_port}"))
     if "://" in address:
-        return  # not the server asked below; the Ray client has its own time limit
+        return  # a Ray client server; GcsClient does not apply, and its client has a time limit
     from ray import exceptions
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     try:
         GcsClient(address=host_and_port)
     except exceptions.RayError as error:
-        raise ConfigError(_no_cluster(address, str(error))) from None
+        raise ConfigError(_unusable(address, str(error))) from None
 
 
-def answers(host_and_port: str) -> bool:
-    """Whether a gRPC server answers there: a port that is merely open may belong to anything."""
+def responds(host_and_port: str) -> bool:
+    """Whether a gRPC server responds there. An open port alone may belong to any program."""
     host, _, port = host_and_port.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS) as connection:
-            connection.settimeout(ANSWER_SECONDS)
-            connection.sendall(_HTTP2_HELLO)
+        with socket.create_connection(
+            (host.strip("[]"), int(port)), RESPONSE_SECONDS
+        ) as connection:
+            connection.settimeout(RESPONSE_SECONDS)
+            connection.sendall(_HTTP2_PREFACE)
+            # An HTTP/2 server sends SETTINGS first; a frame header has 9 bytes, byte 3 is its type.
             header = connection.recv(9, socket.MSG_WAITALL)
     except OSError:
         return False
@@ -41,22 +44,21 @@ def answers(host_and_port: str) -> bool:
 
 
 def _canonical(address: str) -> str:
-    """host:port of `auto`, a cluster's address or that of a Ray client server."""
+    """host:port for `auto`, the address of a cluster or the address of a Ray client server."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
         host_and_port = canonicalize_bootstrap_address(address.partition("://")[2] or address)
     except (ConnectionError, ValueError, OSError) as error:
-        raise ConfigError(_no_cluster(address, str(error))) from None
+        raise ConfigError(_unusable(address, str(error))) from None
     if host_and_port is None or not host_and_port.rpartition(":")[2].isdigit():
-        raise ConfigError(_no_cluster(address, "that is not host:port"))
+        raise ConfigError(_unusable(address, "that is not host:port"))
     return host_and_port
 
 
-def _no_cluster(address: str, reason: str) -> str:
+def _unusable(address: str, reason: str) -> str:
     return (
         f"no Ray cluster can be used at --on {address}: {reason}. Check that it runs (ray status "
-        "there), its address and port (6379 unless it was started with another), the network "
-        "between, and that its token is here (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH); or leave "
-        "the address out: --on ray starts one here"
+        "there), its port (default 6379), the network, and its token on this machine "
+        "(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH); or use --on ray, which starts a private Ray"
     )

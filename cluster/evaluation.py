@@ -1,16 +1,20 @@
-"""Evaluation on Ray: chunks of a split dealt to actors, their sums added in the chunks' order.
+"""Evaluation on Ray: actors score the chunks of a split.
 
-Every actor loads the model once. Chunks go out in small groups to whoever is free; what comes back
-is kept by chunk, so the result does not depend on who was faster.
+    plan_evaluation -> groups of chunks -> EvaluationWorker.score (actors) -> summarise
+
+Each actor loads the model once. Groups of `batch_chunks` chunks go to whichever actor is idle. The
+results are added in the order of the chunks, so the score does not depend on which actor was
+faster, or on the number of actors.
 """
 
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from cluster.session import ray_session, uses_gpus
+from cluster.connection import ray_connection, uses_gpus
 from data_pipeline.shards.shard_reader import open_split
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import TxlError
@@ -25,14 +29,17 @@ from txl_dist.evaluation.loss_sums import LossSums
 
 
 class EvaluationWorker:
-    """One actor: a model and a split, opened once."""
+    """An actor: a model and a split, opened once.
+
+    The methods return a TxlError instead of raising it, because Ray would wrap it in its own.
+    """
 
     def __init__(self, job: EvaluationJob, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self._job = job
 
     def open(self) -> TxlError | None:
-        """Load everything; an error comes back as a value, whole, for the driver to raise."""
+        """Load the model and open the split."""
         try:
             self._scorer = self._job.open()
         except TxlError as error:
@@ -40,7 +47,7 @@ class EvaluationWorker:
         return None
 
     def score(self, chunks: Sequence[EvaluationChunk]) -> list[LossSums] | TxlError:
-        """The sums of some chunks, in order."""
+        """The loss sums of each chunk, in order."""
         try:
             return list(self._scorer.scores(chunks))
         except TxlError as error:
@@ -54,22 +61,18 @@ def evaluate_on_ray(
     address: str | None,
     on_progress: Callable[[int, int], None],
 ) -> EvaluationResult:
-    """Score a split with `num_workers` actors. Raises the first TxlError of any of them."""
-    trained = find_model(job.checkpoint)
+    """Score a split with `num_workers` actors. Raises the first TxlError of any actor."""
+    model = find_model(job.checkpoint)
     source = open_split(job.data, job.settings.split)
-    chunks = plan_evaluation(source, job.settings, n_layer=trained.config.n_layer)
-    absolute = EvaluationJob(
-        checkpoint=job.checkpoint.resolve(),
-        data=job.data.resolve(),
-        settings=job.settings,
-        batch_chunks=job.batch_chunks,
-    )
+    chunks = plan_evaluation(source, job.settings, n_layer=model.config.n_layer)
     num_cpus = os.cpu_count() or 1
-    with ray_session(address, num_cpus=max(num_workers, num_cpus)):
+    with ray_connection(address, num_cpus=max(num_workers, num_cpus)):
         scores = score_on_ray(
-            absolute,
+            # Actors have a working directory of Ray's.
+            replace(job, checkpoint=job.checkpoint.resolve(), data=job.data.resolve()),
             chunks,
             num_workers=num_workers,
+            # Assumes that all actors are on a machine like this one.
             num_threads=max(1, num_cpus // num_workers),
             on_progress=on_progress,
         )
@@ -84,7 +87,7 @@ def score_on_ray(
     num_threads: int,
     on_progress: Callable[[int, int], None],
 ) -> list[LossSums]:
-    """The sums of `chunks`, in order, from inside a `ray_session`; `job` has absolute paths."""
+    """The loss sums of each chunk, in order. Requires a Ray connection and absolute paths."""
     import ray
     from ray.util import ActorPool
 
@@ -99,33 +102,34 @@ def score_on_ray(
         for error in ray.get([worker.open.remote() for worker in workers]):
             if error is not None:
                 raise error
-        outcomes = ActorPool(workers).map(lambda worker, group: worker.score.remote(group), groups)
-        for outcome in outcomes:
-            if isinstance(outcome, TxlError):
-                raise outcome
-            scores.extend(outcome)
+        # `map` yields in the order of the groups, not in the order of completion.
+        results = ActorPool(workers).map(lambda worker, group: worker.score.remote(group), groups)
+        for result in results:
+            if isinstance(result, TxlError):
+                raise result
+            scores.extend(result)
             on_progress(len(scores), len(chunks))
     except ray.exceptions.RayTaskError:
-        raise  # a mistake of ours, with its traceback
+        raise  # a bug: keep the actor's traceback
     except ray.exceptions.RayError as error:
         ids = [worker._actor_id.hex() for worker in workers]
-        raise _worker_died(error, ids, job) from None
+        raise _dead_worker_error(error, ids, job) from None
     return scores
 
 
-def _worker_died(error: Exception, worker_ids: list[str], job: EvaluationJob) -> TxlError:
-    """An error for people from Ray's, whose text is a page about every possible cause."""
-    reason = str(error)
-    number = next((n for n, actor_id in enumerate(worker_ids) if actor_id in reason), None)
+def _dead_worker_error(error: Exception, worker_ids: list[str], job: EvaluationJob) -> TxlError:
+    """One sentence per fact, instead of Ray's text, which lists every possible cause."""
+    text = str(error)
+    number = next((n for n, actor_id in enumerate(worker_ids) if actor_id in text), None)
     name = "a worker" if number is None else f"worker {number} of {len(worker_ids)}"
-    place = "".join(
+    location = "".join(
         f", {label} {match[1]}"
         for label, field in (("pid", "pid"), ("node", "ip"))
-        if (match := re.search(rf"^\s*{field}: (\S+)", reason, re.MULTILINE))
+        if (match := re.search(rf"^\s*{field}: (\S+)", text, re.MULTILINE))
     )
     return TxlError(
-        f"{name}{place} died while it scored split {job.settings.split} of {job.data}; what the "
-        "others had scored is lost. Most often its node ran out of memory and the kernel or Ray "
-        f"killed it (dmesg there says so). Run the same command with a smaller --batch (now "
-        f"{job.batch_chunks}) or fewer --workers (now {len(worker_ids)})"
+        f"{name}{location} died while it scored split {job.settings.split} of {job.data}; the "
+        "scores so far are lost. Most likely its node ran out of memory (SIGKILL: see dmesg "
+        f"there). Run the same command with a smaller --batch (now {job.batch_chunks}) or fewer "
+        f"--workers (now {len(worker_ids)})"
     )

@@ -1,4 +1,4 @@
-"""RayLauncher: what `txl ... --on ray` and `--on ADDRESS` are, found by entry point."""
+"""RayLauncher: the launcher for `txl ... --on ray` and `--on ADDRESS` (entry point `ray`)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,21 +10,27 @@ from txl_dist.training.job import TrainJob
 
 
 class RayLauncher:
-    """Ray Train trains, actors evaluate, tasks prepare. `address` None: a Ray of our own."""
+    """Trains with Ray Train, evaluates with actors, prepares with tasks.
+
+    `address` is that of a running cluster; None starts a private Ray on this machine.
+    """
+
+    # The imports are inside the methods because Ray takes seconds to import, and each command needs
+    # one of the three modules.
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
 
     def train(self, job: TrainJob, *, num_ranks: int, on_line: OnLine) -> None:
-        """Raises the TxlError that ended the run; PreemptedError after SIGTERM or SIGINT."""
-        from cluster.training import train_on_ray
+        """Raises the TxlError that ended the run; PreemptedError after a stop signal."""
+        from cluster.ray_train import train_on_ray
 
         train_on_ray(job, num_ranks=num_ranks, address=self._address, on_line=on_line)
 
     def evaluate(
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> EvaluationResult:
-        """The same number as one sequential pass, for any number of workers."""
+        """The result of one sequential pass, for any number of workers."""
         from cluster.evaluation import evaluate_on_ray
 
         return evaluate_on_ray(
@@ -32,7 +38,7 @@ class RayLauncher:
         )
 
     def workers(self, num_workers: int) -> AbstractContextManager[Workers]:
-        """Ray tasks that see the same files as this process."""
+        """Ray tasks; on a cluster, all nodes must see the same files as this process."""
         from cluster.preparation import RayWorkers
 
         return RayWorkers(num_workers, address=self._address)

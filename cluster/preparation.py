@@ -1,16 +1,15 @@
-"""Workers on Ray for `txl prepare` and `txl data verify`: `workers.Workers`, one task a unit.
+"""RayWorkers: the workers of `txl prepare` and `txl data verify` as Ray tasks, one per unit.
 
-At most `num_workers` tasks at once, each with one CPU. A unit names its files; text never passes
-through Ray. On a cluster the input and the output must be on paths that all nodes share, which
-every task checks by the staging folder's fingerprint (`work_units.py`).
+At most `num_workers` tasks run in parallel, with one CPU each. A unit contains paths and offsets;
+text never passes through Ray. On a cluster all nodes must see the input and the output under the
+same paths. Every task checks that by the fingerprint of the staging directory (`work_units.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from cluster.session import ray_session
+from cluster.connection import ray_connection
 from data_pipeline.errors import TxlError
 from data_pipeline.processes.workers import MAX_DEATHS, died, peak_memory_bytes
 
@@ -19,7 +18,7 @@ R = TypeVar("R")
 
 
 class RayWorkers:
-    """Ray tasks as `Workers`. `address` None: a Ray of our own on this machine."""
+    """`Workers` as Ray tasks. `address` None: a private Ray on this machine."""
 
     def __init__(self, num_workers: int, *, address: str | None) -> None:
         self.num_workers = num_workers
@@ -28,23 +27,18 @@ class RayWorkers:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(ray_session(self._address, num_cpus=self.num_workers))
+        self._stack.enter_context(ray_connection(self._address, num_cpus=self.num_workers))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def map(self, function: Callable[[U], R], units: Iterable[U]) -> Iterator[tuple[int, R]]:
         """See `Workers.map`."""
         import ray
 
-        # Ray's own retries would hide a unit that kills every worker it meets.
-        remote = ray.remote(num_cpus=1, max_retries=0)(_answer)
+        # No retries by Ray: it would repeat a unit that kills every worker, without naming it.
+        remote = ray.remote(num_cpus=1, max_retries=0)(_run_unit)
         pending = enumerate(units)
         running: dict[Any, tuple[int, U]] = {}
         deaths: dict[int, int] = {}
@@ -57,12 +51,12 @@ class RayWorkers:
                     running[remote.remote(function, unit)] = number, unit
                 if not running:
                     return
-                for done in ray.wait(list(running))[0]:
-                    number, unit = running.pop(done)
+                for task in ray.wait(list(running))[0]:
+                    number, unit = running.pop(task)
                     try:
-                        answer, peak = ray.get(done)
+                        result, peak = ray.get(task)
                     except ray.exceptions.RayTaskError:
-                        raise  # a mistake of ours, with its traceback
+                        raise  # a bug: keep the task's traceback
                     except ray.exceptions.RayError:
                         deaths[number] = deaths.get(number, 0) + 1
                         if deaths[number] == MAX_DEATHS:
@@ -70,16 +64,19 @@ class RayWorkers:
                         running[remote.remote(function, unit)] = number, unit
                         continue
                     self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
-                    if isinstance(answer, TxlError):
-                        raise answer
-                    yield number, answer
+                    if isinstance(result, TxlError):
+                        raise result
+                    yield number, result
         finally:
             for task in running:
                 ray.cancel(task, force=True)
 
 
-def _answer(function: Callable[[U], R], unit: U) -> tuple[R | TxlError, int]:
-    """The result, or the TxlError as a value, which Ray would wrap; and this worker's peak."""
+def _run_unit(function: Callable[[U], R], unit: U) -> tuple[R | TxlError, int]:
+    """The unit's result and this worker's peak memory.
+
+    A TxlError is returned, because Ray would wrap it if it were raised.
+    """
     try:
         return function(unit), peak_memory_bytes()
     except TxlError as error:

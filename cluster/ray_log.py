@@ -1,4 +1,4 @@
-"""RUN/logs/ray.log: what Ray would print into the terminal, by the page when a node dies."""
+"""RUN/logs/ray.log: the output of Ray, which can fill pages of the terminal when a node dies."""
 
 import logging
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ log = logging.getLogger("ray.txl")
 
 @contextmanager
 def ray_log(path: Path) -> Iterator[None]:
-    """Inside a Ray session: Ray's log and what it prints go into `path`, and nowhere else."""
+    """While connected to Ray: write Ray's log and its workers' output to `path` only."""
     from ray._private import worker
 
     def write(data: dict[str, Any], *_: object, **__: object) -> None:
@@ -21,11 +21,11 @@ def ray_log(path: Path) -> Iterator[None]:
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger = logging.getLogger("ray")
-    before = logger.handlers[:], logger.level, logger.propagate, worker.print_worker_logs
+    previous = logger.handlers[:], logger.level, logger.propagate, worker.print_worker_logs
     logger.handlers, logger.propagate, worker.print_worker_logs = [handler], False, write
     logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        logger.handlers, logger.level, logger.propagate, worker.print_worker_logs = before
+        logger.handlers, logger.level, logger.propagate, worker.print_worker_logs = previous
         handler.close()

@@ -1,268 +1,280 @@
 """Supervisor: the launcher's main thread while Ray, in another thread, starts and runs the ranks.
 
-Calls into Ray can last for minutes or for ever, and no signal is handled inside them. So the main
-thread makes none: it answers stop signals, says what is waited for, names a rank that died, and
-gives up when Ray makes no progress: it ends Ray's processes and leaves Ray's thread where it is.
+A call into Ray can block for minutes or without limit, and Python handles no signal meanwhile. So
+the main thread makes no calls into Ray. Every POLL_SECONDS it
+
+1. reads from the launch files which ranks have started or failed, and prints failures;
+2. passes a stop request on to the ranks, as a stop file;
+3. prints what the launch is waiting for, until the first step;
+4. gives up if a time limit has passed: it kills a private Ray and abandons Ray's thread.
 """
 
 import atexit
 import logging
-import os
 import re
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 
-from cluster.address import answers
-from cluster.attempt import AttemptFiles, Failure, Place
-from cluster.own_ray import end_own_ray
-from cluster.watch import ClusterWatch
+from cluster.address import responds
+from cluster.cluster_monitor import ClusterMonitor
+from cluster.launch_files import LaunchFiles, RankFailure, RankLocation
+from cluster.private_ray import end_private_ray
+from data_pipeline.processes.process_exit import exit_without_teardown
+from data_pipeline.processes.stop_signals import StopSignals, block_stop_signals, end_now
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.launch.launcher import OnLine
-from txl_dist.runtime.stop_signals import STOP_SIGNALS, STOPPING, StopSignals, end_now
+from txl_dist.runtime.stop_request import STOPPING
 from txl_dist.training.follow import LogFollower, step_of
 from txl_dist.training.run_directory import RunDirectory
 
 POLL_SECONDS = 0.2
-QUIET_SECONDS = 10.0
-"""Longest silence before the first step."""
-NAMING_SECONDS = 6.0
-"""How long a failure may go unreported while Ray finds out whether a node is gone."""
+STATUS_SECONDS = 10.0
+"""Before the first step, a status line is printed after this time without output."""
+NODE_LOSS_SECONDS = 6.0
+"""A failure is reported at the latest after this time. Ray may first find out that a node died."""
 HEAD_SECONDS = 30.0
-"""How long the head may not answer. Ray itself ends this process after 60 seconds of it."""
-END_SECONDS = 15.0
-"""How long Ray gets to end once it is known how the ranks ended."""
+"""Time limit for the head node to respond. Ray itself aborts this process after 60 seconds."""
+SHUTDOWN_SECONDS = 15.0
+"""Time limit for Ray's shutdown once the ranks have ended."""
 
 log = logging.getLogger("ray.txl")
 _RECORD = re.compile(r"^\d\d:\d\d:\d\d (?!rank \d+ failed$)")
-"""The first line of a log record. What failed is said by the supervisor; tracebacks stay there."""
+"""First line of a log record. Failures are excluded, as are the lines of tracebacks: the supervisor
+prints one line per failure."""
 
 
 class Supervisor:
-    """Watches one attempt. What runs in Ray's thread sets `watch` once it is connected."""
+    """Supervises one launch. Ray's thread sets `monitor` once it is connected."""
 
     def __init__(
         self,
         directory: RunDirectory,
-        files: AttemptFiles,
+        files: LaunchFiles,
         *,
         num_ranks: int,
         address: str | None,
         start_timeout_seconds: float,
         on_line: OnLine,
     ) -> None:
-        self.watch: ClusterWatch | None = None
+        self.monitor: ClusterMonitor | None = None
         self._directory, self._files = directory, files
         self._num_ranks, self._address = num_ranks, address
         self._start_timeout_seconds = start_timeout_seconds
-        self._on_line, self._speaking = on_line, threading.Lock()
-        self._begun = self._last_line = time.monotonic()
-        self._places: dict[int, Place] = {}
-        self._failure: tuple[float, Failure] | None = None
-        self._has_stepped = self._has_failed = False
-        self._answered_stop = False
+        self._on_line, self._print_lock = on_line, threading.Lock()
+        self._waiting_since = self._last_print = time.monotonic()
+        self._locations: dict[int, RankLocation] = {}
+        """Filled once all ranks have started; empty again after a failure."""
+        self._failure: tuple[float, RankFailure] | None = None
+        """A failure that is not yet reported, and when it was read."""
+        self._has_stepped = self._has_failed = self._has_forwarded_stop = False
         self._ended_at: float | None = None
         self._error: Exception | None = None
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Do `work` in a thread. Raises the TxlError that ended the attempt.
+    def run(self, run_ray: Callable[[], None]) -> None:
+        """Call `run_ray` in a thread until it returns. Raises the TxlError that ended the launch.
 
-        `work` must call `ended` when the ranks have, before it takes Ray down.
+        `run_ray` must call `set_ended` when the ranks have ended, before it disconnects from Ray.
         """
-        thread = threading.Thread(target=self._work, args=(work,), name="ray", daemon=True)
-        log_of_rank_0 = LogFollower(self._directory.log(0), self._on_rank_line)
-        with StopSignals(on_insist=self._insist) as stop, log_of_rank_0:
+        thread = threading.Thread(
+            target=self._run_in_thread, args=(run_ray,), name="ray", daemon=True
+        )
+        rank_0_log = LogFollower(self._directory.log(0), self._print_record)
+        with StopSignals(on_repeat=self._end_now) as signals, rank_0_log:
             thread.start()
-            while thread.is_alive() and not self._may_leave():
-                # When Ray connects it installs a C++ handler in place of ours, which prints a stack
-                # and aborts the process three seconds after a SIGTERM.
-                stop.catch_again()
-                if self._ended_at is None:
-                    self._look(bool(stop))
-                thread.join(POLL_SECONDS)
-        if error := self._outcome(bool(stop)):
+            error = self._supervise(thread, signals)
+            if thread.is_alive():
+                self._abandon_ray(error.exit_code if error else 0)
+        if error:
             raise error
 
-    def ended(self, error: Exception | None) -> None:
-        """The ranks have ended, with what Ray Train or Ray says about it."""
+    def set_ended(self, error: Exception | None) -> None:
+        """Called from Ray's thread: the ranks have ended, with this error of Ray or Ray Train."""
         self._error, self._ended_at = error, time.monotonic()
 
-    def _work(self, work: Callable[[], None]) -> None:
-        # What this thread starts inherits the mask: a signal to every process of the job must not
-        # end a private Ray while its ranks still have to save.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    def _run_in_thread(self, run_ray: Callable[[], None]) -> None:
+        # The processes of a private Ray inherit the mask. A signal to every process of the job must
+        # not end them while the ranks still have to save.
+        block_stop_signals()
         try:
-            work()
+            run_ray()
         except Exception as error:
-            self.ended(error)
+            self.set_ended(error)
 
-    def _outcome(self, was_stop_requested: bool) -> TxlError | None:
-        if recorded := self._files.end():
-            return recorded
+    def _supervise(self, thread: threading.Thread, signals: StopSignals) -> TxlError | None:
+        """Poll until Ray's thread has ended or is given up; returns what ended the launch."""
+        while thread.is_alive():
+            # When Ray connects, it replaces our handlers by one in C++, which prints a stack and
+            # aborts the process three seconds after a SIGTERM.
+            signals.reinstall()
+            if self._ended_at is None:
+                if error := self._poll(is_stop_requested=bool(signals)):
+                    return error
+            elif time.monotonic() - self._ended_at > SHUTDOWN_SECONDS:
+                break
+            thread.join(POLL_SECONDS)
+        return self._launch_error(is_stop_requested=bool(signals))
+
+    def _poll(self, *, is_stop_requested: bool) -> TxlError | None:
+        """Steps 1 to 4 above; returns an error to give up with."""
+        self._read_launch_files()
+        self._report_failure()
+        if is_stop_requested and (error := self._forward_stop()):
+            return error
+        if not self._has_stepped and time.monotonic() - self._last_print > STATUS_SECONDS:
+            seconds = time.monotonic() - self._waiting_since
+            self._print(f"waiting {seconds:.0f} s for {self._describe_wait()}")
+        return self._check_time_limits()
+
+    def _launch_error(self, *, is_stop_requested: bool) -> TxlError | None:
+        """The error of the launch after Ray's end: the best explanation that there is."""
+        if rank_error := self._files.error():
+            return rank_error
         error = self._error
         if error is None:
             return None
         log.warning("%s", error)
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        if was_stop_requested:
+        if is_stop_requested:
             return PreemptedError(
                 f"stopped on request, but Ray ended before the ranks had saved: {first_line}. "
-                f"{resume_advice(self._directory.path)}"
+                f"{self._resume_advice}"
             )
         if isinstance(error, TxlError):
             return error
-        if self.watch is not None and not answers(self.watch.head):
-            return self._head_is_gone(self.watch)
+        if self.monitor is not None and not responds(self.monitor.head):
+            return self._lost_head_error(self.monitor)
         return TxlError(
             f"Ray ended with an error: {first_line}. More in {self._directory.logs}. "
-            f"{resume_advice(self._directory.path)}"
+            f"{self._resume_advice}"
         )
 
-    def _head_is_gone(self, watch: ClusterWatch) -> TxlError:
-        return TxlError(
-            f"the head of the Ray cluster at {watch.head} does not answer any more: its node or "
-            "its network is gone, and the ranks end with it. Start the cluster again. "
-            f"{resume_advice(self._directory.path)}"
-        )
+    # --- 1. start and failure of ranks ------------------------------------------------------------
 
-    def _look(self, is_stop_requested: bool) -> None:
-        self._notice_ranks()
-        self._name_failure()
-        if is_stop_requested:
-            self._answer_stop()
-        silent = time.monotonic() - self._last_line
-        if not self._has_stepped and silent > QUIET_SECONDS:
-            self._say(f"waiting {time.monotonic() - self._begun:.0f} s for {self._waited_for()}")
-        if not self._places and time.monotonic() - self._begun > self._start_timeout_seconds:
-            raise self._give_up(
-                TxlError(
-                    f"the ranks did not start within {self._start_timeout_seconds:g} s "
-                    "(ray.start_timeout_seconds), which were spent waiting for "
-                    f"{self._waited_for()}. What Ray said: {self._log_path}. The same command "
-                    "tries again; --on processes does without Ray"
-                )
-            )
-        if self.watch is not None and self.watch.silent_seconds > HEAD_SECONDS:
-            raise self._give_up(self._head_is_gone(self.watch))
-
-    # --- the ranks --------------------------------------------------------------------------------
-
-    def _notice_ranks(self) -> None:
-        """Note where the ranks are once all have begun, and that they are gone after a failure."""
-        if not self._places:
-            places = self._files.places(self._num_ranks)
-            if len(places) == self._num_ranks:
-                self._places = places
+    def _read_launch_files(self) -> None:
+        if not self._locations:
+            locations = self._files.locations(self._num_ranks)
+            if len(locations) == self._num_ranks:
+                self._locations = locations
         for failure in self._files.new_failures():
             for rank, text in failure.errors.items():
                 log.warning("rank %d: %s", rank, text)
             self._failure = time.monotonic(), failure
-            self._files.forget_places(self._num_ranks)  # before those of the next ranks appear
+            self._files.remove_locations(self._num_ranks)  # before the restarted ranks write theirs
 
-    def _name_failure(self) -> None:
-        """Say which ranks died, once Ray knows whether their nodes are gone; back to waiting."""
-        if self._failure is None or self._files.end() is not None:
+    def _report_failure(self) -> None:
+        """Print which ranks died or failed, as soon as that is known, and wait for new ranks."""
+        if self._failure is None or self._files.error() is not None:
             return
         since, failure = self._failure
-        died = self._on_lost_nodes() or failure.died
-        if not died and time.monotonic() - since < NAMING_SECONDS:
+        # When a node dies, Ray Train reports an error of the surviving ranks first. The node's
+        # death explains it, and Ray notices that some seconds later.
+        died = self._ranks_on_dead_nodes() or failure.died
+        if not died and time.monotonic() - since < NODE_LOSS_SECONDS:
             return
         if died:
-            what = " and ".join(f"rank {rank}{self._place_of(rank)} died" for rank in died)
+            event = " and ".join(f"{self._describe_rank(rank)} died" for rank in died)
         else:
             rank, text = next(iter(failure.errors.items()))
-            what = f"rank {rank}{self._place_of(rank)} failed ({text.splitlines()[0]})"
-        self._failure, self._places, self._has_failed = None, {}, True
-        self._begun, self._has_stepped = time.monotonic(), False
-        self._say(
-            f"{what}; waiting for {self._waited_for()}. Training then goes on from the newest "
-            f"checkpoint (details: {self._log_path})"
+            event = f"{self._describe_rank(rank)} failed ({text.splitlines()[0]})"
+        self._failure, self._locations, self._has_failed = None, {}, True
+        self._waiting_since, self._has_stepped = time.monotonic(), False
+        self._print(
+            f"{event}; waiting for {self._describe_wait()}. Training then resumes from the newest "
+            f"checkpoint (details: {self._ray_log})"
         )
 
-    def _on_lost_nodes(self) -> tuple[int, ...]:
-        state = self.watch.state if self.watch else None
+    def _ranks_on_dead_nodes(self) -> tuple[int, ...]:
+        state = self.monitor.state if self.monitor else None
         if state is None:
             return ()
         return tuple(
-            rank for rank, place in self._places.items() if place.node_id not in state.node_ids
+            rank
+            for rank, location in self._locations.items()
+            if location.node_id not in state.node_ids
         )
 
-    def _place_of(self, rank: int) -> str:
-        place = self._places.get(rank)
-        return f" (node {place.address}, pid {place.pid})" if place else ""
+    # --- 2. stop requests -------------------------------------------------------------------------
 
-    def _waited_for(self) -> str:
-        if self._places:
-            return "the first step: the ranks run and load data and model"
-        if self.watch is not None:
-            return self.watch.waiting_for(self._num_ranks)
-        return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
-
-    @property
-    def _log_path(self) -> str:
-        return str(self._directory.logs / "ray.log")
-
-    # --- what is said -----------------------------------------------------------------------------
-
-    def _on_rank_line(self, line: str) -> None:
-        if _RECORD.match(line):
-            self._has_stepped |= step_of(line) is not None
-            self._say(line)
-
-    def _say(self, line: str) -> None:
-        with self._speaking:
-            self._last_line = time.monotonic()
-            self._on_line(line)
-
-    # --- stopping ---------------------------------------------------------------------------------
-
-    def _answer_stop(self) -> None:
-        """The first time: ask the ranks, if there are any, or end here."""
-        if not self._places:
-            nothing = "no rank is training" if self._has_failed else "nothing has been trained yet"
-            self._say(f"stopping: {nothing}")
-            raise self._give_up(
-                PreemptedError(
-                    "stopped on request while no rank was training. "
-                    f"{resume_advice(self._directory.path)}"
-                )
+    def _forward_stop(self) -> TxlError | None:
+        """Ask the ranks to save and stop, once; without ranks, end here."""
+        if not self._locations:
+            state = "no rank is training" if self._has_failed else "nothing has been trained yet"
+            self._print(f"stopping: {state}")
+            return PreemptedError(
+                f"stopped on request while no rank was training. {self._resume_advice}"
             )
-        if not self._answered_stop:
-            self._answered_stop = True
+        if not self._has_forwarded_stop:
+            self._has_forwarded_stop = True
             self._files.stop.touch()
-            self._say(STOPPING)
-        if self._files.end() is not None:
-            self.ended(None)
+            self._print(STOPPING)
+        if self._files.error() is not None:  # the ranks' PreemptedError: do not wait for Ray
+            self.set_ended(None)
+        return None
 
-    def _may_leave(self) -> bool:
-        """Whether it is known how the ranks ended, and Ray does not come to its own end."""
-        if self._ended_at is None or time.monotonic() - self._ended_at < END_SECONDS:
-            return False
-        error = self._outcome(was_stop_requested=self._answered_stop)
-        self._leave_ray(error.exit_code if error else 0)
-        return True
-
-    def _give_up(self, error: TxlError) -> TxlError:
-        self._leave_ray(error.exit_code)
-        return error
-
-    def _leave_ray(self, exit_code: int) -> None:
-        """Ray's thread and its exit handlers would hold up the end of this process."""
+    def _end_now(self) -> None:
+        """A stop signal was repeated: end without saving."""
         if self._address is None:
-            end_own_ray()
-        atexit.register(_exit_at_once, exit_code)
-
-    def _insist(self) -> None:
-        """Asked again, seconds later: end now."""
-        if self._address is None:
-            end_own_ray()
+            end_private_ray()
         end_now()
 
+    # --- 3. output --------------------------------------------------------------------------------
 
-def _exit_at_once(exit_code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    def _print(self, line: str) -> None:
+        with self._print_lock:  # the log of rank 0 is followed in another thread
+            self._last_print = time.monotonic()
+            self._on_line(line)
+
+    def _print_record(self, line: str) -> None:
+        """A line of rank 0's log."""
+        if _RECORD.match(line):
+            self._has_stepped |= step_of(line) is not None
+            self._print(line)
+
+    def _describe_wait(self) -> str:
+        if self._locations:
+            return "the first step: the ranks are running and load data and model"
+        if self.monitor is not None:
+            return self.monitor.describe_wait(self._num_ranks)
+        return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
+
+    def _describe_rank(self, rank: int) -> str:
+        location = self._locations.get(rank)
+        return f"rank {rank}" + (
+            f" (node {location.address}, pid {location.pid})" if location else ""
+        )
+
+    @property
+    def _ray_log(self) -> str:
+        return str(self._directory.logs / "ray.log")
+
+    @property
+    def _resume_advice(self) -> str:
+        return resume_advice(self._directory.path)
+
+    # --- 4. giving up -----------------------------------------------------------------------------
+
+    def _check_time_limits(self) -> TxlError | None:
+        waited_seconds = time.monotonic() - self._waiting_since
+        if not self._locations and waited_seconds > self._start_timeout_seconds:
+            return TxlError(
+                f"the ranks did not start within {self._start_timeout_seconds:g} s "
+                f"(ray.start_timeout_seconds), while waiting for {self._describe_wait()}. Ray's "
+                f"log: {self._ray_log}. Run the same command again, or use --on processes"
+            )
+        if self.monitor is not None and self.monitor.silent_seconds > HEAD_SECONDS:
+            return self._lost_head_error(self.monitor)
+        return None
+
+    def _lost_head_error(self, monitor: ClusterMonitor) -> TxlError:
+        return TxlError(
+            f"the head of the Ray cluster at {monitor.head} does not respond: its node or network "
+            f"failed, which ends the ranks too. Start the cluster again. {self._resume_advice}"
+        )
+
+    def _abandon_ray(self, exit_code: int) -> None:
+        """End this process without Ray's thread and exit handlers, which may block."""
+        if self._address is None:
+            end_private_ray()
+        atexit.register(exit_without_teardown, exit_code)

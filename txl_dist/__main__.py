@@ -3,7 +3,8 @@
 import sys
 from contextlib import nullcontext
 
-from txl_dist.runtime.stop_signals import StopSignals, end_start_up
+from data_pipeline.processes.stop_signals import StopSignals
+from txl_dist.runtime.stop_request import end_start_up
 
 
 def main() -> None:

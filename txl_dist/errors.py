@@ -1,6 +1,7 @@
 """The errors of training, beside those of the data (`data_pipeline/errors.py`)."""
 
 from data_pipeline.errors import ConfigError, DataError, TxlError
+from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE
 
 __all__ = [
     "CheckpointError",
@@ -32,7 +33,7 @@ class LostRankError(TxlError):
 class PreemptedError(TxlError):
     """The run was asked to stop, saved its state and can be resumed (EX_TEMPFAIL)."""
 
-    exit_code = 75
+    exit_code = STOPPED_EXIT_CODE
 
 
 def error_of(name: str, message: str) -> TxlError:

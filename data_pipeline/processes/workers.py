@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.processes.parent import end_with_parent
+from data_pipeline.processes.stop_signals import ignore_interrupts
 
 U = TypeVar("U")
 R = TypeVar("R")
@@ -159,8 +160,7 @@ def peak_memory_bytes() -> int:
 
 def _serve(connection: Connection) -> None:
     """The main loop of a worker: run units until the pipe is closed."""
-    # Ctrl-C is sent to the whole process group. The parent alone decides when workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_interrupts()
     parent = multiprocessing.parent_process()
     if parent is not None:
         end_with_parent(parent.sentinel)

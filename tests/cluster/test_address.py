@@ -1,4 +1,4 @@
-"""`--on ADDRESS` where no Ray cluster answers: refused by name, within seconds."""
+"""`--on ADDRESS` without a Ray cluster at ADDRESS is rejected within seconds."""
 
 import socket
 import time
@@ -8,14 +8,14 @@ from threading import Thread
 
 import pytest
 
-from cluster.address import ANSWER_SECONDS, answers
-from cluster.session import ray_session
+from cluster.address import RESPONSE_SECONDS, responds
+from cluster.connection import ray_connection
 from data_pipeline.errors import ConfigError
 
 
 @contextmanager
 def server(answer: bytes) -> Iterator[str]:
-    """Accepts connections, reads what is said, sends `answer`, keeps them open."""
+    """A server that reads one request, sends `answer`, and keeps the connection open."""
     connections = []
 
     def serve() -> None:
@@ -39,29 +39,29 @@ def server(answer: bytes) -> Iterator[str]:
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "a web server"]
 )
-def test_a_server_that_is_no_ray_cluster_is_refused_within_seconds(answer: bytes) -> None:
+def test_a_server_that_is_not_a_ray_cluster_is_rejected_within_seconds(answer: bytes) -> None:
     with server(answer) as address:
         begin = time.monotonic()
         with pytest.raises(ConfigError, match=f"no Ray cluster .* --on {address}"):  # noqa: SIM117
-            with ray_session(address, num_cpus=1):
+            with ray_connection(address, num_cpus=1):
                 raise AssertionError
-        assert time.monotonic() - begin < 2 * ANSWER_SECONDS + 5
+        assert time.monotonic() - begin < 2 * RESPONSE_SECONDS + 5
 
 
-def test_an_address_without_a_server_is_refused() -> None:
+def test_an_address_without_a_server_is_rejected() -> None:
     with socket.create_server(("", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(ConfigError, match=f"no Ray cluster .* --on {address}: nothing answers"):  # noqa: SIM117
-        with ray_session(address, num_cpus=1):
+        with ray_connection(address, num_cpus=1):
             raise AssertionError
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:", "host:port", "ray://127.0.0.1"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match=f"--on {address}"), ray_session(address, num_cpus=1):
+def test_a_malformed_address_is_rejected(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"--on {address}"), ray_connection(address, num_cpus=1):
         raise AssertionError
 
 
-def test_a_server_that_speaks_grpc_answers() -> None:
+def test_a_grpc_server_responds() -> None:
     with server(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))) as address:
-        assert answers(address)
+        assert responds(address)

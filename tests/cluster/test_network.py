@@ -1,4 +1,4 @@
-"""The interface that ranks talk through: found by a node's address, left to the user if set."""
+"""The interface for gloo and NCCL: that of the node's address, unless the user has set one."""
 
 import os
 import socket
@@ -9,14 +9,14 @@ import pytest
 from cluster.network import INTERFACE_VARIABLES, interface_of, use_interface_of
 
 
-def test_the_interface_of_an_address_is_the_one_that_carries_it() -> None:
+def test_the_interface_of_an_address_has_that_address() -> None:
     for addresses in psutil.net_if_addrs().values():
-        for one in addresses:
-            if one.family == socket.AF_INET:
-                found = interface_of(one.address)
-                assert found is not None  # one of several, if several carry it
-                assert one.address in {other.address for other in psutil.net_if_addrs()[found]}
-    assert interface_of("192.0.2.254") is None  # reserved for documentation: nobody has it
+        for entry in addresses:
+            if entry.family == socket.AF_INET:
+                interface = interface_of(entry.address)
+                assert interface is not None  # one of them, if several have the address
+                assert entry.address in {e.address for e in psutil.net_if_addrs()[interface]}
+    assert interface_of("192.0.2.254") is None  # reserved for documentation (RFC 5737)
 
 
 def test_an_interface_that_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_an_interface_that_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv(nccl)
 
 
-def test_an_address_of_no_interface_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_an_interface_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in INTERFACE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     use_interface_of("192.0.2.254")

@@ -33,7 +33,7 @@ def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Pa
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert time.monotonic() - began < LIMIT_SECONDS + 30
-    assert "rank 1 hung and was ended" in output
+    assert "rank 1 hung and was killed" in output
     assert f"rank 0 waited training.rank_timeout_seconds={LIMIT_SECONDS}" in output
     assert "for the other ranks in " in output
     assert "There is no checkpoint in" in output

@@ -1,4 +1,4 @@
-"""What is lost under Ray: nodes, the head, the launcher, a worker of an evaluation."""
+"""Failures under Ray: a lost node, head, launcher or evaluation worker."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.own_ray import remove_leftovers
+from cluster.private_ray import clean_up_dead_launchers
 from tests.support.commands import num_lines, start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.nodes import ray_node, token_environment
@@ -28,20 +28,20 @@ def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
     assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
     environment = token_environment(tmp_path)
     with ray_node(tmp_path) as head, ray_node(tmp_path, join=head.address) as node:
-        given = (f"data.path={dataset}", f"directory={run}", *LONG, "--on", head.address)
-        process = start_txl("train", TINY, *given, "--ranks", 2, environment=environment)
+        overrides = (f"data.path={dataset}", f"directory={run}", *LONG, "--on", head.address)
+        process = start_txl("train", TINY, *overrides, "--ranks", 2, environment=environment)
         wait_until(lambda: num_lines(run / "metrics.jsonl") > 80, timeout_seconds=120)
         node.kill()
         with ray_node(tmp_path, join=head.address):
             output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
-    spoken = [line for line in output.splitlines() if " step " not in line]
-    died = [line for line in spoken if "died; waiting for" in line]
+    other_lines = [line for line in output.splitlines() if " step " not in line]
+    died = [line for line in other_lines if "died; waiting for" in line]
     assert len(died) == 1, output
     assert "(node " in died[0]
     assert "newest checkpoint" in died[0]
-    # Also what every run says: a new run, waiting, resuming, finished, done.
-    assert len(spoken) < 25, output
+    # They include the lines of every run: a new run, waiting, resuming, finished, done.
+    assert len(other_lines) < 25, output
     assert "Traceback" not in output
     assert "raylet" in (run / "logs" / "ray.log").read_text().lower()
     assert losses(run) == losses(straight)
@@ -52,9 +52,9 @@ def test_a_lost_head_ends_the_run_with_an_error_that_names_it(
 ) -> None:
     run = tmp_path / "run"
     with ray_node(tmp_path) as head, ray_node(tmp_path, join=head.address) as node:
-        given = (f"data.path={dataset}", f"directory={run}", *LONG, "training.num_steps=100000")
+        overrides = (f"data.path={dataset}", f"directory={run}", *LONG, "training.num_steps=100000")
         process = start_txl(
-            *("train", TINY, *given, "--on", head.address, "--ranks", 2),
+            *("train", TINY, *overrides, "--on", head.address, "--ranks", 2),
             environment=token_environment(tmp_path),
         )
         wait_until(lambda: num_lines(run / "metrics.jsonl") > 60, timeout_seconds=120)
@@ -69,18 +69,18 @@ def test_a_lost_head_ends_the_run_with_an_error_that_names_it(
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A TMPDIR for Ray, whose sockets need short paths."""
+    """A TMPDIR for Ray with a short path, because the paths of its sockets are limited."""
     directory = Path(tempfile.mkdtemp(prefix="txl-", dir="/tmp"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def test_what_a_killed_launcher_leaves_is_removed_by_the_next(
+def test_the_leftovers_of_a_killed_launcher_are_removed_by_the_next(
     dataset: Path, tmp_path: Path, temporary: Path
 ) -> None:
-    given = (f"data.path={dataset}", f"directory={tmp_path / 'run'}", *LONG)
+    overrides = (f"data.path={dataset}", f"directory={tmp_path / 'run'}", *LONG)
     process = start_txl(
-        *("train", TINY, *given, "--ranks", 2), environment={"TMPDIR": str(temporary)}
+        *("train", TINY, *overrides, "--ranks", 2), environment={"TMPDIR": str(temporary)}
     )
     wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") > 20, timeout_seconds=120)
     children = [
@@ -91,7 +91,7 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next(
     process.kill()
     process.communicate()
     assert list(temporary.glob("txl-ray-*/token"))
-    remove_leftovers(temporary)
+    clean_up_dead_launchers(temporary)
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
     assert not list(temporary.glob("txl-ray-*"))

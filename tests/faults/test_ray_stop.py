@@ -1,4 +1,4 @@
-"""Stop signals under `--on ray`, to the launcher alone and to every process, at any moment."""
+"""Stop signals under `--on ray`, while Ray starts and while the ranks wait for resources."""
 
 import shutil
 import signal
@@ -38,7 +38,7 @@ def stop(process: subprocess.Popen[str], number: int) -> float:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A TMPDIR for Ray, whose sockets need short paths."""
+    """A TMPDIR for Ray with a short path, because the paths of its sockets are limited."""
     directory = Path(tempfile.mkdtemp(prefix="txl-", dir="/tmp"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
@@ -55,9 +55,9 @@ def temporary() -> Iterator[Path]:
 def test_a_stop_while_ray_starts_ends_soon_with_75_and_leaves_nothing(
     number: int, sign: str, dataset: Path, tmp_path: Path, temporary: Path
 ) -> None:
-    given = (f"data.path={dataset}", f"directory={tmp_path / 'run'}", NO_EVALUATION)
+    overrides = (f"data.path={dataset}", f"directory={tmp_path / 'run'}", NO_EVALUATION)
     environment = {"TMPDIR": str(temporary)}
-    process = start_txl("train", TINY, *given, "--ranks", 2, environment=environment)
+    process = start_txl("train", TINY, *overrides, "--ranks", 2, environment=environment)
     wait_until(lambda: has_child(process.pid, sign), timeout_seconds=120)
     children = psutil.Process(process.pid).children(recursive=True)
     seconds = stop(process, number)
@@ -80,26 +80,26 @@ def one_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dic
         yield head.address, token_environment(directory)
 
 
-def test_a_run_that_gets_no_place_says_so_and_can_be_stopped(
+def test_a_run_without_resources_prints_what_it_waits_for_and_can_be_stopped(
     one_cpu: tuple[str, dict[str, str]], dataset: Path, tmp_path: Path
 ) -> None:
     address, environment = one_cpu
-    given = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION, "--on", address)
-    process = start_txl("train", TINY, *given, "--ranks", 2, environment=environment)
-    waits = "for resources: 2 ranks need a CPU each, the 1 living nodes of the cluster have 1"
-    lines = read_until(process, waits)
+    overrides = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION, "--on", address)
+    process = start_txl("train", TINY, *overrides, "--ranks", 2, environment=environment)
+    message = "for resources: 2 ranks need a CPU each, the cluster has 1 on 1 live nodes"
+    lines = read_until(process, message)
     assert any(line.startswith("waiting ") for line in lines)
     assert stop(process, signal.SIGINT) < SOON_SECONDS
     assert process.returncode == 75
 
 
-def test_a_run_that_gets_no_place_in_time_ends_and_says_what_it_waited_for(
+def test_a_run_without_resources_ends_after_the_time_limit_with_the_reason(
     one_cpu: tuple[str, dict[str, str]], dataset: Path, tmp_path: Path
 ) -> None:
     address, environment = one_cpu
-    given = (f"data.path={dataset}", f"directory={tmp_path}", "ray.start_timeout_seconds=25")
+    overrides = (f"data.path={dataset}", f"directory={tmp_path}", "ray.start_timeout_seconds=25")
     process = start_txl(
-        *("train", TINY, *given, "--ranks", 2, "--on", address), environment=environment
+        *("train", TINY, *overrides, "--ranks", 2, "--on", address), environment=environment
     )
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 1, output

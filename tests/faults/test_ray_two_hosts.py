@@ -1,6 +1,6 @@
-"""Ray over two hosts: network namespaces with one cable between them, one Ray node in each.
+"""Training on Ray over two hosts: network namespaces with one Ray node in each.
 
-As on Debian, the name of either host resolves to 127.x on that host.
+As on Debian, the name of each host resolves to 127.x on that host.
 """
 
 import subprocess
@@ -26,13 +26,13 @@ def test_two_hosts_train_as_one_where_their_names_resolve_to_loopback(
     environment = {**ENVIRONMENT, **token_environment(tmp_path)}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         environment.pop(name, None)
-    given = (f"data.path={dataset}", f"directory={run}", NO_EVALUATION, "--ranks", "2")
+    overrides = (f"data.path={dataset}", f"directory={run}", NO_EVALUATION, "--ranks", "2")
     with (
         two_hosts() as (first, second),
         ray_node(tmp_path, ip=first.address, inside=first.prefix) as head,
         ray_node(tmp_path, join=head.address, ip=second.address, inside=second.prefix),
     ):
-        command = (sys.executable, "-m", "txl_dist", "train", str(TINY), *given)
+        command = (sys.executable, "-m", "txl_dist", "train", str(TINY), *overrides)
         ended = subprocess.run(
             (*first.prefix, *command, "--on", head.address),
             check=False,

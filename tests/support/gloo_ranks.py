@@ -1,8 +1,8 @@
-"""Groups of real gloo ranks, started once and used by many tests: starting one takes seconds.
+"""Groups of real gloo ranks that many tests share, because starting a group takes seconds.
 
-A test hands a module-level function to a group; every rank calls it with its World and the given
-arguments. A rank that raises breaks the group for its neighbours, so such a group is thrown away
-and the next test gets a new one.
+A test passes a module-level function to a group; every rank calls it with its World and the same
+arguments. A rank that raises may leave the other ranks in a collective, so the group is marked
+broken and the next test gets a new one.
 """
 
 import multiprocessing as mp
@@ -21,7 +21,7 @@ ANSWER_TIMEOUT_SECONDS = 120.0
 
 
 class RankGroup:
-    """`num_ranks` processes that run what they are handed, in step."""
+    """`num_ranks` processes that run the same functions at the same time."""
 
     def __init__(self, num_ranks: int) -> None:
         context = mp.get_context("spawn")
@@ -51,7 +51,7 @@ class RankGroup:
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(ANSWER_TIMEOUT_SECONDS):
-                failures.append(f"rank {rank} did not answer")
+                failures.append(f"rank {rank} did not respond")
                 continue
             ok, value = pipe.recv()
             (results if ok else failures).append(value)
@@ -61,7 +61,7 @@ class RankGroup:
         return results
 
     def close(self) -> None:
-        """End the processes. They are killed: their orderly end takes seconds and saves nothing."""
+        """Kill the processes: an orderly end takes seconds and has no benefit."""
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.close()
@@ -89,7 +89,7 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
 
 
 class RankGroups:
-    """One group a size, started when first asked for."""
+    """One group per number of ranks, started at its first use."""
 
     def __init__(self) -> None:
         self._groups: dict[int, RankGroup] = {}

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with one cable between them."""
+"""Two hosts on one machine: network namespaces that a virtual cable (veth pair) connects."""
 
 import os
 import shutil
@@ -20,16 +20,16 @@ class Host:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What to put before a command to run it on this host.
+        """Words before a command that run it on this host.
 
-        As on Debian, the host's own name resolves to 127.x there.
+        As on Debian, the host's own name resolves to 127.x on the host.
         """
         named = ("unshare", "--uts", "sh", "-c", 'hostname localhost; exec "$@"', "sh")
         return ("ip", "netns", "exec", self.namespace, *named)
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:
-        """The cable is out; programs on both hosts see nothing but silence."""
+        """While the context is open the link is down: packets are lost, connections stay open."""
         link = ("ip", "-n", self.namespace, "link", "set", self.interface)
         must(*link, "down")
         try:
@@ -40,7 +40,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Skips the test where namespaces cannot be made."""
+    """Create two connected hosts. Skips the test if namespaces cannot be created."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
         pytest.skip("network namespaces need root and the commands ip and unshare")
     first, second = (

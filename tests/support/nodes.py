@@ -17,21 +17,21 @@ from tests.support.commands import wait_until
 
 @dataclass
 class RayNode:
-    """One `ray start --block`; `address` is its cluster's."""
+    """One `ray start --block`. `address` is the address of its cluster."""
 
     address: str
     process: subprocess.Popen[bytes]
     log: Path
 
     def processes(self) -> list[psutil.Process]:
-        """`ray start` and everything below it."""
+        """`ray start` and its descendants."""
         with suppress(psutil.NoSuchProcess):
             parent = psutil.Process(self.process.pid)
             return [parent, *parent.children(recursive=True)]
         return []
 
     def kill(self) -> None:
-        """What a power cut does to a node."""
+        """Kill all processes of the node, as a power cut does."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
@@ -39,7 +39,7 @@ class RayNode:
 
 
 def token_environment(directory: Path) -> dict[str, str]:
-    """What every node and every driver of one cluster needs in its environment."""
+    """The environment variables that all nodes and drivers of one cluster need."""
     token = directory / "token"
     if not token.exists():
         token.write_text("0123456789abcdef" * 4)
@@ -55,17 +55,17 @@ def ray_node(
     num_cpus: int = 1,
     inside: Sequence[str] = (),
 ) -> Iterator[RayNode]:
-    """A head, or a node that joins the cluster at `join`. `inside` is put before the command."""
+    """Start a head, or a node that joins the cluster at `join`. `inside` prefixes the command."""
     if join is None:
         port = _free_port()
-        where, address = ("--head", f"--port={port}", "--include-dashboard=false"), f"{ip}:{port}"
+        options, address = ("--head", f"--port={port}", "--include-dashboard=false"), f"{ip}:{port}"
     else:
-        where, address = (f"--address={join}",), join
+        options, address = (f"--address={join}",), join
     log = directory / f"node-{len(list(directory.glob('node-*.log')))}.log"
     command = (
         *inside,
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
-        *(*where, f"--node-ip-address={ip}", f"--num-cpus={num_cpus}"),
+        *(*options, f"--node-ip-address={ip}", f"--num-cpus={num_cpus}"),
         "--object-store-memory=100000000",
     )
     with log.open("wb") as file:

@@ -127,9 +127,9 @@ def _train_as_rank(
     import logging
     import os
 
+    from data_pipeline.processes.process_exit import exit_without_teardown
     from txl_dist.cli.errors import print_error
     from txl_dist.errors import ConfigError, TxlError
-    from txl_dist.runtime.process_exit import exit_without_teardown
     from txl_dist.runtime.world import World
     from txl_dist.training.rank import train_rank
 

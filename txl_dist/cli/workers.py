@@ -1,11 +1,12 @@
-"""Who works: the options `--workers` and `--on`, and what SIGTERM means for them."""
+"""Who works: the options `--workers` and `--on`."""
 
 import contextlib
-import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from data_pipeline.processes.stop_signals import sigterm_interrupts
 
 if TYPE_CHECKING:
     from data_pipeline.processes.workers import Workers
@@ -35,17 +36,3 @@ def open_workers(on: str, num_workers: int) -> "Iterator[Workers]":
     else:
         with ProcessWorkers(num_workers) as pool:
             yield pool
-
-
-@contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does. Entered again behind ray.init, which takes it for itself."""
-
-    def stop(number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -1,7 +1,7 @@
-"""Launchers: who starts the processes of a run and waits for them.
+"""Launchers: start the processes of a run, and wait for them.
 
-Found by entry point, group `txl.launchers`: plain processes are this package's own, and `cluster`
-brings Ray without being imported here. Under torchrun no launcher of ours is needed.
+A launcher is an entry point of group `txl.launchers`. `processes` is part of this package; `ray` is
+in `cluster`, which this package must not import. Under torchrun no launcher is used.
 """
 
 from collections.abc import Callable
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
     from txl_dist.training.job import TrainJob
 
 OnLine = Callable[[str], None]
-"""Receives every line rank 0 logs, as it comes."""
+"""Called with every line that rank 0 logs, soon after it is written."""
 
 
 class Launcher(Protocol):
-    """Starts ranks or workers somewhere; raises the TxlError that ended them."""
+    """Starts ranks or workers, and raises the TxlError that ended them."""
 
     def train(self, job: "TrainJob", *, num_ranks: int, on_line: OnLine) -> None:
-        """Run the job to its end. Raises PreemptedError when asked to stop by a signal."""
+        """Run the job to its end. Raises PreemptedError after a stop signal."""
 
     def evaluate(
         self, job: "EvaluationJob", *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> "EvaluationResult":
-        """Score a split with `num_workers`; `on_progress(chunks done, chunks)`."""
+        """Score a split with `num_workers`; calls `on_progress(chunks done, all chunks)`."""
 
     def workers(self, num_workers: int) -> AbstractContextManager["Workers"]:
         """Workers that prepare or verify a dataset."""
 
 
 def find_launcher(on: str) -> Launcher:
-    """The launcher for `--on`: the name of one, or the address of a running Ray cluster."""
-    found = {entry.name: entry for entry in entry_points(group="txl.launchers")}
+    """The launcher for `--on`: its name, or the address of a running Ray cluster."""
+    launchers = {entry.name: entry for entry in entry_points(group="txl.launchers")}
     is_address = on == "auto" or ":" in on
-    name, address = ("ray", on) if is_address else (on, None)
-    if name not in found:
+    name, options = ("ray", {"address": on}) if is_address else (on, {})
+    if name not in launchers:
+        names = ", ".join(sorted(launchers)) or "none: make setup"
         raise ConfigError(
             f"--on {on} is neither the address of a Ray cluster (host:port, ray://host:port or "
-            f"auto) nor an installed launcher ({', '.join(sorted(found)) or 'none: make setup'})"
+            f"auto) nor an installed launcher ({names})"
         )
-    options = {} if address is None else {"address": address}
-    launcher: Launcher = found[name].load()(**options)
+    launcher: Launcher = launchers[name].load()(**options)
     return launcher

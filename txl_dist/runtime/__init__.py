@@ -1,1 +1,4 @@
-"""What any process of a run needs from its surroundings. Imports no torch."""
+"""The runtime of a process: ranks and collectives, precision, memory allocation, code identity.
+
+Only `world.py` and `precision.py` import torch.
+"""

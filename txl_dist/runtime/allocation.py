@@ -1,25 +1,25 @@
-"""The C library's memory, kept between steps.
+"""Settings of the C library's allocator for training on CPUs.
 
-A training step frees and asks for the same few hundred MiB again and again. glibc hands large
-blocks back to the system at once and gets them page by page, each page zeroed; on CPUs that took a
-tenth of a step and more (docs/experiments.md). GPUs have an allocator of their own.
+A training step frees and allocates the same few hundred MiB again and again. By default glibc
+returns large blocks to the system and gets them again page by page, and the kernel zeroes each
+page: a tenth of a step or more (docs/experiments.md). GPU memory has its own allocator in torch.
 """
 
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _NEVER = -1
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""glibc accepts no more; blocks above still come from the system one by one."""
+"""glibc accepts no larger value; larger blocks are still returned to the system."""
 
 
 def keep_freed_memory() -> bool:
-    """From now on, freed memory stays with this process; whether the C library can do that."""
+    """Make this process keep memory that it frees; False if the C library is not glibc."""
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # another C library than glibc
+    if mallopt is None:
         return False
     settings = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST_MMAP_THRESHOLD}
     return all(mallopt(name, value) == 1 for name, value in settings.items())

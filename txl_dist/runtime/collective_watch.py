@@ -1,13 +1,13 @@
-"""CollectiveWatch: tells the log when this rank waits long for the other ranks, and for what.
+"""CollectiveWatch: logs a warning if this rank waits long for the other ranks in a collective.
 
-A cut link or a hung rank looks like nothing at all: every other rank waits inside a collective
-until its time limit. A thread looks once a second where the rank's own thread is. If it has been
-inside one and the same collective for `notice_seconds`, a line says so, and again every
-`notice_seconds`. Nothing in the step is wrapped or slowed down: the name of the collective is read
-from the Python stack, and so it is from the traceback when the limit has passed.
+If a link is cut or a rank hangs, the other ranks wait inside a collective until its time limit, and
+log nothing. So a thread samples the Python stack of the rank's main thread once per second. If that
+thread stays in the same collective for `notice_seconds`, it logs the collective's name, and
+again every `notice_seconds`. The step itself is not wrapped and not slowed down. After the time
+limit, `lost_rank_error` reads the collective's name from the traceback in the same way.
 
 Covered: calls of torch.distributed, and waits for its asynchronous work inside DeepSpeed.
-Not covered: a rank whose own computation is slow; that is no wait.
+Not covered: a rank whose own computation is slow, because it does not wait.
 """
 
 import linecache
@@ -27,7 +27,7 @@ NOTICE_SECONDS = 10.0
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _DEEPSPEED = "/deepspeed/"
 _WRAPPER = "wrapped_fn"
-"""DeepSpeed's decorator for profilers, around most of its functions."""
+"""Name of DeepSpeed's profiling decorator, which wraps most of its functions."""
 _TIMED_OUT = re.compile(r"timed out|time-?out", re.IGNORECASE)
 _DISCONNECTED = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|unhandled system error",
@@ -39,16 +39,16 @@ log = logging.getLogger("txl_dist.training")
 
 @dataclass(slots=True)
 class Activity:
-    """What a rank is doing, for messages: `start-up`, `step 12`, `checkpoint of step 12`, ..."""
+    """What a rank is doing: `start-up`, `step 12`, `checkpoint of step 12`, ..."""
 
     name: str = "start-up"
 
 
 def collective_name(frames: Iterable[tuple[str, int, str]]) -> str | None:
-    """The collective that a stack of (file, line, function), outermost first, is waiting in.
+    """The collective in which a stack of (file, line, function), outermost first, waits.
 
-    The outermost function of torch.distributed, else DeepSpeed's function that waits for an
-    asynchronous one; None if the stack is inside neither.
+    That is the outermost function of torch.distributed, or else the DeepSpeed function that waits
+    for an asynchronous collective. None if the stack contains neither.
     """
     in_deepspeed: list[tuple[str, int, str]] = []
     for file, line, function in frames:
@@ -67,7 +67,7 @@ def collective_name(frames: Iterable[tuple[str, int, str]]) -> str | None:
 
 
 class CollectiveWatch:
-    """Watches the thread that enters the context, until it leaves."""
+    """Watches the thread that enters the context until it exits the context."""
 
     def __init__(
         self,
@@ -93,19 +93,19 @@ class CollectiveWatch:
 
     def _watch(self) -> None:
         poll_seconds = min(1.0, self._notice_seconds / 4)
-        seen: tuple[object, ...] | None = None
-        waited = told = 0.0
+        previous: tuple[object, ...] | None = None
+        waited = logged = 0.0
         while not self._stop.wait(poll_seconds):
             frame = sys._current_frames().get(self._watched)
             name = collective_name(_frames(frame))
-            # The step's number and the frame's address tell one long wait from many short ones.
+            # Activity and frame differ between two short waits in the same collective.
             current = (self._activity.name, name, id(frame))
-            waited = waited + poll_seconds if current == seen else 0.0
-            told = told if current == seen else 0.0
-            seen = current
-            del frame  # it would keep the tensors of that call
-            if name is not None and waited - told >= self._notice_seconds:
-                told = waited
+            waited = waited + poll_seconds if current == previous else 0.0
+            logged = logged if current == previous else 0.0
+            previous = current
+            del frame  # it references the tensors of that call
+            if name is not None and waited - logged >= self._notice_seconds:
+                logged = waited
                 log.warning(
                     "%s | rank %d has waited %.0f s for the other ranks in %s; the limit is "
                     "training.rank_timeout_seconds=%g",
@@ -120,22 +120,25 @@ class CollectiveWatch:
 def lost_rank_error(
     error: Exception, activity: Activity, *, rank: int, limit_seconds: float
 ) -> LostRankError | None:
-    """What `error` means if it comes from a collective whose other ranks did not answer."""
+    """The LostRankError for an `error` in a collective to which other ranks did not respond.
+
+    None for any other error.
+    """
     name = collective_name(
         (frame.filename, frame.lineno or 0, frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
     )
     if name is None:
         return None
-    place = f"in {name} ({activity.name})"
+    location = f"in {name} ({activity.name})"
     if _TIMED_OUT.search(str(error)):
         return LostRankError(
             f"rank {rank} waited training.rank_timeout_seconds={limit_seconds:g} for the other "
-            f"ranks {place}: one of them hangs or is very slow, or the network is cut. Their logs "
-            "say where each was"
+            f"ranks {location}: one of them hangs or is very slow, or the network is cut. The logs "
+            "of the ranks show what each was doing"
         )
     if _DISCONNECTED.search(str(error)):
-        return LostRankError(f"rank {rank} lost the connection to another rank {place}")
+        return LostRankError(f"rank {rank} lost the connection to another rank {location}")
     return None
 
 

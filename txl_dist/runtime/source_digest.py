@@ -1,8 +1,7 @@
-"""Which code this process runs: a digest of the installed sources, and the libraries beneath them.
+"""The identity of the code that this process runs: a digest of its sources, and library versions.
 
-A version number stays the same while sources are edited, and ranks on different sources compute
-different losses. What is compared is therefore the content of every Python file of the project's
-packages, and the versions of the libraries that decide numbers.
+Ranks compare it before they train, because ranks with different sources compute different losses. A
+version number would not do: it stays the same while sources are edited.
 """
 
 import hashlib
@@ -13,6 +12,7 @@ from pathlib import Path
 
 PACKAGES = ("cluster", "data_pipeline", "txl_dist")
 LIBRARIES = ("torch", "deepspeed", "numpy")
+"""Libraries that affect the numbers."""
 
 
 @cache
@@ -24,6 +24,7 @@ def source_digest() -> str:
             for path in sorted(root.rglob("*.py")):
                 content = path.read_bytes()
                 name = f"{package}/{path.relative_to(root).as_posix()}"
+                # With the length, text moved from one file to the next changes the digest.
                 digest.update(f"{name} {len(content)}\n".encode())
                 digest.update(content)
     return digest.hexdigest()

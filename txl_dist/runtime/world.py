@@ -1,8 +1,8 @@
-"""World: which rank this process is, and the few things ranks say to one another.
+"""World: the rank of this process, and the collectives that the project uses.
 
-Training knows ranks only through this class, so plain processes, torchrun and Ray Train all look
-alike to it. Whoever starts the processes sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT, or hands over a process group that is already there.
+Training uses ranks only through this class, so it does not depend on the launcher. A launcher sets
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT (plain processes, torchrun, Slurm), or
+creates the process group itself (Ray Train). With one rank every collective returns immediately.
 """
 
 import os
@@ -14,37 +14,27 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import TxlError
 from txl_dist.runtime.collective_watch import Activity
-from txl_dist.runtime.torchrun import RANK_VARIABLES
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among `num_ranks`; collectives are called by every rank in the same order."""
+    """One of `num_ranks` processes. All ranks must call the collectives in the same order."""
 
     rank: int
     num_ranks: int
     local_rank: int = 0
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
-    """What this rank is doing, for messages about ranks that do not answer."""
+    """What this rank is doing, for messages about ranks that do not respond."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """The variables torchrun sets. Raises ConfigError if they are missing or no numbers."""
-        missing = [name for name in RANK_VARIABLES if not environment.get(name)]
-        if missing:
-            raise ConfigError(
-                f"{', '.join(missing)} not set: a rank is started by torchrun, by Ray or by "
-                "`txl train CONFIG --on processes`, which set them"
-            )
-        try:
-            rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-            return cls(rank, num_ranks, int(environment.get("LOCAL_RANK", rank)))
-        except ValueError as error:
-            raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from None
+        """From the variables that torchrun and `launch/processes.py` set."""
+        rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return cls(rank, num_ranks, int(environment["LOCAL_RANK"]))
 
     @property
     def is_rank_zero(self) -> bool:
@@ -53,11 +43,12 @@ class World:
     @property
     def device(self) -> torch.device:
         if torch.cuda.is_available():
+            # A launcher may make one GPU visible to each rank: it is number 0 in every process.
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
     def join(self, *, timeout_seconds: float) -> None:
-        """Meet the other ranks; does nothing if a process group exists already."""
+        """Create the process group, unless it exists. Returns when all ranks have joined."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
@@ -69,23 +60,24 @@ class World:
             )
 
     def limit_waits(self, *, timeout_seconds: float) -> None:
-        """Give every process group there is the limit of `join`.
+        """Set the time limit of all existing process groups.
 
-        A group that a library makes (DeepSpeed's for gradients) takes torch's default of 30
-        minutes instead, and a cut link would hold the run that long.
+        Groups that a library creates (DeepSpeed's for gradients) have torch's default limit of 30
+        minutes; if a link is cut, the run would hang that long.
         """
         limit = timedelta(seconds=timeout_seconds)
-        # Private and pinned to this version; torch offers no public way after a group was made.
+        # Private functions of the pinned torch: there is no public way to change the limit of an
+        # existing group.
         for group in list(dist.distributed_c10d._world.pg_map):
             dist.distributed_c10d._set_pg_timeout(limit, group)
 
     def leave(self) -> None:
-        """End the process group, if there is one."""
+        """Destroy the process group, if it exists."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum over ranks, in place; `values` may be on any device."""
+        """All-reduce: the elementwise sum over ranks, in place. `values` may be on any device."""
         if self.num_ranks > 1:
             shared = values.to(self.device)
             dist.all_reduce(shared)
@@ -93,7 +85,7 @@ class World:
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank."""
+        """All-gather: the `value` of every rank, in rank order, on every rank."""
         if self.num_ranks == 1:
             return [value]
         gathered: list[Any] = [None] * self.num_ranks
@@ -101,19 +93,19 @@ class World:
         return gathered
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank; returns every rank's result, in rank order, on every rank.
+        """Run `work` on every rank; returns the results of all ranks, in rank order.
 
-        If it fails anywhere, every rank raises the lowest failing rank's error, so that none is
-        left waiting. An error that is no TxlError becomes one that names the rank.
+        If it fails on any rank, every rank raises the error of the lowest failing rank, so no rank
+        waits for one that has left. Other exceptions become a TxlError that names the rank.
         """
         error: TxlError | None = None
         result: T | None = None
         try:
             result = work()
-        except TxlError as ours:
-            error = ours
-        except Exception as other:
-            error = TxlError(f"rank {self.rank}: {type(other).__name__}: {other}")
+        except TxlError as txl_error:
+            error = txl_error
+        except Exception as exception:
+            error = TxlError(f"rank {self.rank}: {type(exception).__name__}: {exception}")
         outcomes = self.gather((result, error))
         for _, failure in outcomes:
             if failure is not None:
@@ -121,17 +113,17 @@ class World:
         return [value for value, _ in outcomes]
 
     def run_on_rank_zero(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0 while the others wait; every rank raises if it fails."""
+        """Run `work` on rank 0 while the other ranks wait; if it fails, every rank raises."""
         self.run_on_all(work if self.is_rank_zero else lambda: None)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks."""
         self.gather(None)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's `value`, on every rank."""
+        """The `value` of rank 0, on every rank."""
         if self.num_ranks == 1:
             return value
-        box = [value]
+        box = [value]  # pickled: for settings and results, not for large tensors
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]

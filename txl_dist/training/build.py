@@ -31,7 +31,7 @@ from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import PRODUCT_DTYPE
 from txl_dist.runtime.source_digest import LIBRARIES, code_description, source_digest
-from txl_dist.runtime.stop_signals import StopRequest
+from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker

@@ -23,10 +23,10 @@ class TrainJob(BaseModel):
     allow_data_change: bool = False
     strict: bool = False
     """Do not fall back to an older checkpoint when the newest is damaged."""
-    attempt: str = Field(default_factory=lambda: uuid.uuid4().hex[:12])
-    """Names this start of the run among all; restarts by Ray belong to the same attempt."""
+    launch_id: str = Field(default_factory=lambda: uuid.uuid4().hex[:12])
+    """Identifies this start of the run. Ray's restarts of ranks keep the id."""
     saved_file: str | None = None
-    """Appears once this attempt has saved a checkpoint; a restart then resumes from the newest."""
+    """Appears once this launch has saved a checkpoint; a restart then resumes from the newest."""
     stop_file: str | None = None
     """When this file appears, the ranks save and end with exit code 75."""
 

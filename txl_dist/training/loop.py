@@ -19,7 +19,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
-from txl_dist.runtime.stop_signals import StopRequest
+from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.training.report import Report
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.step import StepResult, TrainStep

@@ -16,19 +16,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from data_pipeline.processes.parent import end_with_parent
+from data_pipeline.processes.process_exit import exit_without_teardown
+from data_pipeline.processes.stop_signals import StopSignals, say
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
-from txl_dist.runtime.process_exit import exit_without_teardown
-from txl_dist.runtime.stop_signals import (
-    STOPPING,
-    StopRequest,
-    StopSignals,
-    end_start_up,
-    say,
-)
+from txl_dist.runtime.stop_request import STOPPING, StopRequest, end_start_up
 from txl_dist.runtime.world import World
 from txl_dist.training.build import RankBuilder
 from txl_dist.training.job import TrainJob

@@ -39,7 +39,9 @@ def load(tmp_path: Path) -> Any:
 # --- reading --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["quickstart", "tiny", "learns-like-the-original"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "tiny", "learns-like-the-original", "cluster/wt103-two-hosts"]
+)
 def test_the_shipped_configs_are_valid_and_survive_a_dump(name: str, tmp_path: Path) -> None:
     config = load_run_config(CONFIGS / f"{name}.yaml")
     (tmp_path / "dumped.yaml").write_text(dump_run_config(config))

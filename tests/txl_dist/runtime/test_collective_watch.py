@@ -1,4 +1,4 @@
-"""A rank that waits long for the others says so, and names the collective."""
+"""A rank that waits long for the other ranks logs a warning with the name of the collective."""
 
 import logging
 import threading
@@ -23,7 +23,7 @@ NOTICE_SECONDS = 0.4
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Lines(logging.Handler):
 
 
 def wait_for_a_late_rank(world: World) -> list[str]:
-    """Rank 1 comes late to a collective; the lines that this rank logged."""
+    """Rank 1 enters a collective late; returns the lines that this rank logged."""
     handler = Lines()
     logger = logging.getLogger("txl_dist.training")
     logger.addHandler(handler)
@@ -49,7 +49,7 @@ def wait_for_a_late_rank(world: World) -> list[str]:
     return handler.lines
 
 
-def test_a_long_wait_is_told_with_its_collective_and_a_busy_rank_is_silent(
+def test_a_long_wait_is_logged_with_its_collective_and_a_busy_rank_logs_nothing(
     ranks: RankGroups,
 ) -> None:
     waiting, busy = ranks(2).run(wait_for_a_late_rank)
@@ -60,7 +60,7 @@ def test_a_long_wait_is_told_with_its_collective_and_a_busy_rank_is_silent(
 
 
 def stop_answering(world: World, limit_seconds: float) -> str | None:
-    """Rank 1 stays away from a collective of a group of its own; what rank 0 makes of it."""
+    """Rank 1 does not enter a collective of a second group; returns rank 0's error message."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=600))
     world.limit_waits(timeout_seconds=limit_seconds)
     message = None
@@ -83,14 +83,14 @@ def test_the_limit_reaches_every_group_and_the_error_names_rank_and_collective(
 ) -> None:
     group = ranks(2)
     message, _ = group.run(stop_answering, 1.0)
-    group.is_broken = True  # its second group is
+    group.is_broken = True  # its second process group is
     assert message is not None
     assert message.startswith(
         "rank 0 waited training.rank_timeout_seconds=1 for the other ranks in all_reduce (step 3)"
     )
 
 
-def test_an_error_outside_a_collective_is_not_blamed_on_other_ranks() -> None:
+def test_an_error_outside_a_collective_is_not_a_lost_rank() -> None:
     error = RuntimeError("Connection closed by peer, timed out")
     assert lost_rank_error(error, Activity(), rank=0, limit_seconds=1) is None
 

@@ -37,11 +37,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "clusters": {"cutoffs": (4, 8), "div_val": 2},
     "untied clusters": {"cutoffs": (4, 8), "tie_weight": False, "untie_r": True},
 }
-# bf16 keeps 8 bits, so it rounds by up to 2**-9 = 0.2 %. In a single nat of these models, whose
-# weights are large, a few roundings add up: by 3.5 % at most, with clusters.
+# bf16 has 8 significant bits, so its rounding error is at most 2**-9 = 0.2 %. These models have
+# large weights, and several errors add up in the loss of one token: 3.5 % at most, with clusters.
 NATS_TOLERANCE = 0.05
-# A mean over a step's targets is nearer. Seen over twenty steps: 3.2e-4 between bf16 and fp32, and
-# 3.7e-4 between one rank and two in bf16, where another shape of a product rounds otherwise.
+# The mean over a step is closer. Measured over twenty steps: 3.2e-4 between bf16 and fp32,
+# and 3.7e-4 between one rank and two in bf16, because products of another shape round differently.
 LOSS_TOLERANCE = 2e-3
 
 
@@ -64,7 +64,7 @@ def test_only_matrix_products_are_bf16(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
-def test_nats_are_near_those_of_fp32_but_not_the_same(options: dict[str, Any]) -> None:
+def test_nats_are_close_to_those_of_fp32_but_not_the_same(options: dict[str, Any]) -> None:
     model = small_model(**options).float()
     exact_BT, _ = score(model, "fp32")
     nats_BT, _ = score(model, "bf16")
@@ -96,7 +96,7 @@ def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFacto
     return run
 
 
-def test_a_run_in_bf16_loses_little(
+def test_losses_in_bf16_are_close_to_those_in_fp32(
     ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path
 ) -> None:
     settings = (NO_EVALUATION, *DROPOUT, *ZERO["0"])
@@ -106,7 +106,7 @@ def test_a_run_in_bf16_loses_little(
 
 
 @pytest.mark.parametrize("stage", [stage for stage in ZERO if stage != "2"])
-def test_two_ranks_at_any_stage_take_the_same_way(
+def test_two_ranks_at_any_stage_have_close_losses(
     ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path, stage: str
 ) -> None:
     job = tiny_job(dataset, tmp_path, NO_EVALUATION, BF16, *DROPOUT, *ZERO[stage])
@@ -125,7 +125,7 @@ def test_a_resume_is_bit_for_bit(
 
 
 def forward_both_ways(world: World, job: TrainJob) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats of the first segment: from the engine, under our autocast, and in fp32."""
+    """Nats of the first segment: from the engine, under `runtime.precision.autocast`, in fp32."""
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
@@ -136,22 +136,22 @@ def forward_both_ways(world: World, job: TrainJob) -> tuple[Tensor, Tensor, Tens
         memory = engine.model.empty_memory(len(segment.input))
         from_engine_BT, _ = engine.forward(*inputs, memory, None)
         with autocast("bf16", world.device):
-            ours_BT, _ = engine.model(*inputs, memory, None)
+            autocast_BT, _ = engine.model(*inputs, memory, None)
         exact_BT, _ = engine.model(*inputs, memory, None)
-    return from_engine_BT.detach(), ours_BT.detach(), exact_BT.detach()
+    return from_engine_BT.detach(), autocast_BT.detach(), exact_BT.detach()
 
 
 def test_training_and_evaluation_have_the_same_autocast(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    """DeepSpeed runs its own and switches off one around it, so ours would be lost in training."""
+    """DeepSpeed applies its own autocast, and disables one around its engine."""
     job = tiny_job(dataset, tmp_path, NO_EVALUATION, BF16)
-    [(from_engine_BT, ours_BT, exact_BT)] = ranks(1).run(forward_both_ways, job)
-    assert torch.equal(from_engine_BT, ours_BT)
+    [(from_engine_BT, autocast_BT, exact_BT)] = ranks(1).run(forward_both_ways, job)
+    assert torch.equal(from_engine_BT, autocast_BT)
     assert not torch.equal(from_engine_BT, exact_BT)
 
 
-def test_a_score_is_fp32_unless_asked_for_otherwise_and_says_so(dataset: Path, run: Path) -> None:
+def test_a_score_is_fp32_by_default_and_records_its_precision(dataset: Path, run: Path) -> None:
     scored = []
     for options in ((), ("--precision", "fp32"), ("--precision", "bf16")):
         command = ["eval", str(run), str(dataset), "--tgt-len", "64", "--json", *options]
@@ -170,15 +170,15 @@ def test_generation_runs_in_bf16_too() -> None:
     assert all(0 <= next(tokens) < VOCAB_SIZE for _ in range(5))
 
 
-def test_fp16_is_refused_with_what_to_write_instead(dataset: Path, tmp_path: Path) -> None:
+def test_fp16_is_rejected_with_the_alternatives(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"precision: 'fp16' is not offered.* bf16.* or fp32"):
         tiny_job(dataset, tmp_path, "precision=fp16")
     with pytest.raises(ConfigError, match=r"precision is \"int8\".*'fp32' or 'bf16'"):
         tiny_job(dataset, tmp_path, "precision=int8")
 
 
-def test_another_precision_on_resume_has_to_be_asked_for() -> None:
-    """It changes the trajectory, but the state means the same."""
+def test_another_precision_on_resume_must_be_allowed() -> None:
+    """It changes the trajectory, but the checkpoint stays valid."""
     old, new = default_settings(), default_settings() | {"precision": "bf16"}
     with pytest.raises(CheckpointError, match="--allow-change precision"):
         check_config(old, new, allowed=(), where="here")

@@ -1,4 +1,4 @@
-"""Only torchrun's whole set of variables makes a process a rank."""
+"""A process is a rank only if it has the complete set of torchrun's variables."""
 
 from pathlib import Path
 
@@ -15,34 +15,34 @@ from txl_dist.runtime.torchrun import (
     without_torchrun,
 )
 
-LEFT_BEHIND = {
+LEFTOVER = {
     "RANK": "1",
     "WORLD_SIZE": "2",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
     "LOCAL_RANK": "1",
 }
-WHOLE = {**LEFT_BEHIND, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some-run"}
+COMPLETE = {**LEFTOVER, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some-run"}
 
 
 @pytest.mark.parametrize("missing", TORCHRUN_VARIABLES)
-def test_a_set_that_is_not_whole_makes_no_rank(missing: str) -> None:
-    part = {name: value for name, value in WHOLE.items() if name != missing}
+def test_an_incomplete_set_does_not_make_a_rank(missing: str) -> None:
+    part = {name: value for name, value in COMPLETE.items() if name != missing}
     assert not is_torchrun(part)
     assert set(stray_variables(part)) == set(part)
-    assert is_torchrun(WHOLE)
-    assert stray_variables(WHOLE) == []
+    assert is_torchrun(COMPLETE)
+    assert stray_variables(COMPLETE) == []
 
 
 def test_launched_ranks_do_not_inherit_torchruns_variables() -> None:
     other = {"PATH": "/bin", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert without_torchrun({**WHOLE, **other}) == {"PATH": "/bin"}
+    assert without_torchrun({**COMPLETE, **other}) == {"PATH": "/bin"}
 
 
-def test_variables_left_behind_do_not_hijack_the_command(
+def test_variables_left_in_the_shell_are_ignored_with_a_warning(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in LEFT_BEHIND.items():
+    for name, value in LEFTOVER.items():
         monkeypatch.setenv(name, value)
     words = ["train", str(TINY), f"data.path={dataset}", f"directory={tmp_path}", "--dry-run"]
     done = CliRunner().invoke(app, [*words, "--ranks", "2"])
@@ -61,14 +61,14 @@ def test_variables_left_behind_do_not_hijack_the_command(
         (["--on", "processes", "--ranks", "2"], "--on processes"),
     ],
 )
-def test_options_that_contradict_torchrun_are_refused(
+def test_options_that_contradict_torchrun_are_rejected(
     dataset: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
     named: str,
 ) -> None:
-    for name, value in WHOLE.items():
+    for name, value in COMPLETE.items():
         monkeypatch.setenv(name, value)
     words = ["train", str(TINY), f"data.path={dataset}", f"directory={tmp_path}", *options]
     done = CliRunner().invoke(app, words)

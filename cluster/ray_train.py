@@ -1,9 +1,13 @@
-"""Training under Ray Train: it starts the ranks, and starts them again when one dies.
+"""Train with Ray Train: it starts the ranks, and restarts them when one dies.
 
-What the ranks compute, and where they go on after a restart, is the project's own: the run
-directory's newest good checkpoint. Ray Train runs ranks in threads, where no signal can be caught;
-so the launcher catches the stop signals and leaves a stop file, which the ranks look for
-(`supervisor.py`).
+    launcher: train_on_ray -> Supervisor (main thread)
+                           -> _fit -> Ray Train's controller   (thread)
+    worker:   _train_loop -> train_rank
+
+Ray Train's own checkpoints are not used. Restarted ranks resume from the newest good checkpoint of
+the run directory, as under every other launcher. Ray Train runs a rank in a thread, where no signal
+can be caught. So the launcher catches the stop signals and creates a stop file, which the training
+loop checks after every step.
 """
 
 import os
@@ -13,11 +17,11 @@ from typing import Any
 
 import torch
 
-from cluster.attempt import AttemptFiles, Place
+from cluster.cluster_monitor import ClusterMonitor
+from cluster.connection import ray_connection, uses_gpus
+from cluster.launch_files import LaunchFiles, RankLocation
 from cluster.ray_log import ray_log
-from cluster.session import ray_session, uses_gpus
 from cluster.supervisor import Supervisor
-from cluster.watch import ClusterWatch
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import DivergedError, LostRankError, PreemptedError, TxlError
 from txl_dist.launch.launcher import OnLine
@@ -32,8 +36,8 @@ def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line:
     directory = RunDirectory(job.run_path)
     directory.create()
     with directory.locked():
-        AttemptFiles.remove_all(directory.path)  # of a launcher that was killed
-    files = AttemptFiles(directory.path, job.attempt)
+        LaunchFiles.remove_all(directory.path)  # of a killed launcher
+    files = LaunchFiles(directory.path, job.launch_id)
     job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
     supervisor = Supervisor(
         directory,
@@ -44,28 +48,29 @@ def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line:
         on_line=on_line,
     )
 
-    def work() -> None:
-        with ray_session(address, num_cpus=max(num_ranks, os.cpu_count() or 1)):
+    def run_ray() -> None:
+        # Ray starts a rank only if a CPU is free for it, so a private Ray has one for each.
+        with ray_connection(address, num_cpus=max(num_ranks, os.cpu_count() or 1)):
             use_gpu = uses_gpus(num_ranks)
             with (
                 ray_log(directory.logs / "ray.log"),
-                ClusterWatch(use_gpu=use_gpu) as supervisor.watch,
+                ClusterMonitor(use_gpu=use_gpu) as supervisor.monitor,
             ):
-                supervisor.ended(_fit(job, num_ranks, use_gpu=use_gpu))
+                supervisor.set_ended(_fit(job, num_ranks, use_gpu=use_gpu))
 
     try:
-        supervisor.run(work)
+        supervisor.run(run_ray)
     finally:
         files.remove()
 
 
 def _fit(job: TrainJob, num_ranks: int, *, use_gpu: bool) -> TxlError | None:
-    """Run Ray Train; returns what ended it, if it was a failure."""
+    """Run Ray Train until the ranks have ended; returns its error if it gave up."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
-    from cluster.failures import FailureRecorder
+    from cluster.failure_callback import FailureCallback
     from cluster.network import NodeInterfaceTorchConfig
 
     trainer = TorchTrainer(
@@ -73,6 +78,7 @@ def _fit(job: TrainJob, num_ranks: int, *, use_gpu: bool) -> TxlError | None:
         train_loop_config={
             "job": job.to_json(),
             "working_directory": str(Path.cwd()),
+            # For ranks on this machine; with ranks on several nodes it is lower than necessary.
             "num_threads": max(1, (os.cpu_count() or 1) // num_ranks),
         },
         scaling_config=ScalingConfig(num_workers=num_ranks, use_gpu=use_gpu),
@@ -81,52 +87,51 @@ def _fit(job: TrainJob, num_ranks: int, *, use_gpu: bool) -> TxlError | None:
             timeout_s=int(job.config.training.rank_timeout_seconds),
         ),
         run_config=RunConfig(
-            name="ray",
+            name="ray",  # Ray Train keeps its own state in RUN/ray
             storage_path=str(job.run_path.resolve()),
             failure_config=FailureConfig(max_failures=job.config.ray.max_restarts),
-            callbacks=[FailureRecorder(job.run_path.resolve(), job.attempt)],
+            callbacks=[FailureCallback(job.run_path.resolve(), job.launch_id)],
         ),
     )
     try:
         trainer.fit()
     except TrainingFailedError as error:
         return TxlError(
-            f"the ranks failed more than ray.max_restarts={job.config.ray.max_restarts} times; the "
-            f"last time: {error}. Their logs: {RunDirectory(job.run_path).logs}. "
+            f"the ranks failed more than ray.max_restarts={job.config.ray.max_restarts} times; "
+            f"the last error: {error}. Their logs: {RunDirectory(job.run_path).logs}. "
             f"{resume_advice(job.run_path)}"
         )
     return None
 
 
 def _train_loop(settings: dict[str, Any]) -> None:
-    """One rank, inside a Ray worker. Returns normally when a restart could not help."""
+    """One rank, inside a Ray worker. An error that is raised makes Ray restart all ranks."""
     import ray.train
 
-    # Paths of the config are relative to where the command was given.
-    os.chdir(settings["working_directory"])
+    os.chdir(settings["working_directory"])  # the config may have relative paths
     torch.set_num_threads(settings["num_threads"])
     context = ray.train.get_context()
     world = World(context.get_world_rank(), context.get_world_size(), context.get_local_rank())
     job = TrainJob.from_json(settings["job"])
     directory = RunDirectory(job.run_path)
-    files = AttemptFiles(directory.path, job.attempt)
-    if files.end() is not None:
-        return
-    place = Place(
+    files = LaunchFiles(directory.path, job.launch_id)
+    if files.error() is not None:
+        return  # the launcher raises it
+    location = RankLocation(
         ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
     )
-    files.write_place(world.rank, place)
+    files.write_location(world.rank, location)
     if files.saved.exists():
-        # A restart: what this attempt saved comes before what the command line named.
+        # After a restart, this launch's newest checkpoint replaces the command line's --resume.
         job = job.model_copy(update={"resume": "auto"})
-    # An error of one rank makes Ray end the others; the next attempt finds it recorded and returns.
-    # Errors that all ranks raise at the same step need no such round.
     try:
         train_rank(job, world)
     except LostRankError:
-        raise  # the others' fault: Ray starts the ranks again
+        raise  # caused by another rank; a restart can help
     except TxlError as error:
-        with suppress(OSError):  # a full disk; Ray then carries the error itself
-            files.write_end(world.rank, error)
+        with suppress(OSError):  # a full disk; Ray then transports the error itself
+            files.write_error(world.rank, error)
+        # If only this rank failed, raising makes Ray end the other ranks; restarted, they find the
+        # recorded error and return. Stops and divergence end all ranks at the same step instead.
         if not isinstance(error, PreemptedError | DivergedError):
             raise

@@ -1,4 +1,4 @@
-"""A rank ends with the decided exit code, whatever the interpreter would do at its shut-down."""
+"""A rank exits with the decided code, although the interpreter's shutdown would abort it."""
 
 import subprocess
 import sys
@@ -7,11 +7,11 @@ import pytest
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_nothing_of_the_shut_down_changes_the_exit_code(code: int) -> None:
+def test_the_shutdown_of_the_interpreter_does_not_change_the_exit_code(code: int) -> None:
     program = (
         "import atexit, os, sys\n"
-        "from txl_dist.runtime.process_exit import exit_without_teardown\n"
-        "atexit.register(os.abort)\n"  # as a native thread does that meets a closing interpreter
+        "from data_pipeline.processes.process_exit import exit_without_teardown\n"
+        "atexit.register(os.abort)\n"  # like a native thread during the shutdown
         "print('buffered', end='')\n"
         f"exit_without_teardown({code})\n"
     )

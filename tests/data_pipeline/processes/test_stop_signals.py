@@ -1,4 +1,4 @@
-"""One request to stop may arrive as several signals, and must be heard wherever a process is."""
+"""A stop request may arrive as several signals, and must work during native code."""
 
 import os
 import signal
@@ -8,66 +8,69 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.processes import stop_signals
+from data_pipeline.processes.stop_signals import STOP_SIGNALS, StopSignals
 from tests.support.commands import wait_until
-from txl_dist.runtime import stop_signals
-from txl_dist.runtime.stop_signals import STOP_SIGNALS, StopRequest, StopSignals
 
 
-class Heard:
-    """What a StopSignals called."""
+class Calls:
+    """Records the callbacks of a StopSignals."""
 
     def __init__(self) -> None:
         self.requests: list[int] = []
-        self.insistences = 0
+        self.repeats = 0
 
-    def insist(self) -> None:
-        self.insistences += 1
+    def repeat(self) -> None:
+        self.repeats += 1
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_is_a_request_and_the_old_handler_comes_back(number: int) -> None:
+def test_a_signal_is_a_request_and_the_old_handler_is_restored(number: int) -> None:
     before = signal.getsignal(number)
-    heard = Heard()
-    with StopSignals(heard.requests.append, heard.insist) as signals:
+    calls = Calls()
+    with StopSignals(calls.requests.append, calls.repeat) as signals:
         assert not signals
         signal.raise_signal(number)
         wait_until(lambda: bool(signals))
-    assert heard.requests == [number]
+    assert calls.requests == [number]
     assert signal.getsignal(number) == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_copies_of_one_request_are_one_request() -> None:
-    heard = Heard()
-    with StopSignals(heard.requests.append, heard.insist) as signals:
+    calls = Calls()
+    with StopSignals(calls.requests.append, calls.repeat) as signals:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.raise_signal(number)
         wait_until(lambda: len(signals._first_seen) == 3)
-    assert heard.requests == [signal.SIGTERM]
-    assert heard.insistences == 0
+    assert calls.requests == [signal.SIGTERM]
+    assert calls.repeats == 0
 
 
-def test_only_the_same_signal_again_after_a_while_insists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_same_signal_again_after_a_while_is_a_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0.0)
-    heard = Heard()
-    with StopSignals(heard.requests.append, heard.insist):
-        # Slurm warns by SIGUSR1 and ends by SIGTERM: the second is no impatience.
+    calls = Calls()
+    with StopSignals(calls.requests.append, calls.repeat):
+        # Slurm warns with SIGUSR1 and ends with SIGTERM: the second is not a repeat.
         signal.raise_signal(signal.SIGUSR1)
-        wait_until(lambda: heard.requests == [signal.SIGUSR1])
+        wait_until(lambda: calls.requests == [signal.SIGUSR1])
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        wait_until(lambda: heard.insistences == 1)
-    assert heard.requests == [signal.SIGUSR1]
+        wait_until(lambda: calls.repeats == 1)
+    assert calls.requests == [signal.SIGUSR1]
 
 
-def test_a_request_is_heard_inside_native_code(tmp_path: Path) -> None:
+def test_a_request_works_inside_native_code(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     code = (
         "import hashlib, pathlib\n"
-        "from txl_dist.runtime.stop_signals import StopSignals, end_start_up\n"
+        "from data_pipeline.processes.stop_signals import StopSignals\n"
+        "from txl_dist.runtime.stop_request import end_start_up\n"
         "with StopSignals(on_request=end_start_up):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
-        # Minutes of native code that neither holds the interpreter nor looks for signals.
+        # Minutes of native code that releases the GIL and does not check for signals.
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 1_000_000_000)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
@@ -78,15 +81,8 @@ def test_a_request_is_heard_inside_native_code(tmp_path: Path) -> None:
     assert "nothing is lost" in errors
 
 
-def test_a_stop_file_is_a_request_too(tmp_path: Path) -> None:
-    stop = StopRequest(stop_file=tmp_path / "stop")
-    assert not stop
-    (tmp_path / "stop").touch()
-    assert stop
-
-
 def test_contexts_nest() -> None:
-    outer, inner = Heard(), Heard()
+    outer, inner = Calls(), Calls()
     with StopSignals(outer.requests.append):
         with StopSignals(inner.requests.append) as signals:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,114 @@
+"""LaunchFiles: how the launcher and the ranks of one launch communicate.
+
+A launch is one start of a run by a person; restarts of its ranks by Ray belong to it. The files are
+in the run directory, which every node sees. Files, because a stop signal reaches the launcher
+only, and a rank that died cannot report anything.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from data_pipeline.storage.atomic_files import write_file
+from txl_dist.errors import TxlError, error_of
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """The process of a rank."""
+
+    node_id: str
+    address: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One failure as Ray Train reports it: it ends all ranks, with an error text for some."""
+
+    died: tuple[int, ...]
+    """Ranks whose process ended. The others stopped for that reason or because of an error."""
+    errors: dict[int, str]
+
+
+class LaunchFiles:
+    """RUN/.launch-ID.*; removed when the launch ends, or by the next launch."""
+
+    def __init__(self, run: Path, launch_id: str) -> None:
+        self._base = run.resolve() / f".launch-{launch_id}"
+        self.stop = self._base.with_suffix(".stop")
+        """Created by the launcher: the ranks must save and stop."""
+        self.saved = self._base.with_suffix(".saved")
+        """Created by rank 0 when this launch has saved its first checkpoint."""
+        self._failures = self._base.with_suffix(".failures")
+        self._num_failures_read = 0
+
+    @staticmethod
+    def remove_all(run: Path) -> None:
+        """Remove the files of all launches. The caller holds the lock of the run directory."""
+        for path in run.glob("*.launch-*"):  # the first * is for temporary files of killed ranks
+            path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        for path in self._base.parent.glob(f"{self._base.name}.*"):
+            path.unlink(missing_ok=True)
+
+    def write_location(self, rank: int, location: RankLocation) -> None:
+        """Called by a rank when it starts."""
+        write_file(self._location_path(rank), json.dumps(asdict(location)).encode())
+
+    def locations(self, num_ranks: int) -> dict[int, RankLocation]:
+        """The ranks that have started since the last `remove_locations`."""
+        paths = {rank: self._location_path(rank) for rank in range(num_ranks)}
+        return {
+            rank: RankLocation(**json.loads(path.read_text()))
+            for rank, path in paths.items()
+            if path.exists()
+        }
+
+    def remove_locations(self, num_ranks: int) -> None:
+        for rank in range(num_ranks):
+            self._location_path(rank).unlink(missing_ok=True)
+
+    def write_error(self, rank: int, error: TxlError) -> None:
+        """Called by a rank: the error that ended it, which a restart would only repeat."""
+        content = {"type": type(error).__name__, "message": str(error)}
+        write_file(self._base.with_suffix(f".error-{rank:05d}"), json.dumps(content).encode())
+
+    def error(self) -> TxlError | None:
+        """The error of the lowest rank that has written one."""
+        for path in sorted(self._base.parent.glob(f"{self._base.name}.error-*")):
+            content = json.loads(path.read_text())
+            return error_of(content["type"], content["message"])
+        return None
+
+    def append_failure(self, errors: Mapping[int, Exception], *, died: tuple[int, ...]) -> None:
+        """Called in Ray Train's controller, on the launcher's node."""
+        texts = {rank: str(error) or repr(error) for rank, error in errors.items()}
+        line = json.dumps({"died": died, "errors": texts}) + "\n"
+        # One write to a file opened for appending: `new_failures` never reads half a line.
+        descriptor = os.open(self._failures, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def new_failures(self) -> list[RankFailure]:
+        """Failures that were appended since the last call."""
+        if not self._failures.exists():
+            return []
+        lines = self._failures.read_text().splitlines()[self._num_failures_read :]
+        self._num_failures_read += len(lines)
+        records = [json.loads(line) for line in lines]
+        return [
+            RankFailure(
+                died=tuple(record["died"]),
+                errors={int(rank): text for rank, text in record["errors"].items()},
+            )
+            for record in records
+        ]
+
+    def _location_path(self, rank: int) -> Path:
+        return self._base.with_suffix(f".rank-{rank}")

@@ -1,0 +1,52 @@
+"""Launcher and ranks communicate through files of the run directory."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.launch_files import LaunchFiles, RankLocation
+from data_pipeline.errors import DataError
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> LaunchFiles:
+    return LaunchFiles(tmp_path, "0123")
+
+
+def test_the_error_of_the_lowest_rank_is_read_with_its_type(files: LaunchFiles) -> None:
+    assert files.error() is None
+    files.write_error(10, DataError("of rank 10"))
+    files.write_error(9, DataError("of rank 9"))
+    error = files.error()
+    assert isinstance(error, DataError)
+    assert str(error) == "of rank 9"
+
+
+def test_locations_are_those_of_the_ranks_that_have_started(files: LaunchFiles) -> None:
+    location = RankLocation("node", "10.0.0.1", 7)
+    files.write_location(1, location)
+    assert files.locations(2) == {1: location}
+    files.remove_locations(2)
+    assert files.locations(2) == {}
+
+
+def test_a_failure_is_read_once(files: LaunchFiles) -> None:
+    assert files.new_failures() == []
+    files.append_failure({0: ValueError(), 1: ValueError("text")}, died=(1,))
+    [failure] = files.new_failures()
+    assert failure.died == (1,)
+    assert failure.errors == {0: "ValueError()", 1: "text"}
+    assert files.new_failures() == []
+
+
+def test_the_files_of_every_launch_are_removed_with_temporary_ones(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    for launch_id in "ab":
+        files = LaunchFiles(tmp_path, launch_id)
+        files.stop.touch()
+        files.write_error(0, DataError("text"))
+    (tmp_path / "..launch-a.error-00000.123.tmp").touch()  # write_file of a killed rank
+    LaunchFiles(tmp_path, "a").remove()
+    assert LaunchFiles(tmp_path, "b").stop.exists()
+    LaunchFiles.remove_all(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,0 +1,46 @@
+"""World: what the collectives return on two real ranks, and on one."""
+
+import pytest
+import torch
+
+from tests.support.gloo_ranks import RankGroups
+from txl_dist.errors import DataError, TxlError
+from txl_dist.runtime.world import World
+
+
+def use_collectives(world: World) -> tuple[list[float], list[int], list[int], int]:
+    total = world.sum(torch.tensor([float(world.rank), 1.0]))
+    world.barrier()
+    ranks = world.gather(world.rank)
+    return total.tolist(), ranks, world.run_on_all(lambda: world.rank), world.broadcast(world.rank)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_rank_gets_the_same_results(ranks: RankGroups, num_ranks: int) -> None:
+    each = list(range(num_ranks))
+    expected = ([float(sum(each)), float(num_ranks)], each, each, 0)
+    assert ranks(num_ranks).run(use_collectives) == [expected] * num_ranks
+
+
+def fail_on_both(world: World) -> str:
+    def work() -> None:
+        raise DataError("of rank 0") if world.is_rank_zero else ValueError("of rank 1")
+
+    with pytest.raises(DataError) as caught:
+        world.run_on_all(work)
+    return str(caught.value)
+
+
+def fail_on_rank_1(world: World) -> str:
+    def work() -> None:
+        if world.rank == 1:
+            raise ValueError("text")
+
+    with pytest.raises(TxlError) as caught:
+        world.run_on_all(work)
+    return str(caught.value)
+
+
+def test_every_rank_raises_the_error_of_the_lowest_rank(ranks: RankGroups) -> None:
+    assert ranks(2).run(fail_on_both) == ["of rank 0"] * 2
+    assert ranks(2).run(fail_on_rank_1) == ["rank 1: ValueError: text"] * 2

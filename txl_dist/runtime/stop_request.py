@@ -1,0 +1,31 @@
+"""What a request to stop means for a training run: end in start-up, save and end after a step.
+
+The signals are caught in `data_pipeline/processes/stop_signals.py`. Imports only the standard
+library, so that `txl train` can install it before its first slow import.
+"""
+
+from pathlib import Path
+
+from data_pipeline.processes.stop_signals import StopSignals, end_now, say
+
+STOPPING = "stopping after this step, then saving; press Ctrl-C again to end now"
+NOTHING_TRAINED = "stopped on request before the first step; nothing is lost"
+
+
+def end_start_up(_number: int) -> None:
+    """End at once with exit code 75: before the first step there is nothing to save."""
+    say(NOTHING_TRAINED)
+    end_now()
+
+
+class StopRequest:
+    """True once a stop signal has reached this process, or `stop_file` exists.
+
+    Under Ray a rank runs in a thread, where no signal can be caught; the launcher creates the file.
+    """
+
+    def __init__(self, signals: StopSignals | None = None, stop_file: Path | None = None) -> None:
+        self._signals, self._stop_file = signals, stop_file
+
+    def __bool__(self) -> bool:
+        return bool(self._signals) or (self._stop_file is not None and self._stop_file.exists())

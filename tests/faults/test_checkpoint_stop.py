@@ -45,7 +45,7 @@ def test_sigterm_in_an_evaluation_ends_it_with_the_checkpoint_that_was_due(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert step not in scores(run)
-    assert verify_checkpoint(checkpoint).state.evaluation_pending
+    assert verify_checkpoint(checkpoint).state["evaluation_pending"]
 
     finished = txl(*command)
     assert finished.returncode == 0, finished.stderr

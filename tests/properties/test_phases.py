@@ -15,9 +15,9 @@ from data_pipeline.streams.mixture import source_of_epoch
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource
-from txl_dist.checkpoint.manifest import CorpusEntry, Phase
 from txl_dist.training.data import mixed_source
 from txl_dist.training.phases import phases_from
+from txl_dist.training.state import CorpusEntry, Phase
 
 TGT_LEN = 3
 quickly = examples(100)

@@ -9,7 +9,7 @@ a new name or path of the same data changes nothing.
 import math
 from dataclasses import dataclass
 
-from txl_dist.checkpoint.manifest import CorpusEntry, Phase
+from txl_dist.training.state import CorpusEntry, Phase
 
 
 @dataclass(frozen=True, slots=True)

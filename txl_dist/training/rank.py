@@ -17,7 +17,6 @@ from pathlib import Path
 
 from data_pipeline.processes.parent import end_with_parent
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
@@ -30,9 +29,10 @@ from txl_dist.runtime.stop_signals import (
     say,
 )
 from txl_dist.runtime.world import World
-from txl_dist.training.build import RankBuilder
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.state import TrainState
 
 MAX_MESSAGE_LENGTH = 30_000
 """Of an error on its way to the launcher: less than a pipe holds, so that nobody has to read."""
@@ -58,9 +58,9 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
         try:
             with ExitStack() as stack:
                 stop = StopRequest(signals, Path(job.stop_file) if job.stop_file else None)
-                training = RankBuilder(job, world, directory, stack, stop).training()
+                trainer = build_trainer(job, world, directory, stack, stop)
                 signals.on_request = lambda _: say(STOPPING) if announce_stop else None
-                state = training.run()
+                state = trainer.run()
             log.info("finished at step %d", state.step)
             return state
         except PreemptedError as request:

@@ -43,14 +43,14 @@ class RunDirectory:
             ) from None
 
     @contextmanager
-    def locked(self, *, patience_seconds: float = 0.0) -> Iterator[None]:
+    def locked(self, *, timeout_seconds: float = 0.0) -> Iterator[None]:
         """Hold the directory against a second run. The kernel lets go when this process dies.
 
-        Raises ConfigError naming the holder if it does not let go within `patience_seconds`.
+        Raises ConfigError naming the holder if it does not let go within `timeout_seconds`.
         """
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if not wait_for_lock(descriptor, timeout_seconds=patience_seconds):
+            if not wait_for_lock(descriptor, timeout_seconds=timeout_seconds):
                 owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
                 raise ConfigError(
                     f"{self.path} is in use by another run ({owner or 'unknown'}). Wait for it "

@@ -17,7 +17,7 @@ from tests.txl_dist.checkpoint.saving import BEST, model, save
 from txl_dist.checkpoint import writer
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model, verify_checkpoint
-from txl_dist.checkpoint.writer import save_score
+from txl_dist.checkpoint.writer import update_state
 
 KILLED = 137
 
@@ -32,12 +32,13 @@ def sweep_score(run: Path) -> None:
     """The checkpoint of step 2 is whole at every moment, without its score or with it."""
     directory = CheckpointDirectory(run)
     state = verify_checkpoint(directory.at(2)).state
-    scored = state.model_copy(update={"best": BEST.model_copy(update={"step": 2})})
+    score = {"best": BEST.model_copy(update={"step": 2}).model_dump(mode="json")}
+    scored = {**state, **score}
     for kill_at in range(1, 50):
         child = os.fork()
         if child == 0:
             count_down(kill_at)
-            save_score(directory, scored)
+            update_state(directory, 2, score)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert verify_checkpoint(directory.at(2)).state in (state, scored)
@@ -48,7 +49,7 @@ def sweep_score(run: Path) -> None:
             assert kill_at > 4
             return
         assert code == KILLED, code
-        save_score(directory, state)
+        update_state(directory, 2, state)
     raise AssertionError("the score was never saved")
 
 
@@ -69,7 +70,7 @@ def sweep_save(run: Path) -> None:
             assert newest == 2
             assert seen_old >= 8
             assert seen_new >= 2
-            assert not CheckpointDirectory(run).aside.exists()
+            assert not CheckpointDirectory(run).staging.exists()
             print(f"{kill_at - 1} kill points")
             return
         assert code == KILLED, code
@@ -82,7 +83,7 @@ def sweep_save(run: Path) -> None:
 def assert_whole(run: Path, step: int) -> None:
     """The newest checkpoint is one of the two, complete and with its own values."""
     directory = CheckpointDirectory(run).at(step)
-    assert verify_checkpoint(directory).state.step == step
+    assert verify_checkpoint(directory).step == step
     loaded, _, _ = load_model(directory)
     for name, parameter in model(step).named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name

@@ -9,11 +9,11 @@ import torch
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.checkpoint.manifest import BestScore, TrainState
 from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
+from txl_dist.training.state import BestScore, TrainState
 
 NUM_LANES = 3
 BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)
@@ -62,7 +62,7 @@ def save(
         header=header,
         state=TrainState(
             step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
-        ),
+        ).model_dump(mode="json"),
         fragments=fragments,
         memory_of_lane=memory_of_lane,
         mlflow_run_id=None,

@@ -126,4 +126,4 @@ def test_advice_names_a_checkpoint_only_where_there_is_one(tmp_path: Path) -> No
     assert "resumes from the newest checkpoint, that of step 9" in resume_advice(tmp_path)
     advice = divergence_advice(tmp_path, before=9)
     assert f"--resume {CheckpointDirectory(tmp_path).at(4)}" in advice
-    assert f"go back further: --resume {CheckpointDirectory(tmp_path).at(2)}" in advice
+    assert f"use an earlier one: --resume {CheckpointDirectory(tmp_path).at(2)}" in advice

@@ -11,14 +11,14 @@ import pytest
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, metrics, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
-from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.build import RankBuilder
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
-from txl_dist.training.loop import Training
+from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
 CLOCK = ("time", "tokens_per_second", "mfu", "data_wait")
@@ -28,14 +28,14 @@ CLOCK = ("time", "tokens_per_second", "mfu", "data_wait")
 def train_changed(
     world: World, job: TrainJob, change: Callable[..., None], *args: Any
 ) -> tuple[int, str]:
-    """Run a job after `change(training, *args)`; exit code and message of what ended it."""
+    """Run a job after `change(trainer, *args)`; exit code and message of what ended it."""
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        training = RankBuilder(job, world, directory, stack).training()
-        change(training, *args)
+        trainer = build_trainer(job, world, directory, stack)
+        change(trainer, *args)
         try:
-            training.run()
+            trainer.run()
         except TxlError as error:
             return error.exit_code, str(error)
     return 0, ""
@@ -47,7 +47,8 @@ def computed(run: Path) -> list[dict[str, Any]]:
 
 
 def state_at(run: Path, step: int) -> TrainState:
-    return verify_checkpoint(CheckpointDirectory(run).at(step)).state
+    path = CheckpointDirectory(run).at(step)
+    return load_state(path, verify_checkpoint(path))
 
 
 # --- a stop in the evaluation -------------------------------------------------------------------
@@ -56,19 +57,19 @@ def state_at(run: Path, step: int) -> TrainState:
 class StopInEvaluation:
     """Turns true at the `polls`-th question while the evaluation of `step` is pending."""
 
-    def __init__(self, training: Training, step: int, polls: int) -> None:
-        self.training, self.step, self.polls = training, step, polls
+    def __init__(self, trainer: Trainer, step: int, polls: int) -> None:
+        self.trainer, self.step, self.polls = trainer, step, polls
 
     def __bool__(self) -> bool:
-        state = self.training.state
+        state = self.trainer.state
         if state.step == self.step and state.evaluation_pending:
             self.polls -= 1
         return self.polls <= 0
 
 
-def stop_in_evaluation(training: Training, step: int, only_rank: int | None) -> None:
-    if only_rank in (None, training.step.world.rank):
-        training.stop = StopInEvaluation(training, step, polls=3)  # type: ignore[assignment]
+def stop_in_evaluation(trainer: Trainer, step: int, only_rank: int | None) -> None:
+    if only_rank in (None, trainer.step.world.rank):
+        trainer.stop = StopInEvaluation(trainer, step, polls=3)  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("only_rank", [None, 1])
@@ -95,16 +96,16 @@ def test_a_stop_in_the_evaluation_saves_first_and_the_resumed_run_is_as_if_undis
     assert (job.run_path / "BEST").read_text() == best
 
 
-def keep_copy_before_score(training: Training, copy: Path) -> None:
+def keep_copy_before_score(trainer: Trainer, copy: Path) -> None:
     """Leave in `copy` what a kill between the journal's line and the score's would."""
-    save_score = training.saver.save_score
+    save_score = trainer.saver.save_score
 
     def copy_first(state: TrainState) -> None:
-        if training.step.world.is_rank_zero and state.step == 10:
-            shutil.copytree(Path(training.config.directory), copy)
+        if trainer.step.world.is_rank_zero and state.step == 10:
+            shutil.copytree(Path(trainer.config.directory), copy)
         save_score(state)
 
-    training.saver.save_score = copy_first  # type: ignore[method-assign]
+    trainer.saver.save_score = copy_first  # type: ignore[method-assign]
 
 
 def test_a_kill_after_the_score_was_journalled_writes_it_once(
@@ -135,21 +136,21 @@ def test_a_pending_evaluation_is_dropped_by_a_run_that_does_not_evaluate(
 # --- numbers that are not finite ----------------------------------------------------------------
 
 
-def poison_before_save(training: Training, step: int, rank: int, kind: str) -> None:
+def poison_before_save(trainer: Trainer, step: int, rank: int, kind: str) -> None:
     """Destroy one number of one rank after the loss of `step` was found finite."""
-    save = training.saver.save
+    save = trainer.saver.save
 
     def poisoned(state: TrainState) -> None:
-        if state.step == step and training.step.world.rank == rank:
+        if state.step == step and trainer.step.world.rank == rank:
             if kind == "memory":
-                training.step.memories[0].layers[1][0, -1, -1] = float("inf")
+                trainer.step.memories[0].layers[1][0, -1, -1] = float("inf")
             else:
-                fragment = next(iter(training.step.engine.fragments()))
+                fragment = next(iter(trainer.step.engine.fragments()))
                 tensor = fragment.master if kind == "weights" else fragment.states["exp_avg"]
                 tensor.view(-1)[-1] = float("nan")
         save(state)
 
-    training.saver.save = poisoned  # type: ignore[method-assign]
+    trainer.saver.save = poisoned  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -210,21 +211,21 @@ def test_weights_too_large_to_compute_with_do_not_push_the_good_checkpoint_out(
     assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in told
 
 
-def unchanged(training: Training) -> None:
+def unchanged(trainer: Trainer) -> None:
     """No change."""
 
 
-def nan_in_evaluation(training: Training, step: int) -> None:
-    evaluate = training.evaluate
+def nan_in_evaluation(trainer: Trainer, step: int) -> None:
+    evaluate = trainer.evaluate
     assert evaluate is not None
 
     def poisoned(*, stop: object) -> Any:
-        if training.state.step == step and training.step.world.rank == 1:
-            with training.step.engine.whole_model() as model:
+        if trainer.state.step == step and trainer.step.world.rank == 1:
+            with trainer.step.engine.whole_model() as model:
                 next(model.parameters()).data.view(-1)[:] = float("nan")
         return evaluate(stop=stop)
 
-    training.evaluate = poisoned
+    trainer.evaluate = poisoned
 
 
 def test_a_nan_in_the_evaluation_is_a_divergence_that_names_split_and_step(
@@ -243,15 +244,15 @@ def test_a_nan_in_the_evaluation_is_a_divergence_that_names_split_and_step(
 # --- the run directory --------------------------------------------------------------------------
 
 
-def remove_run_directory(training: Training, step: int) -> None:
-    advance = training.saver.confirm
+def remove_run_directory(trainer: Trainer, step: int) -> None:
+    advance = trainer.saver.confirm
 
     def removing(state: TrainState) -> None:
-        if state.step == step and training.step.world.is_rank_zero:
-            shutil.rmtree(training.config.directory)
+        if state.step == step and trainer.step.world.is_rank_zero:
+            shutil.rmtree(trainer.config.directory)
         advance(state)
 
-    training.saver.confirm = removing  # type: ignore[method-assign]
+    trainer.saver.confirm = removing  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("step", [7, 19])
@@ -291,5 +292,5 @@ def test_best_follows_when_a_run_goes_back(
     assert resolve_checkpoint(tmp_path / "BEST") == directory.at(5)
 
 
-def stop_at_once(training: Training) -> None:
-    training.stop = True  # type: ignore[assignment]
+def stop_at_once(trainer: Trainer) -> None:
+    trainer.stop = True  # type: ignore[assignment]

@@ -53,7 +53,7 @@ def test_null_scores_nothing_and_is_no_reason_to_warn(
 ) -> None:
     assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION)) == [0]
     assert not any("valid/loss" in line for line in metrics(tmp_path))
-    assert "evaluation | none, as evaluation.split=null says" in _log(tmp_path)
+    assert "evaluation | none, because evaluation.split=null" in _log(tmp_path)
 
 
 def test_a_path_to_evaluate_must_have_a_valid_split(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from data_pipeline.storage.manifest_file import manifest_bytes
 from tests.txl_dist.checkpoint.saving import BEST, CONFIG, NUM_LANES, memory, model, save, whole
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.fragments import Fragment
@@ -26,7 +27,7 @@ from txl_dist.checkpoint.reader import (
     load_model,
     verify_checkpoint,
 )
-from txl_dist.checkpoint.writer import save_score
+from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, DivergedError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -42,7 +43,7 @@ def test_weights_states_memory_and_progress_come_back(tmp_path: Path) -> None:
     }
     load_fragments(directory, manifest, loaded.values())
 
-    assert (manifest.state.step, manifest.state.position) == (3, 12)
+    assert (manifest.step, manifest.state["position"]) == (3, 12)
     for name, fragment in expected.items():
         assert torch.equal(loaded[name].master, fragment.master)
         for state, tensor in fragment.states.items():
@@ -99,9 +100,10 @@ def test_a_manifest_cannot_point_outside_its_directory(tmp_path: Path) -> None:
     directory = save(tmp_path, step=3)
     path = directory / "manifest.json"
     content = json.loads(path.read_text())
+    del content["digest"]
     content["files"]["../../escape"] = content["files"]["tokenizer.json"]
-    path.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="files"):
+    path.write_bytes(manifest_bytes(content))
+    with pytest.raises(CheckpointError, match=r"files\.\.\./\.\./escape"):
         load_checkpoint_manifest(directory)
 
 
@@ -112,6 +114,18 @@ def test_an_edited_manifest_is_refused_though_it_is_well_formed(tmp_path: Path) 
     content["state"]["position"] += 1
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="digest"):
+        load_checkpoint_manifest(directory)
+
+
+@pytest.mark.parametrize("step", [None, -1, "3", 3.5, True])
+def test_a_manifest_without_a_valid_step_is_refused(tmp_path: Path, step: object) -> None:
+    directory = save(tmp_path, step=3)
+    path = directory / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["digest"]
+    content["state"]["step"] = step
+    path.write_bytes(manifest_bytes(content))
+    with pytest.raises(CheckpointError, match="wrong entry: state"):
         load_checkpoint_manifest(directory)
 
 
@@ -157,7 +171,7 @@ def test_a_full_disk_names_the_place_and_keeps_the_previous_checkpoint(
         save(tmp_path, step=2)
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [1]
-    assert not directory.aside.exists()
+    assert not directory.staging.exists()
     verify_checkpoint(directory.at(1))
 
 
@@ -167,8 +181,7 @@ def test_a_file_that_cannot_grow_is_reported_like_a_full_disk(tmp_path: Path) ->
 import resource, signal, sys
 from pathlib import Path
 from tests.txl_dist.checkpoint.saving import save
-from txl_dist.checkpoint.writer import save_score
-from txl_dist.errors import CheckpointError, DivergedError
+from txl_dist.errors import CheckpointError
 save(Path({str(tmp_path)!r}), step=1)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
@@ -182,7 +195,7 @@ sys.exit(2)
     assert done.returncode == 0
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [1]
-    assert not directory.aside.exists()
+    assert not directory.staging.exists()
 
 
 @pytest.mark.parametrize("pointer", ["manifest.json", "LATEST"])
@@ -201,7 +214,7 @@ def test_a_disk_that_fills_up_late_is_a_checkpoint_error_too(
     with pytest.raises(CheckpointError, match=r"No space left.*newest checkpoint, that of step"):
         save(tmp_path, step=2)
     newest = CheckpointDirectory(tmp_path).steps()[-1]
-    assert verify_checkpoint(CheckpointDirectory(tmp_path).at(newest)).state.step == newest
+    assert verify_checkpoint(CheckpointDirectory(tmp_path).at(newest)).step == newest
 
 
 @pytest.mark.parametrize("kind", ["weights", "optimizer", "memory"])
@@ -219,7 +232,7 @@ def test_numbers_that_are_not_finite_are_never_saved(
         save(tmp_path, step=2, change=poison)
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [1]
-    assert not directory.aside.exists()
+    assert not directory.staging.exists()
 
 
 def test_checkpoint_files_follow_the_umask(tmp_path: Path) -> None:
@@ -232,9 +245,9 @@ def test_a_score_joins_its_checkpoint_and_changes_nothing_else(tmp_path: Path) -
     path = save(tmp_path, step=3, evaluation_pending=True)
     before = verify_checkpoint(path)
     score = BEST.model_copy(update={"step": 3, "nats_per_token": 1.25})
-    state = before.state.model_copy(update={"best": score, "evaluation_pending": False})
-    save_score(CheckpointDirectory(tmp_path), state)
-    assert verify_checkpoint(path) == before.model_copy(update={"state": state})
+    changes = {"best": score.model_dump(mode="json"), "evaluation_pending": False}
+    update_state(CheckpointDirectory(tmp_path), 3, changes)
+    assert verify_checkpoint(path) == before.model_copy(update={"state": before.state | changes})
 
 
 def test_a_save_into_a_run_that_was_removed_is_an_error(tmp_path: Path) -> None:

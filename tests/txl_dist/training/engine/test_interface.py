@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job, train
 from txl_dist.runtime.world import World
-from txl_dist.training.build import RankBuilder
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 
@@ -23,9 +23,9 @@ def train_and_look(world: World, job: TrainJob) -> tuple[Parts, dict[str, Tensor
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        training = RankBuilder(job, world, directory, stack).training()
-        training.run()
-        engine = training.step.engine
+        trainer = build_trainer(job, world, directory, stack)
+        trainer.run()
+        engine = trainer.step.engine
         parts = [(f.name, f.start, f.master.clone()) for f in engine.fragments()]
         spread = {name for name, p in engine.model.named_parameters() if p.numel() == 0}
         with engine.whole_model() as model:

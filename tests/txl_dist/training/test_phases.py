@@ -25,6 +25,7 @@ from txl_dist.config.config_file import dump_run_config, load_run_config
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
+from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = (
     NO_EVALUATION,
@@ -65,6 +66,10 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
+def state_of(path: Path) -> TrainState:
+    return load_state(path, load_checkpoint_manifest(path))
+
+
 def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
     ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -89,7 +94,7 @@ def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
     valid = {line["step"]: line["memory_valid"] for line in metrics(second) if "loss" in line}
     assert valid[9] == 0 < valid[10], "memory of the phase before is not used"
 
-    phases = load_checkpoint_manifest(checkpoint(second, 12)).state.phases
+    phases = state_of(checkpoint(second, 12)).phases
     assert [phase.position for phase in phases] == [0, 8 * 3]
     assert phases[1].first_epoch > 0
     for at, num_ranks, tolerance in [(12, 2, 0.0), (12, 1, 2e-6), (16, 1, 2e-6)]:
@@ -98,7 +103,7 @@ def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
         assert ranks(num_ranks).run(train, job) == [0] * num_ranks
         expected = {step: loss for step, loss in uninterrupted.items() if step > at}
         assert losses(resumed) == pytest.approx(expected, rel=tolerance)
-        assert load_checkpoint_manifest(checkpoint(resumed, 20)).state.phases == phases
+        assert state_of(checkpoint(resumed, 20)).phases == phases
 
 
 def test_the_realised_shares_are_told_once_a_phase(
@@ -134,7 +139,7 @@ def test_one_corpus_becomes_two_and_one_again(
         corpora["ash"], third, *SETTINGS, resume=str(checkpoint(second, 12)), allow_change=CHANGE
     )
     assert ranks(1).run(train, one) == [0]
-    phases = load_checkpoint_manifest(checkpoint(third, 20)).state.phases
+    phases = state_of(checkpoint(third, 20)).phases
     assert [phase.position for phase in phases] == [0, 24, 36]
     assert [[c.name for c in phase.corpora] for phase in phases] == [
         ["data"],
@@ -157,7 +162,7 @@ def test_a_corpus_that_changed_is_refused_by_name(
     assert "--allow-data-change" in refusal(run)
     moved = mixed_job(changed, weights, run, allow_data_change=True, allow_change=STEPS)
     assert ranks(1).run(train, moved) == [0]
-    assert len(load_checkpoint_manifest(checkpoint(run, 20)).state.phases) == 2
+    assert len(state_of(checkpoint(run, 20)).phases) == 2
 
 
 def test_a_checkpoint_from_before_there_were_mixtures_goes_on(
@@ -198,7 +203,7 @@ def test_evaluation_reads_the_first_corpus_that_has_the_split_or_the_one_named(
         assert ranks(2).run(train, job) == [0, 0]
         line = [line for line in metrics(run) if "valid/loss" in line][-1]
         assert (line["step"], line["valid/tokens_scored"]) == (num_steps, tokens[scored] - 1)
-        best = load_checkpoint_manifest(checkpoint(run, num_steps)).state.best
+        best = state_of(checkpoint(run, num_steps)).best
         assert best is not None
         assert best.step == num_steps, "a score on other text is not compared"
         seen.append(best.data_digest)

@@ -45,7 +45,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_counts_the_lost
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
     log = (run / "logs" / "rank-0.log").read_text()
     assert "step-00000020/weights-rank-00000.safetensors has sha256" in log
-    assert "Going on from step 10 instead; 10 steps are lost" in log
+    assert "Resuming from step 10 instead; 10 steps are lost" in log
     assert losses(run) == pytest.approx(expected, rel=2e-6)
 
 
@@ -171,6 +171,6 @@ def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(
     old = load_checkpoint_manifest(run / "checkpoints" / "step-00000020").run
     older = {key: value for key, value in old.items() if key != "model.pre_lnorm"}
     new = flatten_config(tiny_job(dataset, run, *SETTINGS).config)
-    check_config(older, new, allowed=(), where="here")
+    check_config(older, new, allowed=(), checkpoint="here")
     with pytest.raises(CheckpointError, match="pre_lnorm: checkpoint False, now True"):
-        check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), where="here")
+        check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), checkpoint="here")

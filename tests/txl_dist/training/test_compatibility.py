@@ -17,6 +17,7 @@ from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import TxlError
 from txl_dist.training.compatibility import check_data
 from txl_dist.training.data import TrainingData
+from txl_dist.training.state import load_state
 
 COMMAND = re.compile(r"txl prepare INPUT --out NEW_DIR --tokenizer (\S+)")
 
@@ -51,9 +52,10 @@ def _trains_beside(dataset: Path, run: Path, data: Path) -> None:
 def _resumes(dataset: Path, run: Path, data: Path) -> None:
     checkpoint = resolve_checkpoint(run)
     opened = TrainingData.open(tiny_job(data, run, NO_EVALUATION).config, num_ranks=1)
+    manifest = load_checkpoint_manifest(checkpoint)
     check_data(
-        load_checkpoint_manifest(checkpoint), opened.phase, opened.vocabulary,
-        allowed=(), allow_data_change=True, where=str(checkpoint),
+        manifest, load_state(checkpoint, manifest), opened.phase, opened.vocabulary,
+        allowed=(), allow_data_change=True, checkpoint=str(checkpoint),
     )  # fmt: skip
 
 

@@ -142,8 +142,7 @@ class _RankPart:
     slices: dict[str, tuple[tuple[int, ...], int, int]]
     """Parameter -> its whole shape, start, stop."""
     lanes: list[int]
-    files: dict[str, tuple[int, str]]
-    """Name -> bytes, sha256."""
+    files: dict[str, FileEntry]
 
 
 class _RankContent:
@@ -180,7 +179,7 @@ class _RankContent:
         for kind, arrays in self._tensors.items():
             path = staging / file_name(kind, rank)
             write_with(path, partial(save_file, arrays))
-            files[path.name] = (path.stat().st_size, sha256_file(path))
+            files[path.name] = _file_entry(path)
         return _RankPart(self._slices, self._lanes, files)
 
 
@@ -193,8 +192,9 @@ def _write_manifest(
 ) -> None:
     tokenizer = staging / TOKENIZER_NAME
     write_synced(tokenizer, header.tokenizer_json.encode())
-    files = {name: entry for part in parts for name, entry in part.files.items()}
-    files[TOKENIZER_NAME] = (tokenizer.stat().st_size, sha256_file(tokenizer))
+    files = {TOKENIZER_NAME: _file_entry(tokenizer)}
+    for part in parts:
+        files |= part.files
     rank_of_lane = {lane: rank for rank, part in enumerate(parts) for lane in part.lanes}
     manifest = CheckpointManifest(
         written_by=header.written_by,
@@ -210,11 +210,13 @@ def _write_manifest(
         rank_of_lane=tuple(rank_of_lane[lane] for lane in range(header.num_lanes)),
         optimizer_states=OPTIMIZER_STATES,
         parameters=_join_slices(parts),
-        files={
-            name: FileEntry(bytes=size, sha256=digest) for name, (size, digest) in files.items()
-        },
+        files=files,
     )
     write_synced(staging / MANIFEST_NAME, manifest.to_json())
+
+
+def _file_entry(path: Path) -> FileEntry:
+    return FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
 
 
 def _join_slices(parts: list[_RankPart]) -> dict[str, ParameterEntry]:

@@ -1,13 +1,13 @@
 """Builds the Trainer of one rank: TrainJob -> data -> model -> engine -> loop.
 
-Every launcher uses this one chain. `build_trainer` calls the functions below it in their order in
-this file. Most of them are collective, so all ranks must reach them in the same order.
+Every launcher uses this one chain. `build_trainer` calls the functions below it, in their order in
+this file. Some are collective, so every rank has to call all of them in this order.
 """
 
 import logging
 import math
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from txl_dist.runtime.stop_signals import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
-from txl_dist.training.data import TrainingData
+from txl_dist.training.data import Corpus, TrainingData
 from txl_dist.training.engine import create_engine
 from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob
@@ -50,6 +50,21 @@ LOCK_TIMEOUT_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """The inputs of all functions below: one rank of one job."""
+
+    job: TrainJob
+    world: World
+    directory: RunDirectory
+    stack: ExitStack
+    data: TrainingData
+
+    @property
+    def config(self) -> RunConfig:
+        return self.job.config
+
+
 def build_trainer(
     job: TrainJob,
     world: World,
@@ -59,35 +74,38 @@ def build_trainer(
 ) -> Trainer:
     """Open the data, join the ranks, resume or initialise, and build all parts of the run.
 
-    Collective. What it opens is closed with `stack`.
+    Collective. Everything that has to be closed is entered on `stack`.
     """
     config = job.config
+    # Before the ranks meet: wrong data or config must not cost a rendezvous.
     data = TrainingData.open(config, num_ranks=world.num_ranks)
+    rank = _Rank(job, world, directory, stack, data)
     world.join(timeout_seconds=config.training.rank_timeout_seconds)
     require_same_job(config, data, world)
-    world.run_on_rank_zero(lambda: _lock(directory, stack))
+    world.run_on_rank_zero(lambda: _lock(rank))
     point = find_resume_point(job, data, world)
-    step = _build_step(config, data, world)
+    step = _build_step(rank)
     if point is not None:
         restore(point, step.engine, step)
-    state = _initial_state(config, data, point)
+    state = _initial_state(rank, point)
     plan = data.plan_of(state.phases[-1])
-    world.run_on_rank_zero(lambda: _open_run(directory, config, data, state, point))
+    world.run_on_rank_zero(lambda: _open_run(rank, state, point))
     # Measured before the tracking process starts and competes for the processor.
-    utilisation = _measure_utilisation(config, data, world)
-    tracker = _start_tracker(config, data, world, directory, stack, new_run=point is None)
-    report = _build_report(config, world, directory, stack, utilisation)
-    _report_start(report, config, data, step, state, point)
+    utilisation = _measure_utilisation(rank)
+    tracker = _start_tracker(rank, new_run=point is None)
+    report = _build_report(rank, utilisation)
+    report.event("%s", _describe_start(rank, step, state, point))
+    report.evaluation_plan(config.evaluation, data)
+    if len(state.phases) > 1 or len(data.corpora) > 1:
+        report.phase(state, is_new=state.phases[-1].position == state.position)
     return Trainer(
         config=config,
         plan=plan,
-        segments=segment_pipeline(
-            stack.enter_context(_open_stream(config, data, step, state, plan))
-        ),
+        segments=segment_pipeline(_open_stream(rank, step, state, plan)),
         step=step,
         report=report,
         stop=StopRequest() if stop is None else stop,
-        saver=_build_saver(job, data, directory, step, tracker, point),
+        saver=_build_saver(rank, step, tracker, point),
         evaluate=build_evaluator(config, data, step.engine, world),
         evaluated_data=data.evaluation.corpus.manifest.digest if data.evaluation else None,
         state=state,
@@ -95,11 +113,12 @@ def build_trainer(
     )
 
 
-def _lock(directory: RunDirectory, stack: ExitStack) -> None:
-    stack.enter_context(directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS))
+def _lock(rank: _Rank) -> None:
+    rank.stack.enter_context(rank.directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS))
 
 
-def _build_step(config: RunConfig, data: TrainingData, world: World) -> TrainStep:
+def _build_step(rank: _Rank) -> TrainStep:
+    config, data, world = rank.config, rank.data, rank.world
     num_rows = data.plan.rows_per_rank(world.num_ranks)
     micro_batch_rows = min(num_rows, config.training.micro_batch_lanes or num_rows)
     shape = {
@@ -117,81 +136,59 @@ def _build_step(config: RunConfig, data: TrainingData, world: World) -> TrainSte
     )
 
 
-def _initial_state(config: RunConfig, data: TrainingData, point: ResumePoint | None) -> TrainState:
-    """The state to begin with; its last phase reads the data of this run."""
+def _initial_state(rank: _Rank, point: ResumePoint | None) -> TrainState:
+    """The state to begin with. Its last phase reads the data of this job."""
     state = point.state if point else TrainState()
+    num_lanes = rank.config.data.num_lanes
     phases = phases_from(
-        state.phases, data.phase, position=state.position, num_lanes=config.data.num_lanes
+        state.phases, rank.data.phase, position=state.position, num_lanes=num_lanes
     )
     # A run without evaluation drops the pending evaluation of the run that it resumes.
-    pending = state.evaluation_pending and data.evaluation is not None
+    pending = state.evaluation_pending and rank.data.evaluation is not None
     return state.model_copy(update={"phases": phases, "evaluation_pending": pending})
 
 
-def _open_run(
-    directory: RunDirectory,
-    config: RunConfig,
-    data: TrainingData,
-    state: TrainState,
-    point: ResumePoint | None,
-) -> None:
+def _open_run(rank: _Rank, state: TrainState, point: ResumePoint | None) -> None:
     """Make the run directory consistent with `state`: no later checkpoints, no later metrics."""
-    checkpoints = directory.checkpoints
-    checkpoints.open()
-    for step in checkpoints.rewind(
-        state.step,
-        best_step=state.best.step if state.best else None,
-        source=point.path if point else None,
-    ):
+    directory, evaluation = rank.directory, rank.data.evaluation
+    directory.checkpoints.open()
+    best_step = state.best.step if state.best else None
+    source = point.path if point else None
+    for step in directory.checkpoints.rewind(state.step, best_step=best_step, source=source):
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
-    write_file(directory.config, dump_run_config(config).encode())
-    # A pending evaluation is done again: its line may already be in the journal.
-    redone = (
-        f"{data.evaluation.name}/loss" if data.evaluation and state.evaluation_pending else None
-    )
+    write_file(directory.config, dump_run_config(rank.config).encode())
+    # A process killed after writing a score to the journal, but before saving it, left this metric.
+    redone = f"{evaluation.name}/loss" if evaluation and state.evaluation_pending else None
     with MetricsJournal(directory.metrics) as journal:
         journal.truncate_after(state.step, redone=redone)
 
 
-def _measure_utilisation(config: RunConfig, data: TrainingData, world: World) -> Utilisation:
-    flops = training_flops(
-        data.model_config, num_lanes=config.data.num_lanes, tgt_len=config.data.tgt_len
-    )
-    return Utilisation(world, PRODUCT_DTYPE[config.precision], flops_per_step=flops)
+def _measure_utilisation(rank: _Rank) -> Utilisation:
+    data = rank.config.data
+    flops = training_flops(rank.data.model_config, num_lanes=data.num_lanes, tgt_len=data.tgt_len)
+    return Utilisation(rank.world, PRODUCT_DTYPE[rank.config.precision], flops_per_step=flops)
 
 
-def _start_tracker(
-    config: RunConfig,
-    data: TrainingData,
-    world: World,
-    directory: RunDirectory,
-    stack: ExitStack,
-    *,
-    new_run: bool,
-) -> Tracker | None:
-    """Start sending metrics to MLflow. The run's end status depends on how `stack` is closed."""
-    if not (world.is_rank_zero and config.tracking.enabled):  # every rank would log the same
+def _start_tracker(rank: _Rank, *, new_run: bool) -> Tracker | None:
+    """Start sending metrics to MLflow. The status of the run depends on how `stack` is closed."""
+    # Rank 0 only: MLflow would record one copy per rank.
+    if not (rank.world.is_rank_zero and rank.config.tracking.enabled):
         return None
-    tags = {"num_ranks": str(world.num_ranks)}
-    if len(data.corpora) > 1:
-        tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in data.corpora}
+    corpora = rank.data.corpora
+    tags = {"num_ranks": str(rank.world.num_ranks)}
+    if len(corpora) > 1:
+        tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
+    manifest = _local_manifest(corpora[0], rank.directory) if len(corpora) == 1 else None
     tracker = Tracker.start(
-        directory.path,
-        config,
-        data_manifest=_local_manifest(data, directory),
-        tags=tags,
-        new_run=new_run,
+        rank.directory.path, rank.config, data_manifest=manifest, tags=tags, new_run=new_run
     )
-    return stack.enter_context(tracker)
+    return rank.stack.enter_context(tracker)
 
 
-def _local_manifest(data: TrainingData, directory: RunDirectory) -> Path | None:
-    """A local file with the dataset's manifest; None for a mixture, whose digests are tags."""
-    if len(data.corpora) > 1:
-        return None
-    (corpus,) = data.corpora
+def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
+    """A file with the dataset's manifest; of a dataset behind a URL, a copy."""
     if isinstance(corpus.directory, Path):
         return corpus.directory / "manifest.json"
     copy = directory.path / "data-manifest.json"
@@ -199,42 +196,17 @@ def _local_manifest(data: TrainingData, directory: RunDirectory) -> Path | None:
     return copy
 
 
-def _build_report(
-    config: RunConfig,
-    world: World,
-    directory: RunDirectory,
-    stack: ExitStack,
-    utilisation: Utilisation,
-) -> Report:
-    if not world.is_rank_zero:
+def _build_report(rank: _Rank, utilisation: Utilisation) -> Report:
+    if not rank.world.is_rank_zero:
         return Report(utilisation)
-    journal = stack.enter_context(MetricsJournal(directory.metrics))
-    return RankZeroReport(utilisation, journal, num_steps=config.training.num_steps)
-
-
-def _report_start(
-    report: Report,
-    config: RunConfig,
-    data: TrainingData,
-    step: TrainStep,
-    state: TrainState,
-    point: ResumePoint | None,
-) -> None:
-    report.event("%s", _describe_start(config, data, step, state, point))
-    report.evaluation_plan(config.evaluation, data)
-    phase = state.phases[-1]
-    if len(state.phases) > 1 or len(phase.corpora) > 1:
-        report.phase(state, is_new=phase.position == state.position)
+    journal = rank.stack.enter_context(MetricsJournal(rank.directory.metrics))
+    return RankZeroReport(utilisation, journal, num_steps=rank.config.training.num_steps)
 
 
 def _describe_start(
-    config: RunConfig,
-    data: TrainingData,
-    step: TrainStep,
-    state: TrainState,
-    point: ResumePoint | None,
+    rank: _Rank, step: TrainStep, state: TrainState, point: ResumePoint | None
 ) -> str:
-    num_steps, world = config.training.num_steps, step.world
+    config, world, num_steps = rank.config, rank.world, rank.config.training.num_steps
     remaining = remaining_work(state, num_steps=num_steps)
     if remaining is None:
         return (
@@ -247,37 +219,31 @@ def _describe_start(
     return (
         f"{start} | {num_parameters:,} parameters | {world.num_ranks} ranks on "
         f"{world.device.type} | ZeRO stage {config.deepspeed.zero_stage} | {config.precision} | "
-        f"{config.data.num_lanes} lanes of {data.plan.lane_tokens:,} tokens per epoch | {remaining}"
+        f"{config.data.num_lanes} lanes of {rank.data.plan.lane_tokens:,} tokens per epoch | "
+        f"{remaining}"
     )
 
 
-def _open_stream(
-    config: RunConfig, data: TrainingData, step: TrainStep, state: TrainState, plan: LanePlan
-) -> closing[SegmentStream]:
-    return closing(
-        SegmentStream(
-            data.source_of(state.phases[-1], config),
-            plan,
-            lanes=step.lanes,
-            num_rows=len(step.lane_of_row),
-            reset=config.data.reset,
-            shuffle=config.data.shuffle,
-            seed=config.seed,
-            position=state.position,
-            prefetch_segments=config.data.prefetch_segments,
-        )
+def _open_stream(rank: _Rank, step: TrainStep, state: TrainState, plan: LanePlan) -> SegmentStream:
+    data = rank.config.data
+    stream = SegmentStream(
+        rank.data.source_of(state.phases[-1], rank.config),
+        plan,
+        lanes=step.lanes,
+        num_rows=len(step.lane_of_row),
+        reset=data.reset,
+        shuffle=data.shuffle,
+        seed=rank.config.seed,
+        position=state.position,
+        prefetch_segments=data.prefetch_segments,
     )
+    return rank.stack.enter_context(closing(stream))
 
 
 def _build_saver(
-    job: TrainJob,
-    data: TrainingData,
-    directory: RunDirectory,
-    step: TrainStep,
-    tracker: Tracker | None,
-    point: ResumePoint | None,
+    rank: _Rank, step: TrainStep, tracker: Tracker | None, point: ResumePoint | None
 ) -> RunSaver:
-    config = job.config
+    config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
     header = CheckpointHeader(
         written_by=code_description(),
         model=asdict(data.model_config),
@@ -290,11 +256,11 @@ def _build_saver(
         num_lanes=config.data.num_lanes,
     )
     return RunSaver(
-        directory.checkpoints,
+        checkpoints,
         header=header,
         step=step,
         tracker=tracker,
         keep=config.training.keep_checkpoints,
-        saved_file=Path(job.saved_file) if job.saved_file else None,
-        saved_step=point.step_in(directory.checkpoints) if point else None,
+        saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
+        saved_step=point.step_in(checkpoints) if point else None,
     )

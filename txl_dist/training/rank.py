@@ -1,10 +1,10 @@
-"""One rank of a run, from beginning to end: the entry of every launcher.
+"""One rank of a run, from start to exit: the entry of every launcher.
 
-`python -m txl_dist.training.rank` reads a TrainJob from standard input and its place in the world
-from RANK and its kin. The error that ended it goes back as one JSON line on standard output, which
-carries nothing else; a file could not be written on a full disk. The process ends with the run's
-exit code, and at once if standard input closes: the launcher has then died, and ranks must not
-outlive it.
+`python -m txl_dist.training.rank` reads a TrainJob from standard input, and RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment. An error is returned to the launcher
+as one JSON line on standard output, which contains nothing else. (A file could not be written on a
+full disk.) The exit code is that of the error. The process also ends when standard input is closed,
+which means that the launcher has died.
 """
 
 import json
@@ -35,16 +35,16 @@ from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.state import TrainState
 
 MAX_MESSAGE_LENGTH = 30_000
-"""Of an error on its way to the launcher: less than a pipe holds, so that nobody has to read."""
+"""Of the error for the launcher. Fits into a pipe's buffer, so writing never blocks."""
 
 log = logging.getLogger("txl_dist.training")
 
 
 def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> TrainState:
-    """Take part in a run until it ends; errors are logged and raised.
+    """Take part in a run until it ends. Errors are logged and raised.
 
-    A stop signal before the first step ends the process at once with exit code 75; later it is a
-    request, which `announce_stop` answers on standard error.
+    A stop signal before the first step ends the process immediately, with exit code 75. A later one
+    is a request to stop after the step; `announce_stop` confirms it on standard error.
     """
     keep_freed_memory()
     directory = RunDirectory(job.run_path)
@@ -83,7 +83,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Send this project's log to the rank's file while the rank runs."""
+    """Write the log of this project's packages to a file."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     loggers = [logging.getLogger(name) for name in ("txl_dist", "data_pipeline", "cluster")]
@@ -95,32 +95,32 @@ def _logging_to(path: Path) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-        with suppress(OSError):  # a full disk must not replace the error that is on its way
+        with suppress(OSError):  # a full disk must not hide the error that ended the run
             handler.close()
 
 
 def _take_standard_output() -> int:
-    """A descriptor for the final error; what libraries print goes to standard error instead."""
-    answer = os.dup(1)
+    """A copy of standard output for the error line; prints of libraries go to standard error."""
+    error_output = os.dup(1)
     os.dup2(2, 1)
-    return answer
+    return error_output
 
 
 def main() -> int:
     """Read the job, train, return the exit code."""
-    answer = _take_standard_output()
+    error_output = _take_standard_output()
     try:
         job = TrainJob.from_json(sys.stdin.buffer.readline())
         world = World.from_environment()
-        end_with_parent(0)  # the launcher holds the other end of standard input
+        end_with_parent(0)  # the launcher holds the other end of this pipe
         train_rank(job, world)
         world.leave()
     except TxlError as error:
         content = {"type": type(error).__name__, "message": str(error)[:MAX_MESSAGE_LENGTH]}
-        os.write(answer, json.dumps(content).encode() + b"\n")
+        os.write(error_output, json.dumps(content).encode() + b"\n")
         return error.exit_code
     except Exception:
-        log.exception("this rank failed")  # to standard error, if not to the rank's log before
+        log.exception("this rank failed")  # on standard error: the log file may not be open yet
         return 1
     return 0
 

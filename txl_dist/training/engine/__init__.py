@@ -29,22 +29,10 @@ _ENGINES: dict[int, type[Engine]] = {
 }
 
 
-def create_engine(
-    model: TransformerXL,
-    config: RunConfig,
-    world: World,
-    *,
-    num_micro_batches: int,
-    micro_batch_rows: int,
-) -> Engine:
-    """The engine of `config.deepspeed.zero_stage`. Collective; takes over `model`.
+def create_engine(model: TransformerXL, config: RunConfig, world: World, **shape: int) -> Engine:
+    """The engine of `config.deepspeed.zero_stage`, which takes over `model`. Collective.
 
-    Raises ConfigError if DeepSpeed refuses a setting of `deepspeed.extra`.
+    `shape`: num_micro_batches and micro_batch_rows. Raises ConfigError if DeepSpeed refuses a key
+    of `deepspeed.extra`.
     """
-    return _ENGINES[config.deepspeed.zero_stage](
-        model,
-        config,
-        world,
-        num_micro_batches=num_micro_batches,
-        micro_batch_rows=micro_batch_rows,
-    )
+    return _ENGINES[config.deepspeed.zero_stage](model, config, world, **shape)

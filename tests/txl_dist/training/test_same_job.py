@@ -51,7 +51,7 @@ def train_on_other_sources(world: World, job: TrainJob) -> int:
 
 
 def resume_on_other_sources(world: World, job: TrainJob) -> int:
-    """Train with code that describes itself otherwise than what wrote the checkpoint."""
+    """Train with a code description that differs from that of the checkpoint."""
     original = resume.code_description
     resume.code_description = lambda: "txl-dist 9 (sources edited)"  # type: ignore[assignment]
     try:
@@ -84,7 +84,7 @@ def test_other_sources_on_one_rank_are_refused(
     assert "rank 1 edited" in refusal(tmp_path)
 
 
-def test_a_resume_on_other_sources_is_noted(
+def test_a_resume_on_other_sources_is_logged(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     assert ranks(1).run(train, tiny_job(dataset, tmp_path, *SHORT)) == [0]

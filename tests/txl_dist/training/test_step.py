@@ -19,7 +19,7 @@ from txl_dist.training.run_directory import RunDirectory
 
 
 def step_with_poison(world: World, job: TrainJob, poison: str) -> tuple[str, bool]:
-    """Rank 1 meets a bad number at step 2; what this rank raised, and if its weights changed."""
+    """Rank 1 has a NaN or infinity at step 2. Returns the error, and whether weights are equal."""
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
@@ -57,7 +57,7 @@ def test_all_ranks_stop_with_their_weights_as_they_were(
 ) -> None:
     job = tiny_job(dataset, tmp_path, NO_EVALUATION, *ZERO[stage])
     outcomes = ranks(2).run(step_with_poison, job, poison)
-    for told, unchanged in outcomes:
-        assert "no rank has changed its weights" in told
+    for message, unchanged in outcomes:
+        assert "no rank has changed its weights" in message
         assert unchanged
     assert not (tmp_path / "LATEST").exists()

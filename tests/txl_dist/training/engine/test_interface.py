@@ -19,7 +19,7 @@ Parts = list[tuple[str, int, Tensor]]
 
 
 def train_and_collect(world: World, job: TrainJob) -> tuple[Parts, dict[str, Tensor], set[str]]:
-    """After training: this rank's slices, the whole weights, and the names of sharded parameters."""
+    """After training: this rank's slices, all weights, and the names of sharded parameters."""
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:

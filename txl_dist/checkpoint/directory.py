@@ -43,6 +43,7 @@ class CheckpointDirectory:
         """Steps of the complete checkpoints, in ascending order."""
         if not self.path.is_dir():
             return []
+        # Not from LATEST, which a kill may have left one checkpoint behind.
         matches = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
@@ -53,6 +54,7 @@ class CheckpointDirectory:
             remove_leftovers(self.run / pointer)
         for step in self.steps():
             remove_leftovers(self.at(step) / MANIFEST_NAME)
+        # The run's lock guarantees that no other process is writing these now.
         for leftover in self.path.glob(".*.tmp"):
             _remove(leftover)
 

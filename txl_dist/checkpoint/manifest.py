@@ -25,6 +25,7 @@ MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 _NAMED_AFTER_STEP = re.compile(r"(?:superseded-)?step-(\d{8,})")
 
+# lt: values are used as numpy and torch int64.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
 FileName = Annotated[
@@ -63,6 +64,7 @@ class ParameterEntry(StrictModel):
 
     @model_validator(mode="after")
     def _require_whole(self) -> Self:
+        # A gap would leave parameters at their initial values without any error.
         covered = 0
         for part in self.slices:
             if part.start != covered or part.stop <= part.start:

@@ -33,6 +33,7 @@ def find_damage(directory: Path, manifest: CheckpointManifest, names: Iterable[s
     for name in names:
         entry, path = manifest.files[name], directory / name
         try:
+            # The size first: it finds a truncated file without reading it.
             if (size := path.stat().st_size) != entry.bytes:
                 damage.append(f"{path} has {size:,} bytes, expected {entry.bytes:,}")
             elif (digest := sha256_file(path)) != entry.sha256:
@@ -146,10 +147,12 @@ class _Slices:
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
                 file = self._file(file_name(kind, part.rank))
+                # get_slice reads only these bytes, not the whole tensor.
                 parts.append(file.get_slice(key)[low - part.start : high - part.start])
         return torch.cat(parts)
 
     def _file(self, name: str) -> safe_open:
+        # Opened once per checkpoint and memory-mapped; a rank opens only the files it needs.
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self._directory / name, framework="pt")

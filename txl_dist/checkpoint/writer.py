@@ -78,6 +78,7 @@ def save_checkpoint(
     with explain_failed_save(directory):
         try:
             world.run_on_rank_zero(lambda: _begin(directory, sum(sizes)))
+            # Files are complete and on disk on all ranks before rank 0 writes the manifest.
             parts = world.run_on_all(lambda: local.write(directory.staging, world.rank))
             world.run_on_rank_zero(lambda: _finish(directory, header, state, parts, mlflow_run_id))
         except TxlError:
@@ -163,6 +164,7 @@ class _RankContent:
 
     @property
     def num_bytes(self) -> int:
+        # Without file headers: a disk that is full because of those fails with ENOSPC later.
         return sum(array.nbytes for kind in self._tensors.values() for array in kind.values())
 
     @property
@@ -195,6 +197,7 @@ def _write_manifest(
     files = {TOKENIZER_NAME: _file_entry(tokenizer)}
     for part in parts:
         files |= part.files
+    # Which ranks had which lanes is stored, because a resume may distribute them differently.
     rank_of_lane = {lane: rank for rank, part in enumerate(parts) for lane in part.lanes}
     manifest = CheckpointManifest(
         written_by=header.written_by,

@@ -8,7 +8,6 @@ import logging
 import math
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ from data_pipeline.storage.atomic_files import remove_leftovers, write_file
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
 from data_pipeline.streams.segments import SegmentStream
-from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
@@ -82,7 +80,8 @@ def build_trainer(
     rank = _Rank(job, world, directory, stack, data)
     world.join(timeout_seconds=config.training.rank_timeout_seconds)
     require_same_job(config, data, world)
-    world.run_on_rank_zero(lambda: _lock(rank))
+    lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS)
+    world.run_on_rank_zero(lambda: stack.enter_context(lock))
     point = find_resume_point(job, data, world)
     step = _build_step(rank)
     if point is not None:
@@ -109,18 +108,15 @@ def build_trainer(
         evaluate=build_evaluator(config, data, step.engine, world),
         evaluated_data=data.evaluation.corpus.manifest.digest if data.evaluation else None,
         state=state,
-        divergence_advice=partial(divergence_advice, directory.path),
     )
-
-
-def _lock(rank: _Rank) -> None:
-    rank.stack.enter_context(rank.directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS))
 
 
 def _build_step(rank: _Rank) -> TrainStep:
     config, data, world = rank.config, rank.data, rank.world
     num_rows = data.plan.rows_per_rank(world.num_ranks)
     micro_batch_rows = min(num_rows, config.training.micro_batch_lanes or num_rows)
+    # Equal on all ranks: at stage 3 every forward and backward is collective, so a rank with fewer
+    # lanes computes padding rows.
     shape = {
         "num_micro_batches": math.ceil(num_rows / micro_batch_rows),
         "micro_batch_rows": micro_batch_rows,
@@ -151,6 +147,8 @@ def _initial_state(rank: _Rank, point: ResumePoint | None) -> TrainState:
 def _open_run(rank: _Rank, state: TrainState, point: ResumePoint | None) -> None:
     """Make the run directory consistent with `state`: no later checkpoints, no later metrics."""
     directory, evaluation = rank.directory, rank.data.evaluation
+    # Everything here is idempotent: a process killed at any line leaves a directory that the next
+    # start makes consistent again.
     directory.checkpoints.open()
     best_step = state.best.step if state.best else None
     source = point.path if point else None
@@ -189,6 +187,7 @@ def _start_tracker(rank: _Rank, *, new_run: bool) -> Tracker | None:
 
 def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
     """A file with the dataset's manifest; of a dataset behind a URL, a copy."""
+    # The tracking process uploads a file, so it needs a local one.
     if isinstance(corpus.directory, Path):
         return corpus.directory / "manifest.json"
     copy = directory.path / "data-manifest.json"
@@ -214,6 +213,7 @@ def _describe_start(
             f"To train it further: training.num_steps={2 * state.step} --allow-change "
             "training.num_steps"
         )
+    # From the shapes: at stage 3 the model itself holds empty parameters.
     num_parameters = sum(map(math.prod, step.engine.shapes.values()))
     start = f"resuming at step {state.step} from {point.path}" if point else "a new run"
     return (

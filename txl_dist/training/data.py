@@ -86,6 +86,7 @@ class TrainingData:
         num_tokens = [
             c.manifest.split(config.data.train_split, c.directory).tokens for c in corpora
         ]
+        # An epoch has as many tokens as all corpora together, whatever their weights.
         plan = LanePlan(
             num_tokens=sum(num_tokens),
             num_lanes=config.data.num_lanes,
@@ -147,6 +148,7 @@ def mixed_source(
     phase: Phase, sources: Mapping[str, TokenSource], *, shuffle: Shuffle, seed: int
 ) -> TokenSource | MixedSource:
     """The tokens that a phase reads. `sources` maps digests of corpora to their tokens."""
+    # Without the tape: the order of a single corpus is that of a run without a mixture.
     if len(phase.corpora) == 1:
         return sources[phase.corpora[0].digest]
     tokens_per_epoch = phase.tokens_per_epoch
@@ -157,7 +159,7 @@ def mixed_source(
                 tokens_per_epoch=tokens_per_epoch[entry.name],
                 shuffle=shuffle,
                 seed=seed,
-                key=int(entry.digest[:16], 16),
+                key=int(entry.digest[:16], 16),  # its order does not depend on the other corpora
                 start=entry.start,
                 first_epoch=phase.first_epoch,
             )
@@ -233,6 +235,7 @@ def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> EvaluatedSplit 
     else:
         candidates = [c for c in corpora if name in c.manifest.splits]
         if split == "auto":
+            # A split of one token has no target.
             candidates = [c for c in candidates if c.manifest.splits[name].tokens > 1]
             if not candidates:
                 return None

@@ -15,12 +15,14 @@ from typing import NoReturn, Protocol
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
+from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.runtime.stop_signals import StopRequest
 from txl_dist.training.report import Report
+from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.state import BestScore, TrainState
 from txl_dist.training.step import StepResult, TrainStep
@@ -30,28 +32,6 @@ class Evaluate(Protocol):
     """Scores the validation split on all ranks. Returns None on all if `stop` is true on any."""
 
     def __call__(self, *, stop: object) -> EvaluationResult | None: ...
-
-
-class DivergenceAdvice(Protocol):
-    """Advice for an error message: which checkpoint of a step below `before` to resume from."""
-
-    def __call__(self, *, before: int) -> str: ...
-
-
-class Saver(Protocol):
-    """Writes checkpoints. Every method is collective."""
-
-    saved_step: int | None
-    """Step of the newest checkpoint of this run; None if there is none."""
-
-    def save(self, state: TrainState) -> None:
-        """Write a checkpoint of the state and of all tensors."""
-
-    def save_score(self, state: TrainState) -> None:
-        """Add the score in `state` to the existing checkpoint of its step."""
-
-    def confirm(self, state: TrainState) -> None:
-        """Remove old checkpoints: the newest one led to a finite loss, or is the run's last."""
 
 
 @dataclass(kw_only=True)
@@ -64,25 +44,23 @@ class Trainer:
     step: TrainStep
     report: Report
     stop: StopRequest
-    saver: Saver
+    saver: RunSaver
     evaluate: Evaluate | None
     evaluated_data: str | None
     """Digest of the dataset that `evaluate` scores."""
     state: TrainState
-    divergence_advice: DivergenceAdvice
 
     def run(self) -> TrainState:
         """Train to the last step, save, and return the final state.
 
-        Both errors are raised on every rank: DivergedError if a loss, gradient or weight is not
-        finite (nothing of that step is saved), PreemptedError after a stop request, with the state
-        saved.
+        Raises, on every rank, DivergedError if a loss, gradient or weight is not finite (that step
+        is not saved), and PreemptedError after a stop request, once the state is saved.
         """
         try:
             return self._train()
         except DivergedError as error:
             # Not the checkpoint of this step: resuming from it would produce the same numbers.
-            advice = self.divergence_advice(before=self.state.step)
+            advice = divergence_advice(self.config.run_path, before=self.state.step)
             raise DivergedError(f"{error}. {advice}") from error
 
     def _train(self) -> TrainState:
@@ -91,12 +69,15 @@ class Trainer:
         while self.state.step < self.config.training.num_steps:
             segment = self._next_segment()
             result, lr = self._step(segment)
+            # The loss was finite, so the checkpoint written after the previous step is usable.
             self.saver.confirm(self.state)
             self._advance(segment, result)
             if self._is_due(self.config.training.log_interval_steps):
                 self._report(result, lr)
+            # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
             if self._is_due(self.config.training.checkpoint_interval_steps):
                 self._save()
+            # Agreed on by all ranks in the step's collective, so all stop after the same step.
             if result.stop_requested and not self._is_finished:
                 self._stop()
             if self.state.evaluation_pending:
@@ -105,6 +86,7 @@ class Trainer:
         return self.state
 
     def _is_due(self, interval_steps: int) -> bool:
+        # A function of the step number only, so a resumed run has the same events.
         step = self.state.step
         return step % interval_steps == 0 or step == self.config.training.num_steps
 
@@ -174,7 +156,7 @@ class Trainer:
         self.report.exclude(time.monotonic() - start)
         if self.saver.saved_step == self.state.step:
             self._save_score()
-        elif improved:
+        elif improved:  # evaluations without a checkpoint at their step: save only the best ones
             self._save()
 
     def _take_score(self, result: EvaluationResult) -> bool:
@@ -199,7 +181,7 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.monotonic()
-        self.report.sync()
+        self.report.sync()  # a resume from this checkpoint keeps all lines up to its step
         self.saver.save(self.state)
         self.report.exclude(time.monotonic() - start)
 

@@ -57,6 +57,7 @@ def phases_from(
         return (current,)
     if not PhaseChange.between(phases[-1], current):
         return phases
+    # Recomputed from the list of phases on every change; nothing but the phases is stored.
     tape: dict[str, int] = {}
     first_epoch = 0
     stops = [*(phase.position for phase in phases[1:]), position]
@@ -65,6 +66,7 @@ def phases_from(
         num_epochs = -(-(stop - phase.position) // lane_tokens)  # rounded up
         for corpus in phase.corpora:
             end = corpus.start + num_epochs * phase.tokens_per_epoch[corpus.name]
+            # Over all phases, so a corpus that was removed and added again continues too.
             tape[corpus.digest] = end % corpus.tokens
         first_epoch = phase.first_epoch + num_epochs
     corpora = tuple(

@@ -46,7 +46,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
     A stop signal before the first step ends the process immediately, with exit code 75. A later one
     is a request to stop after the step; `announce_stop` confirms it on standard error.
     """
-    keep_freed_memory()
+    keep_freed_memory()  # before the first large allocation
     directory = RunDirectory(job.run_path)
     directory.create()
     limit_seconds = job.config.training.rank_timeout_seconds
@@ -59,6 +59,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
             with ExitStack() as stack:
                 stop = StopRequest(signals, Path(job.stop_file) if job.stop_file else None)
                 trainer = build_trainer(job, world, directory, stack, stop)
+                # From here on there is a state to save, so a signal no longer ends the process.
                 signals.on_request = lambda _: say(STOPPING) if announce_stop else None
                 state = trainer.run()
             log.info("finished at step %d", state.step)
@@ -71,6 +72,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
             raise
         except Exception as error:
             log.exception("rank %d failed", world.rank)
+            # If a collective has failed, the cause is on another rank: report that instead.
             lost = lost_rank_error(
                 error, world.activity, rank=world.rank, limit_seconds=limit_seconds
             )

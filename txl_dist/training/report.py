@@ -101,7 +101,10 @@ class RankZeroReport(Report):
         stopwatch, end = self._stopwatch, time.monotonic()
         self._stopwatch = Stopwatch(end)
         sums = LossSums(*state.unreported)
+        # After a resume the sums cover more steps than this process has timed, so the speed is
+        # computed from its own steps.
         tokens_per_step = sums.num_tokens / state.unreported_steps
+        # A clock of coarse resolution may show no time at all between two short steps.
         seconds = max(1e-9, end - stopwatch.start - stopwatch.excluded_seconds)
         steps_per_second = stopwatch.num_steps / seconds
         values = {

@@ -71,6 +71,7 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
 def _newest_intact(
     job: TrainJob, directory: CheckpointDirectory, world: World
 ) -> ResumePoint | None:
+    # From rank 0: on a network file system the ranks may see different directory listings.
     steps = world.broadcast(directory.steps())
     damage: list[str] = []
     for step in reversed(steps):
@@ -102,6 +103,7 @@ def _verify(path: Path, world: World) -> ResumePoint:
     try:
         manifest = load_checkpoint_manifest(path)
         state = load_state(path, manifest)
+        # Each rank hashes 1/num_ranks of the files, not only those that it will read.
         names = sorted(manifest.files)[world.rank :: world.num_ranks]
         problems = find_damage(path, manifest, names)
     except CheckpointError as error:
@@ -125,6 +127,7 @@ def _require_compatible(point: ResumePoint, job: TrainJob, data: TrainingData) -
     check_config(
         manifest.run, flatten_config(job.config), allowed=job.allow_change, checkpoint=path
     )
+    # A warning, not an error: most changes of the code do not change losses.
     if manifest.written_by != (current := code_description()):
         log.warning(
             "%s was written by %s, this is %s: the losses may differ from those of an "
@@ -137,6 +140,7 @@ def _require_compatible(point: ResumePoint, job: TrainJob, data: TrainingData) -
 
 def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
     """Load weights, optimizer state and the memory of this rank's lanes."""
+    # The configs are compatible; this detects changes in the code of the model.
     check_parameters(point.path, point.manifest, engine.shapes)
     load_fragments(point.path, point.manifest, engine.fragments_to_load())
     engine.finish_loading(num_steps=point.state.step)

@@ -49,6 +49,7 @@ class RunDirectory:
 
         Raises ConfigError naming the owner if it is not released within `timeout_seconds`.
         """
+        # Not truncated while opening: the file names the owner if the lock is taken.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if not wait_for_lock(descriptor, timeout_seconds=timeout_seconds):

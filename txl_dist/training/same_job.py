@@ -1,7 +1,7 @@
 """Verifies that all ranks run the same config on the same data with the same code.
 
-Ranks on machines with different versions or data would otherwise train without any error, each
-contributing gradients of another computation.
+Ranks on machines with different versions or data would otherwise train without any error, on
+gradients of different computations.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ def require_same_job(config: RunConfig, data: TrainingData, world: World) -> Non
         "txl-dist": version("txl-dist"),
         **{name: version(name) for name in LIBRARIES},
         "sources": source_digest()[:16],
+        # The resolved config: overrides on the command line count too.
         "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
         **data.digests,
     }

@@ -73,6 +73,7 @@ class RunSaver:
 
     def confirm(self, state: TrainState) -> None:
         """Remove old checkpoints; call after a finite loss, and at the end of the run."""
+        # Called after every step, but collective only once per checkpoint.
         if not self._is_confirmed:
             best_step = state.best.step if state.best else None
             with explain_failed_save(self._checkpoints):
@@ -82,6 +83,7 @@ class RunSaver:
         self._is_confirmed = True
 
     def _finish_save(self, state: TrainState, path: Path) -> None:
+        # Only now: Ray restarts with `resume: auto` once this file exists.
         if self._saved_file:
             self._saved_file.touch()
         log.info("checkpoint at step %d | %s", state.step, path)

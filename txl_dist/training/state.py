@@ -1,8 +1,8 @@
 """TrainState: the progress of a run, stored as plain JSON in a checkpoint's manifest (`state`).
 
-Tensors (weights, optimizer state, memory) are not part of it. There is no random state either:
-dropout masks follow from seed, step and lane (`lane_dropout.py`), the order of tokens from seed and
-position (`data_pipeline/streams/order.py`).
+Tensors (weights, optimizer state, memory) are not part of it. It needs no random state: dropout
+masks follow from seed, step and lane (`lane_dropout.py`), the order of tokens from seed and position
+(`data_pipeline/streams/order.py`).
 """
 
 import json

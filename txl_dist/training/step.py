@@ -50,6 +50,7 @@ class TrainStep:
         self.engine, self.world, self.seed, self.lanes = engine, world, seed, lanes
         self.micro_batch_rows = micro_batch_rows
         num_rows = micro_batch_rows * num_micro_batches
+        # Padding rows are last, so row i is lanes[i] for all rows with a lane.
         self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
         self.byte_counts_V = byte_counts_V.to(world.device)
         self.memories = [
@@ -73,8 +74,9 @@ class TrainStep:
         values = [local.nats, local.num_tokens, local.num_bytes, visible, size]
         values += [stop_requested, peak_is_due]
         nats, num_tokens, num_bytes, visible, size, num_stops, num_due = self.world.sum(
-            torch.tensor(values, dtype=torch.float64)
+            torch.tensor(values, dtype=torch.float64)  # exact for counts up to 2**53
         ).tolist()
+        # Checked on the sum of all ranks, so all ranks raise, and before any of them updates.
         if not math.isfinite(nats):
             raise DivergedError(
                 f"the loss of step {step} is {nats} (segment position {segment.position}, this "
@@ -97,6 +99,7 @@ class TrainStep:
             for array in (segment.input, segment.target, segment.age)
         )
         self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
+        # Masks depend on the lane, not on the row or rank: any split into micro-batches is equal.
         dropout = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
         nats_RT, self.memories[index] = self.engine.forward(
             input_RT, target_RT, age_RT, self.memories[index], dropout
@@ -107,6 +110,7 @@ class TrainStep:
 
     def _visible_memory(self, segment: Segment) -> tuple[int, int]:
         """Memory tokens of this rank's lanes: those the first tokens may attend to, and all."""
+        # A first token of age a may attend to a earlier tokens, of which mem_len are in memory.
         mem_len = self.memories[0].layers[0].shape[1]
         ages = [segment.age[row, 0] for row, lane in enumerate(self.lane_of_row) if lane != NO_LANE]
         return sum(min(int(age), mem_len) for age in ages), mem_len * len(ages)

@@ -56,7 +56,7 @@ class Stage3Engine(Engine):
     def _part(self, name: str, parameter: Any) -> Fragment:
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-        # Masters are sharded also for the small parameters whose weights stay gathered.
+        # Masters of small parameters are sharded too, although their weights stay gathered.
         part = safe_get_local_fp32_param(parameter).detach()
         start = self._world.rank * part.numel()
         owned = slice(0, max(0, min(part.numel(), math.prod(self.shapes[name]) - start)))

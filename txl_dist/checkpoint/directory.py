@@ -58,7 +58,7 @@ class CheckpointDirectory:
         for leftover in self.path.glob(".*.tmp"):
             _remove(leftover)
 
-    def point(self, name: str, step: int) -> None:
+    def set_pointer(self, name: str, step: int) -> None:
         """Write RUN/LATEST or RUN/BEST."""
         write_file(self.run / name, f"checkpoints/{self.at(step).name}\n".encode())
 
@@ -118,7 +118,7 @@ class CheckpointDirectory:
         if step is None:
             (self.run / name).unlink(missing_ok=True)
         else:
-            self.point(name, step)
+            self.set_pointer(name, step)
 
 
 def _remove(path: Path) -> None:

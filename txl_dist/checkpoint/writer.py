@@ -133,7 +133,7 @@ def _finish(
 ) -> None:
     _write_manifest(directory.staging, header, state, parts, mlflow_run_id)
     directory.finish(state["step"])
-    directory.point("LATEST", state["step"])
+    directory.set_pointer("LATEST", state["step"])
 
 
 @dataclass(frozen=True, slots=True)

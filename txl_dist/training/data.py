@@ -83,12 +83,10 @@ class TrainingData:
                 f"{manifest.vocab_size} ids (digest {manifest.tokenizer_digest}). Set data.path to "
                 "the right data, or model.vocab_size=0 to take the data's vocabulary"
             )
-        num_tokens = [
-            c.manifest.split(config.data.train_split, c.directory).tokens for c in corpora
-        ]
+        phase = first_phase(corpora, config.data.train_split)
         # An epoch has as many tokens as all corpora together, whatever their weights.
         plan = LanePlan(
-            num_tokens=sum(num_tokens),
+            num_tokens=phase.num_tokens,
             num_lanes=config.data.num_lanes,
             tgt_len=config.data.tgt_len,
         )
@@ -99,7 +97,6 @@ class TrainingData:
         except ValueError as error:
             raise ConfigError(f"model, with the vocabulary of {directory}: {error}") from None
         evaluation = _evaluation(config, corpora)
-        phase = first_phase(corpora, config.data.train_split)
         return cls(corpora, evaluation, tokenizer, phase, plan, model_config)
 
     @property

@@ -96,4 +96,4 @@ class RunSaver:
 
     def _update_best(self, state: TrainState) -> None:
         if state.best is not None and state.best.step == state.step:
-            self._checkpoints.point("BEST", state.step)
+            self._checkpoints.set_pointer("BEST", state.step)

@@ -85,7 +85,7 @@ def test_a_start_removes_what_killed_processes_left(directory: CheckpointDirecto
 def test_after_a_rewind_the_pointers_name_remaining_checkpoints(
     directory: CheckpointDirectory, best_step: int | None, pointed_at: int | None
 ) -> None:
-    directory.point("BEST", 5)
+    directory.set_pointer("BEST", 5)
     assert directory.rewind(3, best_step=best_step) == [4, 5, 6]
     assert resolve_checkpoint(directory.run / "LATEST") == directory.at(3)
     if pointed_at is None:
@@ -133,7 +133,7 @@ def test_advice_names_only_existing_checkpoints(tmp_path: Path) -> None:
 def test_a_checkpoint_is_found_from_itself_its_run_or_its_pointer(tmp_path: Path) -> None:
     for step in (2, 11):
         save(tmp_path, step=step)
-    CheckpointDirectory(tmp_path).point("BEST", 2)
+    CheckpointDirectory(tmp_path).set_pointer("BEST", 2)
     assert resolve_checkpoint(tmp_path).name == "step-00000011"
     assert resolve_checkpoint(tmp_path / "LATEST").name == "step-00000011"
     assert resolve_checkpoint(tmp_path / "BEST").name == "step-00000002"

@@ -74,8 +74,9 @@ def test_a_step_without_a_target_has_no_line_and_no_effect(
 
 
 def train_measuring_often(world: World, job: TrainJob) -> int:
-    utilisation.MAX_SHARE_OF_TIME = 1e9
-    return train(world, job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilisation, "MAX_SHARE_OF_TIME", 1e9)
+        return train(world, job)
 
 
 def test_measuring_the_peak_between_steps_changes_no_loss(

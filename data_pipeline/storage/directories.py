@@ -27,8 +27,8 @@ def publish_directory(staged: Path, final: Path) -> Path | None:
 def remove_directory(path: Path) -> None:
     """Remove a directory and its content. Raises OSError if anything of it remains.
 
-    It is renamed to a hidden name `.*.tmp` first, so a kill leaves either all of it or none of it
-    under its own name.
+    It is renamed to a hidden name `.*.tmp` first, so after a kill its own name is either complete or
+    does not exist.
     """
     shutil.rmtree(_hide(path))
 

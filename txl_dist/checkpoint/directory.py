@@ -165,7 +165,7 @@ def divergence_advice(run: Path, *, before: int) -> str:
 def resolve_checkpoint(path: str | Path) -> Path:
     """The directory of a checkpoint, given as itself, a run directory, or a LATEST or BEST file.
 
-    Raises CheckpointError if `path` is none of these.
+    Raises CheckpointError for any other `path`.
     """
     path = Path(path)
     if (path / MANIFEST_NAME).is_file():

@@ -7,6 +7,6 @@ step.py           one step, in micro-batches; engine/ is DeepSpeed
 saving.py         when checkpoints are written and removed
 report.py         metrics.jsonl and the step line
 resume.py         which checkpoint to resume from; compatibility.py, what may differ
-state.py          progress that a checkpoint stores besides tensors
+state.py          progress of a run, stored in each checkpoint
 phases.py         changes of corpora and weights during a run
 """

@@ -72,7 +72,7 @@ def build_trainer(
 ) -> Trainer:
     """Open the data, join the ranks, resume or initialise, and build all parts of the run.
 
-    Collective. Everything that has to be closed is entered on `stack`.
+    Collective. Files, locks and threads are closed with `stack`.
     """
     config = job.config
     # Before the ranks meet: wrong data or config must not cost a rendezvous.

@@ -40,7 +40,7 @@ class Report:
         self.exclude(time.monotonic() - start)
 
     def data_wait(self, seconds: float) -> None:
-        """Called once per step: how long the loop waited for its segment."""
+        """Called once per step: seconds until its segment was available."""
 
     def exclude(self, seconds: float) -> None:
         """Exclude time (evaluation, checkpoints) from the training speed."""

@@ -24,7 +24,7 @@ def deepspeed_settings(
         "gradient_clipping": config.optimizer.gradient_clipping,
         "zero_optimization": {"stage": config.deepspeed.zero_stage, **zero},
         # Set here because DeepSpeed disables an autocast context around its engine. Gradients of
-        # modules listed as safe would be reduced in bf16, so none is listed.
+        # modules listed as safe would be reduced in bf16, so the list is empty.
         "torch_autocast": {
             "enabled": config.precision == "bf16",
             "dtype": "bfloat16",

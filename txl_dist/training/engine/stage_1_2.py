@@ -19,7 +19,7 @@ class Stage12Engine(Engine):
         parameters: Iterable[tuple[str, Any]] = self.model.named_parameters()
         for name, parameter in parameters:
             mapping = parameter._hp_mapping
-            if mapping is None:  # this rank owns nothing of the parameter
+            if mapping is None:  # the parameter is entirely on other ranks
                 continue
             master = mapping.get_hp_fragment().detach()
             if master.numel():

@@ -27,8 +27,7 @@ def publish_directory(staged: Path, final: Path) -> Path | None:
 def remove_directory(path: Path) -> None:
     """Remove a directory and its content. Raises OSError if anything of it remains.
 
-    It is renamed to a hidden name `.*.tmp` first, so after a kill its own name is either complete or
-    does not exist.
+    It is renamed to a hidden name `.*.tmp` first, so a kill never leaves half of it under `path`.
     """
     shutil.rmtree(_hide(path))
 

@@ -55,7 +55,7 @@ def test_imports_go_one_way(package: str) -> None:
 
 @pytest.mark.parametrize(
     ("library", "most"),
-    [("deepspeed", 1), ("matplotlib", 1), ("mlflow", 1), ("webdataset", 2), ("zstandard", 2)],
+    [("deepspeed", 2), ("matplotlib", 1), ("mlflow", 1), ("webdataset", 2), ("zstandard", 2)],
 )
 def test_a_library_with_traps_is_imported_in_few_places(library: str, most: int) -> None:
     assert 1 <= len(importers_of(library)) <= most, importers_of(library)
@@ -70,6 +70,10 @@ sys.exit(", ".join(heavy & set(sys.modules)) or 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (0, b"")
+
+
+def test_deepspeed_is_imported_in_the_engine_only() -> None:
+    assert all(path.startswith("txl_dist/training/engine/") for path in importers_of("deepspeed"))
 
 
 def test_ray_is_imported_in_cluster_only() -> None:

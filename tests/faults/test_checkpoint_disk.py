@@ -1,4 +1,4 @@
-"""A disk that is full, and a checkpoint that cannot be removed: on real file systems."""
+"""A full disk, and a checkpoint that cannot be removed, on real file systems."""
 
 import logging
 import subprocess
@@ -19,7 +19,7 @@ from txl_dist.checkpoint.reader import verify_checkpoint
 
 @contextmanager
 def small_disk(at: Path, *, kilobytes: int) -> Iterator[None]:
-    """A file system of its own at `at`; skips the test where that is not permitted."""
+    """Mount a small file system at `at`; skips the test if that is not permitted."""
     at.mkdir(exist_ok=True)
     disk = f"txl-{uuid.uuid4().hex}"
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", disk, str(at)]
@@ -30,8 +30,8 @@ def small_disk(at: Path, *, kilobytes: int) -> Iterator[None]:
     finally:
         # Its directory may have been renamed meanwhile.
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-        (place,) = [words[1] for words in mounts if words[0] == disk]
-        subprocess.run(["umount", "--lazy", place], check=True)
+        (mount_point,) = [words[1] for words in mounts if words[0] == disk]
+        subprocess.run(["umount", "--lazy", mount_point], check=True)
 
 
 @pytest.mark.fault
@@ -39,7 +39,7 @@ def small_disk(at: Path, *, kilobytes: int) -> Iterator[None]:
 def test_a_disk_that_fills_up_ends_all_ranks_with_4_and_keeps_what_was_saved(
     ranks: RankGroups, dataset: Path, tmp_path: Path, kilobytes: int
 ) -> None:
-    """Of several sizes, so that it is full at different files of a save."""
+    """Several sizes, so the disk is full at different files of a save."""
     with small_disk(tmp_path / "disk", kilobytes=kilobytes):
         run = tmp_path / "disk" / "run"
         settings = ("training.checkpoint_interval_steps=1", "training.keep_checkpoints=99")
@@ -48,15 +48,15 @@ def test_a_disk_that_fills_up_ends_all_ranks_with_4_and_keeps_what_was_saved(
         assert [code for code, _ in ends] == [4, 4]
         steps = CheckpointDirectory(run).steps()
         assert steps
-        for _, told in ends:
-            assert "disk full" in told or "No space left on device" in told
-            assert f"resumes from the newest checkpoint, that of step {steps[-1]}" in told
+        for _, message in ends:
+            assert "disk full" in message or "No space left on device" in message
+            assert f"resumes from the newest checkpoint, that of step {steps[-1]}" in message
         for step in steps:
             verify_checkpoint(CheckpointDirectory(run).at(step))
 
 
 @pytest.mark.fault
-def test_a_busy_checkpoint_is_a_warning_and_goes_at_the_next_start(
+def test_a_busy_checkpoint_is_a_warning_and_is_removed_at_the_next_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2, 3):

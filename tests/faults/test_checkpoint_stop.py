@@ -1,4 +1,4 @@
-"""A signal in the evaluation that follows a checkpoint ends it at once, and nothing is lost."""
+"""A signal during the evaluation after a checkpoint stops it immediately, without loss."""
 
 import signal
 from pathlib import Path
@@ -24,7 +24,7 @@ def scores(run: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody stopped."""
+    """The uninterrupted run."""
     run = tmp_path_factory.mktemp("straight")
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
     return run
@@ -36,8 +36,8 @@ def test_sigterm_in_an_evaluation_ends_it_with_the_checkpoint_that_was_due(
     dataset: Path, straight: Path, tmp_path: Path, step: int
 ) -> None:
     run = tmp_path / "run"
-    given = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
-    command = ("train", TINY, *given, "--on", "processes", "--ranks", 2)
+    overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
+    command = ("train", TINY, *overrides, "--on", "processes", "--ranks", 2)
     process = start_txl(*command)
     checkpoint = CheckpointDirectory(run).at(step)
     wait_until(checkpoint.is_dir)
@@ -45,7 +45,7 @@ def test_sigterm_in_an_evaluation_ends_it_with_the_checkpoint_that_was_due(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert step not in scores(run)
-    assert verify_checkpoint(checkpoint).state.evaluation_pending
+    assert verify_checkpoint(checkpoint).state["evaluation_pending"]
 
     finished = txl(*command)
     assert finished.returncode == 0, finished.stderr

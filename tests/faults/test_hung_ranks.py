@@ -1,4 +1,4 @@
-"""FAULTS 7: a rank that hangs, or a collective that nobody answers, is named."""
+"""FAULTS 7: the error names a rank that hangs, and the collective that waits for it."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Pa
 
 
 def stall_in_backward(world: World, job: TrainJob) -> str | None:
-    """Rank 1 stays away from the gradients of step 3; the error of this rank."""
+    """Rank 1 does not join the reduction of step 3; returns the error of this rank."""
     original = TrainStep._micro_batch
 
     def stalling(self: TrainStep, *args: object, **options: object) -> object:

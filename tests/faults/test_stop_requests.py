@@ -1,4 +1,4 @@
-"""FAULTS 5 and 6: a request to stop, as schedulers and people really send it."""
+"""FAULTS 5 and 6: stop requests, as schedulers and people send them."""
 
 import os
 import re
@@ -30,7 +30,7 @@ SETTINGS = (
     "tracking.enabled=false",
 )
 START_UP_LIMIT_SECONDS = 15.0
-"""Some seconds are the goal; shared machines are slow, and a hanging start-up took 31."""
+"""The goal is a few seconds. Shared machines are slow; a start-up that hung took 31 s."""
 
 
 def words(dataset: Path, run: Path) -> tuple[object, ...]:
@@ -58,7 +58,7 @@ def test_a_signal_to_every_process_of_a_job_is_one_request(
     assert_saved_where_it_stopped(tmp_path)
 
 
-def test_the_same_request_long_after_the_first_ends_the_run_at_once(
+def test_a_second_request_long_after_the_first_ends_the_run_immediately(
     dataset: Path, tmp_path: Path
 ) -> None:
     process = start_txl(*words(dataset, tmp_path), "--on", "processes", "--ranks", 2)
@@ -76,7 +76,7 @@ def test_the_same_request_long_after_the_first_ends_the_run_at_once(
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
 
 
-# Before some tenths of a second the interpreter itself starts, where no program can catch a signal.
+# In the first tenths of a second the interpreter starts, and no program can catch a signal.
 @pytest.mark.parametrize("delay_seconds", [1.0, 2.0, 4.0, 6.0, 8.0])
 def test_a_request_in_start_up_ends_within_seconds(
     dataset: Path, tmp_path: Path, delay_seconds: float
@@ -114,7 +114,7 @@ def test_torchrun_and_its_ranks_are_signalled_together(dataset: Path, tmp_path: 
     assert_saved_where_it_stopped(tmp_path)
 
 
-def test_a_run_stopped_by_a_group_signal_goes_on_as_if_nothing_had_been(
+def test_a_run_stopped_by_a_group_signal_resumes_with_the_same_losses(
     dataset: Path, tmp_path: Path
 ) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"

@@ -1,4 +1,4 @@
-"""Two runs at a time: on one machine, in one directory, and after one was killed."""
+"""Two runs at the same time, on one machine or in one directory, and after a kill."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ LONG = (NO_EVALUATION, "training.num_steps=5000", "training.checkpoint_interval_
 
 
 def command(dataset: Path, run: Path, *overrides: str, num_ranks: int = 2) -> tuple[object, ...]:
-    given = (f"data.path={dataset}", f"directory={run}", *overrides)
-    return ("train", TINY, *given, "--on", "processes", "--ranks", num_ranks)
+    overrides_of_run = (f"data.path={dataset}", f"directory={run}", *overrides)
+    return ("train", TINY, *overrides_of_run, "--on", "processes", "--ranks", num_ranks)
 
 
 def test_runs_on_one_machine_do_not_take_each_others_port(dataset: Path, tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_runs_on_one_machine_do_not_take_each_others_port(dataset: Path, tmp_pat
     assert losses(runs[0]) == losses(runs[1])
 
 
-def test_a_living_run_is_not_disturbed_and_a_killed_one_is_in_nobodys_way(
+def test_the_directory_of_a_living_run_is_refused_and_that_of_a_killed_one_is_not(
     dataset: Path, tmp_path: Path
 ) -> None:
     first = start_txl(*command(dataset, tmp_path, *LONG))

@@ -21,13 +21,13 @@ SETTINGS = (
 
 
 def command(dataset: Path, run: Path) -> tuple[object, ...]:
-    given = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
-    return ("train", TINY, *given, "--on", "processes", "--ranks", 2)
+    overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
+    return ("train", TINY, *overrides, "--on", "processes", "--ranks", 2)
 
 
 @pytest.fixture(scope="module")
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody killed."""
+    """The uninterrupted run."""
     run = tmp_path_factory.mktemp("straight")
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
     return run

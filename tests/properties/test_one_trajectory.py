@@ -17,18 +17,19 @@ from tests.support.training_runs import (
 )
 
 STEPS = 20
-# float32 has 24 bits: a sum in another order moves a loss by some 1e-8, and twenty steps of AdamW
-# carry that into the weights. Seen over all cases here: 3.4e-8, and 2.8e-7 in the gradient norm.
-# Broken on purpose: memory rows of another micro-batch are off by 1.8e-5 at step 2 and by 3e-2 in
-# the end, a lost lane by 3.6e-4 and 0.16. A wrong scale of the loss does not show in the losses at
-# all, because clipping and AdamW undo it; the gradient norm is then off by half.
+# float32 has 24 bits: a sum in another order changes a loss by about 1e-8, and twenty steps of
+# AdamW accumulate that in the weights. Largest differences over all cases here: 3.4e-8 in the loss,
+# 2.8e-7 in the gradient norm. With errors introduced for comparison: memory rows of another
+# micro-batch change the loss by 1.8e-5 at step 2 and 3e-2 at the end, a missing lane by 3.6e-4 and
+# 0.16. A wrong scale of the loss does not change the losses, because clipping and AdamW cancel it,
+# but it changes the gradient norm by half.
 TOLERANCE = 2e-6
 NORM_TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One rank, stage 0, all lanes at once: nothing is sharded, summed or padded."""
+    """One rank, stage 0, one micro-batch: nothing is sharded, summed over ranks or padded."""
     run = tmp_path_factory.mktemp("straight")
     job = tiny_job(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT)
     assert ranks(1).run(train, job) == [0]
@@ -42,7 +43,7 @@ QUICK = [
     *((2, stage, "2") for stage in ZERO),
     (2, "1", "null"),
 ]
-"""One rank and whole lanes leave out what makes the other cases hard: those are in test-all."""
+"""The cases most likely to fail. The others run in `make test-all`."""
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,9 @@ def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
     )
     assert ranks(num_ranks).run(train, job) == [0] * num_ranks
 
-    expected, found = losses(straight), losses(tmp_path)
-    assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
-    assert found == pytest.approx(expected, rel=TOLERANCE)
+    expected, actual = losses(straight), losses(tmp_path)
+    assert sorted(actual) == sorted(expected) == list(range(1, STEPS + 1))
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
     assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
 
 
@@ -93,20 +94,20 @@ def clustered(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPat
     "stage",
     [pytest.param(stage, marks=[] if stage in "03" else pytest.mark.slow) for stage in ZERO],
 )
-def test_nor_with_clusters_of_the_vocabulary_that_are_empty_on_some_ranks(
+def test_losses_do_not_depend_on_ranks_if_softmax_clusters_are_empty_on_some(
     ranks: RankGroups, dataset: Path, clustered: Path, tmp_path: Path, stage: str
 ) -> None:
-    """Ids from 128 on are rare in this text: most steps have none of the last cluster anywhere."""
+    """Ids from 128 on are rare in this text: most steps have no target in the last cluster."""
     job = tiny_job(dataset, tmp_path, *CLUSTERS, *ZERO[stage])
     assert ranks(2).run(train, job) == [0, 0]
     assert losses(tmp_path) == pytest.approx(losses(clustered), rel=TOLERANCE)
     assert norms(tmp_path) == pytest.approx(norms(clustered), rel=NORM_TOLERANCE)
 
 
-def test_nor_do_scores_during_training_and_losses_after_them(
+def test_scores_during_training_do_not_depend_on_ranks(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    """Nine pieces for two ranks: one runs the model more often than the other."""
+    """Nine chunks for two ranks: one rank runs the model more often than the other."""
     settings = ("evaluation.max_tokens=300", "evaluation.batch_chunks=1", "model.tie_weight=false")
     one, two = tmp_path / "one", tmp_path / "two"
     assert ranks(1).run(train, tiny_job(dataset, one, *settings, *ZERO["0"])) == [0]
@@ -124,7 +125,7 @@ def scores(run: Path) -> list[float]:
 @pytest.mark.parametrize(
     "options", [("model.pre_lnorm=true",), ("model.untie_r=true", "model.d_embed=12")]
 )
-def test_nor_with_other_layers_when_all_weights_are_spread(
+def test_losses_do_not_depend_on_ranks_with_other_layers_when_all_weights_are_sharded(
     ranks: RankGroups, dataset: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
@@ -135,5 +136,5 @@ def test_nor_with_other_layers_when_all_weights_are_spread(
     assert norms(two) == pytest.approx(norms(one), rel=NORM_TOLERANCE)
 
 
-def test_tokens_count_every_lane_once_a_step(straight: Path) -> None:
+def test_tokens_count_every_lane_once_per_step(straight: Path) -> None:
     assert [line["tokens"] for line in metrics(straight)] == [15 * step for step in range(1, 21)]

@@ -1,4 +1,4 @@
-"""Changing corpora and weights in mid-run: fair over all phases, and resumed exactly."""
+"""Changing corpora and weights during a run: equal read counts over all phases, exact resume."""
 
 import hashlib
 from collections import Counter
@@ -15,9 +15,9 @@ from data_pipeline.streams.mixture import source_of_epoch
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource
-from txl_dist.checkpoint.manifest import CorpusEntry, Phase
 from txl_dist.training.data import mixed_source
 from txl_dist.training.phases import phases_from
+from txl_dist.training.state import CorpusEntry, Phase
 
 TGT_LEN = 3
 quickly = examples(100)
@@ -29,7 +29,7 @@ def digest(name: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """Corpora by name, and which of them are read by what weight after so many more steps."""
+    """Corpora by name, and legs: weights of the corpora and a number of steps."""
 
     lengths: dict[str, list[list[int]]]
     legs: list[tuple[dict[str, float], int]]
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def sources(self) -> dict[str, TextSource]:
-        found, number = {}, 0
+        sources, number = {}, 0
         for name, lengths in self.lengths.items():
             blocks: list[list[list[int]]] = []
             for block in lengths:
@@ -46,8 +46,8 @@ class Run:
                 for length in block:
                     blocks[-1].append(list(range(number, number + length)))
                     number += length
-            found[digest(name)] = TextSource(blocks)
-        return found
+            sources[digest(name)] = TextSource(blocks)
+        return sources
 
     def mixture(self, weights: dict[str, float]) -> Phase:
         entries = [
@@ -60,12 +60,12 @@ class Run:
         return Phase(corpora=tuple(entries))
 
     def phases(self) -> tuple[tuple[Phase, ...], int]:
-        """After all legs, and the position reached."""
+        """The phases after all legs, and the position reached."""
         phases: tuple[Phase, ...] = ()
         position = 0
         for weights, num_steps in self.legs:
-            now = self.mixture(weights)
-            phases = phases_from(phases, now, position=position, num_lanes=self.num_lanes)
+            current = self.mixture(weights)
+            phases = phases_from(phases, current, position=position, num_lanes=self.num_lanes)
             position += num_steps * TGT_LEN
         return phases, position
 
@@ -107,8 +107,8 @@ def runs(draw: st.DrawFn) -> Run:
 
 @quickly
 @given(run=runs())
-def test_over_all_phases_no_token_is_begun_twice_more_often_than_another(run: Run) -> None:
-    """Whatever leaves and comes back; an epoch that was begun counts as read."""
+def test_over_all_phases_the_read_counts_of_any_two_tokens_differ_by_at_most_one(run: Run) -> None:
+    """Also for corpora that are removed and added again. A begun epoch counts as read."""
     phases, position = run.phases()
     counts: Counter[int] = Counter()
     epochs = []
@@ -155,7 +155,7 @@ def test_a_resume_inside_the_last_phase_reads_on_with_any_number_of_ranks(
 
 @quickly
 @given(run=runs())
-def test_ages_begin_anew_with_a_phase(run: Run) -> None:
+def test_ages_restart_at_each_phase(run: Run) -> None:
     phases, _ = run.phases()
     for phase in phases:
         first = run.reader(phase, range(run.num_lanes)).read(phase.position, 1)[0]

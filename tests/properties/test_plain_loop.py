@@ -1,8 +1,8 @@
-"""A run does what a plain PyTorch loop does, which is written out here and shares nothing with it
-but the model and the order of the tokens.
+"""A run computes the same as a plain PyTorch loop.
 
-The other trajectories (ranks, stages, resumes) are compared with each other, so an optimizer that
-never hears of a setting would look right in all of them.
+The loop below shares only the model and the order of tokens with the project. The other tests
+compare runs with each other (ranks, stages, resumes); a setting that never reaches the optimizer
+would not fail any of them.
 """
 
 import math
@@ -21,10 +21,10 @@ from txl_dist.checkpoint.reader import load_model
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
-# Both compute in fp32 and add up in another order. Seen over all cases: 8e-7 in a weight. A wrong
-# setting moves losses by 1e-3 or more.
+# Both compute in fp32, but sum in different orders. Largest difference over all cases: 8e-7 in a
+# weight. A wrong setting changes losses by 1e-3 or more.
 TOLERANCE = 1e-5
-# Every value differs from its default and from each other, so that none can be exchanged or lost.
+# Every value differs from its default and from all others: an exchanged or lost one changes losses.
 SETTINGS = (
     NO_EVALUATION,
     "optimizer.lr=0.02",
@@ -68,7 +68,7 @@ def plain_run(config: RunConfig, dataset: Path) -> tuple[TransformerXL, list[dic
 
 
 def rate_of(step: int) -> float:
-    """A line up to LR, then half a cosine down to MIN_LR at the last step."""
+    """Linear up to LR, then half a cosine period down to MIN_LR at the last step."""
     if step <= WARMUP_STEPS:
         return LR * step / WARMUP_STEPS
     angle = math.pi * (step - WARMUP_STEPS) / (NUM_STEPS - WARMUP_STEPS)
@@ -84,9 +84,9 @@ def test_losses_rates_norms_and_weights_are_those_of_a_plain_loop(
     model, expected = plain_run(job.config, dataset)
     norms = [line["gradient_norm"] for line in expected]
     assert min(norms) < CLIPPING < max(norms), "some steps are clipped, others are not"
-    found = [{name: line[name] for name in expected[0]} for line in metrics(tmp_path)]
-    assert len(found) == NUM_STEPS
-    for line, plain in zip(found, expected, strict=True):
+    actual = [{name: line[name] for name in expected[0]} for line in metrics(tmp_path)]
+    assert len(actual) == NUM_STEPS
+    for line, plain in zip(actual, expected, strict=True):
         assert line == pytest.approx(plain, rel=TOLERANCE)
     trained, _, _ = load_model(tmp_path / "checkpoints" / f"step-{NUM_STEPS:08d}")
     weights = dict(trained.named_parameters())
@@ -95,14 +95,14 @@ def test_losses_rates_norms_and_weights_are_those_of_a_plain_loop(
 
 
 @pytest.mark.parametrize("option", ["model.dropout", "model.dropatt"])
-def test_a_small_dropout_is_dropped_in_training(
+def test_a_small_dropout_rate_has_an_effect(
     ranks: RankGroups, dataset: Path, tmp_path: Path, option: str
 ) -> None:
     one_step = (
         NO_EVALUATION,
         "training.num_steps=1",
         "optimizer.warmup_steps=0",
-        "model.init_std=0.5",  # or attention would hardly matter yet
+        "model.init_std=0.5",  # with the default, attention hardly affects the first loss
     )
     for rate in (0, 0.05):
         job = tiny_job(dataset, tmp_path / str(rate), *one_step, f"{option}={rate}")

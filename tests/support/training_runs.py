@@ -15,7 +15,7 @@ TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 NO_EVALUATION = "evaluation.split=null"
 ZERO = {
     **{str(stage): (f"deepspeed.zero_stage={stage}",) for stage in (0, 1, 2, 3)},
-    # DeepSpeed leaves parameters this small whole on every rank, unless told otherwise.
+    # By default DeepSpeed keeps parameters this small whole on every rank.
     "3-all-spread": (
         "deepspeed.zero_stage=3",
         "deepspeed.extra={zero_optimization: {stage3_param_persistence_threshold: 0}}",
@@ -27,12 +27,12 @@ DROPOUT = ("model.dropout=0.1", "model.dropatt=0.2")
 
 def tiny_job(dataset: Path, run: Path, *overrides: str, **options: Any) -> TrainJob:
     """A job of 20 steps on 5 lanes; `overrides` as on the command line."""
-    given = [f"data.path={dataset}", f"directory={run}", *overrides]
-    return TrainJob(config=load_run_config(TINY, given), **options)
+    data_overrides = [f"data.path={dataset}", f"directory={run}", *overrides]
+    return TrainJob(config=load_run_config(TINY, data_overrides), **options)
 
 
 def train(world: World, job: TrainJob) -> int:
-    """Run a job as one rank of a group; 0, or the exit code of the TxlError that ended it."""
+    """Run a job as one rank of a group; returns 0, or the exit code of its TxlError."""
     try:
         train_rank(job, world)
     except TxlError as error:
@@ -53,9 +53,9 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def losses(run: Path) -> dict[int, float]:
     """Training loss by step; every step must be there once."""
-    found: dict[int, float] = {}
+    by_step: dict[int, float] = {}
     for line in metrics(run):
         if "loss" in line:
-            assert line["step"] not in found, f"step {line['step']} twice in {run}"
-            found[line["step"]] = line["loss"]
-    return found
+            assert line["step"] not in by_step, f"step {line['step']} twice in {run}"
+            by_step[line["step"]] = line["loss"]
+    return by_step

@@ -1,5 +1,11 @@
-"""The checkpoint: canonical (by parameter and by lane, never by rank), hashed, atomic.
+"""Checkpoints: stored by parameter and by lane, never by rank, so any number of ranks can resume.
 
-safetensors and JSON only. `manifest.py` says what it holds, `writer.py` and `reader.py` do the
-work, `directory.py` knows where checkpoints lie, `compatibility.py` who may resume from one.
+    manifest.py    what a checkpoint contains, as JSON with a hash per file
+    fragments.py   Fragment: one rank's slice of a parameter and of its optimizer state
+    writer.py      every rank writes its slices; a rename publishes the checkpoint
+    reader.py      verifies a checkpoint and reads any slice of it
+    directory.py   the checkpoints of a run: names, pointers, removal
+
+Files are safetensors and JSON; nothing is unpickled. Which checkpoint a run may resume from is
+decided in `txl_dist/training/resume.py`.
 """

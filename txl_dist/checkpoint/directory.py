@@ -1,113 +1,107 @@
-"""Where the checkpoints of a run lie: RUN/checkpoints/step-NNNNNNNN, RUN/LATEST, RUN/BEST.
+"""The checkpoints of a run: RUN/checkpoints/step-NNNNNNNN, RUN/LATEST, RUN/BEST.
 
-A checkpoint is there if its directory has its final name. Order comes from step numbers, never from
-file times or from LATEST, which is a pointer for people and scripts.
+A checkpoint is complete if its directory has its final name. Checkpoints are ordered by the step
+numbers in their names, never by file times. LATEST and BEST are pointers for people and scripts;
+a resume does not read them.
 
     step-NNNNNNNN              a complete checkpoint
-    superseded-step-NNNNNNNN   set aside when the run last went back behind it; kept for people
-    .*.tmp                     being written or removed; what a killed process left, the next start
-                               removes
+    superseded-step-NNNNNNNN   from a later step than the run last resumed from; never read
+    .*.tmp                     being written or removed; the next start removes what a killed
+                               process has left
 """
 
 import logging
 import re
-import shutil
-import uuid
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import fsync_directory, remove_leftovers, write_file
+from data_pipeline.storage.directories import publish_directory, remove_directory
 from txl_dist.checkpoint.manifest import MANIFEST_NAME
 from txl_dist.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(r"superseded-step-\d{8,}")
-ASIDE = ".saving.tmp"
-"""Where a checkpoint is written before it is renamed; never read."""
+_STAGING = ".saving.tmp"
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run. Only rank 0, under the lock of the run, changes them."""
+    """The checkpoints of one run. Only rank 0 changes them, and only under the run's lock."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self.path = run / "checkpoints"
+        self.staging = self.path / _STAGING
+        """Where the next checkpoint is written before it is renamed."""
 
     def at(self, step: int) -> Path:
+        """Path of the checkpoint of a step."""
         return self.path / f"step-{step:08d}"
 
-    @property
-    def aside(self) -> Path:
-        return self.path / ASIDE
-
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that have their final name, rising."""
+        """Steps of the complete checkpoints, in ascending order."""
         if not self.path.is_dir():
             return []
+        # Not from LATEST, which a kill may have left one checkpoint behind.
         matches = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
     def open(self) -> None:
-        """Create the directory and remove what killed processes left; at the start of a run."""
+        """Create the directory and remove leftovers of killed processes; at the start of a run."""
         self.path.mkdir(parents=True, exist_ok=True)
         for pointer in ("LATEST", "BEST"):
             remove_leftovers(self.run / pointer)
         for step in self.steps():
             remove_leftovers(self.at(step) / MANIFEST_NAME)
+        # The run's lock guarantees that no other process is writing these now.
         for leftover in self.path.glob(".*.tmp"):
-            _remove_tree(leftover)
+            _remove(leftover)
 
-    def point(self, name: str, step: int) -> None:
+    def set_pointer(self, name: str, step: int) -> None:
         """Write RUN/LATEST or RUN/BEST."""
         write_file(self.run / name, f"checkpoints/{self.at(step).name}\n".encode())
 
     def begin(self) -> Path:
-        """An empty directory to write the next checkpoint in.
+        """An empty staging directory for the next checkpoint.
 
-        Raises CheckpointError if the run's directory is gone: a new one in its place would lack
-        all that was written before.
+        Raises CheckpointError if the run directory has been removed. It is not created again,
+        because the new one would lack the config, the metrics and all older checkpoints.
         """
         if not self.path.is_dir():
             raise CheckpointError(
-                f"{self.path} is gone: the run directory was removed or renamed while the run was "
-                "writing to it. Move it back"
+                f"{self.path} is gone: the run directory was removed or renamed during the run. "
+                "Restore it"
             )
-        if self.aside.exists():
-            self._discard(self.aside)
-        self.aside.mkdir()
-        return self.aside
+        if self.staging.exists():
+            _remove(self.staging)
+        self.staging.mkdir()
+        return self.staging
 
     def finish(self, step: int) -> Path:
-        """Rename the directory that `begin` created to its final name, once all in it is synced."""
-        fsync_directory(self.aside)
-        final = self.at(step)
-        # The same step saved again, by a run that fell back behind a damaged checkpoint.
-        superseded = self._move_aside(final) if final.exists() else None
-        self.aside.rename(final)
-        fsync_directory(self.path)
-        if superseded is not None:
-            _remove_tree(superseded)
-        return final
+        """Rename the staging directory, whose files are synced, to the step's final name."""
+        # The step exists already if the run had fallen back to before a damaged checkpoint.
+        if replaced := publish_directory(self.staging, self.at(step)):
+            _remove(replaced)
+        return self.at(step)
 
     def rewind(
         self, step: int, *, best_step: int | None = None, source: Path | None = None
     ) -> list[int]:
-        """Set checkpoints of later steps aside, as a run goes on from `step`; returns their steps.
+        """Rename checkpoints of steps after `step`, from which a run resumes; returns those steps.
 
-        They are of another past, or damaged. They stay on disk as `superseded-step-NNNNNNNN` until
-        the run goes back again: then those of the time before are removed, so that at most the
-        checkpoints of one abandoned stretch take up space. Nothing here reads them; to keep one,
-        move it elsewhere. `source`, which the run goes on from, may be one of them and stays.
-        LATEST and BEST then name checkpoints that remain, or are removed.
+        They belong to the abandoned trajectory, or are damaged. They are kept as
+        `superseded-step-NNNNNNNN` until the next rewind that renames any, so that the checkpoints
+        of at most one abandoned trajectory take up space. `source`, the checkpoint to resume from,
+        may be one of them and is not removed. LATEST and BEST are updated or removed.
         """
-        later = [found for found in self.steps() if found > step]
+        later = [other for other in self.steps() if other > step]
         if later:
             for entry in self.path.iterdir():
                 if _SUPERSEDED.fullmatch(entry.name) and not (source and entry.samefile(source)):
-                    self._discard(entry)
-            for found in later:
-                self.at(found).rename(self.path / f"superseded-{self.at(found).name}")
+                    _remove(entry)
+            for other in later:
+                self.at(other).rename(self.path / f"superseded-{self.at(other).name}")
             fsync_directory(self.path)
         remaining = self.steps()
         self._point_or_remove("LATEST", remaining[-1] if remaining else None)
@@ -115,52 +109,32 @@ class CheckpointDirectory:
         return later
 
     def prune(self, *, keep: int, best_step: int | None) -> None:
-        """Remove all but the newest `keep` and the best. `rewind` left none of another past.
-
-        One that cannot be removed is a warning: the checkpoint just written is what counts.
-        """
+        """Remove all checkpoints except the newest `keep` and the best."""
         for step in self.steps()[:-keep]:
             if step != best_step:
-                self._discard(self.at(step))
+                _remove(self.at(step))
 
     def _point_or_remove(self, name: str, step: int | None) -> None:
         if step is None:
             (self.run / name).unlink(missing_ok=True)
         else:
-            self.point(name, step)
-
-    def _discard(self, path: Path) -> None:
-        """Remove a directory; renamed first, so that a half-removed one is no checkpoint."""
-        try:
-            path = self._move_aside(path)
-        except OSError as error:
-            _warn_of_leftover(path, error)
-        else:
-            _remove_tree(path)
-
-    def _move_aside(self, path: Path) -> Path:
-        aside = self.path / f".{path.name.lstrip('.')}.{uuid.uuid4().hex[:8]}.tmp"
-        return path.rename(aside)
+            self.set_pointer(name, step)
 
 
-def _remove_tree(path: Path) -> None:
+def _remove(path: Path) -> None:
     try:
-        shutil.rmtree(path)
-    except OSError as error:
-        _warn_of_leftover(path, error)
-
-
-def _warn_of_leftover(path: Path, error: OSError) -> None:
-    log.warning(
-        "%s cannot be removed (%s); training goes on, and the next start tries again. Somebody may "
-        "have it open, or its permissions have changed",
-        path,
-        error.strerror,
-    )
+        remove_directory(path)
+    except OSError as error:  # no reason to stop training: the next start tries again
+        log.warning(
+            "%s cannot be removed (%s); training continues. A process may have a file open there, "
+            "or permissions have changed",
+            path,
+            error.strerror,
+        )
 
 
 def resume_advice(run: Path) -> str:
-    """A sentence for the end of an error message: where the same command goes on from."""
+    """A sentence for the end of an error message: where the same command resumes."""
     steps = CheckpointDirectory(run).steps()
     if not steps:
         return f"There is no checkpoint in {run}: the same command starts from the beginning"
@@ -168,48 +142,48 @@ def resume_advice(run: Path) -> str:
 
 
 def divergence_advice(run: Path, *, before: int) -> str:
-    """As `resume_advice`, once a number is not finite: the same command would meet it again.
+    """Like `resume_advice`, after a number that is not finite: the command has to change.
 
-    Names the newest checkpoints of steps below `before`; all were saved with finite numbers.
+    Names the newest checkpoints of steps below `before`, which contain only finite numbers.
     """
     directory = CheckpointDirectory(run)
     good = [directory.at(step) for step in directory.steps() if step < before]
     if not good:
         return (
-            "There is no good checkpoint to go back to: start again with a lower optimizer.lr or "
-            "more optimizer.warmup_steps, in another directory=PATH"
+            "There is no good checkpoint: start again in another directory=PATH with a lower "
+            "optimizer.lr or more optimizer.warmup_steps"
         )
     advice = (
-        f"The last good checkpoint is {good[-1].name}. Go on from it with a lower rate: txl train "
-        f"CONFIG --resume {good[-1]} optimizer.lr=... --allow-change optimizer.lr"
+        f"The last good checkpoint is {good[-1].name}. Resume from it with a lower learning rate: "
+        f"txl train CONFIG --resume {good[-1]} optimizer.lr=... --allow-change optimizer.lr"
     )
     if len(good) > 1:
-        advice += f". If it diverges there too, go back further: --resume {good[-2]}"
+        advice += f". If it diverges there too, use an earlier one: --resume {good[-2]}"
     return advice
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """A checkpoint's directory from itself, a run directory, or a LATEST or BEST file.
+    """The directory of a checkpoint, given as itself, a run directory, or a LATEST or BEST file.
 
-    Raises CheckpointError naming what is there instead.
+    Raises CheckpointError for any other `path`.
     """
-    given = Path(path)
-    if (given / MANIFEST_NAME).is_file():
-        return given
-    if given.is_file() and given.name in ("LATEST", "BEST"):
-        name = given.read_text(errors="replace").strip().removeprefix("checkpoints/")
+    path = Path(path)
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    if path.is_file() and path.name in ("LATEST", "BEST"):
+        name = path.read_text(errors="replace").strip().removeprefix("checkpoints/")
         if _NAME.fullmatch(name):
-            return given.parent / "checkpoints" / name
+            return path.parent / "checkpoints" / name
         raise CheckpointError(
-            f"{given} names no checkpoint ({name[:60]!r}). Give one directly; to list them: "
-            f"txl checkpoint list {given.parent}"
+            f"{path} names no checkpoint ({name[:60]!r}). Give one directly; to list them: "
+            f"txl checkpoint list {path.parent}"
         )
-    directory = CheckpointDirectory(given)
+    directory = CheckpointDirectory(path)
     if steps := directory.steps():
         return directory.at(steps[-1])
-    if not given.exists():
-        raise CheckpointError(f"{given} does not exist; give a run directory or a checkpoint in it")
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a run directory or a checkpoint in it")
     raise CheckpointError(
-        f"{given} holds no complete checkpoint. Give RUN/checkpoints/step-NNNNNNNN or a run "
-        "directory with one; runs make them every training.checkpoint_interval_steps"
+        f"{path} contains no complete checkpoint. Give RUN/checkpoints/step-NNNNNNNN, or a run "
+        "directory with one; runs write them every training.checkpoint_interval_steps"
     )

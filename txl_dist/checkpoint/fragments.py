@@ -1,7 +1,6 @@
-"""Fragment: the slice of a parameter and its optimizer state that one rank owns.
+"""Fragment: the slice of a parameter and of its optimizer state that one rank owns.
 
-The currency between the engine, which knows where slices are, and the checkpoint, which stores
-them.
+The engine knows which slices a rank owns, the checkpoint stores them; both use this type.
 """
 
 from dataclasses import dataclass
@@ -9,15 +8,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
+"""AdamW's running averages of the gradient and of its square."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements [start, stop) of a flattened parameter, as 1-D views to copy from or into."""
+    """Elements [start, stop) of a flattened parameter, as 1-D views that may be written to."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     start: int
     master: Tensor
     """fp32 weights."""

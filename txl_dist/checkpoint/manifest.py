@@ -1,32 +1,31 @@
-"""CheckpointManifest: what a checkpoint holds, where each slice lies, and every file's hash.
+"""CheckpointManifest: the content of a checkpoint, with the location of each slice and file hashes.
 
-Canonical means the content per parameter: a slice is named by parameter and range, so any number
-of ranks can read what any other number wrote. File names follow from rank numbers, so a manifest
-cannot point outside its directory. The digest of its own content betrays an edit or a flipped bit.
+Slices are identified by parameter and range, so any number of ranks can read what any other number
+wrote. File names are derived from rank numbers, so a manifest cannot refer to files outside its
+directory. A digest of the manifest itself detects edits and flipped bits.
 """
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from data_pipeline.storage import strict_json
 from data_pipeline.storage.manifest_file import (
     WrongFormatError,
     load_manifest_file,
     manifest_bytes,
 )
 from data_pipeline.storage.strict_model import StrictModel
-from data_pipeline.streams.mixture import tokens_per_epoch
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 _NAMED_AFTER_STEP = re.compile(r"(?:superseded-)?step-(\d{8,})")
-MAX_MANIFEST_BYTES = 256 * 2**20
 
+# lt: values are used as numpy and torch int64.
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
 FileName = Annotated[
@@ -36,7 +35,7 @@ Kind = Literal["weights", "optimizer", "memory"]
 
 
 def file_name(kind: Kind, rank: int) -> str:
-    """Where rank `rank` wrote its weights, optimizer state or memory."""
+    """Name of the file with the weights, optimizer state or memory that `rank` wrote."""
     return f"{kind}-rank-{rank:05d}.safetensors"
 
 
@@ -61,107 +60,21 @@ class Slice(StrictModel):
 class ParameterEntry(StrictModel):
     shape: tuple[Count, ...]
     slices: Annotated[tuple[Slice, ...], Field(min_length=1)]
-    """In rising order, without a gap; together the whole parameter."""
-
-    @property
-    def num_elements(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+    """In ascending order and without gaps; together they are the whole parameter."""
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        reached = 0
+    def _require_whole(self) -> Self:
+        # A gap would leave parameters at their initial values without any error.
+        covered = 0
         for part in self.slices:
-            if part.start != reached or part.stop <= part.start:
-                raise ValueError(f"slice [{part.start}, {part.stop}) does not follow {reached}")
-            reached = part.stop
-        if reached != self.num_elements:
-            raise ValueError(f"slices end at {reached}, shape {self.shape} has {self.num_elements}")
+            if part.start != covered or part.stop <= part.start:
+                raise ValueError(f"slice [{part.start}, {part.stop}) does not follow {covered}")
+            covered = part.stop
+        if covered != math.prod(self.shape):
+            raise ValueError(
+                f"slices end at {covered}, shape {self.shape} has {math.prod(self.shape)}"
+            )
         return self
-
-
-class BestScore(StrictModel):
-    """The lowest validation loss of the run so far."""
-
-    step: Count
-    nats_per_token: float
-    split: str
-    max_tokens: Count | None
-    data_digest: Sha256 | None = None
-    """What was scored; losses on other text are not compared."""
-
-    def improves_on(self, other: "BestScore | None") -> bool:
-        """Lower than the best so far, or the first on this text."""
-        return (
-            other is None or self._text != other._text or self.nats_per_token < other.nats_per_token
-        )
-
-    @property
-    def _text(self) -> tuple[str, int | None, str | None]:
-        return self.split, self.max_tokens, self.data_digest
-
-
-class CorpusEntry(StrictModel):
-    """One corpus of a phase."""
-
-    name: str
-    digest: Sha256
-    """Of its manifest; vouches for every shard."""
-    tokens: Annotated[Count, Field(ge=1)]
-    weight: Annotated[float, Field(gt=0)]
-    start: Count = 0
-    """Where on its tape (data_pipeline/streams/mixture.py) the phase begins."""
-
-
-class Phase(StrictModel):
-    """What a run reads from a lane position on: it changes when corpora or weights do."""
-
-    position: Count = 0
-    first_epoch: Count = 0
-    """Number of the epoch that begins at `position`."""
-    corpora: Annotated[tuple[CorpusEntry, ...], Field(min_length=1)]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of an epoch."""
-        return sum(corpus.tokens for corpus in self.corpora)
-
-    @property
-    def tokens_per_epoch(self) -> dict[str, int]:
-        """Of each corpus, by name, in this order; what the weights come to."""
-        return tokens_per_epoch(
-            {corpus.name: corpus.tokens for corpus in self.corpora},
-            {corpus.name: corpus.weight for corpus in self.corpora},
-        )
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Of each corpus in all weights."""
-        total = sum(corpus.weight for corpus in self.corpora)
-        return {corpus.name: corpus.weight / total for corpus in self.corpora}
-
-
-class TrainState(StrictModel):
-    """What a run is at, apart from tensors. There is no random state: every draw follows from the
-    seed, the step and the lane (training/lane_dropout.py), the order from seed and position.
-    """
-
-    step: Count = 0
-    """Optimizer steps done."""
-    position: Count = 0
-    """Lane position of the next segment."""
-    tokens: Count = 0
-    """Targets trained on, over all lanes."""
-    best: BestScore | None = None
-    unreported: tuple[float, Count, Count] = (0.0, 0, 0)
-    """Nats, tokens and bytes since the last line of metrics.jsonl."""
-    unreported_steps: Count = 0
-    phases: tuple[Phase, ...] = ()
-    """What was read from where on; the last is what is read now."""
-    evaluation_pending: bool = False
-    """The evaluation due at this step has not been done yet."""
 
 
 class CheckpointManifest(StrictModel):
@@ -170,54 +83,66 @@ class CheckpointManifest(StrictModel):
     format: Literal["txl-checkpoint"] = "txl-checkpoint"
     version: Literal[1] = 1
     written_by: str
-    state: TrainState
+    """Version of txl and digest of its sources."""
+    state: dict[str, Any]
+    """Progress of the run, as defined in `txl_dist/training/state.py`. Only `step` is read here."""
     model: dict[str, Any]
+    """Fields of ModelConfig."""
     run: dict[str, Any]
     """The resolved config, by dotted key."""
     tokenizer_digest: Sha256
     data_digest: Sha256
-    """Of the only corpus, or of all digests."""
+    """Digest of the dataset, or of the digests of all datasets of a mixture."""
     vocab_size: Count
     num_ranks: Count
     zero_stage: Count
     mlflow_run_id: str | None
     rank_of_lane: tuple[Count, ...]
-    """Whose memory file holds lane l."""
+    """For each lane, the rank whose file contains its memory."""
     optimizer_states: tuple[str, ...]
     parameters: dict[str, ParameterEntry]
     files: dict[FileName, FileEntry]
 
+    @field_validator("state")
+    @classmethod
+    def _require_step(cls, state: dict[str, Any]) -> dict[str, Any]:
+        TypeAdapter(Count).validate_python(state.get("step"), strict=True)
+        return state
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when the checkpoint was written."""
+        step: int = self.state["step"]
+        return step
+
     @property
     def model_config_of(self) -> ModelConfig:
-        """The architecture, checked. Raises CheckpointError if this version cannot have it."""
+        """The architecture. Raises CheckpointError if this version does not support it."""
         try:
             return TypeAdapter(ModelConfig).validate_python(self.model)
         except ValidationError as error:
             raise CheckpointError(
-                f"the checkpoint's model is not one of this txl: {error}"
+                f"this version of txl does not support the checkpoint's model: {error}"
             ) from None
 
-    @property
-    def digest(self) -> str:
-        """Hex sha256 of the canonical content."""
-        return strict_json.sha256_of(self.model_dump(mode="json"))
-
     def to_json(self) -> bytes:
+        """The content of the manifest file."""
         return manifest_bytes(self.model_dump(mode="json"))
 
 
 def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
-    """The checked manifest of one checkpoint; CheckpointError says what is wrong with it.
+    """The validated manifest of a checkpoint. Raises CheckpointError.
 
-    A directory named after a step must hold the checkpoint of that step.
+    A directory named after a step must contain the checkpoint of that step, because the order of
+    checkpoints follows from their names.
     """
     path = directory / MANIFEST_NAME
     try:
         manifest = load_manifest_file(path, CheckpointManifest)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}); no complete checkpoint is there. List the "
-            f"good ones: txl checkpoint list {directory.parent.parent}"
+            f"{path} cannot be read ({error.strerror}): {directory} is not a complete checkpoint. "
+            f"To list complete ones: txl checkpoint list {directory.parent.parent}"
         ) from None
     except WrongFormatError as error:
         raise CheckpointError(
@@ -226,10 +151,10 @@ def load_checkpoint_manifest(directory: Path) -> CheckpointManifest:
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} {error}; it is damaged or edited") from None
-    named = _NAMED_AFTER_STEP.fullmatch(directory.absolute().name)
-    if named and int(named[1]) != manifest.state.step:
+    match = _NAMED_AFTER_STEP.fullmatch(directory.absolute().name)
+    if match and int(match[1]) != manifest.step:
         raise CheckpointError(
-            f"{directory} holds the checkpoint of step {manifest.state.step}, says its "
-            f"{MANIFEST_NAME}: it was copied or renamed. Name it step-{manifest.state.step:08d}"
+            f"{directory} holds the checkpoint of step {manifest.step}, according to its "
+            f"{MANIFEST_NAME}: it was copied or renamed. Rename it to step-{manifest.step:08d}"
         )
     return manifest

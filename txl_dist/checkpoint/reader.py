@@ -1,7 +1,7 @@
-"""Reads a checkpoint: verified first, then every rank only what it needs.
+"""Verifies a checkpoint and reads slices of it; every rank reads only what it needs.
 
-Works for any number of ranks, any ZeRO stage and any micro-batch, because slices are found by
-parameter and range, and memory by lane.
+The number of ranks, the ZeRO stage and the micro-batch size may differ from the run that wrote it,
+because slices are located by parameter and range, and memory by lane.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,22 +28,23 @@ from txl_dist.model.transformer_xl import TransformerXL
 
 
 def find_damage(directory: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with the named files of a checkpoint; empty if nothing is."""
+    """One message per damaged file among the named files of a checkpoint."""
     damage = []
     for name in names:
         entry, path = manifest.files[name], directory / name
         try:
+            # The size first: it finds a truncated file without reading it.
             if (size := path.stat().st_size) != entry.bytes:
-                damage.append(f"{path} has {size:,} bytes, the manifest says {entry.bytes:,}")
+                damage.append(f"{path} has {size:,} bytes, expected {entry.bytes:,}")
             elif (digest := sha256_file(path)) != entry.sha256:
-                damage.append(f"{path} has sha256 {digest}, the manifest says {entry.sha256}")
+                damage.append(f"{path} has sha256 {digest}, expected {entry.sha256}")
         except OSError as error:
             damage.append(f"{path} cannot be read ({error.strerror})")
     return damage
 
 
 def verify_checkpoint(directory: Path, *, kinds: Sequence[str] = ()) -> CheckpointManifest:
-    """The manifest, after hashing all files (or those whose name starts with one of `kinds`).
+    """Hash all files, or those whose name starts with one of `kinds`; returns the manifest.
 
     Raises CheckpointError listing every damaged file.
     """
@@ -62,8 +63,8 @@ def load_model(
 ) -> tuple[TransformerXL, Tokenizer, CheckpointManifest]:
     """The model for evaluation or generation, on the CPU, with its tokenizer.
 
-    `config` may change what carries no weights (mem_len, clamp_len, same_length, attention).
-    Hashes the weights before it reads them; raises CheckpointError.
+    `config` may differ from the saved one in fields that affect no weights (mem_len, clamp_len,
+    same_length, attention). Verifies the weights first; raises CheckpointError.
     """
     manifest = verify_checkpoint(directory, kinds=("weights", "tokenizer"))
     model = TransformerXL(config or manifest.model_config_of)
@@ -78,22 +79,22 @@ def load_model(
 def load_fragments(
     directory: Path, manifest: CheckpointManifest, fragments: Iterable[Fragment]
 ) -> None:
-    """Copy weights and optimizer state into `fragments`, whoever wrote which slice.
+    """Copy weights and optimizer state into `fragments`, whichever ranks wrote them.
 
-    The files must have been verified and `check_parameters` passed.
+    The files must have been verified, also by `check_parameters`.
     """
     with _Slices(directory, manifest) as slices, torch.no_grad():
         for fragment in fragments:
-            where = (fragment.name, fragment.start, fragment.stop)
-            fragment.master.copy_(slices.weights(*where))
+            span = (fragment.name, fragment.start, fragment.stop)
+            fragment.master.copy_(slices.weights(*span))
             for state, tensor in fragment.states.items():
-                tensor.copy_(slices.optimizer(*where, state=state))
+                tensor.copy_(slices.optimizer(*span, state=state))
 
 
 def load_memory(
     directory: Path, manifest: CheckpointManifest, lanes: Iterable[int]
 ) -> dict[int, Tensor]:
-    """Lane -> memory [L, M, D] of the given lanes, whichever ranks wrote them."""
+    """Lane -> memory [L, M, D], for the given lanes."""
     with _Slices(directory, manifest) as slices:
         return {lane: slices.memory(lane) for lane in lanes}
 
@@ -101,23 +102,23 @@ def load_memory(
 def check_parameters(
     directory: Path, manifest: CheckpointManifest, expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises CheckpointError naming the parameters whose shapes are not the `expected` ones."""
-    found = {name: entry.shape for name, entry in manifest.parameters.items()}
+    """Raises CheckpointError naming the parameters whose shapes differ from `expected`."""
+    saved = {name: entry.shape for name, entry in manifest.parameters.items()}
     differing = [
-        f"{name}: checkpoint {found.get(name, 'none')}, model {expected.get(name, 'none')}"
-        for name in sorted(expected.keys() | found.keys())
-        if expected.get(name) != found.get(name)
+        f"{name}: checkpoint {saved.get(name, 'none')}, model {expected.get(name, 'none')}"
+        for name in sorted(expected.keys() | saved.keys())
+        if expected.get(name) != saved.get(name)
     ]
     if differing:
         raise CheckpointError(
             f"{directory} is a checkpoint of another model: {'; '.join(differing[:8])}"
             f"{f' and {len(differing) - 8} more' if len(differing) > 8 else ''}. Start a new run, "
-            "or set the model's options back to the checkpoint's (RUN/config.yaml)"
+            "or restore the model's options from RUN/config.yaml"
         )
 
 
 class _Slices:
-    """Reads ranges of parameters and whole memories out of a checkpoint's files."""
+    """Reads ranges of parameters, and memories of lanes, from a checkpoint's files."""
 
     def __init__(self, directory: Path, manifest: CheckpointManifest) -> None:
         self._directory, self._manifest = directory, manifest
@@ -141,15 +142,17 @@ class _Slices:
 
     def _range(self, kind: Kind, name: str, key: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of flattened parameter `name`, fp32."""
-        pieces = []
+        parts = []
         for part in self._manifest.parameters[name].slices:
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
                 file = self._file(file_name(kind, part.rank))
-                pieces.append(file.get_slice(key)[low - part.start : high - part.start])
-        return torch.cat(pieces)
+                # get_slice reads only these bytes, not the whole tensor.
+                parts.append(file.get_slice(key)[low - part.start : high - part.start])
+        return torch.cat(parts)
 
     def _file(self, name: str) -> safe_open:
+        # Opened once per checkpoint and memory-mapped; a rank opens only the files it needs.
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self._directory / name, framework="pt")

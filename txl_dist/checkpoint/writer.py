@@ -1,12 +1,13 @@
-"""Writes a checkpoint: every rank its own slices, rank 0 the manifest, one rename makes it real.
+"""Writes a checkpoint: every rank its own slices, rank 0 the manifest, then one rename.
 
-    aside/           all ranks write, sync and hash their files
-    aside/manifest   rank 0, last
-    step-NNNNNNNN    by rename; then LATEST by rename
-    .../manifest     by rename again, when the step has been evaluated: now with its score
+    .saving.tmp/            all ranks write, fsync and hash their files
+    .saving.tmp/manifest    rank 0, after all other files
+    step-NNNNNNNN           by rename; then LATEST, by rename
+    .../manifest            replaced by rename when the step has been evaluated, to add its score
 
-A kill at any moment leaves the older checkpoints as they were. No rank holds more than its part.
-Numbers that are not finite are never written: such a checkpoint would only push good ones out.
+A kill at any moment leaves the older checkpoints unchanged. No rank gathers more than its own
+slices. A checkpoint with a NaN or an infinity is never written: nothing could resume from it, and
+older checkpoints would be removed in favour of it.
 """
 
 import shutil
@@ -32,7 +33,6 @@ from txl_dist.checkpoint.manifest import (
     Kind,
     ParameterEntry,
     Slice,
-    TrainState,
     file_name,
     lane_key,
     load_checkpoint_manifest,
@@ -43,7 +43,7 @@ from txl_dist.runtime.world import World
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointHeader:
-    """What the manifest says beside tensors; the same for every checkpoint of a run."""
+    """The entries of the manifest that are the same for every checkpoint of a run."""
 
     written_by: str
     model: dict[str, Any]
@@ -60,95 +60,94 @@ def save_checkpoint(
     directory: CheckpointDirectory,
     *,
     header: CheckpointHeader,
-    state: TrainState,
+    state: Mapping[str, Any],
     fragments: Iterable[Fragment],
     memory_of_lane: Mapping[int, Tensor],
     mlflow_run_id: str | None,
     world: World,
 ) -> Path:
-    """Save `state` and all tensors; every rank calls it. Returns the final directory.
+    """Save `state` (JSON with a `step`) and all tensors. Collective; returns the final directory.
 
-    Raises CheckpointError on every rank, with what was written removed, if any rank fails, and
-    DivergedError before anything is written if any number of any rank is not finite.
+    Raises CheckpointError on every rank if any rank fails, after removing the written files, and
+    DivergedError before anything is written if any rank has a number that is not finite.
     """
-    mine = _RankContent(list(fragments), memory_of_lane)
-    sizes, not_finite = zip(*world.gather((mine.num_bytes, mine.not_finite)), strict=True)
-    _require_finite(state, not_finite)
+    step: int = state["step"]
+    local = _RankContent(list(fragments), memory_of_lane)
+    sizes, not_finite = zip(*world.gather((local.num_bytes, local.not_finite)), strict=True)
+    _require_finite(step, not_finite)
     with explain_failed_save(directory):
         try:
             world.run_on_rank_zero(lambda: _begin(directory, sum(sizes)))
-            parts = world.run_on_all(lambda: mine.write(directory.aside, world.rank))
+            # Files are complete and on disk on all ranks before rank 0 writes the manifest.
+            parts = world.run_on_all(lambda: local.write(directory.staging, world.rank))
             world.run_on_rank_zero(lambda: _finish(directory, header, state, parts, mlflow_run_id))
         except TxlError:
             if world.is_rank_zero:
-                shutil.rmtree(directory.aside, ignore_errors=True)
+                shutil.rmtree(directory.staging, ignore_errors=True)
             raise
-    return directory.at(state.step)
+    return directory.at(step)
 
 
-def save_score(directory: CheckpointDirectory, state: TrainState) -> None:
-    """Put the score that `state` has now into the manifest of its step's checkpoint; on rank 0."""
-    path = directory.at(state.step)
+def update_state(directory: CheckpointDirectory, step: int, changes: Mapping[str, Any]) -> None:
+    """Replace entries of `state` in the manifest of a step's checkpoint; called on rank 0."""
+    path = directory.at(step)
     manifest = load_checkpoint_manifest(path)
-    scored = {"best": state.best, "evaluation_pending": state.evaluation_pending}
-    scored_state = manifest.state.model_copy(update=scored)
-    scored_manifest = manifest.model_copy(update={"state": scored_state})
-    write_file(path / MANIFEST_NAME, scored_manifest.to_json())
+    updated = manifest.model_copy(update={"state": {**manifest.state, **changes}})
+    write_file(path / MANIFEST_NAME, updated.to_json())
 
 
 @contextmanager
 def explain_failed_save(directory: CheckpointDirectory) -> Iterator[None]:
-    """Around collective work on a checkpoint: its errors become a CheckpointError with advice."""
+    """Turn errors of collective work on a checkpoint into a CheckpointError with advice."""
     try:
         yield
     except TxlError as error:
         raise CheckpointError(
-            f"{directory.path}: the checkpoint could not be written: {error}. Free some space or "
-            f"mend the directory. {resume_advice(directory.run)}"
+            f"{directory.path}: the checkpoint could not be written: {error}. Free some space "
+            f"or repair the directory. {resume_advice(directory.run)}"
         ) from error
 
 
-def _require_finite(state: TrainState, not_finite_of_ranks: Sequence[Sequence[str]]) -> None:
+def _require_finite(step: int, not_finite_of_ranks: Sequence[Sequence[str]]) -> None:
     bad = [f"{name} (rank {r})" for r, names in enumerate(not_finite_of_ranks) for name in names]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise DivergedError(
-            f"after step {state.step} not all numbers are finite in {', '.join(bad[:3])}{more}: "
+            f"after step {step} not all numbers are finite in {', '.join(bad[:3])}{more}: "
             "the update was too large, so no checkpoint is written"
         )
 
 
-def _begin(directory: CheckpointDirectory, need: int) -> None:
+def _begin(directory: CheckpointDirectory, num_bytes: int) -> None:
     free = shutil.disk_usage(directory.begin()).free
-    if free < need:
-        raise CheckpointError(f"disk full: {need:,} bytes needed, {free:,} are free")
+    if free < num_bytes:
+        raise CheckpointError(f"disk full: {num_bytes:,} bytes needed, {free:,} are free")
 
 
 def _finish(
     directory: CheckpointDirectory,
     header: CheckpointHeader,
-    state: TrainState,
+    state: Mapping[str, Any],
     parts: list["_RankPart"],
     mlflow_run_id: str | None,
 ) -> None:
-    _write_manifest(directory.aside, header, state, parts, mlflow_run_id)
-    directory.finish(state.step)
-    directory.point("LATEST", state.step)
+    _write_manifest(directory.staging, header, state, parts, mlflow_run_id)
+    directory.finish(state["step"])
+    directory.set_pointer("LATEST", state["step"])
 
 
 @dataclass(frozen=True, slots=True)
 class _RankPart:
-    """What one rank wrote."""
+    """The files and slices that one rank has written."""
 
     slices: dict[str, tuple[tuple[int, ...], int, int]]
-    """Parameter -> shape, start, stop."""
+    """Parameter -> its whole shape, start, stop."""
     lanes: list[int]
-    files: dict[str, tuple[int, str]]
-    """Name -> bytes, sha256."""
+    files: dict[str, FileEntry]
 
 
 class _RankContent:
-    """What one rank has to write, copied to the CPU."""
+    """The tensors that one rank has to write, copied to the CPU."""
 
     def __init__(self, fragments: list[Fragment], memory_of_lane: Mapping[int, Tensor]) -> None:
         self._slices = {f.name: (f.shape, f.start, f.stop) for f in fragments}
@@ -165,41 +164,44 @@ class _RankContent:
 
     @property
     def num_bytes(self) -> int:
+        # Without file headers: a disk that is full because of those fails with ENOSPC later.
         return sum(array.nbytes for kind in self._tensors.values() for array in kind.values())
 
     @property
     def not_finite(self) -> list[str]:
-        """Names of the tensors that hold a NaN or an infinity."""
+        """Names of the tensors that contain a NaN or an infinity."""
         tensors = (
             (k, name, a) for k, arrays in self._tensors.items() for name, a in arrays.items()
         )
         return [f"{kind} {name}" for kind, name, a in tensors if not np.isfinite(a).all()]
 
-    def write(self, aside: Path, rank: int) -> _RankPart:
-        """Write, sync and hash this rank's files."""
+    def write(self, staging: Path, rank: int) -> _RankPart:
+        """Write, fsync and hash this rank's files."""
         files = {}
         for kind, arrays in self._tensors.items():
-            path = aside / file_name(kind, rank)
+            path = staging / file_name(kind, rank)
             write_with(path, partial(save_file, arrays))
-            files[path.name] = (path.stat().st_size, sha256_file(path))
+            files[path.name] = _file_entry(path)
         return _RankPart(self._slices, self._lanes, files)
 
 
 def _write_manifest(
-    aside: Path,
+    staging: Path,
     header: CheckpointHeader,
-    state: TrainState,
+    state: Mapping[str, Any],
     parts: list[_RankPart],
     mlflow_run_id: str | None,
 ) -> None:
-    tokenizer = aside / TOKENIZER_NAME
+    tokenizer = staging / TOKENIZER_NAME
     write_synced(tokenizer, header.tokenizer_json.encode())
-    files = {name: entry for part in parts for name, entry in part.files.items()}
-    files[TOKENIZER_NAME] = (tokenizer.stat().st_size, sha256_file(tokenizer))
+    files = {TOKENIZER_NAME: _file_entry(tokenizer)}
+    for part in parts:
+        files |= part.files
+    # Which ranks had which lanes is stored, because a resume may distribute them differently.
     rank_of_lane = {lane: rank for rank, part in enumerate(parts) for lane in part.lanes}
     manifest = CheckpointManifest(
         written_by=header.written_by,
-        state=state,
+        state=dict(state),
         model=header.model,
         run=header.run,
         tokenizer_digest=header.tokenizer_digest,
@@ -211,11 +213,13 @@ def _write_manifest(
         rank_of_lane=tuple(rank_of_lane[lane] for lane in range(header.num_lanes)),
         optimizer_states=OPTIMIZER_STATES,
         parameters=_join_slices(parts),
-        files={
-            name: FileEntry(bytes=size, sha256=digest) for name, (size, digest) in files.items()
-        },
+        files=files,
     )
-    write_synced(aside / MANIFEST_NAME, manifest.to_json())
+    write_synced(staging / MANIFEST_NAME, manifest.to_json())
+
+
+def _file_entry(path: Path) -> FileEntry:
+    return FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
 
 
 def _join_slices(parts: list[_RankPart]) -> dict[str, ParameterEntry]:
@@ -227,9 +231,9 @@ def _join_slices(parts: list[_RankPart]) -> dict[str, ParameterEntry]:
             slices.setdefault(name, []).append(Slice(rank=rank, start=start, stop=stop))
     return {
         name: ParameterEntry(
-            shape=shapes[name], slices=tuple(sorted(found, key=lambda part: part.start))
+            shape=shapes[name], slices=tuple(sorted(parts_of_name, key=lambda part: part.start))
         )
-        for name, found in slices.items()
+        for name, parts_of_name in slices.items()
     }
 
 

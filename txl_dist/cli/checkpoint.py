@@ -23,6 +23,7 @@ def list_(
     from txl_dist.checkpoint.directory import CheckpointDirectory
     from txl_dist.checkpoint.manifest import load_checkpoint_manifest
     from txl_dist.errors import CheckpointError
+    from txl_dist.training.state import load_state
 
     directory = CheckpointDirectory(run)
     if not directory.path.is_dir():
@@ -32,12 +33,12 @@ def list_(
         row: dict[str, object] = {"step": step, "path": str(directory.at(step))}
         try:
             manifest = load_checkpoint_manifest(directory.at(step))
-            best = manifest.state.best
+            state = load_state(directory.at(step), manifest)
             row |= {
                 "bytes": sum(entry.bytes for entry in manifest.files.values()),
-                "tokens": manifest.state.tokens,
+                "tokens": state.tokens,
                 "num_ranks": manifest.num_ranks,
-                "best_so_far": best is not None and best.step == step,
+                "best_so_far": state.best is not None and state.best.step == step,
             }
         except CheckpointError as error:
             row["damage"] = str(error)
@@ -73,6 +74,6 @@ def verify(
     manifest = verify_checkpoint(directory)
     size = sum(entry.bytes for entry in manifest.files.values())
     if as_json:
-        print(json.dumps({"path": str(directory), "step": manifest.state.step, "bytes": size}))
+        print(json.dumps({"path": str(directory), "step": manifest.step, "bytes": size}))
     else:
         print(f"{directory}: whole, {len(manifest.files)} files, {size:,} bytes")

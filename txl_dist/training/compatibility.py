@@ -1,19 +1,21 @@
-"""Who may resume from a checkpoint: which settings may differ, and who has to say so.
+"""Which settings and data may differ between a checkpoint and the run that resumes from it.
 
-Three kinds of settings. Those that change no number may differ freely. Those that change the
-trajectory but leave state and model meaningful need `--allow-change KEY`. All others make it
-another model or other data, and the checkpoint's memory and position would be wrong for them.
+There are three kinds of settings. Those that affect no number may differ freely. Those that change
+the trajectory, but for which weights, memory and position stay valid, need `--allow-change KEY`.
+All others define another model or another token order, for which the checkpoint's memory and
+position would be wrong; they cannot change.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from data_pipeline.shards.manifest import ShardManifest
-from txl_dist.checkpoint.manifest import CheckpointManifest, CorpusEntry, Phase
+from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config.config_file import default_settings
 from txl_dist.config.run_config import ONLY_CORPUS
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.phases import PhaseChange
+from txl_dist.training.state import CorpusEntry, Phase, TrainState
 
 MIXTURE = "data.mixture"
 
@@ -38,68 +40,69 @@ _ON_REQUEST = ("optimizer.", "training.num_steps", "model.dropout", "model.dropa
 
 
 def check_config(
-    old: Mapping[str, Any], new: Mapping[str, Any], *, allowed: Collection[str], where: str
+    old: Mapping[str, Any], new: Mapping[str, Any], *, allowed: Collection[str], checkpoint: str
 ) -> None:
-    """Compare resolved configs by dotted key; CheckpointError has a table of what differs."""
+    """Compare resolved configs by dotted key. Raises CheckpointError that lists the differences."""
     lines = []
-    # A setting that came later had its default when the checkpoint was written.
+    # A setting added in a later version had its default value when the checkpoint was written.
     old = {**default_settings(), **old}
     for key in sorted(old.keys() | new.keys()):
-        before, now = old.get(key), new.get(key)
+        before, after = old.get(key), new.get(key)
         on_request = key.startswith(_ON_REQUEST)
-        if before == now or key.startswith(_FREE) or (on_request and key in allowed):
+        if before == after or key.startswith(_FREE) or (on_request and key in allowed):
             continue
         remedy = (
             f"--allow-change {key}"
             if on_request
             else "cannot change in a run; start a new one (--resume never, another directory)"
         )
-        lines.append(f"\n  {key}: checkpoint {before!r}, now {now!r} -> {remedy}")
+        lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
     if lines:
-        raise CheckpointError(f"{where} was written with other settings:{''.join(lines)}")
+        raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")
 
 
 def check_data(
-    checkpoint: CheckpointManifest,
-    now: Phase,
+    manifest: CheckpointManifest,
+    state: TrainState,
+    phase: Phase,
     vocabulary: ShardManifest,
     *,
     allowed: Collection[str],
     allow_data_change: bool,
-    where: str,
+    checkpoint: str,
 ) -> None:
-    """Raises CheckpointError for another tokenizer or mixture, DataError for other data in it.
+    """Compare a checkpoint (`manifest`, `state`) with the data of the run that resumes from it.
 
-    `now` is what the run would read, `vocabulary` the manifest of one of its corpora.
+    `phase` is what the run would read, `vocabulary` the manifest of one of its corpora. Raises
+    CheckpointError for another tokenizer or mixture, DataError for other data in a corpus.
     """
-    if checkpoint.tokenizer_digest != vocabulary.tokenizer_digest:
+    if manifest.tokenizer_digest != vocabulary.tokenizer_digest:
         raise CheckpointError(
-            f"{where} was trained with tokenizer {checkpoint.tokenizer_digest} "
-            f"({checkpoint.vocab_size} ids), the data has {vocabulary.tokenizer_digest} "
+            f"{checkpoint} was trained with tokenizer {manifest.tokenizer_digest} "
+            f"({manifest.vocab_size} ids), the data has {vocabulary.tokenizer_digest} "
             f"({vocabulary.vocab_size} ids). The same ids mean other text. Prepare the text with "
             f"the checkpoint's tokenizer and set data.path to it: txl prepare INPUT --out NEW_DIR "
-            f"--tokenizer {where}/tokenizer.json"
+            f"--tokenizer {checkpoint}/tokenizer.json"
         )
-    change = PhaseChange.between(_phase_of(checkpoint), now)
+    change = PhaseChange.between(_last_phase(manifest, state), phase)
     for before, corpus in () if allow_data_change else change.replaced:
-        at = "data.path" if corpus.name == ONLY_CORPUS else f"data.mixture.{corpus.name}.path"
+        key = "data.path" if corpus.name == ONLY_CORPUS else f"data.mixture.{corpus.name}.path"
         raise DataError(
-            f"{where} was trained on data with digest {before.digest}, {at} has "
-            f"{corpus.digest}: its reading position means other text there. Set {at} back, or "
+            f"{checkpoint} was trained on data with digest {before.digest}, {key} has "
+            f"{corpus.digest}: the reading position refers to other text there. Restore {key}, or "
             "accept the change with --allow-data-change"
         )
     if change.mixture and MIXTURE not in allowed:
         raise CheckpointError(
-            f"{where} was written with another mixture:"
+            f"{checkpoint} was written with another mixture:"
             + "".join(f"\n  {MIXTURE}.{line}" for line in change.mixture)
-            + f"\nSet it back, or go on with the new one from here: --allow-change {MIXTURE}"
+            + f"\nRestore it, or use the new one from this step: --allow-change {MIXTURE}"
         )
 
 
-def _phase_of(checkpoint: CheckpointManifest) -> Phase:
-    """What the checkpoint's run read last."""
-    if checkpoint.state.phases:
-        return checkpoint.state.phases[-1]
-    # Written before there were mixtures: one corpus, of which only the digest was kept.
-    only = CorpusEntry(name=ONLY_CORPUS, digest=checkpoint.data_digest, tokens=1, weight=1.0)
+def _last_phase(manifest: CheckpointManifest, state: TrainState) -> Phase:
+    if state.phases:
+        return state.phases[-1]
+    # Written before runs had phases: one corpus, of which only the digest was stored.
+    only = CorpusEntry(name=ONLY_CORPUS, digest=manifest.data_digest, tokens=1, weight=1.0)
     return Phase(corpora=(only,))

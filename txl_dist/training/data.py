@@ -1,4 +1,8 @@
-"""TrainingData: the corpora of a run, opened and checked before any rank is started."""
+"""TrainingData: the corpora of a run, opened and checked before any rank is started.
+
+The data determines the vocabulary and so the size of the model, and which tokens each lane reads.
+Shards are not read here, only manifests and the tokenizer.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -11,18 +15,18 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CorpusTape, MixedSource
 from data_pipeline.streams.order import Shuffle
 from data_pipeline.tokenizers import Tokenizer
-from txl_dist.checkpoint.manifest import CorpusEntry, Phase
 from txl_dist.config.run_config import DataConfig, RunConfig
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
+from txl_dist.training.state import CorpusEntry, Phase
 
 DEFAULT_SPLIT = "valid"
-"""What `evaluation.split: auto` scores."""
+"""The split that `evaluation.split: auto` scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A dataset directory, as a part of the run's data."""
+    """A dataset directory and its weight in the run's mixture."""
 
     name: str
     directory: DatasetPath
@@ -35,7 +39,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedSplit:
-    """What is scored during training."""
+    """The split that is scored during training."""
 
     corpus: Corpus
     name: str
@@ -50,61 +54,59 @@ class EvaluatedSplit:
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """What the data decides: who reads what, the vocabulary, and so the model's size."""
+    """The opened data of a run, and everything that follows from it."""
 
     corpora: tuple[Corpus, ...]
     evaluation: EvaluatedSplit | None
     tokenizer: Tokenizer
     phase: Phase
-    """What a run reads that starts now."""
+    """The phase of a run that starts with this data."""
     plan: LanePlan
-    """Of that phase."""
+    """The lanes of `phase`."""
     model_config: ModelConfig
-    """The config's model with the data's vocabulary."""
+    """The model of the config, with the vocabulary size of the data."""
 
     @classmethod
     def open(cls, config: RunConfig, *, num_ranks: int) -> "TrainingData":
         """Check everything that can be checked without reading shards.
 
-        Raises DataError for missing, damaged or foreign data and corpora that do not fit together,
-        ConfigError for more ranks than lanes or weights that cannot be meant.
+        Raises DataError for data that is missing, damaged or prepared with different tokenizers,
+        ConfigError for more ranks than lanes or a segment longer than a lane.
         """
         corpora = open_corpora(config.data)
-        where, manifest = corpora[0].directory, corpora[0].manifest
-        tokenizer = open_tokenizer(where, manifest)
+        directory, manifest = corpora[0].directory, corpora[0].manifest
+        tokenizer = open_tokenizer(directory, manifest)
         vocab_size = config.model.vocab_size or manifest.vocab_size
         if vocab_size != manifest.vocab_size:
             raise DataError(
-                f"model.vocab_size={vocab_size}, but {where} was prepared with a tokenizer of "
+                f"model.vocab_size={vocab_size}, but {directory} was prepared with a tokenizer of "
                 f"{manifest.vocab_size} ids (digest {manifest.tokenizer_digest}). Set data.path to "
                 "the right data, or model.vocab_size=0 to take the data's vocabulary"
             )
-        num_tokens = [
-            c.manifest.split(config.data.train_split, c.directory).tokens for c in corpora
-        ]
+        phase = first_phase(corpora, config.data.train_split)
+        # An epoch has as many tokens as all corpora together, whatever their weights.
         plan = LanePlan(
-            num_tokens=sum(num_tokens),
+            num_tokens=phase.num_tokens,
             num_lanes=config.data.num_lanes,
             tgt_len=config.data.tgt_len,
         )
-        plan.rows_per_rank(num_ranks)  # refuses more ranks than lanes
-        _check_segment_length(plan)
+        plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
+        _require_segment_fits(plan)
         try:
             model_config = replace(config.model, vocab_size=manifest.vocab_size)
         except ValueError as error:
-            raise ConfigError(f"model, with the vocabulary of {where}: {error}") from None
+            raise ConfigError(f"model, with the vocabulary of {directory}: {error}") from None
         evaluation = _evaluation(config, corpora)
-        phase = first_phase(corpora, config.data.train_split)
         return cls(corpora, evaluation, tokenizer, phase, plan, model_config)
 
     @property
     def vocabulary(self) -> ShardManifest:
-        """The manifest of the first corpus; all have its tokenizer."""
+        """The manifest of the first corpus. All corpora have the same tokenizer."""
         return self.corpora[0].manifest
 
     @property
     def digest(self) -> str:
-        """Of the only corpus, or of all digests."""
+        """Digest of the dataset, or of the digests of all datasets of a mixture."""
         digests = [corpus.manifest.digest for corpus in self.corpora]
         if len(digests) == 1:
             return digests[0]
@@ -112,24 +114,24 @@ class TrainingData:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of everything that is read, by a name for messages; the same on all ranks of a run."""
+        """Digests of all datasets, by a name for messages; they must be equal on all ranks."""
         digests = {f"data {corpus.name}": corpus.manifest.digest for corpus in self.corpora}
         if self.evaluation is not None:
             digests["evaluation data"] = self.evaluation.corpus.manifest.digest
         return digests
 
     def plan_of(self, phase: Phase) -> LanePlan:
-        """The lanes of a phase over these corpora."""
+        """The lanes of a phase of these corpora."""
         return replace(self.plan, start=phase.position, first_epoch=phase.first_epoch)
 
     def source_of(self, phase: Phase, config: RunConfig) -> TokenSource | MixedSource:
-        """What a phase over these corpora reads. Opens shard indexes, so DataError for bad ones."""
+        """The tokens of a phase of these corpora. Raises DataError for damaged shard indexes."""
         split = config.data.train_split
         sources = {corpus.manifest.digest: corpus.open(split) for corpus in self.corpora}
         return mixed_source(phase, sources, shuffle=config.data.shuffle, seed=config.seed)
 
 
-def _check_segment_length(plan: LanePlan) -> None:
+def _require_segment_fits(plan: LanePlan) -> None:
     if plan.tgt_len > plan.lane_tokens:
         raise ConfigError(
             f"data.tgt_len={plan.tgt_len} is longer than a lane: the training data has "
@@ -142,18 +144,19 @@ def _check_segment_length(plan: LanePlan) -> None:
 def mixed_source(
     phase: Phase, sources: Mapping[str, TokenSource], *, shuffle: Shuffle, seed: int
 ) -> TokenSource | MixedSource:
-    """What a phase reads, from its corpora by digest; a single one is read as it is."""
+    """The tokens that a phase reads. `sources` maps digests of corpora to their tokens."""
+    # Without the tape: the order of a single corpus is that of a run without a mixture.
     if len(phase.corpora) == 1:
         return sources[phase.corpora[0].digest]
-    share = phase.tokens_per_epoch
+    tokens_per_epoch = phase.tokens_per_epoch
     return MixedSource(
         [
             CorpusTape(
                 sources[entry.digest],
-                tokens_per_epoch=share[entry.name],
+                tokens_per_epoch=tokens_per_epoch[entry.name],
                 shuffle=shuffle,
                 seed=seed,
-                key=int(entry.digest[:16], 16),
+                key=int(entry.digest[:16], 16),  # its order does not depend on the other corpora
                 start=entry.start,
                 first_epoch=phase.first_epoch,
             )
@@ -163,13 +166,13 @@ def mixed_source(
 
 
 def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
-    """The corpora a config names. Raises DataError for any that does not fit the first one."""
+    """The corpora of a config. Raises DataError if two do not fit together."""
     corpora = tuple(
-        Corpus(name, dataset_path(given.path), given.weight, load_manifest(given.path))
-        for name, given in data.corpora.items()
+        Corpus(name, dataset_path(entry.path), entry.weight, load_manifest(entry.path))
+        for name, entry in data.corpora.items()
     )
     for number, corpus in enumerate(corpora):
-        _check_alike(corpora[0], corpus)
+        _require_same_tokens(corpora[0], corpus)
         for other in corpora[:number]:
             if other.manifest.digest == corpus.manifest.digest:
                 raise DataError(
@@ -179,15 +182,15 @@ def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
     return corpora
 
 
-def _check_alike(first: Corpus, other: Corpus) -> None:
-    """Token ids must mean the same in both."""
-    for what in ("tokenizer_digest", "dtype", "end_of_document"):
-        expected, found = getattr(first.manifest, what), getattr(other.manifest, what)
-        if found != expected:
+def _require_same_tokens(first: Corpus, other: Corpus) -> None:
+    """Raises DataError unless token ids have the same meaning in both corpora."""
+    for key in ("tokenizer_digest", "dtype", "end_of_document"):
+        expected, actual = getattr(first.manifest, key), getattr(other.manifest, key)
+        if actual != expected:
             raise DataError(
                 f"corpora {first.name!r} ({first.directory}) and {other.name!r} "
-                f"({other.directory}) do not fit together: {what} is {expected} in the first, "
-                f"{found} in the second. Prepare the second with the first one's tokenizer: "
+                f"({other.directory}) do not fit together: {key} is {expected} in the first, "
+                f"{actual} in the second. Prepare the second with the first one's tokenizer: "
                 f"txl prepare INPUT --out NEW_DIR --tokenizer {first.directory / 'tokenizer.json'}"
             )
 
@@ -195,7 +198,8 @@ def _check_alike(first: Corpus, other: Corpus) -> None:
 def first_phase(corpora: Sequence[Corpus], split: str) -> Phase:
     """The phase of a run that starts with these corpora.
 
-    Raises DataError for a corpus without tokens, ConfigError for weights that cannot be meant.
+    Raises DataError for a corpus without tokens, ConfigError for weights so different that a corpus
+    would get no token per epoch.
     """
     entries = []
     for corpus in corpora:
@@ -211,25 +215,27 @@ def first_phase(corpora: Sequence[Corpus], split: str) -> Phase:
             )
         )
     phase = Phase(corpora=tuple(entries))
+    # Also raises ConfigError here, before any rank is started.
     assert sum(phase.tokens_per_epoch.values()) == phase.num_tokens
     return phase
 
 
 def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> EvaluatedSplit | None:
-    """The split to score. Raises DataError if it is nowhere, or of other tokens."""
+    """The split to score. Raises DataError if no corpus has it, or its tokenizer differs."""
     split, path = config.evaluation.split, config.evaluation.path
     if split is None:
         return None
     name = DEFAULT_SPLIT if split == "auto" else split
     if path is not None:
         corpus = Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path))
-        _check_alike(corpora[0], corpus)
+        _require_same_tokens(corpora[0], corpus)
     else:
-        having = [c for c in corpora if name in c.manifest.splits]
+        candidates = [c for c in corpora if name in c.manifest.splits]
         if split == "auto":
-            having = [c for c in having if c.manifest.splits[name].tokens > 1]
-            if not having:
+            # A split of one token has no target.
+            candidates = [c for c in candidates if c.manifest.splits[name].tokens > 1]
+            if not candidates:
                 return None
-        corpus = having[0] if having else corpora[0]
-    corpus.manifest.split(name, corpus.directory)  # refuses a missing split
+        corpus = candidates[0] if candidates else corpora[0]
+    corpus.manifest.split(name, corpus.directory)  # raises DataError if it is missing
     return EvaluatedSplit(corpus, name)

@@ -1,4 +1,4 @@
-"""Follows the log of rank 0, which runs elsewhere, and hands on its lines as they come."""
+"""LogFollower: passes on the lines that rank 0, another process, appends to its log."""
 
 import re
 import threading
@@ -16,7 +16,7 @@ class LogFollower:
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self._path, self._on_line = path, on_line
         self._position = path.stat().st_size if path.exists() else 0
-        self._rest = b""
+        self._incomplete = b""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -27,7 +27,7 @@ class LogFollower:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._read()
+        self._read()  # lines written since the last poll
 
     def _follow(self) -> None:
         while not self._stop.wait(POLL_SECONDS):
@@ -38,14 +38,14 @@ class LogFollower:
             return
         with self._path.open("rb") as file:
             file.seek(self._position)
-            new = file.read()
-        self._position += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
+            appended = file.read()
+        self._position += len(appended)
+        *lines, self._incomplete = (self._incomplete + appended).split(b"\n")
         for line in lines:
             self._on_line(line.decode(errors="replace"))
 
 
 def step_of(line: str) -> int | None:
-    """The step a step line speaks of; None for other lines."""
+    """The step number of a step line; None for other lines."""
     match = _STEP.search(line)
     return int(match[1]) if match else None

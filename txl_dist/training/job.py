@@ -1,4 +1,4 @@
-"""TrainJob: all a rank needs to know to take part in a run. Plain data, safe to send anywhere."""
+"""TrainJob: everything a rank needs to take part in a run, as data that is sent as JSON."""
 
 import uuid
 from pathlib import Path
@@ -11,14 +11,14 @@ from txl_dist.errors import ConfigError
 
 
 class TrainJob(BaseModel):
-    """A run as it was asked for: the config, and what the command line says about resuming."""
+    """The config of a run, and the options of the command line about resuming."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config: RunConfig
     resume: str = "auto"
-    """auto: go on from the run directory's newest good checkpoint, if any. never: refuse to touch a
-    directory that has one. Else the path of a checkpoint."""
+    """auto: resume from the newest intact checkpoint of the run directory, if there is one.
+    never: refuse a directory that has checkpoints. Otherwise the path of a checkpoint."""
     allow_change: tuple[str, ...] = ()
     allow_data_change: bool = False
     strict: bool = False
@@ -28,7 +28,7 @@ class TrainJob(BaseModel):
     saved_file: str | None = None
     """Appears once this launch has saved a checkpoint; a restart then resumes from the newest."""
     stop_file: str | None = None
-    """When this file appears, the ranks save and end with exit code 75."""
+    """When this file appears, the ranks save and exit with code 75."""
 
     @property
     def run_path(self) -> Path:
@@ -39,7 +39,7 @@ class TrainJob(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The job another process described. Raises ConfigError if it is none."""
+        """A job that another process has sent. Raises ConfigError if it is invalid."""
         try:
             return cls.model_validate_json(text)
         except ValueError as error:

@@ -1,9 +1,10 @@
-"""The training loop: the order of events, and nothing of how they are done.
+"""The training loop: the order of events of a run.
 
     segment -> step -> state -> report -> checkpoint -> stop? -> evaluation -> score
 
-Every rank runs this loop in step with the others. It knows no devices, no files and no launcher;
-`step.py` computes, `report.py` speaks, `build.py` puts the parts together.
+Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
+launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` writes checkpoints, and
+`build.py` creates these parts.
 """
 
 import math
@@ -14,48 +15,28 @@ from typing import NoReturn, Protocol
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
-from txl_dist.checkpoint.manifest import BestScore, TrainState
+from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.training.report import Report
+from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
+from txl_dist.training.state import BestScore, TrainState
 from txl_dist.training.step import StepResult, TrainStep
 
 
 class Evaluate(Protocol):
-    """Scores the validation split on all ranks; None on all once `stop` is true on one."""
+    """Scores the validation split on all ranks. Returns None on all if `stop` is true on any."""
 
     def __call__(self, *, stop: object) -> EvaluationResult | None: ...
 
 
-class DivergenceAdvice(Protocol):
-    """Says which of the checkpoints of steps below `before` to go back to, and how."""
-
-    def __call__(self, *, before: int) -> str: ...
-
-
-class Saver(Protocol):
-    """Writes checkpoints from all ranks."""
-
-    saved_step: int | None
-    """Step of the newest checkpoint of this run; None if there is none."""
-
-    def save(self, state: TrainState) -> None:
-        """Write a checkpoint of the state and of all tensors."""
-
-    def save_score(self, state: TrainState) -> None:
-        """Add the score in `state` to the checkpoint of its step, which is there already."""
-
-    def confirm(self, state: TrainState) -> None:
-        """The newest checkpoint led to a finite loss, or is the last: older ones may go."""
-
-
 @dataclass(kw_only=True)
-class Training:
-    """The parts of one run on one rank."""
+class Trainer:
+    """One rank's part of a run."""
 
     config: RunConfig
     plan: LanePlan
@@ -63,39 +44,40 @@ class Training:
     step: TrainStep
     report: Report
     stop: StopRequest
-    saver: Saver
+    saver: RunSaver
     evaluate: Evaluate | None
     evaluated_data: str | None
-    """Digest of the data that `evaluate` scores."""
+    """Digest of the dataset that `evaluate` scores."""
     state: TrainState
-    divergence_advice: DivergenceAdvice
 
     def run(self) -> TrainState:
-        """Train to the last step; returns the final state, saved.
+        """Train to the last step, save, and return the final state.
 
-        Raises DivergedError before a step that cannot be taken or a checkpoint that must not be
-        written, and PreemptedError once the state is saved after a request to stop; both on every
-        rank.
+        Raises, on every rank, DivergedError if a loss, gradient or weight is not finite (that step
+        is not saved), and PreemptedError after a stop request, once the state is saved.
         """
         try:
             return self._train()
         except DivergedError as error:
-            # A checkpoint of this very step would lead to the same numbers at any rate.
-            advice = self.divergence_advice(before=self.state.step)
+            # Not the checkpoint of this step: resuming from it would produce the same numbers.
+            advice = divergence_advice(self.config.run_path, before=self.state.step)
             raise DivergedError(f"{error}. {advice}") from error
 
     def _train(self) -> TrainState:
         if self.state.evaluation_pending:
-            self._evaluate()  # what the run that is resumed here was stopped in
+            self._evaluate()  # the checkpoint was written before the evaluation of its step
         while self.state.step < self.config.training.num_steps:
             segment = self._next_segment()
             result, lr = self._step(segment)
+            # The loss was finite, so the checkpoint written after the previous step is usable.
             self.saver.confirm(self.state)
             self._advance(segment, result)
             if self._is_due(self.config.training.log_interval_steps):
                 self._report(result, lr)
+            # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
             if self._is_due(self.config.training.checkpoint_interval_steps):
                 self._save()
+            # Agreed on by all ranks in the step's collective, so all stop after the same step.
             if result.stop_requested and not self._is_finished:
                 self._stop()
             if self.state.evaluation_pending:
@@ -104,6 +86,7 @@ class Training:
         return self.state
 
     def _is_due(self, interval_steps: int) -> bool:
+        # A function of the step number only, so a resumed run has the same events.
         step = self.state.step
         return step % interval_steps == 0 or step == self.config.training.num_steps
 
@@ -113,9 +96,9 @@ class Training:
         return is_last and not self.state.evaluation_pending
 
     def _next_segment(self) -> Segment:
-        began = time.monotonic()
+        start = time.monotonic()
         segment = next(self.segments)
-        self.report.waited(time.monotonic() - began)
+        self.report.data_wait(time.monotonic() - start)
         return segment
 
     def _step(self, segment: Segment) -> tuple[StepResult, float]:
@@ -146,7 +129,8 @@ class Training:
             self.state = self.state.model_copy(update={"evaluation_pending": True})
 
     def _report(self, result: StepResult, lr: float) -> None:
-        if not self.state.unreported[1]:  # no target yet: the next line covers these steps
+        # A segment of one token has no target. The next line then covers this step too.
+        if not self.state.unreported[1]:
             return
         self.report.step(
             self.state,
@@ -161,27 +145,27 @@ class Training:
         )
 
     def _evaluate(self) -> None:
-        """Score the validation split; the score joins the checkpoint of this step."""
+        """Score the validation split, and save the score with the checkpoint of this step."""
         assert self.evaluate is not None
-        began = time.monotonic()
+        start = time.monotonic()
         result = self.evaluate(stop=self.stop)
         if result is None:
             self._stop()
         improved = self._take_score(result)
         self.report.evaluation(self.state, result, improved=improved)
-        self.report.not_training(time.monotonic() - began)
+        self.report.exclude(time.monotonic() - start)
         if self.saver.saved_step == self.state.step:
             self._save_score()
-        elif improved:
+        elif improved:  # evaluations without a checkpoint at their step: save only the best ones
             self._save()
 
     def _take_score(self, result: EvaluationResult) -> bool:
-        """Put the score into the state; true if it is the best so far."""
+        """Update the state with the score; returns whether it is the best one yet."""
         sums, settings = result.sums, result.settings
         if not math.isfinite(sums.nats):
             raise DivergedError(
                 f"the loss of split {settings.split} after step {self.state.step} is {sums.nats}: "
-                "the updates before it were too large, and the weights are of no more use"
+                "earlier updates were too large, and the weights are unusable"
             )
         score = BestScore(
             step=self.state.step,
@@ -191,30 +175,26 @@ class Training:
             data_digest=self.evaluated_data,
         )
         improved = score.improves_on(self.state.best)
-        self.state = self.state.model_copy(
-            update={
-                "best": score if improved else self.state.best,
-                "evaluation_pending": False,
-            }
-        )
+        best = score if improved else self.state.best
+        self.state = self.state.model_copy(update={"best": best, "evaluation_pending": False})
         return improved
 
     def _save(self) -> None:
-        began = time.monotonic()
-        self.report.sync()
+        start = time.monotonic()
+        self.report.sync()  # a resume from this checkpoint keeps all lines up to its step
         self.saver.save(self.state)
-        self.report.not_training(time.monotonic() - began)
+        self.report.exclude(time.monotonic() - start)
 
     def _save_score(self) -> None:
         self.report.sync()
         self.saver.save_score(self.state)
 
     def _stop(self) -> NoReturn:
-        """End the run on request, with its state saved."""
+        """Save and end the run, as requested by a signal or a stop file."""
         if self.saver.saved_step != self.state.step:
             self._save()
-        pending = " Its evaluation comes first then." if self.state.evaluation_pending else ""
+        pending = " It begins with the evaluation." if self.state.evaluation_pending else ""
         raise PreemptedError(
             f"stopped on request after step {self.state.step}; everything is saved. "
-            f"The same command resumes there.{pending}"
+            f"The same command resumes from this step.{pending}"
         )

@@ -1,103 +1,109 @@
-"""Phases: how a run goes on when its corpora or their weights change. Pure integers, no files.
+"""Phases: how a run continues when its corpora or their weights change. Pure integers, no files.
 
-A new phase begins at the lane position where the change is made, with a new cut of lanes: ages
-count from there, as at an epoch's end. Tapes (streams/mixture.py) go on behind the last epoch
-that was begun, so what a corpus has left comes before what was read. Corpora are known by digest;
-a new name or path of the same data changes nothing.
+A new phase begins at the lane position of the change, with a new division of the tokens into lanes;
+ages restart at 0 there, as at the end of an epoch. Each corpus's tape
+(data_pipeline/streams/mixture.py) continues after the last epoch that was begun, so tokens not read
+yet come before tokens read already. Corpora are identified by digest: a new name or path for the
+same data changes nothing.
 """
 
 import math
 from dataclasses import dataclass
 
-from txl_dist.checkpoint.manifest import CorpusEntry, Phase
+from txl_dist.training.state import CorpusEntry, Phase
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseChange:
-    """What sets two phases apart; false if nothing does."""
+    """The differences between two phases; false if there are none."""
 
     replaced: tuple[tuple[CorpusEntry, CorpusEntry], ...]
-    """Other data under the same name: (before, now)."""
+    """Other data under the same name: (before, after)."""
     mixture: tuple[str, ...]
-    """A line for every corpus that came, went or has another share."""
+    """One line per corpus that was added, removed or has another share."""
 
     def __bool__(self) -> bool:
         return bool(self.replaced or self.mixture)
 
     @classmethod
-    def between(cls, before: Phase, now: Phase) -> "PhaseChange":
-        """Compares what is read, not from where on."""
-        old = {corpus.digest: corpus for corpus in before.corpora}
-        new = {corpus.digest: corpus for corpus in now.corpora}
-        gone = {corpus.name: corpus for digest, corpus in old.items() if digest not in new}
-        came = {corpus.name: corpus for digest, corpus in new.items() if digest not in old}
+    def between(cls, before: Phase, after: Phase) -> "PhaseChange":
+        """Compare the corpora and their shares, but not the positions on their tapes."""
+        old_corpora = {corpus.digest: corpus for corpus in before.corpora}
+        new_corpora = {corpus.digest: corpus for corpus in after.corpora}
+        removed = {c.name: c for digest, c in old_corpora.items() if digest not in new_corpora}
+        added = {c.name: c for digest, c in new_corpora.items() if digest not in old_corpora}
         replaced = tuple(
-            (gone.pop(name), came.pop(name)) for name in sorted(gone.keys() & came.keys())
+            (removed.pop(name), added.pop(name)) for name in sorted(removed.keys() & added.keys())
         )
-        pairs = [(old[digest], new[digest]) for digest in old if digest in new]
-        shares, shares_now = before.shares, now.shares
-        lines = [f"{name}: checkpoint {shares[name]:.2%}, now not there" for name in gone]
-        lines += [f"{name}: not in the checkpoint, now {shares_now[name]:.2%}" for name in came]
+        pairs = [
+            (c, new_corpora[digest]) for digest, c in old_corpora.items() if digest in new_corpora
+        ]
+        old_shares, new_shares = before.shares, after.shares
+        lines = [f"{name}: checkpoint {old_shares[name]:.2%}, now not there" for name in removed]
+        lines += [f"{name}: not in the checkpoint, now {new_shares[name]:.2%}" for name in added]
         lines += [
-            f"{now.name}: checkpoint {shares[then.name]:.6g}, now {shares_now[now.name]:.6g}"
-            for then, now in [*pairs, *replaced]
-            if not math.isclose(shares[then.name], shares_now[now.name])
+            f"{new.name}: checkpoint {old_shares[old.name]:.6g}, now {new_shares[new.name]:.6g}"
+            for old, new in [*pairs, *replaced]
+            if not math.isclose(old_shares[old.name], new_shares[new.name])
         ]
         return cls(replaced, tuple(lines))
 
 
 def phases_from(
-    phases: tuple[Phase, ...], now: Phase, *, position: int, num_lanes: int
+    phases: tuple[Phase, ...], current: Phase, *, position: int, num_lanes: int
 ) -> tuple[Phase, ...]:
-    """The phases of a run that goes on at lane `position` and reads the corpora of `now` there."""
+    """The phases of a run that continues at lane `position` with the corpora of `current`."""
     if not phases:
-        return (now,)
-    if not PhaseChange.between(phases[-1], now):
+        return (current,)
+    if not PhaseChange.between(phases[-1], current):
         return phases
+    # Recomputed from the list of phases on every change; nothing but the phases is stored.
     tape: dict[str, int] = {}
     first_epoch = 0
     stops = [*(phase.position for phase in phases[1:]), position]
     for phase, stop in zip(phases, stops, strict=True):
         lane_tokens = phase.num_tokens // num_lanes
-        num_epochs = -(-(stop - phase.position) // lane_tokens)
+        num_epochs = -(-(stop - phase.position) // lane_tokens)  # rounded up
         for corpus in phase.corpora:
-            read = corpus.start + num_epochs * phase.tokens_per_epoch[corpus.name]
-            tape[corpus.digest] = read % corpus.tokens
+            end = corpus.start + num_epochs * phase.tokens_per_epoch[corpus.name]
+            # Over all phases, so a corpus that was removed and added again continues too.
+            tape[corpus.digest] = end % corpus.tokens
         first_epoch = phase.first_epoch + num_epochs
     corpora = tuple(
-        corpus.model_copy(update={"start": tape.get(corpus.digest, 0)}) for corpus in now.corpora
+        corpus.model_copy(update={"start": tape.get(corpus.digest, 0)})
+        for corpus in current.corpora
     )
     return (*phases, Phase(position=position, first_epoch=first_epoch, corpora=corpora))
 
 
 @dataclass(frozen=True, slots=True)
 class RealisedShare:
-    """What an epoch of a phase reads of one corpus."""
+    """The part of an epoch that one corpus provides."""
 
     name: str
     weight: float
     share: float
-    """Of the epoch's tokens."""
+    """Share of the epoch's tokens."""
     tokens_per_epoch: int
     tokens: int
-    """Of the whole corpus."""
+    """Tokens of the whole corpus."""
 
     @property
     def passes(self) -> float:
-        """Times an epoch reads the corpus."""
+        """How often an epoch reads the corpus."""
         return self.tokens_per_epoch / self.tokens
 
     @property
     def line(self) -> str:
-        """`web 75.00%: 3,000 tokens an epoch, 1.50 times its 2,000`."""
+        """`web 75.00%: 3,000 tokens per epoch, 1.50 times its 2,000`."""
         return (
-            f"{self.name} {self.share:.2%}: {self.tokens_per_epoch:,} tokens an epoch, "
+            f"{self.name} {self.share:.2%}: {self.tokens_per_epoch:,} tokens per epoch, "
             f"{self.passes:.3g} times its {self.tokens:,}"
         )
 
 
 def realised_shares(phase: Phase) -> list[RealisedShare]:
-    """Of every corpus of a phase, in its order."""
+    """The shares of all corpora of a phase, in its order."""
     return [
         RealisedShare(
             name=corpus.name,

@@ -1,10 +1,10 @@
-"""One rank of a run, from beginning to end: the entry of every launcher.
+"""One rank of a run, from start to exit: the entry of every launcher.
 
-`python -m txl_dist.training.rank` reads a TrainJob from standard input and its place in the world
-from RANK and its kin. The error that ended it goes back as one JSON line on standard output, which
-carries nothing else; a file could not be written on a full disk. The process ends with the run's
-exit code, and at once if standard input closes: the launcher has then died, and ranks must not
-outlive it.
+`python -m txl_dist.training.rank` reads a TrainJob from standard input, and RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment. An error is returned to the launcher
+as one JSON line on standard output, which contains nothing else. (A file could not be written on a
+full disk.) The exit code is that of the error. The process also ends when standard input is closed,
+which means that the launcher has died.
 """
 
 import json
@@ -19,29 +19,29 @@ from data_pipeline.processes.parent import end_with_parent
 from data_pipeline.processes.process_exit import exit_without_teardown
 from data_pipeline.processes.stop_signals import StopSignals, say
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
 from txl_dist.runtime.stop_request import STOPPING, StopRequest, end_start_up
 from txl_dist.runtime.world import World
-from txl_dist.training.build import RankBuilder
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.state import TrainState
 
 MAX_MESSAGE_LENGTH = 30_000
-"""Of an error on its way to the launcher: less than a pipe holds, so that nobody has to read."""
+"""Of the error for the launcher. Fits into a pipe's buffer, so writing never blocks."""
 
 log = logging.getLogger("txl_dist.training")
 
 
 def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> TrainState:
-    """Take part in a run until it ends; errors are logged and raised.
+    """Take part in a run until it ends. Errors are logged and raised.
 
-    A stop signal before the first step ends the process at once with exit code 75; later it is a
-    request, which `announce_stop` answers on standard error.
+    A stop signal before the first step ends the process immediately, with exit code 75. A later one
+    is a request to stop after the step; `announce_stop` confirms it on standard error.
     """
-    keep_freed_memory()
+    keep_freed_memory()  # before the first large allocation
     directory = RunDirectory(job.run_path)
     directory.create()
     limit_seconds = job.config.training.rank_timeout_seconds
@@ -53,9 +53,10 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
         try:
             with ExitStack() as stack:
                 stop = StopRequest(signals, Path(job.stop_file) if job.stop_file else None)
-                training = RankBuilder(job, world, directory, stack, stop).training()
+                trainer = build_trainer(job, world, directory, stack, stop)
+                # From here on there is a state to save, so a signal no longer ends the process.
                 signals.on_request = lambda _: say(STOPPING) if announce_stop else None
-                state = training.run()
+                state = trainer.run()
             log.info("finished at step %d", state.step)
             return state
         except PreemptedError as request:
@@ -66,6 +67,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
             raise
         except Exception as error:
             log.exception("rank %d failed", world.rank)
+            # If a collective has failed, the cause is on another rank: report that instead.
             lost = lost_rank_error(
                 error, world.activity, rank=world.rank, limit_seconds=limit_seconds
             )
@@ -78,7 +80,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Send this project's log to the rank's file while the rank runs."""
+    """Write the log of this project's packages to a file."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     loggers = [logging.getLogger(name) for name in ("txl_dist", "data_pipeline", "cluster")]
@@ -90,32 +92,32 @@ def _logging_to(path: Path) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-        with suppress(OSError):  # a full disk must not replace the error that is on its way
+        with suppress(OSError):  # a full disk must not hide the error that ended the run
             handler.close()
 
 
 def _take_standard_output() -> int:
-    """A descriptor for the final error; what libraries print goes to standard error instead."""
-    answer = os.dup(1)
+    """A copy of standard output for the error line; prints of libraries go to standard error."""
+    error_output = os.dup(1)
     os.dup2(2, 1)
-    return answer
+    return error_output
 
 
 def main() -> int:
     """Read the job, train, return the exit code."""
-    answer = _take_standard_output()
+    error_output = _take_standard_output()
     try:
         job = TrainJob.from_json(sys.stdin.buffer.readline())
         world = World.from_environment()
-        end_with_parent(0)  # the launcher holds the other end of standard input
+        end_with_parent(0)  # the launcher holds the other end of this pipe
         train_rank(job, world)
         world.leave()
     except TxlError as error:
         content = {"type": type(error).__name__, "message": str(error)[:MAX_MESSAGE_LENGTH]}
-        os.write(answer, json.dumps(content).encode() + b"\n")
+        os.write(error_output, json.dumps(content).encode() + b"\n")
         return error.exit_code
     except Exception:
-        log.exception("this rank failed")  # to standard error, if not to the rank's log before
+        log.exception("this rank failed")  # on standard error: the log file may not be open yet
         return 1
     return 0
 

@@ -1,7 +1,7 @@
-"""What a run says of itself: the step line, `metrics.jsonl`, and events, from rank 0.
+"""The report of a run: `metrics.jsonl`, the step line and events, all written by rank 0.
 
-Sums collect in `unreported` until a line is due, and travel with the checkpoint; so the lines of a
-resumed run are those of a run that was never stopped.
+Loss sums are collected in `TrainState.unreported` until a line is due. They are stored in the
+checkpoint, so a resumed run writes the same lines as an uninterrupted one.
 """
 
 import logging
@@ -10,72 +10,103 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.config.run_config import EvaluationConfig
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.phases import realised_shares
+from txl_dist.training.state import TrainState
 from txl_dist.training.utilisation import Utilisation
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Stopwatch:
-    """Where the time since the last line went. Monotonic: the wall clock may jump."""
-
-    since: float
-    num_steps: int = 0
-    """Less than the sums cover, on the first line after a resume."""
-    data_wait_seconds: float = 0.0
-    other_seconds: float = 0.0
-    """Evaluation and checkpoints: not part of the training speed."""
-
-
 class Report:
-    """Writes lines; only rank 0 has a journal, other ranks stay silent."""
+    """The report of ranks other than 0: measures the peak with the others, writes nothing."""
 
-    def __init__(
-        self, journal: MetricsJournal | None, *, num_steps: int, utilisation: Utilisation
-    ) -> None:
-        self._journal = journal
-        self._num_steps = num_steps
+    def __init__(self, utilisation: Utilisation) -> None:
         self._utilisation = utilisation
-        self._watch = Stopwatch(time.monotonic())
-
-    def waited(self, seconds: float) -> None:
-        """Once a step: how long its segment took to come."""
-        self._watch.num_steps += 1
-        self._watch.data_wait_seconds += seconds
-
-    def not_training(self, seconds: float) -> None:
-        self._watch.other_seconds += seconds
 
     @property
     def peak_is_due(self) -> bool:
-        """Whether this rank would measure the machine's peak after the next line."""
+        """Whether this rank would measure the peak FLOP/s after the next line."""
         return self._utilisation.is_due
 
     def measure_peak(self) -> None:
-        """Measure the machine's peak again; called by all ranks at the same step."""
-        began = time.monotonic()
+        """Measure the peak FLOP/s again. Collective."""
+        start = time.monotonic()
         self._utilisation.measure()
-        self.not_training(time.monotonic() - began)
+        self.exclude(time.monotonic() - start)
+
+    def data_wait(self, seconds: float) -> None:
+        """Called once per step: seconds until its segment was available."""
+
+    def exclude(self, seconds: float) -> None:
+        """Exclude time (evaluation, checkpoints) from the training speed."""
 
     def step(
         self, state: TrainState, *, lr: float, gradient_norm: float, memory_valid: float
     ) -> None:
-        """One line for the steps since the last one."""
-        watch, now = self._watch, time.monotonic()
-        self._watch = Stopwatch(now)
-        if self._journal is None:
-            return
+        """Write one line for the steps since the last one."""
+
+    def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
+        """Write the score of a split."""
+
+    def evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
+        """Log which split is scored and when; a warning if the data has none."""
+
+    def phase(self, state: TrainState, *, is_new: bool) -> None:
+        """Log the corpora of the current phase; for a new phase, write their shares as metrics."""
+
+    def event(self, message: str, *values: Any) -> None:
+        """Write a line to the log."""
+
+    def sync(self) -> None:
+        """Flush all lines to disk. Call before a checkpoint, which assumes that they exist."""
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Time since the last line. Monotonic, because the wall clock may jump."""
+
+    start: float
+    num_steps: int = 0
+    """On the first line after a resume, fewer than the steps of the loss sums."""
+    data_wait_seconds: float = 0.0
+    excluded_seconds: float = 0.0
+
+
+class RankZeroReport(Report):
+    """The report of rank 0, which writes."""
+
+    def __init__(
+        self, utilisation: Utilisation, journal: MetricsJournal, *, num_steps: int
+    ) -> None:
+        super().__init__(utilisation)
+        self._journal = journal
+        self._num_steps = num_steps
+        self._stopwatch = Stopwatch(time.monotonic())
+
+    def data_wait(self, seconds: float) -> None:
+        self._stopwatch.num_steps += 1
+        self._stopwatch.data_wait_seconds += seconds
+
+    def exclude(self, seconds: float) -> None:
+        self._stopwatch.excluded_seconds += seconds
+
+    def step(
+        self, state: TrainState, *, lr: float, gradient_norm: float, memory_valid: float
+    ) -> None:
+        stopwatch, end = self._stopwatch, time.monotonic()
+        self._stopwatch = Stopwatch(end)
         sums = LossSums(*state.unreported)
+        # After a resume the sums cover more steps than this process has timed, so the speed is
+        # computed from its own steps.
         tokens_per_step = sums.num_tokens / state.unreported_steps
-        seconds = max(1e-9, now - watch.since - watch.other_seconds)
-        steps_per_second = watch.num_steps / seconds
+        # A clock of coarse resolution may show no time at all between two short steps.
+        seconds = max(1e-9, end - stopwatch.start - stopwatch.excluded_seconds)
+        steps_per_second = stopwatch.num_steps / seconds
         values = {
             "loss": sums.nats_per_token,
             "perplexity": sums.perplexity,
@@ -86,16 +117,14 @@ class Report:
             "mfu": self._utilisation.share(steps_per_second=steps_per_second),
             "peak_flops": self._utilisation.peak_flops,
             "memory_valid": memory_valid,
-            "data_wait": watch.data_wait_seconds / seconds,
+            "data_wait": stopwatch.data_wait_seconds / seconds,
         }
         self._write(state, values)
-        left = (self._num_steps - state.step) * tokens_per_step / values["tokens_per_second"]
-        log.info("%s", step_line(state.step, values, eta_seconds=left))
+        remaining_tokens = (self._num_steps - state.step) * tokens_per_step
+        eta_seconds = remaining_tokens / values["tokens_per_second"]
+        log.info("%s", step_line(state.step, values, eta_seconds=eta_seconds))
 
     def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
-        """The score of a split during training."""
-        if self._journal is None:
-            return
         sums, split = result.sums, result.settings.split
         values = {
             f"{split}/loss": sums.nats_per_token,
@@ -118,16 +147,13 @@ class Report:
         )
 
     def evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
-        """What will be scored and when; a warning where nothing can be."""
-        if self._journal is None:
-            return
         if config.split is None:
-            log.info("evaluation | none, as evaluation.split=null says")
+            log.info("evaluation | none, because evaluation.split=null")
         elif data.evaluation is None:
             log.warning(
                 "evaluation | WARNING: no evaluation, no score and no BEST checkpoint: no data of "
                 "this run has tokens in a split %r. Prepare data with --split %s=0.01, or name "
-                "another split with evaluation.split=NAME (evaluation.split=null: none is wanted)",
+                "another split: evaluation.split=NAME. For no evaluation: evaluation.split=null",
                 DEFAULT_SPLIT,
                 DEFAULT_SPLIT,
             )
@@ -135,28 +161,21 @@ class Report:
             log.info("evaluation | %s", evaluation_line(config, data.evaluation))
 
     def phase(self, state: TrainState, *, is_new: bool) -> None:
-        """What is read from here on; shares go to the metrics of a new phase's first step."""
-        if self._journal is None:
-            return
         shares = realised_shares(state.phases[-1])
         log.info("mixture | %s", " | ".join(share.line for share in shares))
         if is_new:
             values = {f"mixture/{share.name}": share.share for share in shares}
-            # Of the step to come: a resume from here takes the line out and writes it again.
+            # With the number of the next step: a resume from here removes that step's lines and
+            # writes them again.
             self._write(state.model_copy(update={"step": state.step + 1}), values)
 
     def event(self, message: str, *values: Any) -> None:
-        """A line in the log, from rank 0."""
-        if self._journal is not None:
-            log.info(message, *values)
+        log.info(message, *values)
 
     def sync(self) -> None:
-        """Put every line so far on disk, before a checkpoint that counts on them."""
-        if self._journal is not None:
-            self._journal.sync()
+        self._journal.sync()
 
     def _write(self, state: TrainState, values: dict[str, float]) -> None:
-        assert self._journal is not None
         self._journal.write(
             {"step": state.step, "tokens": state.tokens, "time": time.time(), **values}
         )
@@ -164,18 +183,18 @@ class Report:
 
 def evaluation_line(config: EvaluationConfig, evaluated: EvaluatedSplit) -> str:
     """`split 'valid' of data/web (24,576 tokens) | every 500 steps and at the end`."""
-    where = f"split {evaluated.name!r} of {evaluated.corpus.directory}"
+    text = f"split {evaluated.name!r} of {evaluated.corpus.directory}"
     if config.max_tokens is not None and config.max_tokens < evaluated.num_tokens:
-        what = f"the first {config.max_tokens:,} tokens of {where}"
+        text = f"the first {config.max_tokens:,} tokens of {text}"
     else:
-        what = f"{where} ({evaluated.num_tokens:,} tokens)"
-    return f"{what} | every {config.interval_steps:,} steps and at the end"
+        text = f"{text} ({evaluated.num_tokens:,} tokens)"
+    return f"{text} | every {config.interval_steps:,} steps and at the end"
 
 
 def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str:
     """`step 1200 | loss 3.4120 | ppl 30.30 | tok/s 12,345 | eta 0:12:30 | ...`.
 
-    What people look for comes first: a narrow terminal shows the beginning only.
+    The most important values come first, because a narrow terminal cuts the line off.
     """
     bits = f" | bpb {values['bits_per_byte']:.3f}" if "bits_per_byte" in values else ""
     minutes, seconds = divmod(math.ceil(eta_seconds), 60)

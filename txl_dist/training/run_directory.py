@@ -1,4 +1,4 @@
-"""RunDirectory: the files of one run and who may write there."""
+"""RunDirectory: the files of one run, and the lock that allows one process to write them."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
 
 PROBE_BYTES = 64 * 1024
-"""The config, the pointers and the first lines of the logs need less."""
+"""More than the config, the pointers and the first lines of the logs."""
 
 
 class RunDirectory:
@@ -25,15 +25,16 @@ class RunDirectory:
         self.checkpoints = CheckpointDirectory(path)
 
     def log(self, rank: int) -> Path:
+        """The log file of a rank."""
         return self.logs / f"rank-{rank}.log"
 
     def create(self) -> None:
-        """Make the directories. Raises ConfigError now rather than at the first checkpoint."""
+        """Create the directories. Raises ConfigError if files cannot be written in them."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".writable-{os.getpid()}"
             try:
-                probe.write_bytes(b"\0" * PROBE_BYTES)  # a full disk still takes an empty file
+                probe.write_bytes(b"\0" * PROBE_BYTES)  # an empty file fits on a full disk
             finally:
                 probe.unlink(missing_ok=True)
         except OSError as error:
@@ -43,18 +44,19 @@ class RunDirectory:
             ) from None
 
     @contextmanager
-    def locked(self, *, patience_seconds: float = 0.0) -> Iterator[None]:
-        """Hold the directory against a second run. The kernel lets go when this process dies.
+    def locked(self, *, timeout_seconds: float = 0.0) -> Iterator[None]:
+        """Hold the lock of the directory. The kernel releases it when this process ends.
 
-        Raises ConfigError naming the holder if it does not let go within `patience_seconds`.
+        Raises ConfigError naming the owner if it is not released within `timeout_seconds`.
         """
+        # Not truncated while opening: the file names the owner if the lock is taken.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if not wait_for_lock(descriptor, timeout_seconds=patience_seconds):
+            if not wait_for_lock(descriptor, timeout_seconds=timeout_seconds):
                 owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
                 raise ConfigError(
-                    f"{self.path} is in use by another run ({owner or 'unknown'}). Wait for it "
-                    "to end or stop that process, then run the same command again"
+                    f"{self.path} is in use by another run ({owner or 'unknown'}). Wait until it "
+                    "has ended or stop that process, then run the same command again"
                 )
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)

@@ -1,10 +1,12 @@
 """One training step: a segment of every lane through the model, in micro-batches over lanes.
 
-Gradients are accumulated over lanes, never over time, and every micro-batch has memory rows of its
-own. The loss is the sum of nats over the global number of scored targets, which is known before the
-first micro-batch; so no number depends on how lanes are dealt to ranks and micro-batches.
+Gradients are accumulated over lanes, never over time, and each micro-batch has its own memory rows.
+The loss is the sum of nats divided by the global number of targets, which is known before the first
+micro-batch. So the result does not depend on the number of ranks or the size of micro-batches,
+except for the order of floating-point sums.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,21 +20,23 @@ from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 
-# Shapes: R rows of a micro-batch, T segment tokens, M memory tokens, D d_model, V vocabulary
+# Shapes: R rows of a micro-batch, T segment tokens, M memory tokens, D d_model, L layers,
+# V vocabulary
 
 NO_LANE = -1
+"""Marks padding rows: all ranks compute as many rows as the rank with the most lanes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step says of itself; the same on every rank."""
+    """Results of one step over all ranks; equal on every rank."""
 
     sums: LossSums
     gradient_norm: float
     memory_valid: float
-    """Share of all lanes' memory that the segment's first tokens may look at."""
+    """Share of the memory tokens of all lanes that the segment's first tokens may attend to."""
     stop_requested: bool
-    """By any rank, as the next one."""
+    """True if requested on any rank; `peak_is_due` likewise."""
     peak_is_due: bool
 
 
@@ -46,6 +50,7 @@ class TrainStep:
         self.engine, self.world, self.seed, self.lanes = engine, world, seed, lanes
         self.micro_batch_rows = micro_batch_rows
         num_rows = micro_batch_rows * num_micro_batches
+        # Padding rows are last, so row i is lanes[i] for all rows with a lane.
         self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
         self.byte_counts_V = byte_counts_V.to(world.device)
         self.memories = [
@@ -56,7 +61,7 @@ class TrainStep:
         self, segment: Segment, *, step: int, num_targets: int, lr: float, stop_requested: bool,
         peak_is_due: bool = False,
     ) -> StepResult:  # fmt: skip
-        """Step number `step` (from 1) on `segment`, whose lanes hold `num_targets` on all ranks.
+        """Step number `step` (from 1). `num_targets` counts the targets of all ranks' lanes.
 
         Raises DivergedError on every rank before the optimizer step if a loss is not finite.
         """
@@ -65,19 +70,20 @@ class TrainStep:
         for index in range(len(self.memories)):
             local += self._micro_batch(index, segment, step=step, num_targets=num_targets)
         visible, size = self._visible_memory(segment)
-        shared = [local.nats, local.num_tokens, local.num_bytes, visible, size]
-        shared += [stop_requested, peak_is_due]
+        # One collective for everything the ranks have to agree on.
+        values = [local.nats, local.num_tokens, local.num_bytes, visible, size]
+        values += [stop_requested, peak_is_due]
         nats, num_tokens, num_bytes, visible, size, num_stops, num_due = self.world.sum(
-            torch.tensor(shared, dtype=torch.float64)
+            torch.tensor(values, dtype=torch.float64)  # exact for counts up to 2**53
         ).tolist()
-        sums = LossSums(nats, int(num_tokens), int(num_bytes))
-        if not abs(nats) < float("inf"):
+        # Checked on the sum of all ranks, so all ranks raise, and before any of them updates.
+        if not math.isfinite(nats):
             raise DivergedError(
                 f"the loss of step {step} is {nats} (segment position {segment.position}, this "
                 f"rank's lanes {self.lane_of_row}); no rank has changed its weights"
             )
         return StepResult(
-            sums,
+            LossSums(nats, int(num_tokens), int(num_bytes)),
             gradient_norm=self.engine.step(lr),
             memory_valid=visible / size if size else 0.0,
             stop_requested=num_stops > 0,
@@ -93,16 +99,18 @@ class TrainStep:
             for array in (segment.input, segment.target, segment.age)
         )
         self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
-        draws = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
+        # Masks depend on the lane, not on the row or rank: any split into micro-batches is equal.
+        dropout = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
         nats_RT, self.memories[index] = self.engine.forward(
-            input_RT, target_RT, age_RT, self.memories[index], draws
+            input_RT, target_RT, age_RT, self.memories[index], dropout
         )
-        # A segment of one token at a slice's end has no target: its step has zero gradients.
+        # max: a segment of one token at the end of an epoch has no target. Its gradients are zero.
         self.engine.backward(nats_RT.sum() / max(1, num_targets))
         return LossSums.of(nats_RT, target_RT, self.byte_counts_V)
 
     def _visible_memory(self, segment: Segment) -> tuple[int, int]:
-        """Memory tokens of this rank's lanes: those the first tokens may look at, and all."""
+        """Memory tokens of this rank's lanes: those the first tokens may attend to, and all."""
+        # A first token of age a may attend to a earlier tokens, of which mem_len are in memory.
         mem_len = self.memories[0].layers[0].shape[1]
         ages = [segment.age[row, 0] for row, lane in enumerate(self.lane_of_row) if lane != NO_LANE]
         return sum(min(int(age), mem_len) for age in ages), mem_len * len(ages)
@@ -111,16 +119,16 @@ class TrainStep:
         """Lane -> its memory [L, M, D], for the checkpoint."""
         return {
             lane: torch.stack([layer[row] for layer in self.memories[index].layers])
-            for index, row, lane in self._places()
+            for index, row, lane in self._rows_with_lanes()
         }
 
     def load_memory(self, memory_of_lane: dict[int, Tensor]) -> None:
-        """Put back what `memory_of_lanes` gave, for this rank's lanes."""
-        for index, row, lane in self._places():
-            for layer, rows in zip(memory_of_lane[lane], self.memories[index].layers, strict=True):
-                rows[row].copy_(layer)
+        """Copy the memory [L, M, D] of each of this rank's lanes from a checkpoint."""
+        for index, row, lane in self._rows_with_lanes():
+            for saved, layer in zip(memory_of_lane[lane], self.memories[index].layers, strict=True):
+                layer[row].copy_(saved)
 
-    def _places(self) -> list[tuple[int, int, int]]:
+    def _rows_with_lanes(self) -> list[tuple[int, int, int]]:
         """(micro-batch, row in it, lane) of every lane of this rank."""
         return [
             (*divmod(row, self.micro_batch_rows), lane)

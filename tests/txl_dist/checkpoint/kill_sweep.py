@@ -1,8 +1,7 @@
-"""Kills a process at every file operation of a save, and of a score that joins its checkpoint.
+"""Kills a process at every file operation of a save and of a state update, and verifies the files.
 
-Checks what is left. Run by its test.
-
-One clean process forks a child a kill point, so that a kill is a kill and yet costs milliseconds.
+Started by test_writer.py. One process forks a child per kill point: the kill is real, and costs
+milliseconds.
 """
 
 import os
@@ -17,7 +16,7 @@ from tests.txl_dist.checkpoint.saving import BEST, model, save
 from txl_dist.checkpoint import writer
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model, verify_checkpoint
-from txl_dist.checkpoint.writer import save_score
+from txl_dist.checkpoint.writer import update_state
 
 KILLED = 137
 
@@ -29,15 +28,16 @@ def main(run: Path) -> None:
 
 
 def sweep_score(run: Path) -> None:
-    """The checkpoint of step 2 is whole at every moment, without its score or with it."""
+    """The checkpoint of step 2 is intact at every moment, with or without its score."""
     directory = CheckpointDirectory(run)
     state = verify_checkpoint(directory.at(2)).state
-    scored = state.model_copy(update={"best": BEST.model_copy(update={"step": 2})})
+    score = {"best": BEST.model_copy(update={"step": 2}).model_dump(mode="json")}
+    scored = {**state, **score}
     for kill_at in range(1, 50):
         child = os.fork()
         if child == 0:
             count_down(kill_at)
-            save_score(directory, scored)
+            update_state(directory, 2, score)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert verify_checkpoint(directory.at(2)).state in (state, scored)
@@ -48,12 +48,12 @@ def sweep_score(run: Path) -> None:
             assert kill_at > 4
             return
         assert code == KILLED, code
-        save_score(directory, state)
+        update_state(directory, 2, state)
     raise AssertionError("the score was never saved")
 
 
 def sweep_save(run: Path) -> None:
-    """The newest checkpoint is whole at every moment of a save."""
+    """The newest checkpoint is intact at every moment of a save."""
     save(run, step=1)
     seen_new = seen_old = 0
     for kill_at in range(1, 200):
@@ -64,12 +64,12 @@ def sweep_save(run: Path) -> None:
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         newest = CheckpointDirectory(run).steps()[-1]
-        assert_whole(run, newest)
+        assert_intact(run, newest)
         if code == 0:
             assert newest == 2
             assert seen_old >= 8
             assert seen_new >= 2
-            assert not CheckpointDirectory(run).aside.exists()
+            assert not CheckpointDirectory(run).staging.exists()
             print(f"{kill_at - 1} kill points")
             return
         assert code == KILLED, code
@@ -79,10 +79,10 @@ def sweep_save(run: Path) -> None:
     raise AssertionError("the save never ended")
 
 
-def assert_whole(run: Path, step: int) -> None:
-    """The newest checkpoint is one of the two, complete and with its own values."""
+def assert_intact(run: Path, step: int) -> None:
+    """The checkpoint is complete and contains the values of its step."""
     directory = CheckpointDirectory(run).at(step)
-    assert verify_checkpoint(directory).state.step == step
+    assert verify_checkpoint(directory).step == step
     loaded, _, _ = load_model(directory)
     for name, parameter in model(step).named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
@@ -96,7 +96,7 @@ def remove(run: Path, step: int) -> None:
 
 
 def count_down(kill_at: int) -> None:
-    """From now on the `kill_at`-th file operation, before it is done, ends this process."""
+    """End this process before its `kill_at`-th file operation from here."""
     done = 0
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:

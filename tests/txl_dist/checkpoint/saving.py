@@ -1,4 +1,4 @@
-"""Checkpoints of a tiny model without an engine: what the tests here save, load and damage."""
+"""Checkpoints of a tiny model without an engine, for tests that load or damage them."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -9,11 +9,11 @@ import torch
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.checkpoint.manifest import BestScore, TrainState
 from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
+from txl_dist.training.state import BestScore, TrainState
 
 NUM_LANES = 3
 BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)
@@ -21,7 +21,7 @@ CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d
 
 
 def leave(kind: str, tensor: torch.Tensor) -> None:
-    """No change to what is saved."""
+    """Save the tensors unchanged."""
 
 
 def save(
@@ -33,9 +33,9 @@ def save(
     start: bool = True,
     change: Callable[[str, torch.Tensor], None] = leave,
 ) -> Path:
-    """A checkpoint whose weights, states and memory all follow from `step`, after `change`.
+    """Save a checkpoint whose tensors are a function of `step`, changed by `change`.
 
-    `start`: as the first of a run that starts, which creates the directory.
+    `start`: create the checkpoint directory first, as at the start of a run.
     """
     tokenizer = ByteTokenizer()
     header = CheckpointHeader(
@@ -62,7 +62,7 @@ def save(
         header=header,
         state=TrainState(
             step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
-        ),
+        ).model_dump(mode="json"),
         fragments=fragments,
         memory_of_lane=memory_of_lane,
         mlflow_run_id=None,
@@ -79,7 +79,7 @@ def memory(step: int, lane: int) -> torch.Tensor:
 
 
 def whole(name: str, parameter: torch.Tensor) -> Fragment:
-    """A parameter in one piece, with optimizer states that can be told apart."""
+    """A whole parameter, with optimizer states that differ from each other."""
     flat = parameter.reshape(-1).clone()
     states = {state: flat * (number + 2) for number, state in enumerate(OPTIMIZER_STATES)}
     return Fragment(name, tuple(parameter.shape), 0, flat, states)

@@ -1,4 +1,4 @@
-"""What lies in a run's checkpoint directory: pointers, what is set aside, what is removed."""
+"""The checkpoint directory of a run: pointers, superseded checkpoints, removal."""
 
 import logging
 import shutil
@@ -14,6 +14,7 @@ from txl_dist.checkpoint.directory import (
     resolve_checkpoint,
     resume_advice,
 )
+from txl_dist.errors import CheckpointError
 
 
 def names(directory: CheckpointDirectory) -> list[str]:
@@ -33,12 +34,12 @@ def test_pruning_keeps_the_newest_and_the_best(directory: CheckpointDirectory) -
     assert names(directory) == ["step-00000003", "step-00000005", "step-00000006"]
 
 
-def test_what_cannot_be_removed_is_a_warning_and_no_checkpoint(
+def test_a_directory_that_cannot_be_removed_is_a_warning_and_not_a_checkpoint(
     directory: CheckpointDirectory,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As on NFS, where a file that somebody has open comes back as .nfsXXXX."""
+    """As on NFS, where removing an open file leaves .nfsXXXX."""
 
     def busy(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(16, "Device or resource busy", str(path))
@@ -81,10 +82,10 @@ def test_a_start_removes_what_killed_processes_left(directory: CheckpointDirecto
 
 
 @pytest.mark.parametrize(("best_step", "pointed_at"), [(2, 2), (5, None), (None, None)])
-def test_after_going_back_the_pointers_name_what_remains(
+def test_after_a_rewind_the_pointers_name_remaining_checkpoints(
     directory: CheckpointDirectory, best_step: int | None, pointed_at: int | None
 ) -> None:
-    directory.point("BEST", 5)
+    directory.set_pointer("BEST", 5)
     assert directory.rewind(3, best_step=best_step) == [4, 5, 6]
     assert resolve_checkpoint(directory.run / "LATEST") == directory.at(3)
     if pointed_at is None:
@@ -93,7 +94,7 @@ def test_after_going_back_the_pointers_name_what_remains(
         assert resolve_checkpoint(directory.run / "BEST") == directory.at(pointed_at)
 
 
-def test_only_the_checkpoints_of_the_last_going_back_are_kept_aside(
+def test_only_the_checkpoints_of_the_last_rewind_stay_superseded(
     directory: CheckpointDirectory,
 ) -> None:
     directory.rewind(3)
@@ -108,7 +109,7 @@ def test_only_the_checkpoints_of_the_last_going_back_are_kept_aside(
     ]
 
 
-def test_a_checkpoint_set_aside_that_a_run_goes_on_from_stays(
+def test_a_superseded_checkpoint_that_a_run_resumes_from_is_not_removed(
     directory: CheckpointDirectory,
 ) -> None:
     directory.rewind(4)
@@ -118,7 +119,7 @@ def test_a_checkpoint_set_aside_that_a_run_goes_on_from_stays(
     assert names(directory)[-2:] == ["superseded-step-00000005", "superseded-step-00000007"]
 
 
-def test_advice_names_a_checkpoint_only_where_there_is_one(tmp_path: Path) -> None:
+def test_advice_names_only_existing_checkpoints(tmp_path: Path) -> None:
     assert "no checkpoint" in resume_advice(tmp_path)
     assert "no good checkpoint" in divergence_advice(tmp_path, before=9)
     for step in (2, 4, 9):
@@ -126,4 +127,23 @@ def test_advice_names_a_checkpoint_only_where_there_is_one(tmp_path: Path) -> No
     assert "resumes from the newest checkpoint, that of step 9" in resume_advice(tmp_path)
     advice = divergence_advice(tmp_path, before=9)
     assert f"--resume {CheckpointDirectory(tmp_path).at(4)}" in advice
-    assert f"go back further: --resume {CheckpointDirectory(tmp_path).at(2)}" in advice
+    assert f"use an earlier one: --resume {CheckpointDirectory(tmp_path).at(2)}" in advice
+
+
+def test_a_checkpoint_is_found_from_itself_its_run_or_its_pointer(tmp_path: Path) -> None:
+    for step in (2, 11):
+        save(tmp_path, step=step)
+    CheckpointDirectory(tmp_path).set_pointer("BEST", 2)
+    assert resolve_checkpoint(tmp_path).name == "step-00000011"
+    assert resolve_checkpoint(tmp_path / "LATEST").name == "step-00000011"
+    assert resolve_checkpoint(tmp_path / "BEST").name == "step-00000002"
+    assert resolve_checkpoint(tmp_path / "checkpoints" / "step-00000002").name == "step-00000002"
+
+
+@pytest.mark.parametrize("content", ["", "checkpoints/../../etc", "step-1", "\x00"])
+def test_a_damaged_pointer_is_refused(tmp_path: Path, content: str) -> None:
+    save(tmp_path, step=2)
+    (tmp_path / "LATEST").write_text(content)
+    with pytest.raises(CheckpointError, match="names no checkpoint"):
+        resolve_checkpoint(tmp_path / "LATEST")
+    assert resolve_checkpoint(tmp_path).name == "step-00000002"

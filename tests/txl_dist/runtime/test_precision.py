@@ -23,7 +23,7 @@ from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 from txl_dist.runtime.world import World
-from txl_dist.training.build import RankBuilder
+from txl_dist.training.build import build_trainer
 from txl_dist.training.compatibility import check_config
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
@@ -129,8 +129,8 @@ def forward_both_ways(world: World, job: TrainJob) -> tuple[Tensor, Tensor, Tens
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        training = RankBuilder(job, world, directory, stack).training()
-        engine, segment = training.step.engine, next(training.segments)
+        trainer = build_trainer(job, world, directory, stack)
+        engine, segment = trainer.step.engine, next(trainer.segments)
         columns = (segment.input, segment.target, segment.age)
         inputs = [torch.from_numpy(column) for column in columns]
         memory = engine.model.empty_memory(len(segment.input))

@@ -11,7 +11,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.runtime.world import World
-from txl_dist.training import build, resume
+from txl_dist.training import resume, same_job
 from txl_dist.training.job import TrainJob
 
 SHORT = (NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=2")
@@ -41,17 +41,17 @@ def train_in(world: World, folders: list[Path], job: TrainJob) -> int:
 
 def train_on_other_sources(world: World, job: TrainJob) -> int:
     """Train with the digest of edited sources on rank 1."""
-    original = build.source_digest
+    original = same_job.source_digest
     if world.rank == 1:
-        build.source_digest = lambda: "edited" + original()  # type: ignore[assignment]
+        same_job.source_digest = lambda: "edited" + original()  # type: ignore[assignment]
     try:
         return train(world, job)
     finally:
-        build.source_digest = original
+        same_job.source_digest = original
 
 
 def resume_on_other_sources(world: World, job: TrainJob) -> int:
-    """Train with code that describes itself otherwise than what wrote the checkpoint."""
+    """Train with a code description that differs from that of the checkpoint."""
     original = resume.code_description
     resume.code_description = lambda: "txl-dist 9 (sources edited)"  # type: ignore[assignment]
     try:
@@ -84,7 +84,7 @@ def test_other_sources_on_one_rank_are_refused(
     assert "rank 1 edited" in refusal(tmp_path)
 
 
-def test_a_resume_on_other_sources_is_noted(
+def test_a_resume_on_other_sources_is_logged(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     assert ranks(1).run(train, tiny_job(dataset, tmp_path, *SHORT)) == [0]

@@ -1,4 +1,4 @@
-"""When a run saves: before it evaluates, never what is not finite, and only where it belongs."""
+"""A run saves before it evaluates, only finite numbers, and only into its own directory."""
 
 import shutil
 from collections.abc import Callable
@@ -11,69 +11,70 @@ import pytest
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, metrics, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
-from txl_dist.checkpoint.manifest import TrainState
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.build import RankBuilder
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
-from txl_dist.training.loop import Training
+from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
 CLOCK = ("time", "tokens_per_second", "mfu", "data_wait")
-"""Metrics of the machine, which differ between any two runs."""
+"""Metrics that depend on the machine and differ between any two runs."""
 
 
 def train_changed(
     world: World, job: TrainJob, change: Callable[..., None], *args: Any
 ) -> tuple[int, str]:
-    """Run a job after `change(training, *args)`; exit code and message of what ended it."""
+    """Run a job after `change(trainer, *args)`; exit code and message of what ended it."""
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        training = RankBuilder(job, world, directory, stack).training()
-        change(training, *args)
+        trainer = build_trainer(job, world, directory, stack)
+        change(trainer, *args)
         try:
-            training.run()
+            trainer.run()
         except TxlError as error:
             return error.exit_code, str(error)
     return 0, ""
 
 
 def computed(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what the clock says."""
+    """The lines of metrics.jsonl without those metrics."""
     return [{k: v for k, v in line.items() if k not in CLOCK} for line in metrics(run)]
 
 
 def state_at(run: Path, step: int) -> TrainState:
-    return verify_checkpoint(CheckpointDirectory(run).at(step)).state
+    path = CheckpointDirectory(run).at(step)
+    return load_state(path, verify_checkpoint(path))
 
 
 # --- a stop in the evaluation -------------------------------------------------------------------
 
 
 class StopInEvaluation:
-    """Turns true at the `polls`-th question while the evaluation of `step` is pending."""
+    """True from the `polls`-th time it is read while the evaluation of `step` is pending."""
 
-    def __init__(self, training: Training, step: int, polls: int) -> None:
-        self.training, self.step, self.polls = training, step, polls
+    def __init__(self, trainer: Trainer, step: int, polls: int) -> None:
+        self.trainer, self.step, self.polls = trainer, step, polls
 
     def __bool__(self) -> bool:
-        state = self.training.state
+        state = self.trainer.state
         if state.step == self.step and state.evaluation_pending:
             self.polls -= 1
         return self.polls <= 0
 
 
-def stop_in_evaluation(training: Training, step: int, only_rank: int | None) -> None:
-    if only_rank in (None, training.step.world.rank):
-        training.stop = StopInEvaluation(training, step, polls=3)  # type: ignore[assignment]
+def stop_in_evaluation(trainer: Trainer, step: int, only_rank: int | None) -> None:
+    if only_rank in (None, trainer.step.world.rank):
+        trainer.stop = StopInEvaluation(trainer, step, polls=3)  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("only_rank", [None, 1])
 @pytest.mark.parametrize("step", [10, 14, 20])
-def test_a_stop_in_the_evaluation_saves_first_and_the_resumed_run_is_as_if_undisturbed(
+def test_a_stop_in_the_evaluation_saves_first_and_the_resumed_run_equals_an_uninterrupted_one(
     ranks: RankGroups, dataset: Path, tmp_path: Path, step: int, only_rank: int | None
 ) -> None:
     settings = (*SETTINGS, f"evaluation.interval_steps={step}", "evaluation.batch_chunks=1")
@@ -95,16 +96,16 @@ def test_a_stop_in_the_evaluation_saves_first_and_the_resumed_run_is_as_if_undis
     assert (job.run_path / "BEST").read_text() == best
 
 
-def keep_copy_before_score(training: Training, copy: Path) -> None:
-    """Leave in `copy` what a kill between the journal's line and the score's would."""
-    save_score = training.saver.save_score
+def keep_copy_before_score(trainer: Trainer, copy: Path) -> None:
+    """Copy the run as a kill between writing the journal and saving the score leaves it."""
+    save_score = trainer.saver.save_score
 
     def copy_first(state: TrainState) -> None:
-        if training.step.world.is_rank_zero and state.step == 10:
-            shutil.copytree(Path(training.config.directory), copy)
+        if trainer.step.world.is_rank_zero and state.step == 10:
+            shutil.copytree(Path(trainer.config.directory), copy)
         save_score(state)
 
-    training.saver.save_score = copy_first  # type: ignore[method-assign]
+    trainer.saver.save_score = copy_first  # type: ignore[method-assign]
 
 
 def test_a_kill_after_the_score_was_journalled_writes_it_once(
@@ -135,46 +136,46 @@ def test_a_pending_evaluation_is_dropped_by_a_run_that_does_not_evaluate(
 # --- numbers that are not finite ----------------------------------------------------------------
 
 
-def poison_before_save(training: Training, step: int, rank: int, kind: str) -> None:
-    """Destroy one number of one rank after the loss of `step` was found finite."""
-    save = training.saver.save
+def poison_before_save(trainer: Trainer, step: int, rank: int, kind: str) -> None:
+    """Make one number of one rank not finite, after the finite loss of `step`."""
+    save = trainer.saver.save
 
     def poisoned(state: TrainState) -> None:
-        if state.step == step and training.step.world.rank == rank:
+        if state.step == step and trainer.step.world.rank == rank:
             if kind == "memory":
-                training.step.memories[0].layers[1][0, -1, -1] = float("inf")
+                trainer.step.memories[0].layers[1][0, -1, -1] = float("inf")
             else:
-                fragment = next(iter(training.step.engine.fragments()))
+                fragment = next(iter(trainer.step.engine.fragments()))
                 tensor = fragment.master if kind == "weights" else fragment.states["exp_avg"]
                 tensor.view(-1)[-1] = float("nan")
         save(state)
 
-    training.saver.save = poisoned  # type: ignore[method-assign]
+    trainer.saver.save = poisoned  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [("0", "weights"), ("1", "optimizer"), ("2", "memory"), ("3-all-spread", "weights")],
 )
-def test_a_bad_number_on_one_rank_is_saved_by_none_and_the_last_good_checkpoint_is_named(
+def test_a_number_that_is_not_finite_on_one_rank_is_saved_by_none(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, kind: str
 ) -> None:
     settings = (NO_EVALUATION, *SETTINGS, "training.keep_checkpoints=1", *ZERO[stage])
     job = tiny_job(dataset, tmp_path, *settings)
     ends = ranks(2).run(train_changed, job, poison_before_save, 10, 1, kind)
     assert [code for code, _ in ends] == [5, 5]
-    for _, told in ends:
-        assert f"after step 10 not all numbers are finite in {kind}" in told
-        assert "(rank 1)" in told
-        assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in told
+    for _, message in ends:
+        assert f"after step 10 not all numbers are finite in {kind}" in message
+        assert "(rank 1)" in message
+        assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in message
     assert CheckpointDirectory(tmp_path).steps() == [5]
     assert resolve_checkpoint(tmp_path / "LATEST") == CheckpointDirectory(tmp_path).at(5)
 
 
-def test_a_rate_that_overflows_leaves_the_last_good_checkpoint_to_go_on_from(
+def test_a_learning_rate_that_overflows_leaves_the_last_good_checkpoint(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    """The loss of the first step at that rate is still finite: the weights are not after it."""
+    """The first loss at that rate is finite; the weights after its update are not."""
     settings = (NO_EVALUATION, "training.keep_checkpoints=1", "optimizer.schedule=constant")
     first = (*settings, "training.num_steps=5")
     assert ranks(2).run(train, tiny_job(dataset, tmp_path, *first)) == [0, 0]
@@ -189,10 +190,10 @@ def test_a_rate_that_overflows_leaves_the_last_good_checkpoint_to_go_on_from(
     assert ranks(2).run(train, cool) == [0, 0]
 
 
-def test_weights_too_large_to_compute_with_do_not_push_the_good_checkpoint_out(
+def test_weights_too_large_to_compute_with_do_not_replace_the_good_checkpoint(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    """Finite weights whose next loss is not: they may be saved, but never alone."""
+    """Finite weights whose next loss is infinite: an older checkpoint has to remain."""
     settings = (NO_EVALUATION, "training.keep_checkpoints=1", "optimizer.schedule=constant")
     first = (*settings, "training.num_steps=5")
     assert ranks(2).run(train, tiny_job(dataset, tmp_path, *first)) == [0, 0]
@@ -204,27 +205,27 @@ def test_weights_too_large_to_compute_with_do_not_push_the_good_checkpoint_out(
         "optimizer.lr=1e36",
         allow_change=("training.num_steps", "optimizer.lr", "optimizer.schedule"),
     )
-    ((code, told), _) = ranks(2).run(train_changed, hot, unchanged)
+    ((code, message), _) = ranks(2).run(train_changed, hot, unchanged)
     assert code == 5
     assert CheckpointDirectory(tmp_path).steps() == [5, 6]
-    assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in told
+    assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in message
 
 
-def unchanged(training: Training) -> None:
+def unchanged(trainer: Trainer) -> None:
     """No change."""
 
 
-def nan_in_evaluation(training: Training, step: int) -> None:
-    evaluate = training.evaluate
+def nan_in_evaluation(trainer: Trainer, step: int) -> None:
+    evaluate = trainer.evaluate
     assert evaluate is not None
 
     def poisoned(*, stop: object) -> Any:
-        if training.state.step == step and training.step.world.rank == 1:
-            with training.step.engine.whole_model() as model:
+        if trainer.state.step == step and trainer.step.world.rank == 1:
+            with trainer.step.engine.whole_model() as model:
                 next(model.parameters()).data.view(-1)[:] = float("nan")
         return evaluate(stop=stop)
 
-    training.evaluate = poisoned
+    trainer.evaluate = poisoned
 
 
 def test_a_nan_in_the_evaluation_is_a_divergence_that_names_split_and_step(
@@ -234,28 +235,28 @@ def test_a_nan_in_the_evaluation_is_a_divergence_that_names_split_and_step(
     job = tiny_job(dataset, tmp_path, *settings, "deepspeed.zero_stage=0")
     ends = ranks(2).run(train_changed, job, nan_in_evaluation, 10)
     assert [code for code, _ in ends] == [5, 5]
-    for _, told in ends:
-        assert "the loss of split valid after step 10 is nan" in told
-        assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in told
+    for _, message in ends:
+        assert "the loss of split valid after step 10 is nan" in message
+        assert f"--resume {CheckpointDirectory(tmp_path).at(5)}" in message
     assert CheckpointDirectory(tmp_path).steps() == [5, 10]
 
 
 # --- the run directory --------------------------------------------------------------------------
 
 
-def remove_run_directory(training: Training, step: int) -> None:
-    advance = training.saver.confirm
+def remove_run_directory(trainer: Trainer, step: int) -> None:
+    advance = trainer.saver.confirm
 
     def removing(state: TrainState) -> None:
-        if state.step == step and training.step.world.is_rank_zero:
-            shutil.rmtree(training.config.directory)
+        if state.step == step and trainer.step.world.is_rank_zero:
+            shutil.rmtree(trainer.config.directory)
         advance(state)
 
-    training.saver.confirm = removing  # type: ignore[method-assign]
+    trainer.saver.confirm = removing  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("step", [7, 19])
-def test_a_run_directory_removed_in_mid_run_is_an_error(
+def test_a_run_directory_removed_during_the_run_is_an_error(
     ranks: RankGroups, dataset: Path, tmp_path: Path, step: int
 ) -> None:
     job = tiny_job(dataset, tmp_path / "run", NO_EVALUATION, *SETTINGS)
@@ -265,7 +266,7 @@ def test_a_run_directory_removed_in_mid_run_is_an_error(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_says_so_and_how_to_go_on(
+def test_a_finished_run_logs_how_to_train_further(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     job = tiny_job(dataset, tmp_path, NO_EVALUATION, *SETTINGS)
@@ -277,7 +278,7 @@ def test_a_finished_run_says_so_and_how_to_go_on(
     assert "steps 21 to 20" not in log
 
 
-def test_best_follows_when_a_run_goes_back(
+def test_best_is_updated_when_a_run_resumes_from_an_older_checkpoint(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     settings = (*SETTINGS, "evaluation.interval_steps=5", "training.keep_checkpoints=9")
@@ -286,10 +287,10 @@ def test_best_follows_when_a_run_goes_back(
     directory = CheckpointDirectory(tmp_path)
     assert resolve_checkpoint(tmp_path / "BEST") != directory.at(5)
     back = job.model_copy(update={"resume": str(directory.at(5))})
-    ends = ranks(1).run(train_changed, back, stop_at_once)
+    ends = ranks(1).run(train_changed, back, stop_immediately)
     assert ends[0][0] == 75
     assert resolve_checkpoint(tmp_path / "BEST") == directory.at(5)
 
 
-def stop_at_once(training: Training) -> None:
-    training.stop = True  # type: ignore[assignment]
+def stop_immediately(trainer: Trainer) -> None:
+    trainer.stop = True  # type: ignore[assignment]

@@ -53,7 +53,7 @@ def test_it_rises_to_lr_then_never_rises_again(
 ) -> None:
     warmup = min(warmup, num_steps)
     config = OptimizerConfig(lr=0.8, warmup_steps=warmup, schedule=schedule, min_lr=min_lr)
-    found = rates(config, num_steps)
-    assert all(a < b for a, b in pairwise(found[:warmup]))
-    assert all(a >= b - 1e-12 for a, b in pairwise(found[max(0, warmup - 1) :]))
-    assert all(min_lr - 1e-12 <= rate <= 0.8 + 1e-12 for rate in found[warmup:])
+    values = rates(config, num_steps)
+    assert all(a < b for a, b in pairwise(values[:warmup]))
+    assert all(a >= b - 1e-12 for a, b in pairwise(values[max(0, warmup - 1) :]))
+    assert all(min_lr - 1e-12 <= rate <= 0.8 + 1e-12 for rate in values[warmup:])

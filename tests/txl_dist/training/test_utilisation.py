@@ -1,4 +1,4 @@
-"""Utilisation: never above 1, and the peak only rises."""
+"""Utilisation: at most 1, and the peak never decreases."""
 
 import time
 
@@ -12,7 +12,7 @@ from txl_dist.training.utilisation import Utilisation
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Utilisation:
-    """One rank with a peak that was measured while something else used the machine."""
+    """One rank, with a peak that was measured too low."""
     monkeypatch.setattr(utilisation, "SIZES", {"cpu": (64,), "cuda": (64,)})
     monkeypatch.setattr(utilisation, "measure_peak_flops", lambda world, dtype: 1000.0)
     return Utilisation(World(0, 1), torch.float32, flops_per_step=100)

@@ -17,7 +17,7 @@ from txl_dist.config.run_config import (
     RunConfig,
     TrainingConfig,
 )
-from txl_dist.training.deepspeed_settings import deepspeed_settings
+from txl_dist.training.engine.settings import deepspeed_settings
 
 SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}
 

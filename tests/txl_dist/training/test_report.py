@@ -1,4 +1,4 @@
-"""What a step says of itself: the same on any number of ranks, and short enough to be read."""
+"""Step lines and metrics: equal on any number of ranks, and readable in 80 columns."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_mem_valid_is_the_share_of_all_ranks_lanes(
     assert 0 < max(valid[0]) < 1
 
 
-def test_a_step_without_a_target_has_no_line_and_does_no_harm(
+def test_a_step_without_a_target_has_no_line_and_no_effect(
     ranks: RankGroups, short: Path, tmp_path: Path
 ) -> None:
     """Segments of one token: the last of every epoch has nothing to predict."""
@@ -74,8 +74,9 @@ def test_a_step_without_a_target_has_no_line_and_does_no_harm(
 
 
 def train_measuring_often(world: World, job: TrainJob) -> int:
-    utilisation.MAX_SHARE_OF_TIME = 1e9
-    return train(world, job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilisation, "MAX_SHARE_OF_TIME", 1e9)
+        return train(world, job)
 
 
 def test_measuring_the_peak_between_steps_changes_no_loss(
@@ -97,5 +98,5 @@ def test_a_segment_as_long_as_a_lane_is_the_longest_that_trains(
     with pytest.raises(ConfigError, match="longer than a lane") as caught:
         TrainingData.open(job.config, num_ranks=1)
     longest = str(caught.value).partition("at most ")[2].partition(",")[0]
-    given = (NO_EVALUATION, f"data.tgt_len={longest}", "training.num_steps=4")
-    assert ranks(2).run(train, tiny_job(short, tmp_path, *given)) == [0, 0]
+    settings = (NO_EVALUATION, f"data.tgt_len={longest}", "training.num_steps=4")
+    assert ranks(2).run(train, tiny_job(short, tmp_path, *settings)) == [0, 0]

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as a pure function of our config. It is an output, never an input."""
+"""DeepSpeed's JSON configuration as a pure function of ours. It is never an input."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,41 +14,41 @@ def deepspeed_settings(
     config: RunConfig, *, num_ranks: int, num_micro_batches: int, micro_batch_rows: int
 ) -> dict[str, Any]:
     """The dict for `deepspeed.initialize`."""
-    extra = dict(config.deepspeed.extra)  # checked with the config
+    extra = dict(config.deepspeed.extra)  # its keys are validated in config/run_config.py
     zero = extra.pop("zero_optimization", {})
     return {
         "train_micro_batch_size_per_gpu": micro_batch_rows,
         "gradient_accumulation_steps": num_micro_batches,
         "train_batch_size": micro_batch_rows * num_micro_batches * num_ranks,
-        # Always written: DeepSpeed clips at 1.0 where the config says nothing.
+        # Always set: DeepSpeed's default is to clip at 1.0.
         "gradient_clipping": config.optimizer.gradient_clipping,
         "zero_optimization": {"stage": config.deepspeed.zero_stage, **zero},
-        # DeepSpeed switches off an autocast around its engine. No module is listed as safe for
-        # lower precision, or its gradients would travel in bf16.
+        # Set here because DeepSpeed disables an autocast context around its engine. Gradients of
+        # modules listed as safe would be reduced in bf16, so the list is empty.
         "torch_autocast": {
             "enabled": config.precision == "bf16",
             "dtype": "bfloat16",
             "lower_precision_safe_modules": [],
         },
         "zero_allow_untested_optimizer": True,
-        "steps_per_print": 2**31,
+        "steps_per_print": 2**31,  # never: training has its own step line
         "wall_clock_breakdown": False,
         **extra,
     }
 
 
 @contextmanager
-def refusals_explained(extra: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what DeepSpeed raises over `deepspeed.extra` into a ConfigError that names the field.
+def explain_refusals(extra: Mapping[str, Any]) -> Iterator[None]:
+    """Turn DeepSpeed's exceptions about `deepspeed.extra` into a ConfigError that names the key.
 
-    A RuntimeError is not about settings: torch raises it for memory, devices and the network.
+    RuntimeError passes unchanged: torch raises it for memory, devices and the network.
     """
     try:
         yield
     except ValidationError as error:
         problems = [
-            f"{_place(extra, found['loc'])} is {found['input']!r}: {found['msg']}"
-            for found in error.errors(include_url=False)
+            f"{_full_name(extra, problem['loc'])} is {problem['input']!r}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
         ]
         raise ConfigError(
             f"DeepSpeed refuses {'; '.join(problems)}. Correct or remove it"
@@ -62,8 +62,8 @@ def refusals_explained(extra: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def _place(extra: Mapping[str, Any], location: Sequence[str | int]) -> str:
-    """The full name of the setting at `location`, which counts from somewhere inside `extra`."""
+def _full_name(extra: Mapping[str, Any], location: Sequence[str | int]) -> str:
+    """Dotted name of a setting. `location` is relative to an unknown section inside `extra`."""
     names = [str(part) for part in location]
     pending: list[tuple[str, Any]] = [("deepspeed.extra", extra)]
     while pending:

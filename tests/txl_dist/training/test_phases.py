@@ -1,4 +1,4 @@
-"""Runs over several corpora: what is read, changing it on the way, and what is refused."""
+"""Runs on several corpora: phases, shares, changes of the mixture on resume, and errors."""
 
 import hashlib
 import json
@@ -25,6 +25,7 @@ from txl_dist.config.config_file import dump_run_config, load_run_config
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
+from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = (
     NO_EVALUATION,
@@ -40,29 +41,37 @@ STEPS = ("training.num_steps",)
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three datasets of bytes with a small split `valid`: of 11, 7 and 5 documents."""
-    found = {}
+    datasets = {}
     for name, num_documents in (("oak", 11), ("ash", 7), ("elm", 5)):
         folder = tmp_path_factory.mktemp(name)
         for number in range(2 * num_documents):
             (folder / f"{number:02d}.txt").write_text(f"{name} {number}" * (1 + number % 3))
         settings = PrepareSettings(split={"valid": 0.5}, block_bytes=512)
-        found[name] = folder / "data"
-        prepare_dataset(sorted(folder.glob("*.txt")), found[name], settings)
-    return found
+        datasets[name] = folder / "data"
+        prepare_dataset(sorted(folder.glob("*.txt")), datasets[name], settings)
+    return datasets
 
 
 def mixed_job(
-    corpora: dict[str, Path], weights: dict[str, float], run: Path, *overrides: str, **how: object
+    corpora: dict[str, Path],
+    weights: dict[str, float],
+    run: Path,
+    *overrides: str,
+    **options: object,
 ) -> TrainJob:
     mixture = {
         name: {"path": str(corpora[name]), "weight": weight} for name, weight in weights.items()
     }
-    given = ("data.path=null", f"data.mixture={json.dumps(mixture)}")
-    return tiny_job(corpora["oak"], run, *SETTINGS, *given, *overrides, **how)
+    data = ("data.path=null", f"data.mixture={json.dumps(mixture)}")
+    return tiny_job(corpora["oak"], run, *SETTINGS, *data, *overrides, **options)
 
 
 def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
+
+
+def state_of(path: Path) -> TrainState:
+    return load_state(path, load_checkpoint_manifest(path))
 
 
 def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
@@ -75,11 +84,11 @@ def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
     at_8 = str(checkpoint(first, 8))
     job = mixed_job(corpora, after, second, resume=at_8)
     assert ranks(2).run(train, job) == [4, 4]
-    told = refusal(second)
-    assert "data.mixture.elm: not in the checkpoint, now 50.00%" in told
-    assert "data.mixture.oak: checkpoint 0.75, now 0.25" in told
-    assert "data.mixture.ash" not in told, "its share is the same"
-    assert "--allow-change data.mixture" in told
+    message = refusal(second)
+    assert "data.mixture.elm: not in the checkpoint, now 50.00%" in message
+    assert "data.mixture.oak: checkpoint 0.75, now 0.25" in message
+    assert "data.mixture.ash" not in message, "its share is the same"
+    assert "--allow-change data.mixture" in message
 
     job = mixed_job(corpora, after, second, resume=at_8, allow_change=CHANGE)
     assert ranks(2).run(train, job) == [0, 0]
@@ -89,7 +98,7 @@ def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
     valid = {line["step"]: line["memory_valid"] for line in metrics(second) if "loss" in line}
     assert valid[9] == 0 < valid[10], "memory of the phase before is not used"
 
-    phases = load_checkpoint_manifest(checkpoint(second, 12)).state.phases
+    phases = state_of(checkpoint(second, 12)).phases
     assert [phase.position for phase in phases] == [0, 8 * 3]
     assert phases[1].first_epoch > 0
     for at, num_ranks, tolerance in [(12, 2, 0.0), (12, 1, 2e-6), (16, 1, 2e-6)]:
@@ -98,10 +107,10 @@ def test_a_change_of_weights_begins_a_phase_that_resumes_on_any_number_of_ranks(
         assert ranks(num_ranks).run(train, job) == [0] * num_ranks
         expected = {step: loss for step, loss in uninterrupted.items() if step > at}
         assert losses(resumed) == pytest.approx(expected, rel=tolerance)
-        assert load_checkpoint_manifest(checkpoint(resumed, 20)).state.phases == phases
+        assert state_of(checkpoint(resumed, 20)).phases == phases
 
 
-def test_the_realised_shares_are_told_once_a_phase(
+def test_the_realised_shares_are_reported_once_per_phase(
     ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -112,10 +121,10 @@ def test_the_realised_shares_are_told_once_a_phase(
         allow_change=STEPS,
     )  # fmt: skip
     assert ranks(1).run(train, again) == [0], "the same shares are no change"
-    (told,) = [line for line in metrics(run) if "mixture/oak" in line]
-    assert told["step"] == 1
-    assert told["mixture/oak"] == pytest.approx(0.25, abs=0.01)
-    assert told["mixture/oak"] + told["mixture/elm"] == pytest.approx(1)
+    (shares,) = [line for line in metrics(run) if "mixture/oak" in line]
+    assert shares["step"] == 1
+    assert shares["mixture/oak"] == pytest.approx(0.25, abs=0.01)
+    assert shares["mixture/oak"] + shares["mixture/elm"] == pytest.approx(1)
     log = (run / "logs" / "rank-0.log").read_text()
     assert log.count("mixture | oak 2") == 2
 
@@ -134,7 +143,7 @@ def test_one_corpus_becomes_two_and_one_again(
         corpora["ash"], third, *SETTINGS, resume=str(checkpoint(second, 12)), allow_change=CHANGE
     )
     assert ranks(1).run(train, one) == [0]
-    phases = load_checkpoint_manifest(checkpoint(third, 20)).state.phases
+    phases = state_of(checkpoint(third, 20)).phases
     assert [phase.position for phase in phases] == [0, 24, 36]
     assert [[c.name for c in phase.corpora] for phase in phases] == [
         ["data"],
@@ -157,10 +166,10 @@ def test_a_corpus_that_changed_is_refused_by_name(
     assert "--allow-data-change" in refusal(run)
     moved = mixed_job(changed, weights, run, allow_data_change=True, allow_change=STEPS)
     assert ranks(1).run(train, moved) == [0]
-    assert len(load_checkpoint_manifest(checkpoint(run, 20)).state.phases) == 2
+    assert len(state_of(checkpoint(run, 20)).phases) == 2
 
 
-def test_a_checkpoint_from_before_there_were_mixtures_goes_on(
+def test_a_checkpoint_without_phases_can_be_resumed(
     ranks: RankGroups, corpora: dict[str, Path], tmp_path: Path
 ) -> None:
     run, resumed = tmp_path / "run", tmp_path / "resumed"
@@ -193,12 +202,12 @@ def test_evaluation_reads_the_first_corpus_that_has_the_split_or_the_one_named(
     ):
         run = tmp_path / "run"
         num_steps = 4 * (number + 1)
-        given = (f"training.num_steps={num_steps}", "evaluation.split=valid", override)
-        job = mixed_job(wood, weights, run, *given, allow_change=STEPS)
+        settings = (f"training.num_steps={num_steps}", "evaluation.split=valid", override)
+        job = mixed_job(wood, weights, run, *settings, allow_change=STEPS)
         assert ranks(2).run(train, job) == [0, 0]
         line = [line for line in metrics(run) if "valid/loss" in line][-1]
         assert (line["step"], line["valid/tokens_scored"]) == (num_steps, tokens[scored] - 1)
-        best = load_checkpoint_manifest(checkpoint(run, num_steps)).state.best
+        best = state_of(checkpoint(run, num_steps)).best
         assert best is not None
         assert best.step == num_steps, "a score on other text is not compared"
         seen.append(best.data_digest)
@@ -213,18 +222,18 @@ def test_corpora_that_do_not_fit_together_are_refused_by_name(
     prepare_dataset([text], tmp_path / "chars", PrepareSettings(tokenizer="char"))
     copy = tmp_path / "copy"
     shutil.copytree(corpora["oak"], copy)
-    there = {**corpora, "chars": tmp_path / "chars", "copy": copy}
-    for other, told in (
+    datasets = {**corpora, "chars": tmp_path / "chars", "copy": copy}
+    for other, message in (
         ("chars", "corpora 'oak' .* and 'chars' .* tokenizer_digest is"),
         ("copy", "data.mixture.oak .* and copy .* are the same data"),
     ):
-        job = mixed_job(there, {"oak": 1.0, other: 1.0}, tmp_path / "run")
-        with pytest.raises(DataError, match=told):
+        job = mixed_job(datasets, {"oak": 1.0, other: 1.0}, tmp_path / "run")
+        with pytest.raises(DataError, match=message):
             TrainingData.open(job.config, num_ranks=1)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("overrides", "message"),
     [
         (["data.path=d", "data.mixture={a: {path: x, weight: 1}}"], "data.path: is given beside"),
         (["data.path=null"], "data.path: is missing"),
@@ -236,22 +245,22 @@ def test_corpora_that_do_not_fit_together_are_refused_by_name(
         (["data.path=null", "data.mixture={a: {path: x, weights: 1}}"], "unknown key"),
     ],
 )
-def test_a_mixture_that_cannot_be_meant_is_a_config_error(given: list[str], told: str) -> None:
+def test_an_invalid_mixture_is_a_config_error(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_run_config(TINY, given)
-    assert told in str(caught.value)
+        load_run_config(TINY, overrides)
+    assert message in str(caught.value)
 
 
-def test_the_shares_can_be_seen_before_the_run(corpora: dict[str, Path], tmp_path: Path) -> None:
+def test_txl_data_mix_prints_the_shares(corpora: dict[str, Path], tmp_path: Path) -> None:
     config = mixed_job(corpora, {"oak": 1.0, "elm": 3.0}, tmp_path).config
     (tmp_path / "run.yaml").write_text(dump_run_config(config))
     done = txl("data", "mix", tmp_path / "run.yaml", "data.mixture.oak.weight=9", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    oak, elm = found["corpora"]["oak"], found["corpora"]["elm"]
-    assert oak["tokens_per_epoch"] + elm["tokens_per_epoch"] == found["tokens_per_epoch"]
-    assert abs(oak["tokens_per_epoch"] - 0.75 * found["tokens_per_epoch"]) <= 1
+    report = json.loads(done.stdout)
+    oak, elm = report["corpora"]["oak"], report["corpora"]["elm"]
+    assert oak["tokens_per_epoch"] + elm["tokens_per_epoch"] == report["tokens_per_epoch"]
+    assert abs(oak["tokens_per_epoch"] - 0.75 * report["tokens_per_epoch"]) <= 1
     assert oak["passes"] == oak["tokens_per_epoch"] / oak["tokens"]
-    told = txl("data", "mix", tmp_path / "run.yaml").stdout
-    assert "elm 7" in told
-    assert "times its" in told
+    text = txl("data", "mix", tmp_path / "run.yaml").stdout
+    assert "elm 7" in text
+    assert "times its" in text

@@ -1,6 +1,5 @@
-"""What may happen around a run without changing it: a clock that jumps, a log that is full."""
+"""A clock that jumps and a full log do not change a run; a run directory contains no secrets."""
 
-import os
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -39,26 +38,6 @@ def test_a_clock_that_jumps_back_changes_no_duration_and_no_order(
     assert all(line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1 for line in lines)
 
 
-def test_the_newest_checkpoint_is_that_of_the_highest_step_whatever_its_date(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    constant = (NO_EVALUATION, "optimizer.schedule=constant")
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *constant)) == [0]
-    checkpoints = sorted((tmp_path / "checkpoints").iterdir())
-    for age, path in enumerate(checkpoints):
-        for file in (path, *path.iterdir()):
-            os.utime(file, (10**9 - age * 10**6,) * 2)
-    job = tiny_job(
-        dataset,
-        tmp_path,
-        *constant,
-        "training.num_steps=21",
-        allow_change=("training.num_steps",),
-    )
-    assert ranks(1).run(train, job) == [0]
-    assert "resuming at step 20" in (tmp_path / "logs" / "rank-0.log").read_text()
-
-
 def test_a_log_on_a_full_disk_does_not_stop_training(
     ranks: RankGroups, dataset: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -71,7 +50,7 @@ def test_a_log_on_a_full_disk_does_not_stop_training(
 def test_no_secret_of_a_config_is_written_to_the_run_directory(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    """Neither in the resolved config, nor in a checkpoint's manifest, nor in a log."""
+    """The resolved config, the manifests of checkpoints and the logs do not contain it."""
     secrets = ("tracking.uri=http://me:CANARY@127.0.0.1:1?token=CANARY", "training.num_steps=6")
     job = tiny_job(dataset, tmp_path, NO_EVALUATION, *secrets)
     assert ranks(1).run(train, job) == [0]

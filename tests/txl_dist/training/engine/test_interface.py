@@ -1,4 +1,4 @@
-"""What the engine says each rank owns, put together, is the model; at every ZeRO stage."""
+"""The fragments of all ranks together are the model, at every ZeRO stage."""
 
 import sys
 from contextlib import ExitStack
@@ -11,21 +11,21 @@ from torch import Tensor
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job, train
 from txl_dist.runtime.world import World
-from txl_dist.training.build import RankBuilder
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 
 Parts = list[tuple[str, int, Tensor]]
 
 
-def train_and_look(world: World, job: TrainJob) -> tuple[Parts, dict[str, Tensor], set[str]]:
-    """After two steps: this rank's slices, the whole weights, and names of those not held here."""
+def train_and_collect(world: World, job: TrainJob) -> tuple[Parts, dict[str, Tensor], set[str]]:
+    """After training: this rank's slices, all weights, and the names of sharded parameters."""
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
-        training = RankBuilder(job, world, directory, stack).training()
-        training.run()
-        engine = training.step.engine
+        trainer = build_trainer(job, world, directory, stack)
+        trainer.run()
+        engine = trainer.step.engine
         parts = [(f.name, f.start, f.master.clone()) for f in engine.fragments()]
         spread = {name for name, p in engine.model.named_parameters() if p.numel() == 0}
         with engine.whole_model() as model:
@@ -38,8 +38,10 @@ def test_the_slices_of_all_ranks_are_the_weights_exactly_once(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
 ) -> None:
     settings = (NO_EVALUATION, "training.num_steps=2", "optimizer.warmup_steps=0")
-    seen = ranks(2).run(train_and_look, tiny_job(dataset, tmp_path, *settings, *ZERO[stage]))
-    parts = sorted((part for found, _, _ in seen for part in found), key=lambda part: part[:2])
+    seen = ranks(2).run(train_and_collect, tiny_job(dataset, tmp_path, *settings, *ZERO[stage]))
+    parts = sorted(
+        (part for rank_parts, _, _ in seen for part in rank_parts), key=lambda part: part[:2]
+    )
     for _, whole, spread in seen:
         assert spread == (set(whole) if stage == "3-all-spread" else set())
         for name, weight in whole.items():
@@ -56,6 +58,6 @@ def trains_without_mlflow(world: World, job: TrainJob) -> bool:
 
 
 def test_a_rank_does_not_load_mlflow(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
-    """DeepSpeed would, for its autotuner; it takes longer than all else but torch."""
+    """DeepSpeed's autotuner would import it, which takes longer than any import except torch."""
     settings = (NO_EVALUATION, "training.num_steps=1", "optimizer.warmup_steps=0")
     assert ranks(1).run(trains_without_mlflow, tiny_job(dataset, tmp_path, *settings)) == [True]

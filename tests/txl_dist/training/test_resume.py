@@ -1,6 +1,7 @@
-"""What a run goes on from: the newest good checkpoint, or a refusal that names what is wrong."""
+"""A run resumes from the newest intact checkpoint, or is refused with the reason."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def finished(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be changed."""
+    """A copy of `finished` that a test may change."""
     shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
 
@@ -36,7 +37,7 @@ def flip(run: Path, step: int, kind: str) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_counts_the_lost_steps(
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_counts_the_lost_steps(
     ranks: RankGroups, dataset: Path, run: Path
 ) -> None:
     expected = losses(run)
@@ -45,7 +46,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_that_counts_the_lost
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
     log = (run / "logs" / "rank-0.log").read_text()
     assert "step-00000020/weights-rank-00000.safetensors has sha256" in log
-    assert "Going on from step 10 instead; 10 steps are lost" in log
+    assert "Resuming from step 10 instead; 10 steps are lost" in log
     assert losses(run) == pytest.approx(expected, rel=2e-6)
 
 
@@ -58,15 +59,15 @@ def test_strict_refuses_to_fall_back(ranks: RankGroups, dataset: Path, run: Path
 def test_a_half_written_checkpoint_is_never_chosen(
     ranks: RankGroups, dataset: Path, run: Path
 ) -> None:
-    aside = run / "checkpoints" / ".saving.tmp"
-    (run / "checkpoints" / "step-00000020").rename(aside)
+    staging = run / "checkpoints" / ".saving.tmp"
+    (run / "checkpoints" / "step-00000020").rename(staging)
     assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
     assert "resuming at step 15" in (run / "logs" / "rank-0.log").read_text()
-    assert not aside.exists()
+    assert not staging.exists()
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("model.d_model=18", "model.d_model: checkpoint 16, now 18 -> cannot change"),
         ("data.num_lanes=7", "data.num_lanes: checkpoint 5, now 7 -> cannot change"),
@@ -78,13 +79,13 @@ def test_a_half_written_checkpoint_is_never_chosen(
     ],
 )
 def test_another_models_or_runs_checkpoint_is_refused_with_what_differs(
-    ranks: RankGroups, dataset: Path, run: Path, override: str, told: str
+    ranks: RankGroups, dataset: Path, run: Path, override: str, message: str
 ) -> None:
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, override)) == [4, 4]
-    assert told in refusal(run)
+    assert message in refusal(run)
 
 
-def test_a_change_that_was_allowed_is_made(ranks: RankGroups, dataset: Path, run: Path) -> None:
+def test_an_allowed_change_takes_effect(ranks: RankGroups, dataset: Path, run: Path) -> None:
     more = ("training.num_steps=23", "optimizer.schedule=constant")
     allowed = ("training.num_steps", "optimizer.schedule")
     job = tiny_job(dataset, run, *SETTINGS, *more, allow_change=allowed)
@@ -124,41 +125,41 @@ def test_never_resuming_does_not_touch_a_directory_with_a_run(
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_finished_run_is_left_as_it_is(ranks: RankGroups, dataset: Path, run: Path) -> None:
+def test_a_finished_run_is_not_changed(ranks: RankGroups, dataset: Path, run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_lines_of_steps_trained_again_are_kept_aside(
+def test_lines_of_steps_trained_again_are_moved_to_another_file(
     ranks: RankGroups, dataset: Path, run: Path
 ) -> None:
     flip(run, 20, "weights")
     assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
-    aside = (run / "logs" / "metrics-superseded.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in aside] == [16, 17, 18, 19, 20]
+    superseded = (run / "logs" / "metrics-superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded] == [16, 17, 18, 19, 20]
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(
+def test_resuming_from_an_older_checkpoint_supersedes_the_later_ones(
     ranks: RankGroups, dataset: Path, run: Path, keep: int
 ) -> None:
     settings = (*SETTINGS, "optimizer.schedule=constant", f"training.keep_checkpoints={keep}")
-    back = run / "checkpoints" / "step-00000005"
+    older = run / "checkpoints" / "step-00000005"
     job = tiny_job(
         dataset,
         run,
         *settings,
         "training.num_steps=12",
-        resume=str(back),
+        resume=str(older),
         allow_change=("training.num_steps", "optimizer.schedule"),
     )
     assert ranks(1).run(train, job) == [0]
     directory = CheckpointDirectory(run)
     assert directory.steps() == [10, 12][-keep:]
     assert (run / "LATEST").read_text() == "checkpoints/step-00000012\n"
-    aside = sorted(path.name for path in directory.path.glob("superseded-*"))
-    assert aside == [f"superseded-step-{step:08d}" for step in (10, 15, 20)]
+    superseded = sorted(path.name for path in directory.path.glob("superseded-*"))
+    assert superseded == [f"superseded-step-{step:08d}" for step in (10, 15, 20)]
 
 
 def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(
@@ -171,6 +172,26 @@ def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(
     old = load_checkpoint_manifest(run / "checkpoints" / "step-00000020").run
     older = {key: value for key, value in old.items() if key != "model.pre_lnorm"}
     new = flatten_config(tiny_job(dataset, run, *SETTINGS).config)
-    check_config(older, new, allowed=(), where="here")
+    check_config(older, new, allowed=(), checkpoint="here")
     with pytest.raises(CheckpointError, match="pre_lnorm: checkpoint False, now True"):
-        check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), where="here")
+        check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), checkpoint="here")
+
+
+def test_the_newest_checkpoint_is_that_of_the_highest_step_not_of_the_latest_date(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    constant = (NO_EVALUATION, "optimizer.schedule=constant")
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *constant)) == [0]
+    checkpoints = sorted((tmp_path / "checkpoints").iterdir())
+    for age, path in enumerate(checkpoints):
+        for file in (path, *path.iterdir()):
+            os.utime(file, (10**9 - age * 10**6,) * 2)
+    job = tiny_job(
+        dataset,
+        tmp_path,
+        *constant,
+        "training.num_steps=21",
+        allow_change=("training.num_steps",),
+    )
+    assert ranks(1).run(train, job) == [0]
+    assert "resuming at step 20" in (tmp_path / "logs" / "rank-0.log").read_text()

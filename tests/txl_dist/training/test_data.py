@@ -1,4 +1,4 @@
-"""Which split a run scores: `valid` where the data has it, and the log says so either way."""
+"""Which split a run evaluates: by default `valid`, if the data has it; the log names it."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ DEFAULT = "evaluation={interval_steps: 8, max_tokens: 50}"
 
 @pytest.fixture(scope="module")
 def train_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset without a split to score."""
+    """A dataset without a valid split."""
     text = tmp_path_factory.mktemp("text") / "a.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
     out = tmp_path_factory.mktemp("data") / "train-only"
@@ -48,12 +48,12 @@ def test_data_without_a_valid_split_trains_with_a_warning(
     assert "--split valid=0.01" in _log(tmp_path)
 
 
-def test_null_scores_nothing_and_is_no_reason_to_warn(
+def test_null_disables_evaluation_without_a_warning(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION)) == [0]
     assert not any("valid/loss" in line for line in metrics(tmp_path))
-    assert "evaluation | none, as evaluation.split=null says" in _log(tmp_path)
+    assert "evaluation | none, because evaluation.split=null" in _log(tmp_path)
 
 
 def test_a_path_to_evaluate_must_have_a_valid_split(

@@ -1,0 +1,129 @@
+"""A save is complete or leaves the previous checkpoint as the newest one."""
+
+import errno
+import math
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.txl_dist.checkpoint.saving import BEST, save
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.reader import (
+    verify_checkpoint,
+)
+from txl_dist.checkpoint.writer import update_state
+from txl_dist.errors import CheckpointError, DivergedError
+
+
+def test_a_kill_at_any_file_operation_leaves_an_intact_newest_checkpoint(tmp_path: Path) -> None:
+    sweep = [sys.executable, "-m", "tests.txl_dist.checkpoint.kill_sweep", str(tmp_path)]
+    done = subprocess.run(sweep, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kill points" in done.stdout
+
+
+def test_a_full_disk_names_the_place_and_keeps_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, step=1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("txl_dist.checkpoint.writer.save_file", full)
+    with pytest.raises(CheckpointError, match=r"checkpoints.*No space left"):
+        save(tmp_path, step=2)
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.steps() == [1]
+    assert not directory.staging.exists()
+    verify_checkpoint(directory.at(1))
+
+
+def test_a_file_that_cannot_grow_is_reported_like_a_full_disk(tmp_path: Path) -> None:
+    """safetensors raises its own error. A subprocess, because the limit cannot be raised again."""
+    script = f"""
+import resource, signal, sys
+from pathlib import Path
+from tests.txl_dist.checkpoint.saving import save
+from txl_dist.errors import CheckpointError
+save(Path({str(tmp_path)!r}), step=1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+try:
+    save(Path({str(tmp_path)!r}), step=2)
+except CheckpointError as error:
+    sys.exit("could not be written" not in str(error))
+sys.exit(2)
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert done.returncode == 0
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.steps() == [1]
+    assert not directory.staging.exists()
+
+
+@pytest.mark.parametrize("pointer", ["manifest.json", "LATEST"])
+def test_a_disk_that_fills_up_late_is_a_checkpoint_error_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pointer: str
+) -> None:
+    save(tmp_path, step=1)
+    open_file = Path.open
+
+    def full(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        if "w" in mode and pointer in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return open_file(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*newest checkpoint, that of step"):
+        save(tmp_path, step=2)
+    newest = CheckpointDirectory(tmp_path).steps()[-1]
+    assert verify_checkpoint(CheckpointDirectory(tmp_path).at(newest)).step == newest
+
+
+@pytest.mark.parametrize("kind", ["weights", "optimizer", "memory"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_never_saved(
+    tmp_path: Path, kind: str, value: float
+) -> None:
+    save(tmp_path, step=1)
+
+    def poison(name: str, tensor: torch.Tensor) -> None:
+        if name == kind:
+            tensor.view(-1)[-1] = value
+
+    with pytest.raises(DivergedError, match=rf"after step 2 .*{kind} .*rank 0"):
+        save(tmp_path, step=2, change=poison)
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.steps() == [1]
+    assert not directory.staging.exists()
+
+
+def test_checkpoint_files_follow_the_umask(tmp_path: Path) -> None:
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in save(tmp_path, step=3).iterdir()}
+    (tmp_path / "neighbour").touch()
+    assert modes == {stat.S_IMODE((tmp_path / "neighbour").stat().st_mode)}
+
+
+def test_adding_a_score_changes_nothing_else(tmp_path: Path) -> None:
+    path = save(tmp_path, step=3, evaluation_pending=True)
+    before = verify_checkpoint(path)
+    score = BEST.model_copy(update={"step": 3, "nats_per_token": 1.25})
+    changes = {"best": score.model_dump(mode="json"), "evaluation_pending": False}
+    update_state(CheckpointDirectory(tmp_path), 3, changes)
+    assert verify_checkpoint(path) == before.model_copy(update={"state": before.state | changes})
+
+
+def test_a_save_into_a_run_that_was_removed_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path / "run", step=1)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="is gone: the run directory was removed or renamed"):
+        save(tmp_path / "run", step=2, start=False)
+    assert not (tmp_path / "run").exists()

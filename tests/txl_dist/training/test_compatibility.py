@@ -1,0 +1,113 @@
+"""Data of another tokenizer is refused, with the command that prepares compatible data."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.manifest import load_manifest
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, tiny_job, train
+from txl_dist.checkpoint.directory import resolve_checkpoint
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.convert.stored_model import find_model
+from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.runtime.world import World
+from txl_dist.training.compatibility import check_data
+from txl_dist.training.data import TrainingData
+from txl_dist.training.job import TrainJob
+from txl_dist.training.rank import train_rank
+from txl_dist.training.state import load_state
+
+COMMAND = re.compile(r"txl prepare INPUT --out NEW_DIR --tokenizer (\S+)")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "other.txt"
+    path.write_text("Other text with other characters: äöü. " * 40, encoding="utf-8")
+    return path
+
+
+def _prepared(text: Path, out: Path, **settings: object) -> Path:
+    file = settings.pop("tokenizer_file", None)
+    assert file is None or isinstance(file, Path)
+    prepare_dataset([text], out, PrepareSettings.model_validate(settings), tokenizer_file=file)
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("run")
+    job = tiny_job(dataset, run, NO_EVALUATION, "training.num_steps=4")
+    assert ranks(1).run(train, job) == [0]
+    return run
+
+
+def _evaluate_while_training(dataset: Path, run: Path, data: Path) -> None:
+    job = tiny_job(dataset, run, "evaluation.split=train", f"evaluation.path={data}")
+    TrainingData.open(job.config, num_ranks=1)
+
+
+def _resume(dataset: Path, run: Path, data: Path) -> None:
+    checkpoint = resolve_checkpoint(run)
+    opened = TrainingData.open(tiny_job(data, run, NO_EVALUATION).config, num_ranks=1)
+    manifest = load_checkpoint_manifest(checkpoint)
+    check_data(
+        manifest, load_state(checkpoint, manifest), opened.phase, opened.vocabulary,
+        allowed=(), allow_data_change=True, checkpoint=str(checkpoint),
+    )  # fmt: skip
+
+
+def _score(dataset: Path, run: Path, data: Path) -> None:
+    find_model(run).check_data(load_manifest(data), data)
+
+
+@pytest.mark.parametrize("use", [_evaluate_while_training, _resume, _score])
+def test_the_command_in_the_error_prepares_compatible_data(
+    dataset: Path, text: Path, run: Path, tmp_path: Path, use: Callable[[Path, Path, Path], None]
+) -> None:
+    other = _prepared(text, tmp_path / "other", tokenizer="char")
+    with pytest.raises(TxlError) as caught:
+        use(dataset, run, other)
+    command = COMMAND.search(str(caught.value))
+    assert command is not None, str(caught.value)
+    compatible = _prepared(
+        text, tmp_path / "compatible", tokenizer="file", tokenizer_file=Path(command[1])
+    )
+    use(dataset, run, compatible)
+
+
+def prepare(out: Path, text: str) -> Path:
+    """A dataset with a tokenizer of the characters of `text`."""
+    corpus = out.with_suffix(".txt")
+    corpus.write_text(text)
+    prepare_dataset([corpus], out, PrepareSettings(tokenizer="char"))
+    return out
+
+
+def refusal_of(world: World, job: TrainJob) -> str:
+    """The message of the CheckpointError; empty if there is none."""
+    try:
+        train_rank(job, world)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
+    ranks: RankGroups, tmp_path: Path
+) -> None:
+    text = "These are the same words, of as many characters. " * 20
+    data = prepare(tmp_path / "data", text)
+    other = prepare(tmp_path / "other", text.replace("e", "x"))
+    assert load_manifest(data).vocab_size == load_manifest(other).vocab_size
+    settings = (NO_EVALUATION, "training.num_steps=5")
+    assert ranks(1).run(refusal_of, tiny_job(data, tmp_path / "run", *settings)) == [""]
+    job = tiny_job(other, tmp_path / "run", *settings, allow_data_change=True)
+    [message] = ranks(1).run(refusal_of, job)
+    for directory in (data, other):
+        assert load_manifest(directory).tokenizer_digest in message

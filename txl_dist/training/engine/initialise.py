@@ -1,0 +1,53 @@
+"""`deepspeed.initialize`, with the side effects of importing and starting DeepSpeed kept small."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.training.engine.settings import explain_refusals
+
+
+def initialise_deepspeed(
+    model: TransformerXL,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    *,
+    extra: Mapping[str, Any],
+    local_rank: int,
+) -> Any:
+    """A DeepSpeed engine. Raises ConfigError if DeepSpeed refuses a key of `extra`."""
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))  # DeepSpeed requires it
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with explain_refusals(extra):
+        with _without_mlflow():
+            import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # At stage 3 DeepSpeed calls deprecated collectives, several times per step.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+        # The shared-memory op would be compiled at every start; training never uses it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(verbose=False)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
+
+
+@contextmanager
+def _without_mlflow() -> Iterator[None]:
+    """Prevent DeepSpeed's autotuner, not used here, from importing MLflow, which takes 2 s."""
+    if "mlflow" in sys.modules:
+        yield
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # import raises ModuleNotFoundError
+    try:
+        yield
+    finally:
+        del sys.modules["mlflow"]

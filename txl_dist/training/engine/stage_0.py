@@ -1,0 +1,46 @@
+"""ZeRO stage 0: every rank holds all parameters, gradients and optimizer state."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
+from txl_dist.training.engine.interface import Engine
+
+
+class Stage0Engine(Engine):
+    """Data parallel training without sharding."""
+
+    def _update(self) -> float:
+        # Gradients are whole and reduced on every rank; DeepSpeed computes no norm at this stage.
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        if math.isfinite(norm):
+            self._engine.step()
+        return norm
+
+    def fragments(self) -> Iterator[Fragment]:
+        """1/num_ranks of each parameter: all ranks hold the same, so they share the writing."""
+        rank, num_ranks = self._world.rank, self._world.num_ranks
+        for name, parameter in self.model.named_parameters():
+            size = parameter.numel()
+            start, stop = rank * size // num_ranks, (rank + 1) * size // num_ranks
+            if start < stop:
+                yield self._slice(name, parameter, start, stop)
+
+    def fragments_to_load(self) -> Iterator[Fragment]:
+        """Whole parameters, because every rank needs a full copy."""
+        for name, parameter in self.model.named_parameters():
+            yield self._slice(name, parameter, 0, parameter.numel())
+
+    def _slice(self, name: str, parameter: Tensor, start: int, stop: int) -> Fragment:
+        state = self._optimizer.state[parameter]
+        return Fragment(
+            name,
+            tuple(parameter.shape),
+            start,
+            parameter.detach().view(-1)[start:stop],
+            {key: state[key].view(-1)[start:stop] for key in OPTIMIZER_STATES},
+        )

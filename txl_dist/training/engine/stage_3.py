@@ -1,0 +1,77 @@
+"""ZeRO stage 3: parameters, gradients and optimizer state are sharded over the ranks.
+
+Uses private attributes of DeepSpeed. Its version is pinned, and
+`tests/properties/test_elastic_resume.py` fails if they change.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+
+from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
+from txl_dist.config.run_config import RunConfig
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.world import World
+from txl_dist.training.engine.interface import Engine
+
+
+class Stage3Engine(Engine):
+    """Each rank holds one of `num_ranks` equal parts of each flattened parameter.
+
+    DeepSpeed gathers the weights of a module for its forward and backward, and keeps parameters
+    below `stage3_param_persistence_threshold` gathered all the time.
+    """
+
+    def __init__(self, model: TransformerXL, config: RunConfig, world: World, **shape: int) -> None:
+        # Copied before DeepSpeed replaces the parameters by empty ones and adds its hooks.
+        self._meta_model = deepcopy(model).to("meta")
+        super().__init__(model, config, world, **shape)
+
+    @contextmanager
+    def whole_model(self) -> Iterator[TransformerXL]:
+        """A copy of the model without DeepSpeed's hooks, which holds the gathered weights.
+
+        With the hooks, a forward would release gathered weights and gather them again, and every
+        rank would have to run the same number of forwards. Needs memory for all weights.
+        """
+        import deepspeed
+
+        model = deepcopy(self._meta_model)
+        with deepspeed.zero.GatheredParameters(self.model.parameters()):
+            weights = {name: p.detach() for name, p in self.model.named_parameters()}
+            model.load_state_dict(weights, assign=True)
+            yield model
+
+    def fragments(self) -> Iterator[Fragment]:
+        """The rank-th part of each flattened parameter, without the padding at the end."""
+        for name, parameter in self.model.named_parameters():
+            fragment = self._part(name, parameter)
+            if fragment.master.numel():
+                yield fragment
+
+    def _part(self, name: str, parameter: Any) -> Fragment:
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        # Masters of small parameters are sharded too, although their weights stay gathered.
+        part = safe_get_local_fp32_param(parameter).detach()
+        start = self._world.rank * part.numel()
+        owned = slice(0, max(0, min(part.numel(), math.prod(self.shapes[name]) - start)))
+        states = {
+            key: safe_get_local_optimizer_state(parameter, key)[owned] for key in OPTIMIZER_STATES
+        }
+        return Fragment(name, self.shapes[name], start, part[owned], states)
+
+    def _refresh_weights(self) -> None:
+        # As in DeepSpeed's own step. Weights that are gathered now, as the small ones always are,
+        # have to be released first.
+        self._engine.empty_partition_cache()
+        for group in range(len(self._engine.optimizer.fp32_partitioned_groups_flat)):
+            self._engine.optimizer._reassign_or_swap_out_partitioned_parameters(group)
+
+    def _optimized_tensors(self) -> list[Tensor]:
+        # DeepSpeed fills the optimizer's groups only during its step.
+        return self._engine.optimizer.fp32_partitioned_groups_flat

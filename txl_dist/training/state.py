@@ -1,0 +1,109 @@
+"""TrainState: the progress of a run, stored as plain JSON in a checkpoint's manifest (`state`).
+
+Tensors (weights, optimizer state, memory) are stored separately. No random state is needed: dropout
+masks follow from seed, step and lane (`lane_dropout.py`), the order of tokens from seed and epoch
+(`data_pipeline/streams/order.py`).
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from data_pipeline.storage.strict_model import StrictModel, first_problem
+from data_pipeline.streams.mixture import tokens_per_epoch
+from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
+from txl_dist.errors import CheckpointError
+
+
+class BestScore(StrictModel):
+    """The lowest validation loss of the run up to now."""
+
+    step: Count
+    nats_per_token: float
+    split: str
+    max_tokens: Count | None
+    data_digest: Sha256 | None = None
+    """Digest of the dataset that was scored. Losses on different text are not compared."""
+
+    def improves_on(self, other: "BestScore | None") -> bool:
+        """Whether this loss is lower than `other`, or the first on this text."""
+        return (
+            other is None or self._text != other._text or self.nats_per_token < other.nats_per_token
+        )
+
+    @property
+    def _text(self) -> tuple[str, int | None, str | None]:
+        return self.split, self.max_tokens, self.data_digest
+
+
+class CorpusEntry(StrictModel):
+    """One corpus of a phase."""
+
+    name: str
+    digest: Sha256
+    """Digest of the dataset's manifest, which contains the hash of every shard."""
+    tokens: Annotated[Count, Field(ge=1)]
+    weight: Annotated[float, Field(gt=0)]
+    start: Count = 0
+    """Position on the corpus's tape (data_pipeline/streams/mixture.py) where the phase begins."""
+
+
+class Phase(StrictModel):
+    """The corpora and weights that a run reads from one lane position until they change."""
+
+    position: Count = 0
+    first_epoch: Count = 0
+    """Number of the epoch that begins at `position`."""
+    corpora: Annotated[tuple[CorpusEntry, ...], Field(min_length=1)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens per epoch, over all corpora."""
+        return sum(corpus.tokens for corpus in self.corpora)
+
+    @property
+    def tokens_per_epoch(self) -> dict[str, int]:
+        """Tokens per epoch of each corpus, by name, as the weights demand."""
+        return tokens_per_epoch(
+            {corpus.name: corpus.tokens for corpus in self.corpora},
+            {corpus.name: corpus.weight for corpus in self.corpora},
+        )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Weight of each corpus divided by the sum of all weights, by name."""
+        total = sum(corpus.weight for corpus in self.corpora)
+        return {corpus.name: corpus.weight / total for corpus in self.corpora}
+
+
+class TrainState(StrictModel):
+    """The progress of a run after a step."""
+
+    step: Count = 0
+    """Optimizer steps done."""
+    position: Count = 0
+    """Lane position of the next segment."""
+    tokens: Count = 0
+    """Targets trained on, over all lanes."""
+    best: BestScore | None = None
+    unreported: tuple[float, Count, Count] = (0.0, 0, 0)
+    """Nats, tokens and bytes since the last line of metrics.jsonl."""
+    unreported_steps: Count = 0
+    phases: tuple[Phase, ...] = ()
+    """All phases in order; the last one is the current one."""
+    evaluation_pending: bool = False
+    """The evaluation due at this step has not been done yet."""
+
+
+def load_state(path: Path, manifest: CheckpointManifest) -> TrainState:
+    """The state in the manifest of checkpoint `path`. Raises CheckpointError if it is invalid."""
+    try:
+        # From JSON text: in strict mode only JSON input may give a tuple as a list.
+        return TrainState.model_validate_json(json.dumps(manifest.state))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path / MANIFEST_NAME}: state.{first_problem(error)}. The checkpoint was written by "
+            f"{manifest.written_by}; resume with that version, or choose another checkpoint"
+        ) from None

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from data_pipeline.storage.atomic_files import sha256_file
 from tests.support.hostile_pickle import Hostile
 from tests.support.small_models import small_model
-from tests.txl_dist.convert.sources import golden_arrays, hf_copy, hf_weights
+from tests.txl_dist.convert.example_files import golden_arrays, hf_copy, hf_weights
+from txl_dist.convert.formats import read_model
 from txl_dist.convert.original import read_original
 from txl_dist.convert.single_file import load_exported, write_exported
-from txl_dist.convert.sources import read_model
 from txl_dist.convert.transformers import read_transformers
 from txl_dist.errors import CheckpointError, ConfigError
 

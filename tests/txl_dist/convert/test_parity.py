@@ -19,7 +19,7 @@ from tests.support.replayed_models import (
     original_arguments,
     read_arrays,
 )
-from tests.txl_dist.convert.sources import golden_arrays
+from tests.txl_dist.convert.example_files import golden_arrays
 from txl_dist.convert.original import read_original
 from txl_dist.convert.transformers import read_transformers
 from txl_dist.errors import ConfigError

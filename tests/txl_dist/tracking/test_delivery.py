@@ -37,7 +37,7 @@ def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_pa
         run_dir, params={"a.b": "1", "long": long}, tags={"t": "v"}, data_manifest=str(manifest)
     )
     delivery.pump()
-    delivery.ends_with("finished")
+    delivery.set_end_status("finished")
     delivery.finish()
 
     run = _client(run_dir).get_run(run_id_of(run_dir))
@@ -93,7 +93,7 @@ def test_a_deleted_run_is_followed_by_a_whole_new_one(run_dir: Path, when: str) 
     if when == "before a resume":
         delivery = delivery_for(run_dir)
     delivery.pump()
-    delivery.ends_with("finished")
+    delivery.set_end_status("finished")
     delivery.finish()
 
     database = run_dir.parent / "mlflow.db"
@@ -177,7 +177,7 @@ def test_what_a_server_swallowed_is_sent_again_at_the_end(
     delivery.pump()
     assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 6))
     server.fault = None
-    delivery.ends_with("finished")
+    delivery.set_end_status("finished")
     delivery.finish()
     assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 11))
 

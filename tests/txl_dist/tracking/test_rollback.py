@@ -59,7 +59,7 @@ def test_a_rollback_goes_on_in_a_new_run_that_equals_the_journal(run_dir: Path) 
 
     delivery = delivery_for(run_dir)
     delivery.pump()
-    delivery.ends_with("finished")
+    delivery.set_end_status("finished")
     delivery.finish()
 
     second = run_id_of(run_dir)
@@ -69,7 +69,7 @@ def test_a_rollback_goes_on_in_a_new_run_that_equals_the_journal(run_dir: Path) 
     assert status_of(database, first) == "KILLED"
     abandoned = tags_of(database, first)
     assert abandoned["mlflow.parentRunId"] == second
-    assert abandoned["txl.abandoned"] == f"from step 31 on; run {second} goes on from there"
+    assert abandoned["txl.abandoned"] == f"from step 31 on; continued in run {second}"
     assert abandoned["mlflow.runName"] == "run (abandoned from step 31)"
     assert tags_of(database, evaluation.info.run_id)["mlflow.parentRunId"] == second
 
@@ -96,7 +96,7 @@ def test_a_resume_that_loses_no_point_goes_on_in_the_same_run(run_dir: Path) -> 
     write_steps(run_dir, range(31, 51), since=START + 1000)
     delivery = delivery_for(run_dir, params={"lr": "2"})
     delivery.pump()
-    delivery.ends_with("preempted")
+    delivery.set_end_status("preempted")
     delivery.finish()
 
     assert run_ids(database) == [run_id_of(run_dir)]
@@ -115,7 +115,7 @@ def test_points_that_no_later_step_replaces_are_no_part_of_the_curve(run_dir: Pa
     _go_back(run_dir, 30)
     delivery = delivery_for(run_dir)
     delivery.pump()
-    delivery.ends_with("finished")
+    delivery.set_end_status("finished")
     delivery.finish()
     assert _curves(database, run_id_of(run_dir)) == _journalled(run_dir)
     (abandoned,) = set(run_ids(database)) - {run_id_of(run_dir)}

@@ -30,6 +30,7 @@ def read_model(source: Path) -> tuple[TransformerXL, Tokenizer | None, str]:
         if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
             hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
         raise CheckpointError(f"the format of {source} is unknown; {_LEGAL}{hint}")
+    # Both remaining formats have a config.json; only an export has a matching "format" in it.
     if is_exported(read_json(source / "config.json")):
         return *load_exported(source), "exported"
     return read_transformers(source), None, "transformers"

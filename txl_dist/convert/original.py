@@ -47,6 +47,7 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             if not isinstance(file, NpzFile):
                 raise CheckpointError(f"{path} is a single array, not an .npz of a state dict")
+            # Files with the prefix also have recorded inputs and outputs, for tests.
             prefix = _PREFIX if any(name.startswith(_PREFIX) for name in file.files) else ""
             return {
                 name if name == _CONFIG else name.removeprefix(prefix): file[name]

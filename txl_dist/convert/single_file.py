@@ -73,6 +73,7 @@ def write_exported(
             raise ConfigError(
                 f"{directory} is not empty (it has {names[0]}); choose another --out, or empty it"
             )
+        # save_file rejects tensors that are not contiguous, such as a transposed parameter.
         contiguous = {name: weight.contiguous() for name, weight in weights.items()}
         with explain_disk_errors("writing the model", directory):
             staging = staged.stage()
@@ -134,6 +135,7 @@ def load_exported(
     """
     described = describe_exported(directory)
     path = directory / WEIGHTS_NAME
+    # All bytes are hashed first: safetensors does not notice a flipped bit inside a tensor.
     try:
         if (digest := sha256_file(path)) != described.weights_sha256:
             raise CheckpointError(

@@ -77,6 +77,7 @@ def find_model(path: Path) -> StoredModel:
 
     Raises CheckpointError if `path` is not one of them, or is damaged.
     """
+    # A directory with a manifest is a checkpoint, whatever else is in it.
     if (path / CONFIG_NAME).is_file() and not (path / MANIFEST_NAME).is_file():
         return _exported(path)
     return _checkpoint(resolve_checkpoint(path))

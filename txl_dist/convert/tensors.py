@@ -103,6 +103,7 @@ def _checked(tensor: object, expected: Tensor, *, origin: str) -> Tensor:
     dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not (dense and tensor.is_floating_point()):
         raise CheckpointError(f"{origin} is {tensor.dtype}, {tensor.layout}; expected dense floats")
+    # fp32 for every format: fp16 and bf16 convert exactly, and parameters are trained in fp32.
     tensor = tensor.detach().to(torch.float32)
     if num_bad := int((~tensor.isfinite()).sum()):
         raise CheckpointError(
@@ -118,6 +119,7 @@ def _tied_names(config: ModelConfig) -> dict[str, str]:
     if config.tie_weight:
         for table in range(len(config.table_bounds)):
             names[f"crit.out_layers.{table}.weight"] = f"word_emb.emb_layers.{table}.weight"
+    # With div_val > 1 every cluster has its own projection; else all clusters use the first.
     for cluster in range(config.num_clusters):
         if config.has_projection and config.is_tied(cluster):
             table = cluster if config.div_val > 1 else 0

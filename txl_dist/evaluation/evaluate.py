@@ -83,6 +83,7 @@ def plan_evaluation(
             f"more text, or give it a larger share: txl prepare ... --split {settings.split}=0.1"
         )
 
+    # Called once per chunk, so that the ages of the whole split are never in memory.
     def document_start(position: int) -> int:
         _, age = read_range(source, position, position + 1)
         return position - int(age[0])
@@ -167,6 +168,7 @@ class EvaluationJob:
     def open(self) -> Scorer:
         """Load model and split. Raises CheckpointError; DataError if the tokenizers differ."""
         keep_freed_memory()
+        # The tokenizer of the dataset serves models without one; check_data has compared the sizes.
         trained = find_model(self.checkpoint)
         manifest = load_manifest(self.data)
         trained.check_data(manifest, self.data)

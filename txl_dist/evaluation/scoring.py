@@ -65,7 +65,7 @@ class Scorer:
                 nats_BT, memory = self.model(
                     input_BT.to(device), target_BT.to(device), age_BT.to(device), memory
                 )
-            nats_BT = nats_BT.cpu()
+            nats_BT = nats_BT.cpu()  # one copy per segment, instead of one per chunk
             for row in range(len(group)):
                 sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
         return sums
@@ -91,10 +91,13 @@ class Scorer:
 
     def _row(self, chunk: EvaluationChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Input, target and age of one chunk's tokens, padded to whole segments."""
+        # One token more than inputs: the target of the last input.
         tokens, document_age = read_range(self.source, chunk.context_start, chunk.stop + 1)
         input_N, target_N = tokens[:-1], tokens[1:].copy()
         target_N[: chunk.start - chunk.context_start] = IGNORED
         age_N = np.arange(len(input_N), dtype=np.int32)
+        # The smaller age wins: nothing before the context is in the memory, although a document may
+        # have started there.
         if self.reset == "document":
             age_N = np.minimum(age_N, document_age[:-1])
         length = -(-len(input_N) // self.tgt_len) * self.tgt_len

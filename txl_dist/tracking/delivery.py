@@ -1,8 +1,8 @@
 """Delivery: sends one run's journal into one MLflow run, each point exactly once.
 
-A resumed sender first asks the server which points it has and sends only the others, with the
+A resumed sender first queries the points that the server has and sends only the others, with the
 timestamps of the journal. If a call failed, the server may still have executed it, so the points of
-that call are asked for again.
+its metrics are queried again.
 
 After delivery the curves of the MLflow run equal the journal. If a resume took back steps that the
 MLflow run has, a new run gets the whole journal (docs/decisions/0013-mlflow-after-a-rollback.md).
@@ -44,7 +44,8 @@ class Delivery:
         self._tail = JournalTail(run_dir / JOURNAL)
         self._unsent: list[Point] = []
         self._recorded: dict[str, Recorded] = {}
-        """Per metric, what the server had when it was asked."""
+        """Per metric, the points that the server had when it was queried. Points that this process
+        sends are not added, which would keep a whole run in memory."""
         self._is_compared = False
         """The run is known to have no point that the journal does not have."""
         self._has_ended = False
@@ -88,6 +89,7 @@ class Delivery:
         self._run.log_files(store)
 
     def _end_and_verify(self) -> None:
+        # Verify, because a server behind a proxy can confirm a call that it never executed.
         if not self._has_ended:  # else the server failed during the verification: continue it
             self._run.end()
             self._read_again()
@@ -117,7 +119,7 @@ class Delivery:
         self._read_again()
 
     def _read_again(self) -> None:
-        """Ask the server again which points it has, and read the journal from the beginning."""
+        """Query the server again, and read the journal from the beginning."""
         self._recorded, self._run.is_new, self._is_compared = {}, False, False
         self._unsent.clear()
         self._last_step.clear()
@@ -163,6 +165,7 @@ class Delivery:
             self._run.is_new = False
             raise
         except RefusedError as error:
+            # MLflow reports a deleted run in a batch as an invalid parameter.
             if not store.is_active(self._run.id):
                 raise RunGoneError(str(error)) from error
             if len(points) == 1:
@@ -192,7 +195,7 @@ def points_of(line: Mapping[str, Any]) -> Iterator[Point]:
 
 
 def journal_keys(run_dir: Path) -> set[str]:
-    """The keys of every metric that was ever in this run's journal, superseded lines included."""
+    """The keys of every metric in the journal and in the lines that resumes have superseded."""
     lines = itertools.chain(_lines(run_dir / JOURNAL), _lines(run_dir / SUPERSEDED))
     names = {name for line in lines for name in line}
     return {clean_key(name) for name in names - {"step", "time"}}

@@ -61,7 +61,7 @@ def record(run_dir: Path, result: Mapping[str, Any]) -> None:
     from txl_dist.tracking.mlflow_client import Point, clean_key, connect
 
     state = TrackingState.load(run_dir / STATE)
-    assert state is not None  # checked by log_evaluation
+    assert state is not None  # log_evaluation has checked it
     assert state.run_id is not None
     assert state.experiment_id is not None
     store = connect(state.server, run_dir)
@@ -70,6 +70,7 @@ def record(run_dir: Path, result: Mapping[str, Any]) -> None:
     run_id = store.create_run(state.experiment_id, name, tags)
     numbers = {key: value for key, value in result.items() if type(value) in (int, float)}
     texts = {key: value for key, value in result.items() if key not in numbers}
+    # All points have step 0: a child run has one value per metric, and no curve.
     milliseconds = int(time.time() * 1000)
     store.log_params(run_id, {key: as_text(value) for key, value in redact(texts).items()})
     store.log_points(
@@ -83,15 +84,6 @@ def record(run_dir: Path, result: Mapping[str, Any]) -> None:
     store.set_status(run_id, "FINISHED")
 
 
-def main() -> int:
-    """Record the JSON object on standard input. The last line of stderr names a failure."""
-    try:
-        record(Path(sys.argv[1]), json.load(sys.stdin))
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    # The last line of an error's traceback is what log_evaluation reports.
+    record(Path(sys.argv[1]), json.load(sys.stdin))

@@ -1,7 +1,7 @@
 """The local journal: every metric of a run, one JSON object per line of RUN/metrics.jsonl.
 
-Training writes its metrics only here, so this file is complete whatever happens to a tracking
-server. A line is `{"step": int, "tokens": int, "time": seconds since the epoch, <metric>: number,
+Training writes its metrics only here, so this file is complete if a tracking server
+fails. A line is `{"step": int, "tokens": int, "time": seconds since the epoch, <metric>: number,
 ...}`; steps never decrease. NaN and the infinities, which JSON lacks, are written as the strings
 "nan", "inf" and "-inf", and `read_metrics` returns them as floats. `sender.py` sends the lines.
 """
@@ -47,7 +47,7 @@ class MetricsJournal:
     def write(self, line: Mapping[str, float]) -> None:
         """Append the line of one step: `step`, `tokens`, `time` and its metrics.
 
-        A line whose step is lower than that of an earlier line is not sent to the tracking server.
+        Steps must not decrease: the sender skips lines of lower steps.
         """
         values = {name: _to_json(value) for name, value in line.items()}
         self._held.append(json.dumps(values, allow_nan=False).encode() + b"\n")
@@ -78,6 +78,7 @@ class MetricsJournal:
             self._has_warned = True
 
     def _append(self, line: bytes) -> None:
+        # One write per line, so that a kill cuts at most this line.
         size = os.fstat(self._file).st_size
         written = 0
         try:
@@ -153,7 +154,7 @@ class JournalTail:
         if self._descriptor < 0:
             return
         data = os.pread(self._descriptor, READ_BYTES, self._offset)
-        complete = data[: data.rfind(b"\n") + 1]
+        complete = data[: data.rfind(b"\n") + 1]  # training may be in the middle of a line
         self._offset += len(complete)
         yield from _parse_lines(complete.split(b"\n"))
 
@@ -166,7 +167,7 @@ class JournalTail:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def is_replaced(self) -> bool:
-        """Whether the file that was read so far was shortened or replaced."""
+        """Whether the file was shortened or replaced since it was opened."""
         if self._descriptor < 0:
             return False
         opened = os.fstat(self._descriptor)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 # Before the import, because mlflow reads these variables only once. Its own retries are off: a
 # refused connection would block a call for 246 s, and a retry after a lost response records a point
-# twice. `delivery.py` retries instead, after it has asked the server which points it has.
+# twice. `delivery.py` retries instead, after a comparison with the points that the server has.
 os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -146,7 +146,7 @@ class MlflowStore:
         """`RUNNING` reopens the run; any other status ends it now."""
         if status == "RUNNING":
             self._client.update_run(run_id, status=status)
-        else:
+        else:  # records the end time too, which update_run does not
             self._client.set_terminated(run_id, status=status)
 
     @_translated()
@@ -157,7 +157,7 @@ class MlflowStore:
 
     @_translated()
     def log_points(self, run_id: str, points: Iterable[Point]) -> None:
-        """At most MAX_POINTS points, all or none of them."""
+        """Record at most MAX_POINTS points atomically."""
         metrics = [Metric(p.key, p.value, p.milliseconds, p.step) for p in points]
         self._client.log_batch(run_id, metrics=metrics)
 
@@ -205,7 +205,7 @@ def _split_long(params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _create_database(path: Path) -> None:
     """Create the SQLite file and its tables under a temporary name, then link it to `path`.
 
-    MLflow cannot open a database whose creation was interrupted by a kill.
+    A kill during the creation would leave a database that MLflow cannot open.
     """
     if path.exists():
         return

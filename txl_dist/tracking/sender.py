@@ -79,7 +79,7 @@ class TrainingProcess:
         self.has_request.set()
 
     def _listen(self) -> None:
-        # Not processes/parent.py: that ends the process at once, and this one must still deliver.
+        # Not processes/parent.py: it ends the process immediately, and this one must deliver first.
         # Not sys.stdin: the blocked thread would hold its lock while the interpreter shuts down.
         rest = b""
         try:
@@ -193,6 +193,7 @@ def run(run_dir: Path, *, sync: bool, poll_seconds: float, flush_seconds: float)
     is_only = wait_for_previous_sender(run_dir, training)
     if is_only and deliver(run_dir, request, training, poll_seconds=poll_seconds):
         return 0
+    # Into RUN/logs/tracking.log; a tracker that still waits repeats it in the training log.
     log.warning("not everything was delivered. To try again: %s", sync_command(run_dir))
     return EXIT_UNDELIVERED
 

@@ -1,8 +1,8 @@
 """What the tracking processes exchange: a request over a pipe, and the state in the run directory.
 
-`TrackingRequest` says what to record. Training sends it to the sender's standard input; a copy
-without secrets in RUN/logs/tracking-request.json serves a later `--sync`. `TrackingState`
-(RUN/tracking.json) says which MLflow run belongs to the run directory. Only the sender writes them.
+`TrackingRequest`: what to record. Training sends it to the sender's standard input; a copy without
+secrets in RUN/logs/tracking-request.json serves a later `--sync`. `TrackingState`, in
+RUN/tracking.json: which MLflow run belongs to the run directory. Only the sender writes the files.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ RUN_STATUSES = {
 
 
 class _JsonFile:
-    """A dataclass that is stored as one JSON file."""
+    """A dataclass in one JSON file."""
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
@@ -78,7 +78,7 @@ class TrackingRequest(_JsonFile):
     previous one of the run directory. A restarted sender finds the same run by it."""
 
     def without_secrets(self) -> "TrackingRequest":
-        """A copy whose server URI has no credentials."""
+        """A copy without the credentials in the server URI."""
         return dataclasses.replace(self, server=self.server and redact(self.server))
 
 
@@ -100,7 +100,7 @@ class TrackingState(_JsonFile):
     """The first step in the abandoned run that the journal no longer has."""
     status: str = "running"
     sent_step: int | None = None
-    """The last step sent. Informative only: the server is asked which points it has."""
+    """The last step sent. For display only; the delivery queries the server."""
     delivered: bool = False
     """Whether the run ended and the server has every point of the journal."""
 

@@ -1,4 +1,4 @@
-"""Tracker: the part of tracking that runs in rank 0. Starts the sender; tells it how the run ended.
+"""Tracker: the part of tracking in rank 0. Starts the sender and sends it the status of the end.
 
 Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and another
 process sends them (`sender.py`). The training log gets one warning for each kind of failure.
@@ -37,7 +37,7 @@ log = logging.getLogger("txl_dist.tracking")
 
 
 class Tracker:
-    """The tracking of one run. A context manager; its exit tells the sender how the run ended.
+    """The tracking of one run. A context manager; its exit sends the final status to the sender.
 
     Start it after `MetricsJournal.truncate_after`, so that it does not send lines that a resume
     takes back.
@@ -127,6 +127,8 @@ class Tracker:
     def _run_sender(self) -> int:
         """Start a sender and wait for its end. Its notices go to the training log."""
         assert self._request is not None
+        # Two threads write to the pipe. `close` writes only after `_process` is set, so the request
+        # is always the first line.
         with _start_sender(self._run_dir) as process:
             assert process.stdin is not None
             assert process.stdout is not None

@@ -18,7 +18,7 @@ from .conftest import (
 )
 
 
-def test_an_evaluation_is_a_child_run_and_a_dead_server_only_a_warning(
+def test_an_evaluation_is_a_child_run_and_an_unreachable_server_only_a_warning(
     run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not log_evaluation(run_dir, {"nats": 1.0})  # never tracked

@@ -20,7 +20,7 @@ from .conftest import (
 SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]
 
 
-def test_what_could_not_be_delivered_is_synced_by_hand(run_dir: Path, server: MlflowServer) -> None:
+def test_sync_delivers_what_an_ended_run_did_not(run_dir: Path, server: MlflowServer) -> None:
     write_steps(run_dir, range(1, 11))
     request = request_for(server.uri.replace("://", "://user:CANARY@"))
     ended = subprocess.run(
@@ -60,10 +60,10 @@ sys.meta_path.insert(0, Slow())
 
 
 @pytest.mark.slow
-def test_the_time_of_a_sync_counts_from_the_delivery_and_can_be_set(
+def test_the_time_of_a_sync_starts_after_the_import_and_can_be_set(
     run_dir: Path, server: MlflowServer, tmp_path: Path
 ) -> None:
-    """A slow import of mlflow takes nothing of it; a server that fails ends with it."""
+    """A slow import of mlflow does not count; a failing server uses the whole time."""
     write_steps(run_dir, range(1, 11))
     request_for(server.uri).save(run_dir / "logs/tracking-request.json")
     (tmp_path / "site").mkdir()

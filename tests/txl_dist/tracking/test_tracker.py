@@ -1,4 +1,4 @@
-"""Training's side with real sender processes: nothing is late, lost, doubled or left running."""
+"""The tracker with real sender processes: no delay, no lost or doubled point, no process left."""
 
 import logging
 import os
@@ -39,13 +39,13 @@ def _config(run_dir: Path, uri: str | None = None, *, enabled: bool = True) -> R
 def _wait_for(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "nothing came within the time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.05)
 
 
 def _senders(run_dir: Path) -> list[int]:
     """The living sender processes of this run directory."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             arguments = (entry / "cmdline").read_bytes().split(b"\0")
@@ -53,8 +53,8 @@ def _senders(run_dir: Path) -> list[int]:
         except (OSError, IndexError):
             continue
         if b"txl_dist.tracking.sender" in arguments and str(run_dir).encode() in arguments:
-            found += [int(entry.name)] if state != "Z" else []
-    return found
+            pids += [int(entry.name)] if state != "Z" else []
+    return pids
 
 
 def _steps(run_dir: Path, tracker: Tracker) -> list[int]:
@@ -107,7 +107,7 @@ time.sleep(60)
 
 @pytest.mark.fault
 def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path) -> None:
-    """And the resume, started at once, delivers into one whole MLflow run."""
+    """And a resume, started immediately, delivers into one complete MLflow run."""
     with subprocess.Popen(
         [sys.executable, "-c", TRAINING, str(run_dir)],
         stdout=subprocess.PIPE,
@@ -133,7 +133,7 @@ def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path)
     assert _senders(run_dir) == []
 
 
-def test_a_server_that_is_down_costs_training_nothing_and_gets_everything_later(
+def test_a_server_that_is_down_does_not_delay_training_and_gets_everything_later(
     run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -165,17 +165,17 @@ def test_a_server_that_is_down_costs_training_nothing_and_gets_everything_later(
         (RuntimeError(), "failed"),
     ],
 )
-def test_how_a_run_ends_is_told_by_what_ends_it(
+def test_the_status_follows_from_the_error_that_ends_the_run(
     run_dir: Path, error: BaseException | None, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(Tracker, "close", lambda self, status: told.append(status))
+    statuses: list[str] = []
+    monkeypatch.setattr(Tracker, "close", lambda self, status: statuses.append(status))
     tracker = Tracker.start(run_dir, _config(run_dir, enabled=False))
     tracker.__exit__(type(error), error, None)
-    assert told == [status]
+    assert statuses == [status]
 
 
-def test_tracking_that_is_off_or_cannot_start_is_no_trouble(
+def test_tracking_that_is_off_or_cannot_start_does_not_raise(
     run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Tracker.start(run_dir, _config(run_dir, enabled=False)) as tracker:

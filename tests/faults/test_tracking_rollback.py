@@ -46,12 +46,12 @@ def test_after_a_sigkill_and_a_resume_the_curves_are_the_journal(
     dataset: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    given = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
-    command = ("train", TINY, *given, "--on", "processes", "--ranks", 2)
+    settings = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
+    command = ("train", TINY, *settings, "--on", "processes", "--ranks", 2)
     process = start_txl(*command)
     wait_until(lambda: num_lines(run / "metrics.jsonl") > 150, timeout_seconds=120)
     (rank, *_) = children_of(process.pid)
-    os.kill(rank, signal.SIGSTOP)  # the sender catches up with a run that stands still
+    os.kill(rank, signal.SIGSTOP)  # so that the sender catches up
     journalled = max(line["step"] for line in read_metrics(run / "metrics.jsonl"))
     wait_until(lambda: ((s := _state(run)) and s.sent_step) == journalled, timeout_seconds=120)
     os.kill(rank, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Promise 5, exact evaluation: chunks scored anywhere add up to one sequential pass.
+"""Promise 5, exact evaluation: chunks scored on any worker add up to one sequential pass.
 
 The oracle is that pass: one lane, segment after segment from the split's start, ages by their
-definition. It shares with the package only the model.
+definition. Only the model is the same code.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.transformer_xl import TransformerXL
 
 BYTE_COUNTS_V = torch.arange(VOCAB_SIZE) % 4
-"""UTF-8 bytes of every token; the opener has none."""
+"""UTF-8 bytes per token id; token 0 has none."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Case:
     model_options: dict[str, Any]
     reset: Reset
     batch_chunks: int = 2
-    pieces_wanted: int = 100
+    target_num_chunks: int = 100
     min_overhead: int = 0
     max_tokens: int | None = None
 
@@ -78,15 +78,15 @@ class Case:
         )
 
     def plan(self) -> list[EvaluationChunk]:
-        """Chunks of this tiny split; left alone, the package would cut it into one or two."""
-        with small_pieces(self):
+        """Chunks of this tiny split, which the package would otherwise cut into one or two."""
+        with small_chunks(self):
             return plan_evaluation(self.source, self.settings, n_layer=self.model.config.n_layer)
 
 
 @contextmanager
-def small_pieces(case: Case) -> Iterator[None]:
+def small_chunks(case: Case) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", case.pieces_wanted)
+        patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", case.target_num_chunks)
         patch.setattr(evaluation_chunks, "MIN_CONTEXTS_PER_CHUNK", case.min_overhead)
         patch.setattr(cursor, "CHUNK_TOKENS", 5)
         yield
@@ -131,7 +131,7 @@ cases = st.builds(
     | st.just({"mem_len": 0}),
     reset=st.sampled_from(["document", "stream"]),
     batch_chunks=st.integers(1, 5),
-    pieces_wanted=st.integers(1, 50),
+    target_num_chunks=st.integers(1, 50),
     min_overhead=st.integers(0, 2),
     max_tokens=st.none() | st.integers(2, 40),
 )
@@ -139,9 +139,9 @@ cases = st.builds(
 
 @examples(120)
 @given(case=cases)
-def test_the_pieces_add_up_to_one_sequential_pass(case: Case) -> None:
+def test_the_chunks_add_up_to_one_sequential_pass(case: Case) -> None:
     chunks = case.plan()
-    with small_pieces(case):
+    with small_chunks(case):
         result = summarise(case.scorer.scores(chunks), chunks, case.settings)
 
     tokens = [token for document in case.source.documents for token in document]
@@ -154,7 +154,7 @@ def test_the_pieces_add_up_to_one_sequential_pass(case: Case) -> None:
 
 @examples(60)
 @given(case=cases)
-def test_every_piece_is_as_warm_as_in_the_sequential_pass(case: Case) -> None:
+def test_every_chunk_scores_as_in_the_sequential_pass(case: Case) -> None:
     chunks, nats = case.plan(), sequential_nats(case)
     for chunk, sums in zip(chunks, case.scorer.scores(chunks), strict=True):
         assert sums.num_tokens == chunk.stop - chunk.start
@@ -171,9 +171,10 @@ def test_any_number_of_workers_gives_the_same_sums(num_workers: int, reset: Rese
     chunks = case.plan()
     scores = [LossSums()] * len(chunks)
     for worker in range(num_workers):
-        mine = range(worker, len(chunks), num_workers)
-        for index, sums in zip(mine, case.scorer.scores([chunks[i] for i in mine]), strict=True):
-            scores[index] = sums
+        indices = range(worker, len(chunks), num_workers)
+        sums = case.scorer.scores([chunks[i] for i in indices])
+        for index, chunk_sums in zip(indices, sums, strict=True):
+            scores[index] = chunk_sums
     assert len(chunks) == 21
     assert scores == list(case.scorer.scores(chunks)), "to the last bit"
 
@@ -182,28 +183,28 @@ def test_any_number_of_workers_gives_the_same_sums(num_workers: int, reset: Rese
 def test_any_batch_size_gives_the_same_sums(batch_chunks: int) -> None:
     one, many = (replace(LONG_DOCUMENT, batch_chunks=size) for size in (1, batch_chunks))
     chunks = one.plan()
-    for alone, together in zip(one.scorer.scores(chunks), many.scorer.scores(chunks), strict=True):
-        assert together.nats == pytest.approx(alone.nats, rel=1e-12)
-        assert (together.num_tokens, together.num_bytes) == (alone.num_tokens, alone.num_bytes)
+    for alone, batched in zip(one.scorer.scores(chunks), many.scorer.scores(chunks), strict=True):
+        assert batched.nats == pytest.approx(alone.nats, rel=1e-12)
+        assert (batched.num_tokens, batched.num_bytes) == (alone.num_tokens, alone.num_bytes)
 
 
 @pytest.mark.parametrize("reset", ["document", "stream"])
 @pytest.mark.parametrize("n_layer", [1, 2, 3])
-def test_one_segment_less_of_warm_up_is_not_enough(n_layer: int, reset: Reset) -> None:
-    """So the warm-up is no longer than it must be, and the tests above can fail."""
+def test_one_segment_less_of_context_is_not_enough(n_layer: int, reset: Reset) -> None:
+    """The context is not longer than necessary, and the tests above can fail."""
     options = {"n_layer": n_layer, "mem_len": 6}
     case = replace(LONG_DOCUMENT, model_options=options, reset=reset)
     chunks = case.plan()
-    warm = [chunk for chunk in chunks if chunk.start - chunk.context_start == n_layer * 6]
-    assert len(warm) > 5
-    colder = [replace(chunk, context_start=chunk.context_start + case.tgt_len) for chunk in warm]
+    whole = [chunk for chunk in chunks if chunk.start - chunk.context_start == n_layer * 6]
+    assert len(whole) > 5
+    shorter = [replace(chunk, context_start=chunk.context_start + case.tgt_len) for chunk in whole]
     nats = sequential_nats(case)
-    for chunk, sums in zip(colder, case.scorer.scores(colder), strict=True):
+    for chunk, sums in zip(shorter, case.scorer.scores(shorter), strict=True):
         assert abs(sums.nats - sum(nats[chunk.start : chunk.stop])) > 1e-6
 
 
-def test_a_warm_up_off_the_segment_grid_is_not_exact() -> None:
-    """As many tokens, cut elsewhere: a token's context depends on where its segment begins."""
+def test_a_context_with_other_segment_boundaries_is_not_exact() -> None:
+    """The same number of tokens: what a token sees depends on where its segment begins."""
     case, nats = LONG_DOCUMENT, sequential_nats(LONG_DOCUMENT)
     shifted = [
         EvaluationChunk(chunk.context_start + 1, chunk.start + 1, chunk.stop + 1)
@@ -215,6 +216,6 @@ def test_a_warm_up_off_the_segment_grid_is_not_exact() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[[1]], [[5, 3], [7]]], ids=["one token", "max_tokens=1"])
-def test_a_split_without_a_target_is_refused_with_the_way_out(lengths: list[list[int]]) -> None:
+def test_a_split_without_a_target_is_rejected_with_a_next_step(lengths: list[list[int]]) -> None:
     with pytest.raises(DataError, match="txl prepare"):
         replace(LONG_DOCUMENT, lengths=lengths, max_tokens=1).plan()

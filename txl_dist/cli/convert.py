@@ -34,8 +34,8 @@ def import_(
 
     Example: txl import downloads/transfo-xl-wt103 --out models/wt103
     """
+    from txl_dist.convert.formats import read_model
     from txl_dist.convert.single_file import UNKNOWN_READING, describe_exported, write_exported
-    from txl_dist.convert.sources import read_model
 
     model, tokenizer, kind = read_model(source)
     reading = describe_exported(source).reading if kind == "exported" else UNKNOWN_READING

@@ -1,8 +1,8 @@
-"""The format to hand a model on in: model.safetensors, config.json and, if known, tokenizer.json.
+"""The export format: a directory with model.safetensors, config.json and, if known, tokenizer.json.
 
-config.json is our ModelConfig, how the model read its text, and the hash of the weights that belong
-to it; written last, so a directory without it is no model. Parameters have this project's names and
-are fp32.
+config.json has the ModelConfig, how the model read its text in training, and the sha256 of the
+weights. It is written last, so a directory without it is incomplete. Parameters have this project's
+names and are fp32.
 """
 
 import json
@@ -24,7 +24,7 @@ from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.streams.segments import Reset
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from txl_dist.convert.architecture import checked_config, read_json
-from txl_dist.convert.tensors import check_tensors, empty_model, fill
+from txl_dist.convert.tensors import assign_weights, check_tensors, empty_model
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -35,8 +35,8 @@ CONFIG_NAME, WEIGHTS_NAME, TOKENIZER_NAME = "config.json", "model.safetensors", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How a model read its text in training. The defaults are for weights from elsewhere: memory
-    that runs on into the next document, as theirs does, and a segment length of ours.
+    """How a model read its text in training. The defaults are for imported weights: memory that
+    continues into the next document, as in the original, and a common segment length.
     """
 
     tgt_len: Annotated[int, Field(ge=1)] = 128
@@ -62,65 +62,65 @@ def write_exported(
     tokenizer: Tokenizer | None,
     reading: Reading = UNKNOWN_READING,
 ) -> None:
-    """Write a model to a directory that is new or empty; it is there whole or not at all.
+    """Write a model to a new or empty directory, completely or not at all.
 
-    Raises CheckpointError if a parameter is not finite, ConfigError if something is there already.
+    Raises CheckpointError if a parameter is not finite, ConfigError if the directory is not empty.
     """
     state = model.state_dict()
-    weights = check_tensors(state, state, where="the model to write")
+    weights = check_tensors(state, state, origin="the model to write")
     with StagedDirectory(directory, last=CONFIG_NAME) as staged:
-        if there := sorted(entry.name for entry in directory.iterdir()):
+        if names := sorted(entry.name for entry in directory.iterdir()):
             raise ConfigError(
-                f"{directory} is not empty (it holds {there[0]}); choose another --out, or "
-                "remove what is there"
+                f"{directory} is not empty (it has {names[0]}); choose another --out, or empty it"
             )
+        # save_file rejects tensors that are not contiguous, such as a transposed parameter.
         contiguous = {name: weight.contiguous() for name, weight in weights.items()}
         with explain_disk_errors("writing the model", directory):
-            aside = staged.stage()
-            write_with(aside / WEIGHTS_NAME, lambda path: save_file(contiguous, path))
+            staging = staged.stage()
+            write_with(staging / WEIGHTS_NAME, lambda path: save_file(contiguous, path))
             if tokenizer is not None:
-                write_synced(aside / TOKENIZER_NAME, tokenizer.to_json().encode())
+                write_synced(staging / TOKENIZER_NAME, tokenizer.to_json().encode())
             config = {
                 "format": FORMAT,
                 "version": VERSION,
-                "weights_sha256": sha256_file(aside / WEIGHTS_NAME),
+                "weights_sha256": sha256_file(staging / WEIGHTS_NAME),
                 "model": asdict(model.config),
                 "reading": asdict(reading),
             }
-            write_synced(aside / CONFIG_NAME, (json.dumps(config, indent=1) + "\n").encode())
-            staged.publish([path.name for path in aside.iterdir()])
+            write_synced(staging / CONFIG_NAME, (json.dumps(config, indent=1) + "\n").encode())
+            staged.publish([path.name for path in staging.iterdir()])
 
 
 def describe_exported(directory: Path) -> Description:
-    """What config.json and tokenizer.json say.
+    """Read config.json and tokenizer.json.
 
-    Raises CheckpointError naming what is damaged, ConfigError for an impossible config.
+    Raises CheckpointError naming the damaged file, ConfigError for an invalid config.
     """
-    where = directory / CONFIG_NAME
-    described = read_json(where)
-    if not is_exported(described):
+    path = directory / CONFIG_NAME
+    content = read_json(path)
+    if not is_exported(content):
         raise CheckpointError(
-            f"{where} describes no exported model. Make one of a run with txl export, of weights "
-            f"from elsewhere with txl import: txl import {directory} --out PATH"
+            f"{path} is not that of an exported model. Export a run with txl export; import other "
+            f"weights with: txl import {directory} --out PATH"
         )
-    if described.get("version") != VERSION:
+    if content.get("version") != VERSION:
         raise CheckpointError(
-            f"{where} has format version {described.get('version')!r}, this txl reads {VERSION}; "
+            f"{path} has format version {content.get('version')!r}, this txl reads {VERSION}; "
             "upgrade txl"
         )
-    if not isinstance(values := described.get("model"), dict):
-        raise CheckpointError(f"{where} has no section model; it is damaged or edited")
-    config = checked_config(values, where=f"{where}, model")
+    if not isinstance(values := content.get("model"), dict):
+        raise CheckpointError(f"{path} has no section model; it is damaged or edited")
+    config = checked_config(values, origin=f"{path}, model")
     try:
-        given = json.dumps(described.get("reading", {}))
-        reading = TypeAdapter(Reading).validate_json(given, strict=True)
+        reading_json = json.dumps(content.get("reading", {}))
+        reading = TypeAdapter(Reading).validate_json(reading_json, strict=True)
     except ValidationError as error:
-        raise CheckpointError(f"{where}, reading: {error.errors()[0]['msg']}") from None
+        raise CheckpointError(f"{path}, reading: {error.errors()[0]['msg']}") from None
     return Description(
         config=config,
         reading=reading,
         tokenizer=_tokenizer(directory / TOKENIZER_NAME, config),
-        weights_sha256=str(described.get("weights_sha256")),
+        weights_sha256=str(content.get("weights_sha256")),
     )
 
 
@@ -129,25 +129,26 @@ def load_exported(
 ) -> tuple[TransformerXL, Tokenizer | None]:
     """The model, on the CPU in fp32, and its tokenizer if there is one.
 
-    `config` may differ from the exported one in what carries no weights (mem_len, clamp_len,
-    same_length, attention). Raises CheckpointError naming what is damaged, ConfigError for an
-    impossible config.
+    `config` may differ from the exported one in fields without weights (mem_len, clamp_len,
+    same_length, attention). Raises CheckpointError naming the damaged file, ConfigError for an
+    invalid config.
     """
     described = describe_exported(directory)
     path = directory / WEIGHTS_NAME
+    # All bytes are hashed first: safetensors does not notice a flipped bit inside a tensor.
     try:
         if (digest := sha256_file(path)) != described.weights_sha256:
             raise CheckpointError(
                 f"{path} has sha256 {digest}, {CONFIG_NAME} says {described.weights_sha256}; one "
                 "of them is damaged. Export it again"
             )
-        given = load_file(path)
+        weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); export it again") from None
-    where = str(directory / CONFIG_NAME)
-    model = empty_model(config or described.config, where=where, num_tensors=len(given))
-    model = fill(model, check_tensors(given, model.state_dict(), where=str(path)))
-    return model, described.tokenizer
+    origin = str(directory / CONFIG_NAME)
+    model = empty_model(config or described.config, origin=origin, num_tensors=len(weights))
+    checked = check_tensors(weights, model.state_dict(), origin=str(path))
+    return assign_weights(model, checked), described.tokenizer
 
 
 def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
@@ -156,13 +157,13 @@ def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
-            f"{path} has vocab_size={tokenizer.vocab_size}, {CONFIG_NAME} beside it says "
-            f"vocab_size={config.vocab_size}: it is another model's tokenizer. Put the right one "
-            "there, or export the model again"
+            f"{path} has vocab_size={tokenizer.vocab_size}, {CONFIG_NAME} has "
+            f"vocab_size={config.vocab_size}: it is the tokenizer of another model. Replace it, "
+            "or export the model again"
         )
     return tokenizer
 
 
-def is_exported(described: dict[str, Any]) -> bool:
-    """Whether a config.json is of this format, rather than a stranger's."""
-    return described.get("format") == FORMAT
+def is_exported(content: dict[str, Any]) -> bool:
+    """Whether a config.json was written by `write_exported`, not by another program."""
+    return content.get("format") == FORMAT

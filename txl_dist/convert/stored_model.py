@@ -1,6 +1,8 @@
-"""A model on disk, however it was stored: as a checkpoint, or by `txl export` or `txl import`.
+"""A stored model in either format: a checkpoint, or a directory of `txl export` or `txl import`.
 
-What evaluation and generation need to know before, and the model itself on call.
+Used by evaluation (`evaluation/evaluate.py`, `cluster/evaluation.py`, `txl eval`) and generation
+(`txl generate`). They check their options against the description before the weights are
+loaded.
 """
 
 from collections.abc import Callable
@@ -24,23 +26,23 @@ Load = Callable[[ModelConfig], tuple[TransformerXL, Tokenizer | None]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredModel:
-    """What is known of a model before its weights are read."""
+    """The description of a model, which is available before its weights are read."""
 
     path: Path
     config: ModelConfig
     tokenizer_digest: str | None
-    """None: imported weights, which come without a tokenizer."""
+    """None for imported weights, which have no tokenizer."""
     tgt_len: int
     reset: Reset
-    """How it read its text in training."""
+    """`tgt_len` and `reset` as in training."""
     load: Load
-    """The model on the CPU and its tokenizer. The config may differ from the stored one in what
-    carries no weights. Raises CheckpointError for what is damaged."""
+    """Returns the model on the CPU and its tokenizer. The config may differ from the stored one in
+    fields without weights. Raises CheckpointError for damaged files."""
 
     def check_data(self, manifest: ShardManifest, directory: DatasetPath) -> None:
-        """Raises DataError if the ids of a dataset mean something else to this model, or nothing.
+        """Raises DataError if the dataset was prepared with another tokenizer.
 
-        Without a tokenizer of its own all that can be compared is the vocabulary's size.
+        For a model without a tokenizer, only the vocabulary size can be compared.
         """
         size = self.config.vocab_size
         if self.tokenizer_digest not in (None, manifest.tokenizer_digest):
@@ -48,35 +50,34 @@ class StoredModel:
                 f"{directory} was prepared with tokenizer {manifest.tokenizer_digest} "
                 f"({manifest.vocab_size} ids), {self.path} was trained with "
                 f"{self.tokenizer_digest} ({size} ids): the same ids mean other text. Prepare the "
-                "text with the model's tokenizer: txl prepare INPUT --out NEW_DIR --tokenizer "
+                "text with the tokenizer of the model: txl prepare INPUT --out NEW_DIR --tokenizer "
                 f"{self.path / 'tokenizer.json'}"
             )
         if manifest.vocab_size != size:
             raise DataError(
                 f"{directory} has vocab_size={manifest.vocab_size}, {self.path} has "
-                f"vocab_size={size}: its ids are of another tokenizer. Prepare the text with the "
-                "one that the model was trained with: txl prepare INPUT --out NEW_DIR --tokenizer "
-                "ITS/tokenizer.json"
+                f"vocab_size={size}, so their tokenizers differ. Prepare the text with the "
+                "tokenizer of the model: txl prepare INPUT --out NEW_DIR --tokenizer TOKENIZER"
             )
 
     def load_with_tokenizer(self) -> tuple[TransformerXL, Tokenizer]:
-        """To read and write text. Raises CheckpointError if there is no tokenizer."""
+        """Load both, for generation. Raises CheckpointError if there is no tokenizer."""
         model, tokenizer = self.load(self.config)
         if tokenizer is None:
             raise CheckpointError(
-                f"{self.path} has no tokenizer.json, so text cannot be turned into its token ids: "
-                "imported weights come without one. Copy there the tokenizer.json of a dataset "
-                f"with its vocabulary ({self.config.vocab_size} ids): cp DATA/tokenizer.json "
-                f"{self.path}"
+                f"{self.path} has no tokenizer.json, as its weights were imported without one. "
+                f"Copy that of a dataset with the same vocabulary ({self.config.vocab_size} ids): "
+                f"cp DATA/tokenizer.json {self.path}"
             )
         return model, tokenizer
 
 
 def find_model(path: Path) -> StoredModel:
-    """The model of a checkpoint, of a run (its newest), or of an exported or imported directory.
+    """The model of a checkpoint, of a run (its newest checkpoint) or of an exported directory.
 
-    Raises CheckpointError naming what is there instead, or what is damaged.
+    Raises CheckpointError if `path` is not one of them, or is damaged.
     """
+    # A directory with a manifest is a checkpoint, whatever else is in it.
     if (path / CONFIG_NAME).is_file() and not (path / MANIFEST_NAME).is_file():
         return _exported(path)
     return _checkpoint(resolve_checkpoint(path))

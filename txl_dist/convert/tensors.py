@@ -1,7 +1,7 @@
-"""Foreign tensors become a model: every name, shape and value checked, nothing guessed.
+"""Builds a model from imported tensors after checking every name, shape and value.
 
-Works on tensors under the original's names (`txl_dist/model/original_weights.py`); reading files is
-the business of `original.py`, `transformers.py` and `single_file.py`.
+Tensors have the original's names (`txl_dist/model/original_weights.py`). The files are read by
+`original.py`, `transformers.py` and `single_file.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,102 +15,111 @@ from txl_dist.model.original_weights import from_original, to_original
 from txl_dist.model.transformer_xl import TransformerXL
 
 _BUFFERS = ("pos_emb.inv_freq",)
-"""Constants that the original saves with its parameters; computed here."""
+"""Constants that the original saves with its parameters. This model computes them."""
 
 
 def model_from_original(
     tensors: Mapping[str, object],
     config: ModelConfig,
     *,
-    where: str,
+    origin: str,
     clusters_reversed: bool,
 ) -> TransformerXL:
-    """The model of tensors by the original's names.
+    """Build the model from tensors with the original's names.
 
-    What is tied may stand there once or under each of its names. Raises CheckpointError naming the
-    tensor that is missing, unknown, misshapen, not finite, or tied but different.
+    A tied tensor may be present under one or all of its names. Raises CheckpointError naming a
+    tensor that is missing, unknown, not finite, of the wrong shape, or tied to a different one.
     """
-    model = empty_model(config, where=where, num_tensors=len(tensors))
+    model = empty_model(config, origin=origin, num_tensors=len(tensors))
     expected = to_original(model.state_dict(), config)
-    repeated = _repeated(config)
-    given = {name: tensor for name, tensor in tensors.items() if name not in _BUFFERS}
-    for other, name in repeated.items():
-        if other in given:  # some writers leave out one of the two, and not always the same
-            given.setdefault(name, given[other])
+    tied = _tied_names(config)
+    parameters = {name: tensor for name, tensor in tensors.items() if name not in _BUFFERS}
+    for other, name in tied.items():
+        if other in parameters:  # some writers store only one of the two, not always the same
+            parameters.setdefault(name, parameters[other])
             expected[other] = expected[name]
-    checked = check_tensors(given, expected, where=where)
-    for other, name in repeated.items():
+    checked = check_tensors(parameters, expected, origin=origin)
+    for other, name in tied.items():
         if other in checked and not torch.equal(checked[other], checked[name]):
             raise CheckpointError(
-                f"{where}: {other} differs from {name}, but the config ties them; "
+                f"{origin}: {other} differs from {name}, but the config ties them; "
                 "correct tie_weight, tie_projs or untie_r there"
             )
-    return fill(model, from_original(checked, config, clusters_reversed=clusters_reversed))
+    return assign_weights(
+        model, from_original(checked, config, clusters_reversed=clusters_reversed)
+    )
 
 
-def empty_model(config: ModelConfig, *, where: str, num_tensors: int) -> TransformerXL:
-    """A model with shapes and no values, so an absurd config costs no memory before it is refused.
+def empty_model(config: ModelConfig, *, origin: str, num_tensors: int) -> TransformerXL:
+    """A model on the meta device: an absurd config is rejected before it takes memory.
 
-    Raises ConfigError if the config asks for what `num_tensors` tensors cannot be.
+    Raises ConfigError if a model with this config cannot consist of `num_tensors` tensors.
     """
+    # A meta tensor takes no memory, but a module does: 10^9 layers would not fit.
     if config.n_layer > num_tensors:
-        raise ConfigError(f"{where}: n_layer={config.n_layer}, but only {num_tensors} tensors")
+        raise ConfigError(f"{origin}: n_layer={config.n_layer}, but only {num_tensors} tensors")
     try:
         with torch.device("meta"):
             return TransformerXL(config)
-    except RuntimeError as error:  # sizes beyond what an index can hold
-        raise ConfigError(f"{where}: no model can have this config: {error}") from None
+    except RuntimeError as error:  # sizes that overflow 64 bits
+        raise ConfigError(f"{origin}: no model can have this config: {error}") from None
 
 
-def fill(model: TransformerXL, weights: Mapping[str, Tensor]) -> TransformerXL:
-    """Give an empty model its values, which it keeps rather than copies."""
+def assign_weights(model: TransformerXL, weights: Mapping[str, Tensor]) -> TransformerXL:
+    """Make `weights` the parameters of a model on the meta device, without a copy."""
     model.load_state_dict(weights, assign=True)
     return model
 
 
 def check_tensors(
-    given: Mapping[str, object], expected: Mapping[str, Tensor], *, where: str
+    tensors: Mapping[str, object], expected: Mapping[str, Tensor], *, origin: str
 ) -> dict[str, Tensor]:
-    """The given tensors in fp32, which are those expected by name and shape, and finite.
-
-    Raises CheckpointError naming those that are not.
+    """The tensors in fp32. Raises CheckpointError unless names and shapes are those of `expected`
+    and all values are finite.
     """
-    differing = {
-        "misses": expected.keys() - given.keys(),
-        "holds tensors unknown to this architecture:": given.keys() - expected.keys(),
+    differences = {
+        "misses": expected.keys() - tensors.keys(),
+        "has tensors unknown to this architecture:": tensors.keys() - expected.keys(),
     }
-    told = [f"{what} {_list(names)}" for what, names in differing.items() if names]
-    if told:
-        raise CheckpointError(f"{where} {' and '.join(told)}; config and weights do not belong")
+    problems = [f"{problem} {_list(names)}" for problem, names in differences.items() if names]
+    if problems:
+        raise CheckpointError(
+            f"{origin} {' and '.join(problems)}; the config is not that of these weights"
+        )
     return {
-        name: _checked(given[name], expected[name], where=f"{where}: {name}") for name in expected
+        name: _checked(tensors[name], expected[name], origin=f"{origin}: {name}")
+        for name in expected
     }
 
 
-def _checked(tensor: object, expected: Tensor, *, where: str) -> Tensor:
+def _checked(tensor: object, expected: Tensor, *, origin: str) -> Tensor:
     if not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{where} is no tensor but {type(tensor).__name__}")
+        raise CheckpointError(f"{origin} is {type(tensor).__name__}, expected a tensor")
     if tensor.shape != expected.shape:
-        found, legal = tuple(tensor.shape), tuple(expected.shape)
-        raise CheckpointError(f"{where} has shape {found}, the config says {legal}")
+        raise CheckpointError(
+            f"{origin} has shape {tuple(tensor.shape)}, the config says {tuple(expected.shape)}"
+        )
+    # Another layout or device (meta) can come from a pickle, and the checks below would fail on it.
     dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not (dense and tensor.is_floating_point()):
-        raise CheckpointError(f"{where} is {tensor.dtype}, {tensor.layout}; expected plain floats")
+        raise CheckpointError(f"{origin} is {tensor.dtype}, {tensor.layout}; expected dense floats")
+    # fp32 for every format: fp16 and bf16 convert exactly, and parameters are trained in fp32.
     tensor = tensor.detach().to(torch.float32)
     if num_bad := int((~tensor.isfinite()).sum()):
         raise CheckpointError(
-            f"{where} is not finite in {num_bad:,} of {tensor.numel():,} values; the model it "
+            f"{origin} is not finite in {num_bad:,} of {tensor.numel():,} values; the model it "
             "was saved from had diverged, or the file is damaged"
         )
     return tensor
 
 
-def _repeated(config: ModelConfig) -> dict[str, str]:
-    """Second name of a shared tensor -> its first, under which `from_original` reads it."""
+def _tied_names(config: ModelConfig) -> dict[str, str]:
+    """Second name of a tied tensor -> its first name, which `from_original` reads."""
     names = {}
     if config.tie_weight:
         for table in range(len(config.table_bounds)):
             names[f"crit.out_layers.{table}.weight"] = f"word_emb.emb_layers.{table}.weight"
+    # With div_val > 1 every cluster has its own projection; else all clusters use the first.
     for cluster in range(config.num_clusters):
         if config.has_projection and config.is_tied(cluster):
             table = cluster if config.div_val > 1 else 0

@@ -1,1 +1,7 @@
-"""Exact evaluation: the same number for any number of workers and any batch size."""
+"""Exact evaluation: the same number for any number of workers and any batch size.
+
+chunks.py:   split -> chunks [context_start, start, stop), in whole segments
+scoring.py:  chunk -> its LossSums (nats, tokens, bytes), on any worker, several chunks per batch
+evaluate.py: plans the chunks, has them scored, adds their sums in the order of the chunks
+loss_sums.py: the sums, also those of a training step; every mean divides once, at the end
+"""

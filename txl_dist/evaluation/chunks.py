@@ -1,11 +1,14 @@
-"""Chunks: a split cut so that workers can score it apart and get the number of one pass.
+"""Cuts a split into chunks that workers score independently, with the sums of one sequential pass.
 
-The receptive field of a token is finite: each layer reaches `mem_len` back from its segment's
-start. So n_layer * ceil(mem_len / tgt_len) whole segments of unscored warm-up, cut on the same
-segment grid as the sequential pass, give exactly the memory of that pass. Under `reset: document`
-no token sees past its document, so warm-up need not go past the segment in which it starts.
+The receptive field of a token is finite: each layer sees `mem_len` positions before the start of
+its segment. The context of a chunk is therefore n_layer * ceil(mem_len / tgt_len) whole segments
+before it, which are read but not scored. If chunk and context use the same segment boundaries as
+the sequential pass, the chunk starts with exactly the memory of that pass.
 
-Pure integers. The cut depends on the split and the model alone, never on workers or batch size.
+Cost: the context is read twice, at most an eighth more tokens in a long split and half in a short
+one. Source: the dependency length O(N * L) of Dai et al. 2019, arXiv:1901.02860, section 3.2.
+
+Integer arithmetic only. The cut depends on the split and the model, not on workers or batch size.
 """
 
 from collections.abc import Callable
@@ -15,18 +18,18 @@ from typing import Literal
 Mode = Literal["exact", "fast"]
 
 MAX_CONTEXTS_PER_CHUNK = 8
-"""A chunk is at most this many times as long as its warm-up, which then costs an eighth more."""
+"""A chunk is at most this many times as long as its context, which then costs an eighth more."""
 MIN_CONTEXTS_PER_CHUNK = 2
-"""And at least this many times, so that at most half as much again is read."""
+"""A chunk is at least this many times as long, so the context costs at most half as much again."""
 TARGET_NUM_CHUNKS = 16
-"""Between the two, a split is cut into about this many chunks, to be shared out."""
+"""Between these limits a split is cut into about this many chunks, to be distributed to workers."""
 MAX_SEGMENTS_WITHOUT_CONTEXT = 64
-"""Segments of a chunk where warm-up sets no limit."""
+"""Segments per chunk at most, if the context is short or empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationChunk:
-    """Input positions [start, stop) of a split are scored after reading [context_start, start)."""
+    """Score the targets of input positions [start, stop) after reading [context_start, start)."""
 
     context_start: int
     start: int
@@ -42,10 +45,11 @@ def plan_chunks(
     mode: Mode,
     document_start: Callable[[int], int] | None = None,
 ) -> list[EvaluationChunk]:
-    """Chunks that score the targets of input positions [0, num_targets) exactly once.
+    """Chunks that score the targets of input positions [0, num_targets) exactly once, in order.
 
-    `document_start(position)`, given under `reset: document`, is where the document of that input
-    position starts. `fast` warms up for one memory length only, and is not exact.
+    Mode `fast` uses the context of one layer instead of n_layer, and is not exact. With
+    `reset: document`, `document_start(position)` returns the position where the document of
+    `position` starts.
     """
     if num_targets < 1:
         raise ValueError(f"num_targets={num_targets}: a split needs two tokens to have a target")
@@ -58,6 +62,8 @@ def plan_chunks(
         start = first * tgt_len
         context_start = max(0, first - context_segments) * tgt_len
         if document_start is not None and context_start < start:
+            # No token sees past its document, so the context may begin with the segment that has
+            # the document's start.
             context_start = max(context_start, document_start(start) // tgt_len * tgt_len)
         stop = min(num_targets, start + chunk_segments * tgt_len)
         chunks.append(EvaluationChunk(context_start, start, stop))
@@ -65,13 +71,13 @@ def plan_chunks(
 
 
 def _chunk_segments(num_segments: int, context_segments: int) -> int:
-    """Segments a chunk: enough chunks to share out, few enough to keep the overhead low."""
+    """Segments per chunk: enough chunks for the workers, few enough for a low overhead."""
     shortest = max(1, MIN_CONTEXTS_PER_CHUNK * context_segments)
     longest = max(MAX_SEGMENTS_WITHOUT_CONTEXT, MAX_CONTEXTS_PER_CHUNK * context_segments)
     return min(max(-(-num_segments // TARGET_NUM_CHUNKS), shortest), longest)
 
 
 def overhead(chunks: list[EvaluationChunk]) -> float:
-    """Tokens read for warm-up, as a share of the tokens scored."""
-    warm = sum(chunk.start - chunk.context_start for chunk in chunks)
-    return warm / sum(chunk.stop - chunk.start for chunk in chunks)
+    """Context tokens as a fraction of the scored tokens."""
+    num_context_tokens = sum(chunk.start - chunk.context_start for chunk in chunks)
+    return num_context_tokens / sum(chunk.stop - chunk.start for chunk in chunks)

@@ -1,7 +1,8 @@
-"""Evaluation of one split: plan the chunks, have them scored somewhere, sum in a fixed order.
+"""Evaluates one split: plans the chunks, scores them and adds their sums in a fixed order.
 
-Where chunks are scored is the caller's business: here in one process or over the ranks of a
-training run, on Ray in `cluster/evaluation.py`. The chunks' sums are added in the chunks' order.
+Three ways to score: in this process (`evaluate_here`), on the ranks of a training run
+(`evaluate_on_ranks`), and on Ray (`cluster/evaluation.py`). All add the sums in the order of the
+chunks, so the result does not depend on which worker scored which chunk.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ from txl_dist.runtime.world import World
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSettings:
-    """What decides the number, besides weights and text."""
+    """Everything that determines the score, except the weights and the text."""
 
     split: str
     mode: Mode
@@ -40,21 +41,21 @@ class EvaluationSettings:
     reset: Reset
     precision: Precision = "fp32"
     max_tokens: int | None = None
-    """Score only the first so many tokens of the split."""
+    """Use only this many tokens from the start of the split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult:
-    """A score and everything needed to get it again."""
+    """A score and the settings that reproduce it."""
 
     sums: LossSums
     settings: EvaluationSettings
     num_chunks: int
     overhead: float
-    """Tokens read for warm-up as a share of the tokens scored."""
+    """Context tokens as a fraction of the scored tokens."""
 
     def to_json(self) -> dict[str, Any]:
-        """The object `txl eval --json` prints."""
+        """The object that `txl eval --json` prints."""
         sums = self.sums
         return {
             "nats": sums.nats,
@@ -66,7 +67,7 @@ class EvaluationResult:
             "bits_per_byte": sums.bits_per_byte if sums.num_bytes else None,
             **asdict(self.settings),
             "num_chunks": self.num_chunks,
-            "warm_up_overhead": self.overhead,
+            "context_overhead": self.overhead,
         }
 
 
@@ -82,6 +83,7 @@ def plan_evaluation(
             f"more text, or give it a larger share: txl prepare ... --split {settings.split}=0.1"
         )
 
+    # Called once per chunk, so that the ages of the whole split are never in memory.
     def document_start(position: int) -> int:
         _, age = read_range(source, position, position + 1)
         return position - int(age[0])
@@ -99,7 +101,7 @@ def plan_evaluation(
 def summarise(
     scores: Iterable[LossSums], chunks: list[EvaluationChunk], settings: EvaluationSettings
 ) -> EvaluationResult:
-    """Add up the chunks' sums, given in the chunks' order."""
+    """Add the sums of all chunks, which must be in the order of the chunks."""
     return EvaluationResult(
         sums=sum(scores, LossSums()),
         settings=settings,
@@ -116,16 +118,18 @@ def evaluate_on_ranks(
     world: World,
     stop: object = False,
 ) -> EvaluationResult | None:
-    """Every rank scores its share and gets the whole result; called by all ranks.
+    """Collective: every rank scores its chunks, and every rank returns the whole result.
 
-    A rank on which `stop` turns true scores no more; then the result is None on every rank.
+    If `stop` becomes true on any rank, that rank stops scoring and all ranks return None.
     """
-    mine = range(world.rank, len(chunks), world.num_ranks)
-    mine_scored = list(scorer.scores([chunks[i] for i in mine], stop=stop))
+    indices = range(world.rank, len(chunks), world.num_ranks)
+    scored = list(scorer.scores([chunks[i] for i in indices], stop=stop))
+    # One all-reduce: each chunk has its own row, so adding zeros keeps every sum bit for bit. The
+    # last row counts the chunks that a stop left unscored.
     table = torch.zeros(len(chunks) + 1, 3, dtype=torch.float64)
-    for index, sums in zip(mine, mine_scored, strict=False):
+    for index, sums in zip(indices, scored, strict=False):
         table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes], dtype=table.dtype)
-    table[-1, 0] = len(mine) - len(mine_scored)
+    table[-1, 0] = len(indices) - len(scored)
     *rows, (num_unscored, _, _) = world.sum(table).tolist()
     if num_unscored:
         return None
@@ -135,24 +139,24 @@ def evaluate_on_ranks(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationJob:
-    """What a worker needs to score chunks: paths and settings, nothing open. Safe to send."""
+    """What a worker needs to score chunks: paths and settings. Can be sent to another process."""
 
     checkpoint: Path
-    """Or the directory of an exported model."""
+    """A checkpoint or the directory of an exported model."""
     data: DatasetPath
     settings: EvaluationSettings
     batch_chunks: int
 
     def model_config(self, trained: ModelConfig) -> ModelConfig:
-        """The architecture with the memory options of this evaluation.
+        """The trained architecture with the memory options of this evaluation.
 
-        Raises ValueError for options that it cannot have.
+        Raises ValueError for a combination that the model does not support.
         """
         settings = self.settings
         if trained.distance_encoding == "shaw" and settings.clamp_len != trained.clamp_len:
             raise ValueError(
-                f"clamp_len={settings.clamp_len}, but distance_encoding=shaw has learned a vector "
-                f"for every distance up to {trained.clamp_len}; leave clamp_len as trained"
+                f"clamp_len={settings.clamp_len}, but distance_encoding=shaw has one learned "
+                f"vector per distance up to {trained.clamp_len}; leave clamp_len as trained"
             )
         return replace(
             trained,
@@ -162,8 +166,9 @@ class EvaluationJob:
         )
 
     def open(self) -> Scorer:
-        """Load model and split. Raises CheckpointError, or DataError for another tokenizer."""
+        """Load model and split. Raises CheckpointError; DataError if the tokenizers differ."""
         keep_freed_memory()
+        # The tokenizer of the dataset serves models without one; check_data has compared the sizes.
         trained = find_model(self.checkpoint)
         manifest = load_manifest(self.data)
         trained.check_data(manifest, self.data)

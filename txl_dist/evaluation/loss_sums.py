@@ -1,6 +1,6 @@
-"""LossSums: what is added up over lanes, micro-batches, ranks and chunks, and divided once.
+"""LossSums: sums over lanes, micro-batches, ranks and chunks, which are divided once, at the end.
 
-A mean of means gives a short last batch the weight of a full one; sums do not.
+A mean of batch means would give a short last batch the weight of a full one.
 """
 
 import math
@@ -27,7 +27,11 @@ class LossSums:
     def of(
         cls, nats_BT: torch.Tensor, target_BT: torch.Tensor, byte_counts_V: torch.Tensor
     ) -> Self:
-        """Sums in float64 over the positions whose target is not negative."""
+        """Sums over the positions whose target is not negative.
+
+        Shapes: B lanes, T segment tokens, V vocabulary. Nats are added in float64, because a
+        float32 sum of a long split keeps only about 7 digits.
+        """
         scored = target_BT[target_BT >= 0]
         return cls(
             nats=nats_BT.detach().double().sum().item(),
@@ -43,7 +47,8 @@ class LossSums:
 
     @property
     def perplexity(self) -> float:
-        """exp of the nats per token; infinity where that is above a float's range."""
+        """exp(nats per token); infinity if that exceeds the range of a float."""
+        # math.exp raises OverflowError from about 709.8 on.
         return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
 
     @property
@@ -52,9 +57,9 @@ class LossSums:
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable across tokenizers. The nats of end-of-document tokens count, their bytes
-        are none.
-        """
+        """Comparable across tokenizers. End-of-document tokens add nats and no bytes."""
         if self.num_bytes <= 0:
-            raise DataError("the scored targets have no bytes of text, so no bits per byte")
+            raise DataError(
+                "the scored targets have no bytes of text, so there are no bits per byte"
+            )
         return self.nats / (self.num_bytes * math.log(2))

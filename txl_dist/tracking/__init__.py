@@ -1,7 +1,11 @@
-"""Tracking that never hurts: a local journal first, and a process of its own that feeds MLflow.
+"""Tracking of a run in MLflow that never delays or stops training.
 
-`journal.py` is the file, `tracker.py` training's side, `sender.py` the process, `delivery.py` what
-it sends, `points.py` the journal's lines as points, `mlflow_run.py` the run they go into,
-`state.py` what the processes tell each other, `mlflow_client.py` the one import of mlflow, and
-`evaluation.py` an evaluation as a child run. Importing this package imports none of them.
+    training loop -> journal.py: RUN/metrics.jsonl, complete in any case
+    tracker.py    -> starts and restarts sender.py, a process; sends it the status at the end
+    sender.py     -> delivery.py: which points the MLflow run lacks; sends each once
+                       -> mlflow_run.py: the MLflow run and its description
+                       -> mlflow_client.py: the only import of mlflow
+    txl eval      -> evaluation.py: a score as a child run
+
+`state.py` has what these processes exchange. `import txl_dist.tracking` imports no module.
 """

@@ -1,8 +1,8 @@
-"""An evaluation as a child run of its training run in MLflow.
+"""Records an evaluation in MLflow, as a child run of its training run.
 
-`log_evaluation` is for the caller; MLflow itself is spoken to by a short process of this module
-(`python -m txl_dist.tracking.evaluation RUN`), so that a server that hangs costs a bounded time and
-`txl eval` does not import mlflow.
+`txl eval` calls `log_evaluation`, which starts this module as a short process
+(`python -m txl_dist.tracking.evaluation RUN`): a server that does not respond costs a bounded time,
+and `txl eval` does not import mlflow.
 """
 
 import json
@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.config.redaction import redact
-from txl_dist.tracking.state import (
-    STATE,
-    TrackingState,
-    artifact_location,
-    as_text,
-    child_environment,
-    resolve_server,
-)
+from txl_dist.tracking.state import STATE, TrackingState, as_text, child_environment
 
 TIMEOUT_SECONDS = 30.0
 
@@ -33,16 +26,16 @@ log = logging.getLogger("txl_dist.tracking")
 def log_evaluation(
     run_dir: Path, result: Mapping[str, Any], *, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> bool:
-    """Record `result` under the run of `run_dir`: numbers as metrics, the rest as parameters.
+    """Record `result` under the run's MLflow run: numbers as metrics, the rest as parameters.
 
-    True if it was recorded. A run that was never tracked gives False; so does any failure, with a
-    warning and within `timeout_seconds`.
+    Returns whether it was recorded: False for a run without tracking, and, with a warning, for any
+    failure and after `timeout_seconds`. Never raises.
     """
     state = TrackingState.load(run_dir / STATE)
     if state is None or state.run_id is None:
         return False
     try:
-        answer = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "txl_dist.tracking.evaluation", str(run_dir)],
             input=json.dumps(dict(result), default=str),
             capture_output=True,
@@ -51,38 +44,39 @@ def log_evaluation(
             check=False,
             env=child_environment(),
         )
-        reason = "" if answer.returncode == 0 else (answer.stderr.strip().splitlines() or ["?"])[-1]
     except subprocess.TimeoutExpired:
-        reason = f"no answer within {timeout_seconds:g} s"
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    if reason:
-        log.warning("the evaluation was not recorded in MLflow: %s", redact(reason))
-    return not reason
+        failure = f"no response within {timeout_seconds:g} s"
+    except OSError as error:
+        failure = str(error)
+    else:
+        if process.returncode == 0:
+            return True
+        failure = process.stderr.strip().rpartition("\n")[2]
+    log.warning("the evaluation was not recorded in MLflow: %s", redact(failure))
+    return False
 
 
 def record(run_dir: Path, result: Mapping[str, Any]) -> None:
-    """Write the child run. Raises what `mlflow_client` raises."""
-    from txl_dist.tracking.mlflow_client import MlflowStore, Point, UnavailableError, clean_key
+    """Create the child run. Raises the errors of `mlflow_client`."""
+    from txl_dist.tracking.mlflow_client import Point, clean_key, connect
 
     state = TrackingState.load(run_dir / STATE)
-    if state is None or state.run_id is None or state.experiment_id is None:
-        raise UnavailableError(f"{run_dir / STATE} names no MLflow run")
-    server = resolve_server(state.server, run_dir)
-    if server is None:
-        raise UnavailableError("the server's credentials are not stored; set MLFLOW_TRACKING_URI")
-    store = MlflowStore(server, artifact_location(server))
-    now = int(time.time() * 1000)
+    assert state is not None  # log_evaluation has checked it
+    assert state.run_id is not None
+    assert state.experiment_id is not None
+    store = connect(state.server, run_dir)
     name = f"evaluation {result.get('split', '')}".strip()
     tags = {"mlflow.parentRunId": state.run_id, "txl.kind": "evaluation"}
     run_id = store.create_run(state.experiment_id, name, tags)
     numbers = {key: value for key, value in result.items() if type(value) in (int, float)}
     texts = {key: value for key, value in result.items() if key not in numbers}
+    # All points have step 0: a child run has one value per metric, and no curve.
+    milliseconds = int(time.time() * 1000)
     store.log_params(run_id, {key: as_text(value) for key, value in redact(texts).items()})
     store.log_points(
         run_id,
         [
-            Point(clean_key(key), float(value), 0, now)
+            Point(clean_key(key), float(value), 0, milliseconds)
             for key, value in numbers.items()
             if math.isfinite(value)
         ],
@@ -90,15 +84,6 @@ def record(run_dir: Path, result: Mapping[str, Any]) -> None:
     store.set_status(run_id, "FINISHED")
 
 
-def main() -> int:
-    """Read the result from standard input and record it; the last line of stderr says why not."""
-    try:
-        record(Path(sys.argv[1]), json.load(sys.stdin))
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    # The last line of an error's traceback is what log_evaluation reports.
+    record(Path(sys.argv[1]), json.load(sys.stdin))

@@ -1,9 +1,9 @@
-"""The local journal: every metric of a run, one JSON object a line of RUN/metrics.jsonl.
+"""The local journal: every metric of a run, one JSON object per line of RUN/metrics.jsonl.
 
-Training writes here and nowhere else; whatever happens to a tracking server, this file is whole.
-A line is `{"step": int, "tokens": int, "time": seconds since the epoch, <metric>: number, ...}`, in
-the order of its steps. NaN and the infinities, which JSON lacks, are written as the strings "nan",
-"inf" and "-inf"; `read_metrics` gives them back as floats. Sending is `sender.py`'s.
+Training writes its metrics only here, so this file is complete if a tracking server
+fails. A line is `{"step": int, "tokens": int, "time": seconds since the epoch, <metric>: number,
+...}`; steps never decrease. NaN and the infinities, which JSON lacks, are written as the strings
+"nan", "inf" and "-inf", and `read_metrics` returns them as floats. `sender.py` sends the lines.
 """
 
 import contextlib
@@ -13,9 +13,8 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from data_pipeline.storage.atomic_files import fsync_directory
@@ -23,19 +22,18 @@ from data_pipeline.storage.atomic_files import fsync_directory
 JOURNAL = "metrics.jsonl"
 SUPERSEDED = "logs/metrics-superseded.jsonl"
 MAX_HELD_LINES = 10_000
-"""Lines kept in memory while the disk takes none; beyond it the oldest are lost."""
-
-BYTES_A_READ = 1 << 19
+"""Lines held in memory while the disk is full. Beyond that the oldest are lost."""
+READ_BYTES = 1 << 19
 
 _log = logging.getLogger("txl_dist.tracking")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsJournal:
-    """Appends to a run's metrics.jsonl: one write a line, so a killed process tears at most one.
+    """Appends to a run's metrics.jsonl.
 
-    Opening repairs what a kill left: a torn last line is cut off. A full disk is warned of once and
-    never raised; lines wait in memory until it takes them.
+    Each line is one write, so a killed process leaves at most one incomplete line, which the next
+    open removes. A full disk causes one warning and no error: lines wait in memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,17 +41,24 @@ class MetricsJournal:
         self._superseded = path.parent / SUPERSEDED
         path.parent.mkdir(parents=True, exist_ok=True)
         self._held: deque[bytes] = deque(maxlen=MAX_HELD_LINES)
-        self._warned = False
+        self._has_warned = False
         self._file = self._open()
 
     def write(self, line: Mapping[str, float]) -> None:
-        """Journal one step: `step`, `tokens`, `time` and its metrics.
+        """Append the line of one step: `step`, `tokens`, `time` and its metrics.
 
-        Steps never go down: a later line of an earlier step is not sent to the tracking server.
+        Steps must not decrease: the sender skips lines of lower steps.
         """
         values = {name: _to_json(value) for name, value in line.items()}
         self._held.append(json.dumps(values, allow_nan=False).encode() + b"\n")
         self._write_held(sync=False)
+
+    def sync(self) -> None:
+        """Wait until all lines are on disk, so that a checkpoint and its metrics both survive.
+
+        Retries lines that did not fit on a full disk. Like `write`, it warns and never raises.
+        """
+        self._write_held(sync=True)
 
     def _write_held(self, *, sync: bool) -> None:
         try:
@@ -63,52 +68,57 @@ class MetricsJournal:
             if sync:
                 os.fsync(self._file)
         except OSError as error:
-            if not self._warned:
+            if not self._has_warned:
                 _log.warning(
-                    "%s cannot be written (%s): training goes on and its metrics wait in memory. "
-                    "Free some space there.",
+                    "%s cannot be written (%s): training continues and its metrics are held in "
+                    "memory. Free some space there.",
                     self.path,
                     error.strerror,
                 )
-            self._warned = True
+            self._has_warned = True
+
+    def _append(self, line: bytes) -> None:
+        # One write per line, so that a kill cuts at most this line.
+        size = os.fstat(self._file).st_size
+        written = 0
+        try:
+            written = os.write(self._file, line)
+        finally:
+            if written != len(line):  # a disk that becomes full takes a part of the line
+                os.ftruncate(self._file, size)
+        if written != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def truncate_after(self, step: int, *, redone: str | None = None) -> None:
-        """Take the lines of later steps out, as a resume from `step` writes them anew.
+        """Remove the lines of later steps, which a resume from `step` writes again.
 
-        So will it the line of `step` itself that has the metric `redone`, if that is given. They go
-        to RUN/logs/metrics-superseded.jsonl first; then the journal is replaced in one motion.
-        Lines that are no JSON object, left by a disk that failed, are dropped.
+        With `redone`, a line of `step` itself that has this metric is removed too. Removed lines
+        are first appended to RUN/logs/metrics-superseded.jsonl; the journal is replaced atomically.
+        Lines that are not JSON objects, which a disk failure can leave, are dropped.
         """
         self._superseded.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
-            with aside.open("wb") as kept, self._superseded.open("ab") as superseded:
+            with temporary.open("wb") as remaining, self._superseded.open("ab") as superseded:
                 with self.path.open("rb") as journal:
                     for raw in journal:
                         line = parse_line(raw)
                         if line is not None:
-                            again = line["step"] == step and redone in line
-                            stays = line["step"] <= step and not again
-                            (kept if stays else superseded).write(raw)
-                for file in (superseded, kept):
+                            is_redone = line["step"] == step and redone in line
+                            stays = line["step"] <= step and not is_redone
+                            (remaining if stays else superseded).write(raw)
+                for file in (superseded, remaining):
                     file.flush()
                     os.fsync(file.fileno())
-            aside.replace(self.path)
+            temporary.replace(self.path)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         fsync_directory(self.path.parent)
         self.close()
         self._file = self._open()
 
-    def sync(self) -> None:
-        """Wait until the lines are on disk, so that they outlive a power cut with a checkpoint.
-
-        Tries again what a full disk refused; like `write` it warns and never raises.
-        """
-        self._write_held(sync=True)
-
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file. May be called more than once."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -116,37 +126,20 @@ class MetricsJournal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> int:
-        descriptor = os.open(
-            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode=0o644
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        descriptor = os.open(self.path, flags, mode=0o644)
         _repair_end(descriptor)
         return descriptor
 
-    def _append(self, line: bytes) -> None:
-        before = os.fstat(self._file).st_size
-        written = 0
-        try:
-            written = os.write(self._file, line)
-        finally:
-            if written != len(line):  # a disk filling up takes part of a line
-                os.ftruncate(self._file, before)
-        if written != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
 
 class JournalTail:
-    """The whole lines of a journal from its beginning, as they come.
+    """Reads the complete lines of a journal while it is written, from its beginning.
 
-    When `is_replaced` (a resume takes steps back), `rewind` to read the new file.
+    If `is_replaced` (a resume took back steps), `rewind` starts again with the new file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,21 +148,18 @@ class JournalTail:
         self._offset = 0
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What is there and was not yet given, at most BYTES_A_READ of it."""
+        """The lines since the last call, at most READ_BYTES of them."""
         if self._descriptor < 0:
             self.rewind()
         if self._descriptor < 0:
             return
-        data = os.pread(self._descriptor, BYTES_A_READ, self._offset)
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for raw in whole.split(b"\n"):
-            line = parse_line(raw)
-            if line is not None:
-                yield line
+        data = os.pread(self._descriptor, READ_BYTES, self._offset)
+        complete = data[: data.rfind(b"\n") + 1]  # training may be in the middle of a line
+        self._offset += len(complete)
+        yield from _parse_lines(complete.split(b"\n"))
 
     def rewind(self) -> None:
-        """Begin again, with the file that has the name now."""
+        """Start again from the beginning of the file that has the path now."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._offset = -1, 0
@@ -177,29 +167,29 @@ class JournalTail:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def is_replaced(self) -> bool:
-        """Whether the lines given so far are of a file that was cut or replaced by another."""
+        """Whether the file was shortened or replaced since it was opened."""
         if self._descriptor < 0:
             return False
-        mine = os.fstat(self._descriptor)
+        opened = os.fstat(self._descriptor)
         try:
-            named = self._path.stat()
-        except OSError:
+            current = self._path.stat()
+        except FileNotFoundError:
             return False
-        is_other = (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino)
-        return is_other or mine.st_size < self._offset
+        return not os.path.samestat(opened, current) or opened.st_size < self._offset
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of a journal, in order; NaN and infinities as floats."""
+    """Every complete line of a journal, in order; NaN and infinities as floats."""
     with path.open("rb") as journal:
-        for raw in journal:
-            line = parse_line(raw)
-            if line is not None:
-                yield line
+        yield from _parse_lines(journal)
+
+
+def _parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    return (line for line in map(parse_line, lines) if line is not None)
 
 
 def parse_line(raw: bytes) -> dict[str, Any] | None:
-    """The object of one journal line, or None if it is not one."""
+    """The JSON object of one line; None if it is not an object with a step."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
@@ -218,16 +208,14 @@ def _to_json(value: float) -> float | str:
 
 
 def _repair_end(descriptor: int) -> None:
-    size = os.fstat(descriptor).st_size
-    tail, start = b"", size
+    """Complete or remove the text after the last line end."""
+    size = start = os.fstat(descriptor).st_size
+    tail = b""
     while start > 0 and b"\n" not in tail:
-        step = min(start, 1 << 16)
-        start -= step
-        tail = os.pread(descriptor, step, start) + tail
+        start = max(0, start - (1 << 16))
+        tail = os.pread(descriptor, size - start, start)
     torn = tail[tail.rfind(b"\n") + 1 :]
-    if not torn:
-        return
-    if parse_line(torn) is not None:  # whole but for its line end
+    if torn and parse_line(torn) is not None:  # only its line end is missing
         os.write(descriptor, b"\n")
-    else:
+    elif torn:
         os.ftruncate(descriptor, size - len(torn))

@@ -1,8 +1,7 @@
 """The only module that imports mlflow: experiments, runs and metric points, each call bounded.
 
 Every failure becomes one of three errors: `UnavailableError` (try again later), `RefusedError`
-(this content will never be taken), `RunGoneError` (the run was deleted). MLflow's own retries are
-off: a retry after a lost answer records a point twice, so `delivery.py` first asks what is there.
+(the server will never accept this content), `RunGoneError` (the run was deleted).
 """
 
 import contextlib
@@ -14,7 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# Before the import: mlflow reads them once. A refused server blocks a call for 246 s by default.
+# Before the import, because mlflow reads these variables only once. Its own retries are off: a
+# refused connection would block a call for 246 s, and a retry after a lost response records a point
+# twice. `delivery.py` retries instead, after a comparison with the points that the server has.
 os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -24,8 +25,9 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from txl_dist.config.redaction import redact
+from txl_dist.config.redaction import HIDDEN, redact
 
+# The limits of MLflow's REST API for one request, one parameter and one name.
 MAX_POINTS = 1000
 MAX_ITEMS = 100
 MAX_PARAM_LENGTH = 6000
@@ -33,18 +35,19 @@ MAX_KEY_LENGTH = 250
 
 _REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
 _GONE = {"RESOURCE_DOES_NOT_EXIST"}
-_LEGAL_KEY = re.compile(r"[^\w.\- :/]")
+_ILLEGAL_IN_KEY = re.compile(r"[^\w.\- :/]")
+_SQLITE = "sqlite:///"
 
-for _noisy in ("alembic", "mlflow", "urllib3"):
-    logging.getLogger(_noisy).setLevel(logging.ERROR)
+for _name in ("alembic", "mlflow", "urllib3"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class UnavailableError(Exception):
-    """The server cannot be reached or does not work now."""
+    """The server cannot be reached or reports a failure."""
 
 
 class RefusedError(Exception):
-    """The server works and does not take this content."""
+    """The server works and rejects this content."""
 
 
 class RunGoneError(Exception):
@@ -59,7 +62,7 @@ class Point:
     value: float
     step: int
     milliseconds: int
-    """Since the epoch. The journal's, so that the same point sent again is the same row."""
+    """Since the epoch, from the journal: the same point sent twice has the same timestamp."""
 
 
 Recorded = set[tuple[int, int]]
@@ -70,105 +73,106 @@ Recorded = set[tuple[int, int]]
 def _translated() -> Iterator[None]:
     try:
         yield
-    except MlflowException as error:
-        text = _first_line(error)
-        if error.error_code in _REFUSED:
+    except Exception as error:  # requests, sqlalchemy and the operating system have other classes
+        code = error.error_code if isinstance(error, MlflowException) else ""
+        # The first line only: the rest is a stack trace. It may contain the URI and its password.
+        text = redact(str(error).partition("\n")[0])[:300]
+        if code in _REFUSED:
             raise RefusedError(text) from None
-        if error.error_code in _GONE:
+        if code in _GONE:
             raise RunGoneError(text) from None
-        raise UnavailableError(text) from None
-    except Exception as error:  # requests, sqlalchemy and the operating system each have their own
-        raise UnavailableError(f"{type(error).__name__}: {_first_line(error)}") from None
+        raise UnavailableError(text if code else f"{type(error).__name__}: {text}") from None
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return redact(lines[0])[:300] if lines else ""  # the URI is in it, with its password
+def connect(server: str | None, run_dir: Path) -> "MlflowStore":
+    """The server of a `TrackingRequest` or `TrackingState`."""
+    if server is None:
+        server = f"{_SQLITE}{run_dir.resolve().parent / 'mlflow.db'}"
+    elif HIDDEN in server:
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        if server is None:
+            raise UnavailableError("its credentials are not stored; set MLFLOW_TRACKING_URI")
+    return MlflowStore(server)
 
 
 class MlflowStore:
-    """One tracking server or database."""
+    """One tracking server or SQLite database."""
 
-    def __init__(self, server: str, artifact_location: str | None) -> None:
-        self._artifact_location = artifact_location
-        with _translated():
-            if server.startswith("sqlite:///"):
-                _make_database(Path(server.removeprefix("sqlite:///").split("?")[0]))
-            self._client = MlflowClient(tracking_uri=server)
+    @_translated()
+    def __init__(self, server: str) -> None:
+        self._artifact_location: str | None = None  # the server decides
+        if server.startswith(_SQLITE):
+            database = Path(server.removeprefix(_SQLITE).split("?")[0])
+            self._artifact_location = (database.resolve().parent / "mlartifacts").as_uri()
+            _create_database(database)
+        self._client = MlflowClient(tracking_uri=server)
 
+    @_translated()
     def experiment(self, name: str) -> str:
-        """The id of the experiment of this name, made or restored if need be."""
-        with _translated():
-            found = self._client.get_experiment_by_name(name)
-            if found is None:
-                try:
-                    return str(self._client.create_experiment(name, self._artifact_location))
-                except MlflowException as error:  # another run was quicker
-                    found = self._client.get_experiment_by_name(name)
-                    if found is None:
-                        raise error
-            if found.lifecycle_stage == "deleted":
-                self._client.restore_experiment(found.experiment_id)
-            return str(found.experiment_id)
+        """The id of the experiment `name`; creates or restores it if necessary."""
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            try:
+                return str(self._client.create_experiment(name, self._artifact_location))
+            except MlflowException:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:  # else another run has created it in the meantime
+                    raise
+        if experiment.lifecycle_stage == "deleted":
+            self._client.restore_experiment(experiment.experiment_id)
+        return str(experiment.experiment_id)
 
-    def find_run(self, experiment_id: str, key: str) -> str | None:
-        """The run whose tag `txl.key` is `key`: made before, though its answer was lost."""
-        with _translated():
-            found = self._client.search_runs([experiment_id], f"tags.`txl.key` = '{key}'")
-            return str(found[0].info.run_id) if found else None
+    @_translated()
+    def runs_with_tag(self, experiment_id: str, tag: str, value: str) -> list[str]:
+        """The ids of the active runs whose `tag` is `value`."""
+        runs = self._client.search_runs([experiment_id], f"tags.`{tag}` = '{value}'")
+        return [str(run.info.run_id) for run in runs]
 
+    @_translated()
     def create_run(self, experiment_id: str, name: str, tags: Mapping[str, str]) -> str:
-        with _translated():
-            run = self._client.create_run(experiment_id, tags=dict(tags), run_name=name)
-            return str(run.info.run_id)
+        run = self._client.create_run(experiment_id, tags=dict(tags), run_name=name)
+        return str(run.info.run_id)
 
     def is_active(self, run_id: str) -> bool:
-        """False for a run that was deleted, for good or into the bin."""
+        """False for a run that was deleted, also if it can still be restored."""
         try:
             with _translated():
                 return bool(self._client.get_run(run_id).info.lifecycle_stage == "active")
         except RunGoneError:
             return False
 
+    @_translated()
     def set_status(self, run_id: str, status: str) -> None:
-        """`RUNNING` opens the run again; any other status ends it now."""
-        with _translated():
-            if status == "RUNNING":
-                self._client.update_run(run_id, status=status)
-            else:
-                self._client.set_terminated(run_id, status=status)
+        """`RUNNING` reopens the run; any other status ends it now."""
+        if status == "RUNNING":
+            self._client.update_run(run_id, status=status)
+        else:  # records the end time too, which update_run does not
+            self._client.set_terminated(run_id, status=status)
 
+    @_translated()
     def recorded(self, run_id: str, key: str) -> Recorded:
-        """Every point of a metric that the run has, asked from the server."""
-        with _translated():
-            history = self._client.get_metric_history(run_id, key)
-            return {(point.step, point.timestamp) for point in history}
+        """Every point of a metric that the server has."""
+        history = self._client.get_metric_history(run_id, key)
+        return {(point.step, point.timestamp) for point in history}
 
+    @_translated()
     def log_points(self, run_id: str, points: Iterable[Point]) -> None:
-        """At most MAX_POINTS points, all or none of them."""
+        """Record at most MAX_POINTS points atomically."""
         metrics = [Metric(p.key, p.value, p.milliseconds, p.step) for p in points]
-        with _translated():
-            self._client.log_batch(run_id, metrics=metrics)
+        self._client.log_batch(run_id, metrics=metrics)
 
+    @_translated()
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         items = [RunTag(clean_key(key), value) for key, value in tags.items()]
-        with _translated():
-            for start in range(0, len(items), MAX_ITEMS):
-                self._client.log_batch(run_id, tags=items[start : start + MAX_ITEMS])
+        for start in range(0, len(items), MAX_ITEMS):
+            self._client.log_batch(run_id, tags=items[start : start + MAX_ITEMS])
 
-    def children(self, experiment_id: str, run_id: str) -> list[str]:
-        """The runs that MLflow shows under this one."""
-        with _translated():
-            tag = f"tags.`mlflow.parentRunId` = '{run_id}'"
-            found = self._client.search_runs([experiment_id], tag)
-            return [str(run.info.run_id) for run in found]
-
+    @_translated()
     def rename(self, run_id: str, name: str) -> None:
-        with _translated():
-            self._client.update_run(run_id, name=name)
+        self._client.update_run(run_id, name=name)
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
-        """Parameters never change in MLflow: one that differs on a resume becomes a tag."""
+        """MLflow parameters cannot change: a value that differs after a resume becomes a tag."""
         wanted = dict(_split_long(params))
         with _translated():
             present = self._client.get_run(run_id).data.params
@@ -178,40 +182,42 @@ class MlflowStore:
         changed = {key: value for key, value in wanted.items() if present.get(key, value) != value}
         self.set_tags(run_id, {f"txl.changed.{key}": value for key, value in changed.items()})
 
+    @_translated()
     def log_text(self, run_id: str, text: str, name: str) -> None:
-        with _translated():
-            self._client.log_text(run_id, text, name)
+        self._client.log_text(run_id, text, name)
 
 
 def clean_key(key: str) -> str:
-    """`key` as MLflow takes it: legal characters, no path that resolves to another name."""
-    parts = [part for part in _LEGAL_KEY.sub("_", key).split("/") if part.strip(".")]
+    """`key` with MLflow's legal characters only, and without `.` and `..` as path components."""
+    parts = [part for part in _ILLEGAL_IN_KEY.sub("_", key).split("/") if part.strip(".")]
     return "/".join(parts)[:MAX_KEY_LENGTH].rstrip("/") or "_"
 
 
 def _split_long(params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Values longer than MAX_PARAM_LENGTH become several parameters: x, x.part2, ..."""
     for key, value in params.items():
-        pieces = [
-            value[start : start + MAX_PARAM_LENGTH]
-            for start in range(0, max(len(value), 1), MAX_PARAM_LENGTH)
-        ]
-        for number, piece in enumerate(pieces, start=1):
-            yield clean_key(key if number == 1 else f"{key}.part{number}"), piece
+        yield clean_key(key), value[:MAX_PARAM_LENGTH]
+        for start in range(MAX_PARAM_LENGTH, len(value), MAX_PARAM_LENGTH):
+            part = f"{key}.part{start // MAX_PARAM_LENGTH + 1}"
+            yield clean_key(part), value[start : start + MAX_PARAM_LENGTH]
 
 
-def _make_database(path: Path) -> None:
-    """Make a new SQLite file aside: a sender killed in the middle of it would leave one that MLflow
-    never opens again."""
+def _create_database(path: Path) -> None:
+    """Create the SQLite file and its tables under a temporary name, then link it to `path`.
+
+    A kill during the creation would leave a database that MLflow cannot open.
+    """
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
-        with contextlib.closing(sqlite3.connect(aside)) as database:
+        MlflowClient(tracking_uri=f"{_SQLITE}{temporary}").search_experiments(max_results=1)
+        # The link covers only the main file, so move the write-ahead log into it first.
+        with contextlib.closing(sqlite3.connect(temporary)) as database:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        with contextlib.suppress(FileExistsError):  # another run was quicker
-            path.hardlink_to(aside)
+        with contextlib.suppress(FileExistsError):  # another run has created it in the meantime
+            path.hardlink_to(temporary)
     finally:
-        for leftover in path.parent.glob(f"{aside.name}*"):
+        for leftover in path.parent.glob(f"{temporary.name}*"):
             leftover.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""MlflowRun: which MLflow run a run directory is; found, made, described, ended and replaced.
+"""MlflowRun: finds, creates, describes, ends and replaces the MLflow run of a run directory.
 
-A run is replaced by a new one when it was deleted, or when training went back behind points that it
-has: MLflow cannot delete points. What a rollback leaves becomes a child of the run that goes on.
-RUN/tracking.json is written before every step that a kill could otherwise repeat.
+A run is replaced by a new one if it was deleted, or after a rollback: MLflow cannot delete the
+points of steps that training has taken back (docs/decisions/0013-mlflow-after-a-rollback.md).
+RUN/tracking.json is written before every action that must not be repeated after a kill.
 """
 
 import logging
@@ -18,22 +18,15 @@ from txl_dist.tracking.mlflow_client import (
     RefusedError,
     RunGoneError,
     UnavailableError,
+    connect,
 )
-from txl_dist.tracking.state import (
-    RUN_STATUSES,
-    STATE,
-    TrackingRequest,
-    TrackingState,
-    artifact_location,
-    public_server,
-    resolve_server,
-)
+from txl_dist.tracking.state import RUN_STATUSES, STATE, TrackingRequest, TrackingState
 
 log = logging.getLogger(__name__)
 
 
 class MlflowRun:
-    """The MLflow run of one run directory. Methods raise what `mlflow_client` raises."""
+    """The MLflow run of one run directory. Methods raise the errors of `mlflow_client`."""
 
     def __init__(self, run_dir: Path, request: TrackingRequest) -> None:
         self._run_dir = run_dir
@@ -42,10 +35,10 @@ class MlflowRun:
         self._store: MlflowStore | None = None
         self._state = self._first_state()
         self._is_open = False
-        self._to_describe: list[Callable[[], None]] = []
-        self._files = self._all_files()
+        self._pending_description: list[Callable[[], None]] = []
+        self._pending_files = self._all_files()
         self.is_new = False
-        """Made just now, and nothing was sent that may be recorded already."""
+        """This process created the run, so the server has no point of it that was not sent here."""
 
     @property
     def id(self) -> str:
@@ -53,21 +46,18 @@ class MlflowRun:
         return self._state.run_id
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the state, and write it."""
+        """Change fields of the state and write it."""
         self._state = replace(self._state, **changes)
         try:
             self._state.save(self._run_dir / STATE)
-        except OSError as error:  # a full disk: the server still knows the run by its key
+        except OSError as error:  # a full disk; the run can still be found by its key
             log.warning("%s not written: %s", STATE, error)
 
     def connect(self) -> MlflowStore:
-        """The server, with the run open and described."""
+        """The server, after the run was opened and described there."""
         if self._store is None:
-            server = resolve_server(self._request.server, self._run_dir)
-            if server is None:
-                raise UnavailableError("its credentials are not stored; set MLFLOW_TRACKING_URI")
-            self.update()  # the key, before a run is made with it
-            self._store = MlflowStore(server, artifact_location(server))
+            self.update()  # saves the key before a run is created with it
+            self._store = connect(self._request.server, self._run_dir)
         store = self._store
         if not self._is_open:
             if self._state.run_id is None:
@@ -75,13 +65,13 @@ class MlflowRun:
             elif not store.is_active(self._state.run_id):
                 raise RunGoneError(self._state.run_id)
             self._is_open = True
-            self._to_describe = self._description(store, self.id)
-        while self._to_describe:
+            self._pending_description = self._description(store, self.id)
+        while self._pending_description:  # one call at a time: a failure repeats only that one
             try:
-                self._to_describe[0]()
+                self._pending_description[0]()
             except RefusedError as error:
                 log.warning("tags or parameters not recorded: %s", error)
-            del self._to_describe[0]
+            del self._pending_description[0]
         return store
 
     def end(self) -> None:
@@ -90,25 +80,26 @@ class MlflowRun:
         store.set_tags(self.id, {"txl.status": self._state.status})
         store.set_status(self.id, RUN_STATUSES[self._state.status])
 
-    def keep_files(self, store: MlflowStore) -> None:
-        """Once, after the metrics: files may go to another store, and never hold these up."""
-        files, self._files = self._files, {}
+    def log_files(self, store: MlflowStore) -> None:
+        """Record the artifacts, once. Call it after the metrics, which must not wait for them."""
+        files, self._pending_files = self._pending_files, {}
         for name, path in files.items():
             try:
                 store.log_text(self.id, redact(path.read_text(encoding="utf-8")), name)
             except (OSError, ValueError, UnavailableError, RefusedError) as error:
+                # Not tried again: artifacts may be in a store that this host cannot reach at all.
                 log.warning("artifact %s not recorded: %s", name, error)
 
     def replace_deleted(self) -> None:
-        """Go on in a new run; someone deleted this one."""
-        log.warning("MLflow run %s is gone; starting a new one", self._state.run_id)
+        """Continue in a new run, because this one was deleted."""
+        log.warning("MLflow run %s was deleted; a new one replaces it", self._state.run_id)
         self._replace(experiment_id=None, parent_run_id=self._state.run_id)
 
     def replace_abandoned(self, step: int) -> None:
-        """Go on in a new run; this one has points from `step` on that training took back."""
+        """Continue in a new run, because this one has points from `step` on that are taken back."""
         log.warning(
-            "training went back behind step %d, which MLflow run %s has: that run is kept as a "
-            "child of a new one, which gets the whole journal",
+            "training resumed before step %d, which MLflow run %s has: a new run gets the whole "
+            "journal, and the old one becomes its child",
             step,
             self._state.run_id,
         )
@@ -116,34 +107,32 @@ class MlflowRun:
 
     def _replace(self, **changes: Any) -> None:
         self._is_open = False
-        self._files = self._all_files()
+        self._pending_files = self._all_files()
         self.update(key=uuid.uuid4().hex, run_id=None, **changes)
 
     def _first_state(self) -> TrackingState:
-        server = public_server(self._request.server)
+        server = self._request.without_secrets().server
         new_key = self._request.new_run_key
         state = TrackingState.load(self._run_dir / STATE)
-        old_run_id = state.run_id if state else None
-        # Another server knows nothing of the old run; training begun anew has other values.
+        # Another server does not have the old run, and training from step 0 has other values.
         if state is None or state.server != server or new_key not in (None, state.key):
             key = new_key or uuid.uuid4().hex
-            return TrackingState(key=key, server=server, parent_run_id=old_run_id)
+            parent = state.run_id if state else None
+            return TrackingState(key=key, server=server, parent_run_id=parent)
         return replace(state, delivered=False, status="running")
 
     def _find_or_create(self, store: MlflowStore) -> None:
-        experiment_id = self._state.experiment_id
-        if experiment_id is None:
-            experiment_id = store.experiment(self._request.experiment)
-            self._state = replace(self._state, experiment_id=experiment_id)
-        run_id = store.find_run(experiment_id, self._state.key)
-        if run_id is None:
+        experiment_id = self._state.experiment_id or store.experiment(self._request.experiment)
+        self._state = replace(self._state, experiment_id=experiment_id)
+        run_ids = store.runs_with_tag(experiment_id, "txl.key", self._state.key)
+        if not run_ids:
             tags = {"txl.key": self._state.key}
             if self._state.parent_run_id:
                 tags["txl.parent"] = self._state.parent_run_id
-            run_id = store.create_run(experiment_id, self._name, tags)
+            run_ids = [store.create_run(experiment_id, self._name, tags)]
             self.is_new = True
-        self.update(run_id=run_id)
-        log.info("MLflow run %s", run_id)
+        self.update(run_id=run_ids[0])
+        log.info("MLflow run %s", run_ids[0])
 
     def _description(self, store: MlflowStore, run_id: str) -> list[Callable[[], None]]:
         request = self._request
@@ -151,21 +140,24 @@ class MlflowRun:
             lambda: store.set_status(run_id, "RUNNING"),
             lambda: store.set_tags(run_id, {"txl.status": "running", **request.tags}),
             lambda: store.log_params(run_id, request.params),
-            lambda: self._file_abandoned(store),
+            lambda: self._adopt_abandoned(store),
         ]
 
-    def _file_abandoned(self, store: MlflowStore) -> None:
-        """Put the run that a rollback left, and whatever lies under it, under the present one."""
+    def _adopt_abandoned(self, store: MlflowStore) -> None:
+        """Make the run of before a rollback, and all its children, children of the present run.
+
+        All, because MLflow shows only one level of children.
+        """
         old, step = self._state.abandoned_run_id, self._state.abandoned_from_step
         experiment_id = self._state.experiment_id
         if old is None or experiment_id is None:
             return
         if store.is_active(old):
-            for child in store.children(experiment_id, old):
+            for child in store.runs_with_tag(experiment_id, "mlflow.parentRunId", old):
                 store.set_tags(child, {"mlflow.parentRunId": self.id})
             tags = {
                 "mlflow.parentRunId": self.id,
-                "txl.abandoned": f"from step {step} on; run {self.id} goes on from there",
+                "txl.abandoned": f"from step {step} on; continued in run {self.id}",
                 "txl.status": "abandoned",
             }
             store.set_tags(old, tags)

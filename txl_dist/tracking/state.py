@@ -1,8 +1,8 @@
-"""What the tracking processes tell each other: a request on a pipe, and the state in RUN.
+"""What the tracking processes exchange: a request over a pipe, and the state in the run directory.
 
-`TrackingRequest` is what training wants recorded; it reaches the sender on its standard input, in
-full, and RUN/logs/tracking-request.json, without secrets, for a later `--sync`. `TrackingState` is
-RUN/tracking.json: which MLflow run this directory is. Only the sender writes either file.
+`TrackingRequest`: what to record. Training sends it to the sender's standard input; a copy without
+secrets in RUN/logs/tracking-request.json serves a later `--sync`. `TrackingState`, in
+RUN/tracking.json: which MLflow run belongs to the run directory. Only the sender writes the files.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from data_pipeline.storage.atomic_files import write_file
-from txl_dist.config.redaction import HIDDEN, redact
+from txl_dist.config.redaction import redact
 
 STATE = "tracking.json"
 REQUEST = "logs/tracking-request.json"
@@ -28,15 +28,15 @@ RUN_STATUSES = {
     "diverged": "FAILED",
     "failed": "FAILED",
 }
-"""Our word for a run's end (tag `txl.status`) and MLflow's."""
+"""Our status of a run (tag `txl.status`) -> MLflow's, which has no word for a preemption."""
 
 
 class _JsonFile:
-    """A dataclass kept as one JSON file, replaced in one motion."""
+    """A dataclass in one JSON file."""
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """The file's content, or None if there is none that can be used."""
+        """The content of the file; None if it does not exist or is damaged."""
         try:
             return cls.from_json(path.read_bytes())
         except OSError:
@@ -44,101 +44,74 @@ class _JsonFile:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Self | None:
-        """The object of a JSON text; fields it knows nothing of are left out."""
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
+        """Ignores unknown fields, which a newer version may have written."""
         names = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        if not isinstance(content, dict):
-            return None
         try:
+            content = dict(json.loads(text))
             return cls(**{name: item for name, item in content.items() if name in names})
-        except TypeError:  # a field is missing
+        except (ValueError, TypeError):  # not JSON; not an object, or a required field is missing
             return None
 
     def to_json(self) -> str:
-        """One line."""
+        """JSON on one line."""
         return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
 
     def save(self, path: Path) -> None:
-        """Put the content at `path` in one step."""
+        """Replace the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, self.to_json().encode() + b"\n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingRequest(_JsonFile):
-    """What to record about a run, beside its metrics."""
+    """What to record about a run, except its metrics."""
 
     server: str | None
-    """MLflow URI; None is the SQLite file beside the run directories."""
+    """MLflow URI; None: the SQLite file mlflow.db in the parent of the run directory."""
     experiment: str
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     data_manifest: str | None = None
-    """File to keep as an artifact."""
+    """Path of a file to record as an artifact."""
     new_run_key: str | None = None
-    """Set where training begins anew: go on in the MLflow run of this key, not in an older one."""
+    """Set if training starts without a checkpoint: use the MLflow run with this key, not the
+    previous one of the run directory. A restarted sender finds the same run by it."""
 
     def without_secrets(self) -> "TrackingRequest":
-        return dataclasses.replace(self, server=public_server(self.server))
+        """A copy without the credentials in the server URI."""
+        return dataclasses.replace(self, server=self.server and redact(self.server))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingState(_JsonFile):
-    """Which MLflow run a run directory is."""
+    """Which MLflow run belongs to a run directory."""
 
     key: str
-    """Tag `txl.key` of the MLflow run: found again even if the answer to its creation was lost."""
+    """Tag `txl.key` of the MLflow run. Finds the run if the response to its creation was lost."""
     server: str | None
     """As in the request, without credentials."""
     run_id: str | None = None
     experiment_id: str | None = None
     parent_run_id: str | None = None
-    """The MLflow run this one goes on from, if that one was deleted or is on another server."""
+    """The previous MLflow run, if it was deleted, is on another server or was started over."""
     abandoned_run_id: str | None = None
-    """The MLflow run this one replaces after a rollback, until it is filed as a child of this."""
+    """The MLflow run that this one replaces after a rollback, until it is made a child of it."""
     abandoned_from_step: int | None = None
-    """The first step of it that the journal no longer has."""
+    """The first step in the abandoned run that the journal no longer has."""
     status: str = "running"
     sent_step: int | None = None
-    """The last step sent. For people: what was recorded is asked from the server."""
+    """The last step sent. For display only; the delivery queries the server."""
     delivered: bool = False
-    """Whether everything in the journal was there when the run ended."""
-
-
-def public_server(server: str | None) -> str | None:
-    """The URI without its credentials."""
-    return None if server is None else redact(server)
-
-
-def resolve_server(server: str | None, run_dir: Path) -> str | None:
-    """The URI to connect to; None if its credentials are gone and the environment has none."""
-    if server is None:
-        return f"sqlite:///{run_dir.resolve().parent / 'mlflow.db'}"
-    if HIDDEN in server:
-        return os.environ.get("MLFLOW_TRACKING_URI")
-    return server
-
-
-def artifact_location(server: str) -> str | None:
-    """Where artifacts of a new experiment go: beside an SQLite file; else the server decides."""
-    if not server.startswith("sqlite:///"):
-        return None
-    database = Path(server.removeprefix("sqlite:///").split("?")[0])
-    return (database.resolve().parent / "mlartifacts").as_uri()
+    """Whether the run ended and the server has every point of the journal."""
 
 
 def as_text(value: Any) -> str:
-    """A setting as MLflow stores it."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+    """A setting as text, which is all that MLflow parameters can hold."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, in which a child finds this very package."""
+    """The environment of this process; a child process imports this same copy of the package."""
     package_root = str(Path(__file__).resolve().parents[2])
     search_path = filter(None, [package_root, os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}

@@ -1,7 +1,7 @@
-"""Tracker: training's side of the tracking. Starts the sender, and tells it how the run ended.
+"""Tracker: the part of tracking in rank 0. Starts the sender and sends it the status of the end.
 
-Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and a process
-of its own carries them on (`sender.py`). Whatever fails is warned of once in the training log.
+Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and another
+process sends them (`sender.py`). The training log gets one warning for each kind of failure.
 """
 
 import logging
@@ -10,10 +10,8 @@ import sys
 import threading
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from txl_dist.errors import DivergedError, PreemptedError
@@ -31,23 +29,25 @@ if TYPE_CHECKING:
     from txl_dist.config.run_config import RunConfig
 
 CLOSE_SECONDS = 5.0
-"""How long the end of a run waits for the sender, which goes on by itself after that."""
+"""How long the end of a run waits for the sender, which then continues without training."""
 MAX_STARTS = 4
-"""A sender that dies is started again this often less one."""
+"""The sender is started at most this often: the first time, and again whenever it dies."""
 
 log = logging.getLogger("txl_dist.tracking")
 
 
 class Tracker:
-    """The tracking of one run, from rank 0. A context manager whose exit tells how the run ended.
+    """The tracking of one run. A context manager; its exit sends the final status to the sender.
 
-    Start it after the journal was cut back to the checkpoint (`MetricsJournal.truncate_after`).
+    Start it after `MetricsJournal.truncate_after`, so that it does not send lines that a resume
+    takes back.
     """
 
     def __init__(self, run_dir: Path, request: TrackingRequest | None) -> None:
         self._run_dir = run_dir
         self._request = request
         self._lock = threading.Lock()
+        """Guards `_process` and `_status`: `close` may run while a sender is being restarted."""
         self._process: subprocess.Popen[bytes] | None = None
         self._status: str | None = None
         self._thread = threading.Thread(target=self._supervise, name="tracking", daemon=True)
@@ -62,16 +62,15 @@ class Tracker:
         tags: Mapping[str, str] | None = None,
         new_run: bool = False,
     ) -> Self:
-        """Begin sending RUN/metrics.jsonl, at once and in the background. Never raises.
+        """Start to send RUN/metrics.jsonl in the background. Returns immediately; never raises.
 
-        `tags` are recorded as `txl.<name>`. A run directory tracked before goes on in its MLflow
-        run; `new_run` begins another there, for training that does not go on from a checkpoint.
+        `tags` are recorded as `txl.<name>`. A run directory that was tracked before continues its
+        MLflow run; with `new_run` (training without a checkpoint) it gets a new one.
         """
         try:
-            enabled = config.tracking.enabled
-            request = _request(run_dir, config, data_manifest, tags or {}) if enabled else None
-            if request is not None and new_run:
-                request = replace(request, new_run_key=uuid.uuid4().hex)
+            request = None
+            if config.tracking.enabled:
+                request = _request(run_dir, config, data_manifest, tags or {}, new_run=new_run)
             tracker = cls(run_dir, request)
             if request is not None:
                 tracker._thread.start()
@@ -82,21 +81,21 @@ class Tracker:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run, once there is one."""
+        """The id of the MLflow run; None until the sender has created it."""
         state = TrackingState.load(self._run_dir / STATE) if self._request else None
         return state.run_id if state else None
 
     def close(self, status: str, *, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Say how the run ended: finished, preempted, diverged, failed or interrupted.
+        """Report how the run ended: finished, preempted, diverged, failed or interrupted.
 
-        Waits at most `timeout_seconds` for the delivery of the rest; the sender then goes on alone
-        for a bounded time. Never raises; only the first call counts.
+        Waits at most `timeout_seconds` for the delivery; after that the sender continues for a
+        bounded time. Never raises. Only the first call has an effect.
         """
         with self._lock:
             if self._status is not None or self._request is None:
                 return
             self._status = status
-            self._tell_end()
+            self._send_status()
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             log.info("tracking: the rest is sent in the background")
@@ -104,15 +103,10 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(_status_of(error))
 
-    # --- in the background ----------------------------------------------------------------------
+    # --- in the background thread ---------------------------------------------------------------
 
     def _supervise(self) -> None:
         try:
@@ -120,19 +114,22 @@ class Tracker:
                 code = self._run_sender()
                 if code == EXIT_UNDELIVERED:
                     log.warning(
-                        "tracking: not everything was delivered; it is in metrics.jsonl. Later: %s",
+                        "tracking: not everything was delivered; it is in metrics.jsonl. "
+                        "To send it later: %s",
                         sync_command(self._run_dir),
                     )
                 if code in (0, EXIT_UNDELIVERED):
                     return
             log.warning("tracking: the sender failed %d times; see %s", MAX_STARTS, LOG)
-        except Exception as error:  # tracking never hurts
+        except Exception as error:
             log.warning("tracking is off: %s: %s", type(error).__name__, error)
 
     def _run_sender(self) -> int:
-        """One sender, from its start to its end; its notices go to the training log."""
+        """Start a sender and wait for its end. Its notices go to the training log."""
         assert self._request is not None
-        with _spawn(self._run_dir) as process:
+        # Two threads write to the pipe. `close` writes only after `_process` is set, so the request
+        # is always the first line.
+        with _start_sender(self._run_dir) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -142,23 +139,23 @@ class Tracker:
             with self._lock:
                 self._process = process
                 if self._status is not None:
-                    self._tell_end()
+                    self._send_status()
             for line in process.stdout:
                 log.warning("tracking: %s", line.decode(errors="replace").strip())
             return process.wait()
 
-    def _tell_end(self) -> None:
-        """With the lock held."""
+    def _send_status(self) -> None:
+        """Called with the lock held."""
         if self._process is None or self._process.stdin is None:
-            return  # it is being started, and is told when it runs
+            return  # it is being started; _run_sender calls this again
         try:
             self._process.stdin.write(f"end {self._status}\n".encode())
             self._process.stdin.close()
-        except (OSError, ValueError):  # ValueError: closed
-            log.debug("the sender died before the end; the next one is told")
+        except (OSError, ValueError):  # it died; ValueError: and its pipe was closed
+            log.debug("the sender died before the end; the next one gets the status")
 
 
-def _spawn(run_dir: Path) -> subprocess.Popen[bytes]:
+def _start_sender(run_dir: Path) -> subprocess.Popen[bytes]:
     log_path = run_dir / LOG
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log_file:
@@ -169,12 +166,17 @@ def _spawn(run_dir: Path) -> subprocess.Popen[bytes]:
             stderr=log_file,
             bufsize=0,
             env=child_environment(),
-            start_new_session=True,  # Ctrl-C and a job's SIGTERM are for training
+            start_new_session=True,  # Ctrl-C and a job's SIGTERM must reach only training
         )
 
 
 def _request(
-    run_dir: Path, config: "RunConfig", data_manifest: Path | None, tags: Mapping[str, str]
+    run_dir: Path,
+    config: "RunConfig",
+    data_manifest: Path | None,
+    tags: Mapping[str, str],
+    *,
+    new_run: bool,
 ) -> TrackingRequest:
     from txl_dist.config.config_file import flatten_config
 
@@ -188,6 +190,7 @@ def _request(
             **{f"txl.{name}": value for name, value in tags.items()},
         },
         data_manifest=str(data_manifest.resolve()) if data_manifest else None,
+        new_run_key=uuid.uuid4().hex if new_run else None,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.settings import PrepareSettings
 from tests.txl_dist.checkpoint import saving
-from tests.txl_dist.convert.sources import run_txl
+from tests.txl_dist.convert.example_files import run_txl
 from txl_dist.convert.single_file import write_exported
 from txl_dist.errors import DataError
 from txl_dist.model.transformer_xl import TransformerXL

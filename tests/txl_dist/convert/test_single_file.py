@@ -1,4 +1,4 @@
-"""Export and import as commands: what is written is what was read, whole or not at all."""
+"""Export and import as commands: the written model equals the read one, complete or not at all."""
 
 import json
 from pathlib import Path
@@ -10,19 +10,19 @@ from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.replayed_models import OWN_HF, golden_files, hf_directories, original_arguments
 from tests.support.small_models import small_model
 from tests.txl_dist.checkpoint import saving
-from tests.txl_dist.convert.sources import hf_copy, hf_weights, run_txl
+from tests.txl_dist.convert.example_files import hf_copy, hf_weights, run_txl
+from txl_dist.convert.formats import read_model
 from txl_dist.convert.single_file import load_exported, write_exported
-from txl_dist.convert.sources import read_model
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 
 
-def assert_same(found: TransformerXL, expected: TransformerXL) -> None:
-    assert found.config == expected.config
-    assert found.state_dict().keys() == expected.state_dict().keys()
+def assert_same(model: TransformerXL, expected: TransformerXL) -> None:
+    assert model.config == expected.config
+    assert model.state_dict().keys() == expected.state_dict().keys()
     for name, weight in expected.state_dict().items():
-        assert torch.equal(found.state_dict()[name], weight), name
-    assert all(parameter.requires_grad for parameter in found.parameters())
+        assert torch.equal(model.state_dict()[name], weight), name
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 SOURCES = [
@@ -33,21 +33,21 @@ SOURCES = [
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_import_and_import_again(source: Path, tmp_path: Path) -> None:
-    for given, out in [(source, tmp_path / "once"), (tmp_path / "once", tmp_path / "twice")]:
-        code, told = run_txl("import", given, "--out", out, "--json")
-        assert (code, json.loads(told)["out"]) == (0, str(out))
+    for source_path, out in [(source, tmp_path / "once"), (tmp_path / "once", tmp_path / "twice")]:
+        code, output = run_txl("import", source_path, "--out", out, "--json")
+        assert (code, json.loads(output)["out"]) == (0, str(out))
         loaded, tokenizer = load_exported(out)
         assert_same(loaded, read_model(source)[0])
         assert tokenizer is None
         assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
 
 
-@pytest.mark.parametrize("given", ["run", "run/checkpoints/step-00000002"])
-def test_export_of_a_checkpoint_or_a_run(given: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["run", "run/checkpoints/step-00000002"])
+def test_export_of_a_checkpoint_or_a_run(source: str, tmp_path: Path) -> None:
     for step in (1, 2):
         saving.save(tmp_path / "run", step=step)
-    code, told = run_txl("export", tmp_path / given, "--out", tmp_path / "out")
-    assert code == 0, told
+    code, output = run_txl("export", tmp_path / source, "--out", tmp_path / "out")
+    assert code == 0, output
     loaded, tokenizer = load_exported(tmp_path / "out")
     assert_same(loaded, saving.model(2))
     assert tokenizer is not None
@@ -58,17 +58,17 @@ def test_export_of_a_checkpoint_or_a_run(given: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["import", "export"])
 def test_a_missing_source(command: str, tmp_path: Path) -> None:
-    code, told = run_txl(command, tmp_path / "nowhere", "--out", tmp_path / "out")
+    code, output = run_txl(command, tmp_path / "nowhere", "--out", tmp_path / "out")
     assert code == 4
-    assert "does not exist; give a" in told
+    assert "does not exist; give a" in output
     assert not (tmp_path / "out").exists()
 
 
-def test_import_of_a_run_says_which_command_it_is(tmp_path: Path) -> None:
+def test_import_of_a_run_names_the_right_command(tmp_path: Path) -> None:
     saving.save(tmp_path / "run", step=1)
-    code, told = run_txl("import", tmp_path / "run", "--out", tmp_path / "out")
+    code, output = run_txl("import", tmp_path / "run", "--out", tmp_path / "out")
     assert code == 4
-    assert f"txl export {tmp_path / 'run'}" in told
+    assert f"txl export {tmp_path / 'run'}" in output
 
 
 def test_exit_codes_of_bad_weights_and_bad_configs(tmp_path: Path) -> None:
@@ -81,11 +81,11 @@ def test_exit_codes_of_bad_weights_and_bad_configs(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    code, told = run_txl("import", OWN_HF, "--out", tmp_path)
+    code, output = run_txl("import", OWN_HF, "--out", tmp_path)
     assert code == 2
-    assert "not empty" in told
+    assert "not empty" in output
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -98,7 +98,7 @@ def test_a_diverged_model_is_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 100, -1])
-def test_one_flipped_bit_of_the_weights_is_found(position: int, tmp_path: Path) -> None:
+def test_one_flipped_bit_of_the_weights_is_detected(position: int, tmp_path: Path) -> None:
     write_exported(tmp_path, small_model(), None)
     path = tmp_path / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -128,6 +128,6 @@ def test_an_edited_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["import", "export"])
 def test_help_has_an_example(command: str) -> None:
-    code, told = run_txl(command, "--help")
+    code, output = run_txl(command, "--help")
     assert code == 0
-    assert f"Example: txl {command} " in " ".join(told.replace("│", " ").split())
+    assert f"Example: txl {command} " in " ".join(output.replace("│", " ").split())

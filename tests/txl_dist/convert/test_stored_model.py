@@ -1,4 +1,4 @@
-"""`txl eval` and `txl generate` take a model however it was stored, and only data that fits it."""
+"""`txl eval` and `txl generate` read a model in either format, and only data of its tokenizer."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.replayed_models import OWN_HF
 from tests.txl_dist.checkpoint import saving
-from tests.txl_dist.convert.sources import run_txl
+from tests.txl_dist.convert.example_files import run_txl
 from txl_dist.convert.single_file import Reading, describe_exported, write_exported
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError
@@ -47,26 +47,26 @@ def exported(run: Path, tmp_path: Path) -> Path:
     return tmp_path / "exported"
 
 
-def asked(*words: object) -> dict[str, Any]:
-    """What a command answers as JSON, less where the model lies."""
-    code, told = run_txl(*words)
-    assert code == 0, told
-    answer = json.loads(told)
-    answer.pop("checkpoint")
-    return answer
+def json_of(*words: object) -> dict[str, Any]:
+    """The JSON that a command prints, without the path of the model."""
+    code, output = run_txl(*words)
+    assert code == 0, output
+    result = json.loads(output)
+    result.pop("checkpoint")
+    return result
 
 
 @pytest.mark.parametrize("options", [(), ("--mem-len", 3, "--clamp-len", 2), ("--same-length",)])
 def test_an_export_scores_as_its_checkpoint(
     run: Path, exported: Path, dataset: Path, options: tuple[object, ...]
 ) -> None:
-    checkpoint = asked("eval", run, dataset, "--json", *options)
+    checkpoint = json_of("eval", run, dataset, "--json", *options)
     assert checkpoint["tgt_len"] == 4
-    assert asked("eval", exported, dataset, "--json", *options) == checkpoint
+    assert json_of("eval", exported, dataset, "--json", *options) == checkpoint
 
 
 def test_an_export_writes_as_its_checkpoint(run: Path, exported: Path) -> None:
-    assert asked("generate", exported, *TEXT) == asked("generate", run, *TEXT)
+    assert json_of("generate", exported, *TEXT) == json_of("generate", run, *TEXT)
 
 
 def test_an_export_imported_again_reads_text_as_before(exported: Path, tmp_path: Path) -> None:
@@ -76,43 +76,43 @@ def test_an_export_imported_again_reads_text_as_before(exported: Path, tmp_path:
     assert (after.config, after.weights_sha256) == (before.config, before.weights_sha256)
 
 
-def test_without_a_tokenizer_the_datas_is_taken(
+def test_a_model_without_a_tokenizer_uses_that_of_the_data(
     exported: Path, dataset: Path, tmp_path: Path
 ) -> None:
     write_exported(tmp_path / "bare", saving.model(2), None)
-    bare = asked("eval", tmp_path / "bare", dataset, "--json", "--mem-len", 0)
-    given = ("--json", "--mem-len", 0, "--tgt-len", bare["tgt_len"])
+    bare = json_of("eval", tmp_path / "bare", dataset, "--json", "--mem-len", 0)
+    options = ("--json", "--mem-len", 0, "--tgt-len", bare["tgt_len"])
     assert bare["reset"] == "stream"
-    assert asked("eval", exported, dataset, *given)["bytes_scored"] == bare["bytes_scored"]
+    assert json_of("eval", exported, dataset, *options)["bytes_scored"] == bare["bytes_scored"]
 
 
-def test_text_needs_a_tokenizer_which_can_be_put_there(run: Path, tmp_path: Path) -> None:
+def test_text_needs_a_tokenizer_which_can_be_copied(run: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     write_exported(bare, saving.model(2), None)
-    code, told = run_txl("generate", bare, *TEXT)
-    assert (code, "tokenizer.json" in told) == (4, True)
+    code, output = run_txl("generate", bare, *TEXT)
+    assert (code, "tokenizer.json" in output) == (4, True)
     (bare / "tokenizer.json").write_text(ByteTokenizer().to_json())
-    assert asked("generate", bare, *TEXT)["text"]
+    assert json_of("generate", bare, *TEXT)["text"]
 
 
 @pytest.mark.parametrize("vocab_size", [256, 258])
 def test_data_of_another_vocabulary(dataset: Path, tmp_path: Path, vocab_size: int) -> None:
     config = replace(saving.CONFIG, vocab_size=vocab_size)
     write_exported(tmp_path / "bare", TransformerXL(config), None)
-    code, told = run_txl("eval", tmp_path / "bare", dataset)
+    code, output = run_txl("eval", tmp_path / "bare", dataset)
     assert code == 3
-    assert "vocab_size=257" in told
-    assert f"vocab_size={vocab_size}" in told
+    assert "vocab_size=257" in output
+    assert f"vocab_size={vocab_size}" in output
 
 
 def test_data_of_another_tokenizer(exported: Path, dataset: Path, tmp_path: Path) -> None:
     other = shutil.copytree(dataset, tmp_path / "other")
     manifest = load_manifest(other).model_copy(update={"tokenizer_digest": "f" * 64})
     (other / "manifest.json").write_bytes(manifest.to_bytes())
-    code, told = run_txl("eval", exported, other)
+    code, output = run_txl("eval", exported, other)
     assert code == 3
-    assert ByteTokenizer().digest in told
-    assert "f" * 64 in told
+    assert ByteTokenizer().digest in output
+    assert "f" * 64 in output
 
 
 def test_a_tokenizer_of_another_size_than_its_model(dataset: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_tokenizer_of_another_size_than_its_model(dataset: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])
-def test_foreign_weights_have_to_be_imported_first(command: str, dataset: Path) -> None:
-    code, told = run_txl(command, OWN_HF, *([dataset] if command == "eval" else TEXT))
+def test_weights_of_other_programs_have_to_be_imported_first(command: str, dataset: Path) -> None:
+    code, output = run_txl(command, OWN_HF, *([dataset] if command == "eval" else TEXT))
     assert code == 4
-    assert f"txl import {OWN_HF}" in told
+    assert f"txl import {OWN_HF}" in output

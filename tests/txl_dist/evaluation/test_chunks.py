@@ -1,4 +1,4 @@
-"""Chunks: every target in one of them, warm enough, on the grid, and not wasteful."""
+"""Chunks: every target is in one of them, the context is long enough, and costs a bounded share."""
 
 import itertools
 
@@ -24,19 +24,19 @@ shapes = st.fixed_dictionaries(
         "mode": st.sampled_from(["exact", "fast"]),
     }
 )
-quickly = examples(150)
+few_examples = examples(150)
 
 
-def warm_tokens(shape: dict) -> int:
-    """ceil(mem_len / tgt_len) segments a layer, or one layer's in `fast` mode."""
+def context_tokens(shape: dict) -> int:
+    """ceil(mem_len / tgt_len) segments per layer, or those of one layer in `fast` mode."""
     memory_segments = -(-shape["mem_len"] // shape["tgt_len"])
     layers = shape["n_layer"] if shape["mode"] == "exact" else 1
     return layers * memory_segments * shape["tgt_len"]
 
 
-@quickly
+@few_examples
 @given(shape=shapes)
-def test_the_pieces_score_every_target_exactly_once_in_order(shape: dict) -> None:
+def test_the_chunks_score_every_target_exactly_once_in_order(shape: dict) -> None:
     chunks = plan_chunks(**shape)
     assert chunks[0].start == 0
     assert chunks[-1].stop == shape["num_targets"]
@@ -44,49 +44,49 @@ def test_the_pieces_score_every_target_exactly_once_in_order(shape: dict) -> Non
     assert all(chunk.start < chunk.stop for chunk in chunks)
 
 
-@quickly
+@few_examples
 @given(shape=shapes)
-def test_all_but_the_end_lies_on_the_grid_of_segments(shape: dict) -> None:
+def test_chunks_and_contexts_start_at_segment_boundaries(shape: dict) -> None:
     for chunk in plan_chunks(**shape):
         assert chunk.start % shape["tgt_len"] == chunk.context_start % shape["tgt_len"] == 0
 
 
-@quickly
+@few_examples
 @given(shape=shapes)
-def test_a_warm_up_reaches_back_through_every_layer_or_to_the_start(shape: dict) -> None:
+def test_a_context_covers_every_layer_or_begins_at_the_start(shape: dict) -> None:
     for chunk in plan_chunks(**shape):
-        assert chunk.context_start == max(0, chunk.start - warm_tokens(shape))
+        assert chunk.context_start == max(0, chunk.start - context_tokens(shape))
 
 
-@quickly
+@few_examples
 @given(shape=shapes, document_tokens=st.integers(1, 3000))
-def test_it_goes_no_further_than_the_segment_of_the_documents_start(
+def test_a_context_begins_no_earlier_than_the_segment_of_the_document_start(
     shape: dict, document_tokens: int
 ) -> None:
-    asked = []
+    positions = []
 
     def document_start(position: int) -> int:
-        asked.append(position)
+        positions.append(position)
         return position // document_tokens * document_tokens
 
     for chunk in plan_chunks(**shape, document_start=document_start):
         first = document_start(chunk.start) // shape["tgt_len"] * shape["tgt_len"]
-        expected = max(0, first, chunk.start - warm_tokens(shape))
+        expected = max(0, first, chunk.start - context_tokens(shape))
         assert chunk.context_start == min(chunk.start, expected)
-    assert max(asked) < shape["num_targets"]
+    assert max(positions) < shape["num_targets"]
 
 
-@quickly
+@few_examples
 @given(shape=shapes)
-def test_warm_up_never_costs_more_than_its_share(shape: dict) -> None:
+def test_the_context_never_costs_more_than_its_share(shape: dict) -> None:
     assert 0 <= overhead(plan_chunks(**shape)) <= 1 / MIN_CONTEXTS_PER_CHUNK
 
 
-def test_the_overhead_is_warm_up_over_scored() -> None:
+def test_the_overhead_is_context_over_scored() -> None:
     assert overhead([EvaluationChunk(0, 0, 30), EvaluationChunk(20, 30, 50)]) == 10 / 50
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_a_split_without_targets_is_refused(mode: Mode) -> None:
+def test_a_split_without_targets_is_rejected(mode: Mode) -> None:
     with pytest.raises(ValueError, match="num_targets=0"):
         plan_chunks(num_targets=0, tgt_len=4, mem_len=4, n_layer=2, mode=mode)

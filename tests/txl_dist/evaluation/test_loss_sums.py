@@ -1,4 +1,4 @@
-"""Loss sums: added up anywhere, divided once."""
+"""Loss sums: added in any grouping, divided once."""
 
 import math
 
@@ -50,13 +50,13 @@ def test_a_short_batch_counts_by_its_tokens() -> None:
     assert sums.bits_per_byte == pytest.approx(7 / 3 / math.log(2))
 
 
-def test_a_uniform_guess_among_256_bytes_is_8_bits_a_byte_and_perplexity_256() -> None:
+def test_a_uniform_guess_among_256_bytes_is_8_bits_per_byte_and_perplexity_256() -> None:
     sums = LossSums(nats=10 * math.log(256), num_tokens=10, num_bytes=10)
     assert sums.bits_per_byte == pytest.approx(8)
     assert sums.perplexity == pytest.approx(256)
 
 
-def test_an_endless_perplexity_is_infinity_not_an_error() -> None:
+def test_a_perplexity_beyond_the_range_of_a_float_is_infinity() -> None:
     assert LossSums(nats=800.0, num_tokens=1).perplexity == math.inf
 
 

@@ -86,7 +86,7 @@ def load(path: Path, attention: str) -> Golden:
     arrays = read_arrays(path)
     given = original_arguments(path)
     encoding = ENCODINGS[given.get("attn_type", 0)]
-    config = original_config(given | {"attn_type": 0}, where=str(path))
+    config = original_config(given | {"attn_type": 0}, origin=str(path))
     if encoding == "shaw":  # as many distances as the original's table has rows
         config = replace(config, clamp_len=len(arrays["sd/r_emb"][0]) - 1)
     config = replace(config, distance_encoding=encoding, attention=attention)

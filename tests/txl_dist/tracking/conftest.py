@@ -1,5 +1,5 @@
-"""A real MLflow for every test: SQLite files copied from one migrated template, and MLflow's own
-server application with faults put in front of it."""
+"""A real MLflow for every test: SQLite files copied from one template, and MLflow's own server
+application with injected faults."""
 
 import io
 import json
@@ -26,13 +26,13 @@ START = 1_700_000_000.0
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow database; making one takes seconds, copying it does not."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowStore(f"sqlite:///{path}", None)
+    MlflowStore(f"sqlite:///{path}")
     return path
 
 
 @pytest.fixture
 def run_dir(template: Path, tmp_path: Path) -> Path:
-    """An empty run directory with the default tracking database beside it."""
+    """An empty run directory, with the default tracking database in its parent."""
     shutil.copy(template, tmp_path / "mlflow.db")
     path = tmp_path / "run"
     path.mkdir()
@@ -40,13 +40,13 @@ def run_dir(template: Path, tmp_path: Path) -> Path:
 
 
 class MlflowServer:
-    """MLflow's server on 127.0.0.1, in this process, that can misbehave."""
+    """MLflow's server on 127.0.0.1, in this process, with faults on request."""
 
     def __init__(self, app: Any, database: Path) -> None:
         self.database = database
         self._app = app
         self.fault: Callable[[str, bytes], str] | None = None
-        """(path, body) -> "" | "500" | "401" | "400" | "lost answer" | "swallow"."""
+        """(path, body) -> "" | "500" | "401" | "400" | "lost response" | "swallow"."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -54,7 +54,7 @@ class MlflowServer:
         self._server: Any = None
 
     def open(self) -> None:
-        """Begin to listen; before, the port refuses."""
+        """Start to listen; until then connections are refused."""
         from werkzeug.serving import WSGIRequestHandler, make_server
 
         class Quiet(WSGIRequestHandler):
@@ -62,7 +62,7 @@ class MlflowServer:
                 pass
 
         self._server = make_server(
-            "127.0.0.1", self.port, self._answer, threaded=True, request_handler=Quiet
+            "127.0.0.1", self.port, self._respond, threaded=True, request_handler=Quiet
         )
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -71,14 +71,14 @@ class MlflowServer:
             self._server.shutdown()
             self._server.server_close()
 
-    def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
+    def _respond(self, environ: dict[str, Any], start_response: Any) -> Any:
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         environ["wsgi.input"] = io.BytesIO(body)
         fault = self.fault(environ["PATH_INFO"], body) if self.fault else ""
-        if fault in ("", "lost answer"):
-            answer = b"".join(self._app(environ, start_response if not fault else _ignore))
+        if fault in ("", "lost response"):
+            response = b"".join(self._app(environ, start_response if not fault else _ignore))
             if not fault:
-                return [answer]
+                return [response]
         if fault == "swallow":
             start_response("200 OK", [("Content-Type", "application/json")])
             return [b"{}"]
@@ -115,7 +115,7 @@ def server(server_app: tuple[Any, Path]) -> Iterator[MlflowServer]:
 
 
 def write_steps(run_dir: Path, steps: range, *, since: float = START, **metrics: float) -> None:
-    """Journal one line a step, as training does."""
+    """Write one journal line per step, as training does."""
     with MetricsJournal(run_dir / "metrics.jsonl") as journal:
         for step in steps:
             line = {"step": step, "tokens": step * 10, "time": since + step, "loss": 1 / (1 + step)}
@@ -151,7 +151,7 @@ def status_of(database: Path, run_id: str) -> str:
 
 
 def run_id_of(run_dir: Path) -> str:
-    """The MLflow run that a run directory is sent to now."""
+    """The current MLflow run of a run directory."""
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
     assert state.run_id is not None

@@ -1,4 +1,4 @@
-"""The journal: whole lines, whatever happens to the process or the disk."""
+"""The journal: complete lines after a kill and after a full disk."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ def _steps(path: Path) -> list[int]:
 
 
 @given(num_lines=st.integers(1, 6), data=st.data())
-def test_a_journal_torn_at_any_byte_keeps_its_whole_lines_and_goes_on(
+def test_a_journal_cut_at_any_byte_keeps_its_complete_lines_and_continues(
     num_lines: int, data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -34,13 +34,13 @@ def test_a_journal_torn_at_any_byte_keeps_its_whole_lines_and_goes_on(
         with MetricsJournal(path) as journal:
             journal.write({"step": 100, "tokens": 1, "time": 2.0})
 
-        # A line cut just before its line end is whole as well.
+        # A line that lacks only its line end is complete as well.
         num_kept = whole[:cut].count(b"\n") + (whole[cut : cut + 1] == b"\n")
         assert _steps(path) == [*range(num_kept), 100]
         assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-def test_steps_taken_back_move_aside_and_each_step_stays_once(tmp_path: Path) -> None:
+def test_truncated_steps_are_kept_elsewhere_and_each_step_is_there_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsJournal(path) as journal:
         for step in range(1, 8):
@@ -58,16 +58,16 @@ def test_values_that_json_lacks_are_written_as_valid_json_and_read_back(tmp_path
     with MetricsJournal(path) as journal:
         journal.write({"step": 1, "tokens": 2, "time": 3.0, **values})
 
-    def refuse(constant: str) -> float:
+    def reject(constant: str) -> float:
         raise AssertionError(constant)
 
-    json.loads(path.read_text(), parse_constant=refuse)
+    json.loads(path.read_text(), parse_constant=reject)
     (line,) = read_metrics(path)
     assert math.isnan(line.pop("c"))
     assert line == {"step": 1, "tokens": 2, "time": 3.0, "a": math.inf, "b": -math.inf, "d": 1e-300}
 
 
-def test_a_full_disk_is_warned_of_once_and_no_line_is_lost(
+def test_a_full_disk_causes_one_warning_and_no_line_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -85,7 +85,7 @@ def test_a_full_disk_is_warned_of_once_and_no_line_is_lost(
     assert len(caplog.records) == 1
 
 
-def test_lines_that_are_no_objects_are_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'{"step": 1}\n\0\0\0\n[1]\n{"step": "x"}\n{"step": 2}\n' + b"[" * 9999 + b"\n"

@@ -41,12 +41,12 @@ def _journalled(run_dir: Path) -> list[tuple[str, int, int, float]]:
     )
 
 
-def _go_back(run_dir: Path, step: int) -> None:
+def _roll_back(run_dir: Path, step: int) -> None:
     with MetricsJournal(run_dir / "metrics.jsonl") as journal:
         journal.truncate_after(step)
 
 
-def test_a_rollback_goes_on_in_a_new_run_that_equals_the_journal(run_dir: Path) -> None:
+def test_a_rollback_continues_in_a_new_run_that_equals_the_journal(run_dir: Path) -> None:
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 41), gradient=2.0)
     delivery_for(run_dir).pump()  # killed here, without an end
@@ -54,12 +54,12 @@ def test_a_rollback_goes_on_in_a_new_run_that_equals_the_journal(run_dir: Path) 
     evaluation = MlflowClient(f"sqlite:///{database}").create_run(
         "1", tags={"mlflow.parentRunId": first}
     )
-    _go_back(run_dir, 30)
+    _roll_back(run_dir, 30)
     write_steps(run_dir, range(31, 51), since=START + 1000, gradient=3.0)
 
     delivery = delivery_for(run_dir)
     delivery.pump()
-    delivery.ends_with("finished")
+    delivery.set_end_status("finished")
     delivery.finish()
 
     second = run_id_of(run_dir)
@@ -69,82 +69,82 @@ def test_a_rollback_goes_on_in_a_new_run_that_equals_the_journal(run_dir: Path) 
     assert status_of(database, first) == "KILLED"
     abandoned = tags_of(database, first)
     assert abandoned["mlflow.parentRunId"] == second
-    assert abandoned["txl.abandoned"] == f"from step 31 on; run {second} goes on from there"
+    assert abandoned["txl.abandoned"] == f"from step 31 on; continued in run {second}"
     assert abandoned["mlflow.runName"] == "run (abandoned from step 31)"
     assert tags_of(database, evaluation.info.run_id)["mlflow.parentRunId"] == second
 
 
-def test_the_runs_of_several_rollbacks_all_lie_under_the_newest(run_dir: Path) -> None:
+def test_the_runs_of_several_rollbacks_are_all_children_of_the_newest(run_dir: Path) -> None:
     database = run_dir.parent / "mlflow.db"
-    for attempt, last in enumerate((40, 35, 50)):
-        write_steps(run_dir, range(1 + 10 * attempt, last + 1), since=START + 1000 * attempt)
+    for rollback, last in enumerate((40, 35, 50)):
+        write_steps(run_dir, range(1 + 10 * rollback, last + 1), since=START + 1000 * rollback)
         delivery_for(run_dir).pump()
         if last != 50:
-            _go_back(run_dir, 10 * (attempt + 1))
+            _roll_back(run_dir, 10 * (rollback + 1))
     newest = run_id_of(run_dir)
     assert _curves(database, newest) == _journalled(run_dir)
     others = [run_id for run_id in run_ids(database) if run_id != newest]
     assert [tags_of(database, run_id)["mlflow.parentRunId"] for run_id in others] == [newest] * 2
 
 
-def test_a_resume_that_loses_no_point_goes_on_in_the_same_run(run_dir: Path) -> None:
+def test_a_resume_that_loses_no_point_continues_the_same_run(run_dir: Path) -> None:
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 31))
     delivery_for(run_dir, params={"lr": "1"}).pump()
-    MlflowClient(f"sqlite:///{database}").log_metric(run_id_of(run_dir), "by hand", 1.0, step=99)
-    _go_back(run_dir, 30)
+    MlflowClient(f"sqlite:///{database}").log_metric(run_id_of(run_dir), "by a user", 1.0, step=99)
+    _roll_back(run_dir, 30)
     write_steps(run_dir, range(31, 51), since=START + 1000)
     delivery = delivery_for(run_dir, params={"lr": "2"})
     delivery.pump()
-    delivery.ends_with("preempted")
+    delivery.set_end_status("preempted")
     delivery.finish()
 
     assert run_ids(database) == [run_id_of(run_dir)]
-    own = [point for point in _curves(database, run_id_of(run_dir)) if point[0] != "by hand"]
+    own = [point for point in _curves(database, run_id_of(run_dir)) if point[0] != "by a user"]
     assert own == _journalled(run_dir)
     tags = tags_of(database, run_id_of(run_dir))
     assert (tags["txl.changed.lr"], tags["txl.status"]) == ("2", "preempted")
 
 
-def test_points_that_no_later_step_replaces_are_no_part_of_the_curve(run_dir: Path) -> None:
-    """A run that goes back and ends early; a metric that is not written any more."""
+def test_points_that_no_later_step_replaces_are_not_in_the_curve(run_dir: Path) -> None:
+    """A run that resumes and ends early; a metric that is no longer written."""
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 41))
     write_steps(run_dir, range(41, 42), scored_once=5.0)
     delivery_for(run_dir).pump()
-    _go_back(run_dir, 30)
+    _roll_back(run_dir, 30)
     delivery = delivery_for(run_dir)
     delivery.pump()
-    delivery.ends_with("finished")
+    delivery.set_end_status("finished")
     delivery.finish()
     assert _curves(database, run_id_of(run_dir)) == _journalled(run_dir)
     (abandoned,) = set(run_ids(database)) - {run_id_of(run_dir)}
     assert tags_of(database, abandoned)["txl.abandoned"].startswith("from step 31 on")
 
 
-def test_a_delivery_notices_a_rollback_under_it(run_dir: Path) -> None:
+def test_a_running_delivery_notices_a_rollback(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 41))
     delivery = delivery_for(run_dir)
     delivery.pump()
     write_steps(run_dir, range(41, 46))  # never sent
-    _go_back(run_dir, 30)
+    _roll_back(run_dir, 30)
     write_steps(run_dir, range(31, 36), since=START + 1000)
     delivery.pump()
     assert _curves(run_dir.parent / "mlflow.db", run_id_of(run_dir)) == _journalled(run_dir)
 
 
-@pytest.mark.parametrize("fault", ["500", "lost answer"])
+@pytest.mark.parametrize("fault", ["500", "lost response"])
 def test_a_rollback_in_outages_records_every_point_once(
     run_dir: Path, server: MlflowServer, fault: str
 ) -> None:
-    """A third of all calls fails; with a lost answer it was carried out all the same."""
-    chance = random.Random(0)
+    """A third of all calls fails; with a lost response the call was executed nevertheless."""
+    generator = random.Random(0)
     experiment = f"rollback with {fault}"
     server.open()
-    server.fault = lambda path, body: fault if chance.random() < 1 / 3 else ""
-    for attempt in range(3):
-        since = START + 1000 * attempt
-        write_steps(run_dir, range(5 * attempt + 1, 5 * attempt + 11), since=since, other=1.5)
+    server.fault = lambda path, body: fault if generator.random() < 1 / 3 else ""
+    for rollback in range(3):
+        since = START + 1000 * rollback
+        write_steps(run_dir, range(5 * rollback + 1, 5 * rollback + 11), since=since, other=1.5)
         delivery = delivery_for(run_dir, server.uri, experiment=experiment)
         for _ in range(300):
             try:
@@ -159,5 +159,5 @@ def test_a_rollback_in_outages_records_every_point_once(
         assert _curves(server.database, newest) == _journalled(run_dir)
         others = set(run_ids(server.database, experiment)) - {newest}
         assert {tags_of(server.database, o)["mlflow.parentRunId"] for o in others} <= {newest}
-        assert len(others) == attempt
-        _go_back(run_dir, 5 * (attempt + 1))
+        assert len(others) == rollback
+        _roll_back(run_dir, 5 * (rollback + 1))

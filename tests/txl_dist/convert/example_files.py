@@ -1,4 +1,4 @@
-"""Foreign files to read and to spoil, and commands on them."""
+"""Files of other programs to read and to damage, and commands on them."""
 
 import json
 import shutil
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tests.support.replayed_models import OWN_GOLDEN, OWN_HF, read_arrays
 from txl_dist.cli.app import app
 from txl_dist.errors import TxlError
+from txl_dist.model.transformer_xl import TransformerXL
 
 
 def run_txl(*words: object) -> tuple[int, str]:
@@ -24,10 +25,10 @@ def run_txl(*words: object) -> tuple[int, str]:
 
 
 def hf_copy(folder: Path, *, config: dict[str, Any] | None = None, source: Path = OWN_HF) -> Path:
-    """A directory to spoil, with options of its config changed."""
+    """A copy to damage, with changed options in its config."""
     folder.mkdir()
-    given = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(given | (config or {})))
+    options = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(options | (config or {})))
     shutil.copyfile(source / "pytorch_model.bin", folder / "pytorch_model.bin")
     return folder
 
@@ -38,3 +39,16 @@ def hf_weights() -> dict[str, Tensor]:
 
 def golden_arrays(name: str) -> dict[str, np.ndarray]:
     return read_arrays(OWN_GOLDEN / f"{name}.npz")
+
+
+def nats_of(model: TransformerXL, segments: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Nats of consecutive segments [B, T], with an empty memory before the first."""
+    memory, start, nats = model.empty_memory(len(segments[0][0])), 0, []
+    for input_BT, target_BT in segments:
+        stop = start + input_BT.shape[1]
+        age_BT = torch.arange(start, stop).expand_as(input_BT)
+        with torch.no_grad():
+            nats_BT, memory = model(input_BT, target_BT, age_BT, memory)
+        nats.append(nats_BT)
+        start = stop
+    return nats

@@ -1,4 +1,4 @@
-"""Which of the formats a path is in; the one way in for `txl import`."""
+"""Recognises the format of a model on disk and reads it, for `txl import`."""
 
 from pathlib import Path
 
@@ -11,15 +11,15 @@ from txl_dist.errors import CheckpointError
 from txl_dist.model.transformer_xl import TransformerXL
 
 _LEGAL = (
-    "give a TransfoXL directory of transformers (config.json beside the weights), the original's "
-    "state dict as .npz, or what txl export wrote"
+    "give a TransfoXL directory of transformers (config.json and the weights), the original's "
+    "state dict as .npz, or a directory written by txl export"
 )
 
 
 def read_model(source: Path) -> tuple[TransformerXL, Tokenizer | None, str]:
-    """Model, tokenizer if the source has one we know, and the format's name.
+    """The model, its tokenizer (only `txl export` writes one) and the name of the format.
 
-    Raises CheckpointError or ConfigError saying what is wrong with the source.
+    Raises CheckpointError for invalid files, ConfigError for an invalid config.
     """
     if not source.exists():
         raise CheckpointError(f"{source} does not exist; {_LEGAL}: txl import SOURCE --out PATH")
@@ -28,8 +28,9 @@ def read_model(source: Path) -> tuple[TransformerXL, Tokenizer | None, str]:
     if not (source / "config.json").is_file():
         hint = ""
         if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
-            hint = f". This looks like a run or checkpoint of ours: txl export {source} --out PATH"
-        raise CheckpointError(f"{source} is in no format known here; {_LEGAL}{hint}")
+            hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
+        raise CheckpointError(f"the format of {source} is unknown; {_LEGAL}{hint}")
+    # Both remaining formats have a config.json; only an export has a matching "format" in it.
     if is_exported(read_json(source / "config.json")):
         return *load_exported(source), "exported"
     return read_transformers(source), None, "transformers"

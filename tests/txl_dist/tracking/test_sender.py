@@ -1,0 +1,82 @@
+"""The sender as a command: what was not delivered is delivered by `--sync`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from txl_dist.tracking.state import TrackingState, child_environment
+
+from .conftest import (
+    MlflowServer,
+    recorded_steps,
+    request_for,
+    tags_of,
+    write_steps,
+)
+
+SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]
+
+
+def test_sync_delivers_what_an_ended_run_did_not(run_dir: Path, server: MlflowServer) -> None:
+    write_steps(run_dir, range(1, 11))
+    request = request_for(server.uri.replace("://", "://user:CANARY@"))
+    ended = subprocess.run(
+        [*SENDER, str(run_dir), "--poll-seconds", "0.1", "--flush-seconds", "0.2"],
+        input=f"{request.to_json()}\nend preempted\n".encode(),
+        env=child_environment(),
+        check=False,
+        capture_output=True,
+    )
+    assert ended.returncode == 75
+    assert b"***" in ended.stdout
+    assert b"CANARY" not in ended.stdout + ended.stderr
+    assert all(b"CANARY" not in path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
+
+    server.open()
+    subprocess.run(
+        [*SENDER, str(run_dir), "--sync"],
+        env={**child_environment(), "MLFLOW_TRACKING_URI": server.uri},
+        check=True,
+        capture_output=True,
+    )
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    assert state.delivered
+    assert recorded_steps(server.database, state.run_id or "") == list(range(1, 11))
+    assert tags_of(server.database, state.run_id or "")["txl.status"] == "preempted"
+
+
+SLOW_IMPORT = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlflow":
+            time.sleep(7)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.mark.slow
+def test_the_time_of_a_sync_starts_after_the_import_and_can_be_set(
+    run_dir: Path, server: MlflowServer, tmp_path: Path
+) -> None:
+    """A slow import of mlflow does not count; a failing server uses the whole time."""
+    write_steps(run_dir, range(1, 11))
+    request_for(server.uri).save(run_dir / "logs/tracking-request.json")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(SLOW_IMPORT)
+    path = f"{tmp_path / 'site'}{os.pathsep}{child_environment()['PYTHONPATH']}"
+
+    def sync(seconds: float, environment: dict[str, str]) -> int:
+        command = [*SENDER, str(run_dir), "--sync", "--timeout-seconds", str(seconds)]
+        return subprocess.run(command, env=environment, check=False, capture_output=True).returncode
+
+    assert sync(0.5, child_environment()) == 75
+    server.open()
+    assert sync(1, {**child_environment(), "PYTHONPATH": path}) == 0
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    assert recorded_steps(server.database, state.run_id or "") == list(range(1, 11))

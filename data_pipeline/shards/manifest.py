@@ -184,8 +184,7 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
     except WrongFormatError as error:
         raise DataError(
             f"{path} {error}. It belongs to another program or to another version of txl. Give a "
-            "directory that txl prepare wrote, upgrade txl, or prepare the corpus again into another "
-            "directory."
+            "directory that txl prepare wrote, upgrade txl, or prepare the corpus again elsewhere."
         ) from error
     except ValueError as error:
         raise DataError(f"{path} {error}. {_again(path.parent)}") from error

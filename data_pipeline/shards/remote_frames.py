@@ -11,13 +11,8 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
-from data_pipeline.shards.shard_index import (
-    ShardIndex,
-    checked_frame,
-    checked_index,
-    read_piece,
-    unreadable,
-)
+from data_pipeline.shards.shard_files import checked_frame, read_bytes_at, unreadable_file
+from data_pipeline.shards.shard_index import ShardIndex, checked_index
 from data_pipeline.storage.remote_path import RemotePath
 
 
@@ -32,7 +27,7 @@ def read_remote_index(
             return checked_index(data, directory, entry, itemsize)
         except DataError:
             cache.drop(*place, entry.index_bytes)
-    data = read_piece(directory / entry.index_name, directory, 0, entry.index_bytes)
+    data = read_bytes_at(directory / entry.index_name, directory, 0, entry.index_bytes)
     index = checked_index(data, directory, entry, itemsize)
     cache.put(*place, data)
     return index
@@ -72,7 +67,9 @@ def _fetched(
     try:
         data = path.read_range(first, size)
     except OSError as error:
-        raise unreadable(path, directory, f"bytes {first:,} to {first + size:,}", error) from error
+        raise unreadable_file(
+            path, directory, f"bytes {first:,} to {first + size:,}", error
+        ) from error
     found = {}
     for number, frame in run.items():
         start = frame.compressed_offset - first

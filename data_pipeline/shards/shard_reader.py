@@ -21,14 +21,8 @@ from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.frames import Frame
 from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
 from data_pipeline.shards.remote_frames import read_remote_frames, read_remote_index
-from data_pipeline.shards.shard_index import (
-    ShardIndex,
-    check_sizes,
-    read_block_tokens,
-    read_frame,
-    read_index,
-    refusal,
-)
+from data_pipeline.shards.shard_files import check_sizes, damaged_file, read_frame
+from data_pipeline.shards.shard_index import ShardIndex, read_block_tokens, read_index
 from data_pipeline.storage.remote_path import DatasetPath, RemotePath, dataset_path
 
 DEFAULT_CACHE_FRAMES = 64
@@ -128,7 +122,7 @@ class SplitReader:
         last = first + (stop - start) * itemsize
         tokens = np.frombuffer(self._raw(shard, first, last), dtype=self.dtype).copy()
         if tokens.size and tokens.max() >= self.manifest.vocab_size:
-            raise refusal(
+            raise damaged_file(
                 self.directory / self.entry.shards[shard].name,
                 self.directory,
                 f"block {block} holds token {tokens.max()}, the vocabulary ends at "
@@ -154,7 +148,9 @@ class SplitReader:
         first, last = self._first_block[shard : shard + 2]
         if not np.array_equal(index.block_tokens, self.block_tokens[first:last]):
             path = self.directory / entry.index_name
-            raise refusal(path, self.directory, "had other block sizes when the split was opened")
+            raise damaged_file(
+                path, self.directory, "had other block sizes when the split was opened"
+            )
         found = _OpenShard(index)
         with self._lock:
             self._open[shard] = found

@@ -69,7 +69,7 @@ def verify(
 
 
 def _raise_verdict(directory: "DatasetPath", found: "Verified") -> None:
-    from data_pipeline.shards.shard_index import what_to_check
+    from data_pipeline.shards.shard_files import what_to_check
     from data_pipeline.storage.remote_path import RemotePath
 
     unread = f"{len(found.unread)} could not be read now:{_listed(found.unread)}"

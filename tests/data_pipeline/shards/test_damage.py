@@ -232,17 +232,6 @@ def test_an_index_that_contradicts_itself_is_refused_even_if_vouched_for(
         open_split(dataset[0], "train").read(0, 0, 1)
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer")
-def test_verify_notices_an_index_that_points_at_other_tokens(dataset: Dataset) -> None:
-    def change(arrays: dict[str, np.ndarray]) -> None:
-        arrays["block_offset"] = arrays["block_offset"] + 2
-
-    rewrite_index(dataset[0], change)
-    assert any(
-        "not where the index says" in problem for problem in verify_dataset(dataset[0]).problems
-    )
-
-
 def test_a_fifo_in_the_place_of_a_shard_is_refused_without_waiting(dataset: Dataset) -> None:
     import os
 
@@ -251,3 +240,5 @@ def test_a_fifo_in_the_place_of_a_shard_is_refused_without_waiting(dataset: Data
     os.mkfifo(path)
     with pytest.raises(DataError, match="not a regular file"):
         open_split(dataset[0], "train")
+    (problem,) = verify_dataset(dataset[0]).problems
+    assert problem == "train-000000.tar.zst: missing, or not a regular file"

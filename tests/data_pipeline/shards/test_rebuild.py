@@ -100,5 +100,5 @@ def test_a_fast_verify_reads_sizes_and_indexes_only(txl: Txl, dataset: Dataset) 
         file.write(b"!")
     ended = txl("data", "verify", directory, "--fast")
     assert ended.code == 3
-    assert "train-000002.index.safetensors has sha256" in ended.err
-    assert "train-000001.tar.zst is" in ended.err
+    assert "train-000002.index.safetensors: has sha256" in ended.err
+    assert "train-000001.tar.zst: is" in ended.err

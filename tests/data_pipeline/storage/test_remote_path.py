@@ -108,7 +108,7 @@ def test_push_sends_no_damaged_dataset(dataset: Dataset, bucket: Any) -> None:
     directory, _ = dataset
     path = directory / "train-000001.tar.zst"
     path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(DataError, match="not what the manifest says"):
+    with pytest.raises(DataError, match="does not have the manifest's sha256"):
         push_dataset(directory, URL)
     assert not bucket.exists("bucket/data/manifest.json")
     with pytest.raises(ConfigError, match="give a URL of scheme s3 or gs"):

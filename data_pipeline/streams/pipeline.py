@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from data_pipeline.streams.segments import Segment, SegmentStream
+from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.streams.segments import Segment
 
 Stage = Callable[[Iterable[Segment]], Iterable[Segment]]
 

@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from data_pipeline.streams import cursor, segments
+from data_pipeline.streams import cursor, segment_stream
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.segments import Segment, SegmentStream
+from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.streams.segments import Segment
 from tests.support.hypothesis_examples import examples
 
 MASK_64 = 2**64 - 1
@@ -79,7 +80,7 @@ class Case:
     ) -> Iterator[SegmentStream]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cursor, "CHUNK_TOKENS", self.chunk_tokens)
-            patch.setattr(segments, "GROUP_TOKENS", 3 * self.num_lanes * self.tgt_len)
+            patch.setattr(segment_stream, "GROUP_TOKENS", 3 * self.num_lanes * self.tgt_len)
             with SegmentStream(
                 self.source,
                 self.plan,

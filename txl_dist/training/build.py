@@ -14,7 +14,7 @@ import torch
 from data_pipeline.storage.atomic_files import remove_leftovers, write_file
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
-from data_pipeline.streams.segments import SegmentStream
+from data_pipeline.streams.segment_stream import SegmentStream
 from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.checkpoint.manifest import Phase, TrainState
 from txl_dist.checkpoint.writer import CheckpointHeader

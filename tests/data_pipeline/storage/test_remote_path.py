@@ -32,7 +32,7 @@ from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.storage import urls
 from data_pipeline.storage.remote_path import RemotePath, dataset_path
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.segments import SegmentStream
+from data_pipeline.streams.segment_stream import SegmentStream
 
 Dataset = tuple[Path, ShardManifest]
 URL = "s3://bucket/data"

@@ -24,7 +24,8 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams import cursor
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.segments import IGNORED, Segment, SegmentReader, SegmentStream
+from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.streams.segments import IGNORED, Segment, SegmentReader
 
 
 class MemorySource:

@@ -24,6 +24,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.streams.segments import Segment
 from tests.support.hypothesis_examples import examples
+from tests.support.token_sources import NumberedSource
 
 MASK_64 = 2**64 - 1
 FIELDS = ("input", "target", "age")
@@ -33,24 +34,6 @@ class Token(NamedTuple):
     id: int
     document: int
     document_age: int
-
-
-class MemorySource:
-    """A token source of numbered tokens: `blocks` lists the document lengths of every block."""
-
-    dtype = np.dtype(np.uint16)
-
-    def __init__(self, blocks: list[list[int]]) -> None:
-        self.blocks = blocks
-        self.block_tokens = np.array([sum(block) for block in blocks], np.int64)
-        self.first = np.cumsum(self.block_tokens) - self.block_tokens
-
-    def document_starts(self, block: int) -> np.ndarray:
-        return np.cumsum([0, *self.blocks[block][:-1]])
-
-    def read(self, block: int, start: int, stop: int) -> np.ndarray:
-        assert 0 <= start < stop <= self.block_tokens[block]
-        return np.arange(self.first[block] + start, self.first[block] + stop).astype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -66,8 +49,8 @@ class Case:
     chunk_tokens: int
 
     @cached_property
-    def source(self) -> MemorySource:
-        return MemorySource(self.blocks)
+    def source(self) -> NumberedSource:
+        return NumberedSource(*self.blocks)
 
     @cached_property
     def plan(self) -> LanePlan:

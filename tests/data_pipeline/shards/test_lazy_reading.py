@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from data_pipeline.errors import DataError
@@ -16,7 +14,6 @@ from data_pipeline.shards import shard_reader
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.shard_index import read_block_tokens, read_index
 from data_pipeline.shards.shard_reader import SplitReader, open_split
-from data_pipeline.streams.cursor import _permute
 
 Dataset = tuple[Path, ShardManifest]
 
@@ -143,15 +140,3 @@ def test_an_index_laid_out_otherwise_is_read_too(dataset: Dataset) -> None:
     path.write_bytes(data)
     other = shard.model_copy(update={"index_bytes": len(data)})
     assert_array_equal(read_block_tokens(directory, other), expected)
-
-
-@given(lengths=st.lists(st.integers(1, 900), min_size=2, max_size=30), data=st.data())
-def test_documents_are_permuted_whole_long_or_short(lengths: list[int], data: Any) -> None:
-    stored = np.arange(sum(lengths), dtype=np.uint16)
-    starts = np.cumsum([0, *lengths[:-1]])
-    documents = np.array(data.draw(st.permutations(range(len(lengths)))))
-    tokens, age = _permute(stored, starts, documents)
-    expected = [stored[starts[d] : starts[d] + lengths[d]] for d in documents]
-    assert_array_equal(tokens, np.concatenate(expected))
-    assert_array_equal(age, np.concatenate([np.arange(len(part)) for part in expected]))
-    assert (tokens.dtype, age.dtype) == (np.uint16, np.int32)

@@ -1,12 +1,12 @@
-"""Opening a split loads block sizes only; indexes come shard by shard, and not all of them stay."""
+"""Reading: any range of a block, and when indexes and frames are loaded."""
 
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from data_pipeline.errors import DataError
@@ -14,6 +14,7 @@ from data_pipeline.shards import shard_reader
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.shard_index import read_block_tokens, read_index
 from data_pipeline.shards.shard_reader import SplitReader, open_split
+from tests.data_pipeline.shards.written_split import some_documents, write_split
 
 Dataset = tuple[Path, ShardManifest]
 
@@ -91,52 +92,55 @@ def test_exchanged_block_sizes_are_noticed_before_the_shard_is_read(
         source.read(0, 0, 1)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"",
-        b"{",
-        b"[1]",
-        b'{"block_tokens": 3}',
-        b'{"block_tokens": {"dtype": "F64", "shape": [N], "data_offsets": [0, 8]}}',
-        b'{"block_tokens": {"dtype": "I64", "shape": [N], "data_offsets": [0, 8]}}',
-        b'{"block_tokens": {"dtype": "I64", "shape": [N], "data_offsets": [-9, "x"]}}',
-        b'{"block_tokens": {"dtype": "I64", "shape": [N], "data_offsets": [BIG, END]}}',
-        b'{"block_tokens": {"dtype": "I64", "shape": [N], "data_offsets": [0, SIZE]}}',
-    ],
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_an_index_whose_beginning_makes_no_sense_is_refused(
-    dataset: Dataset, header: bytes
+@given(data=st.data())
+def test_any_range_of_a_giant_document_is_that_range(data: st.DataObject, tmp_path: Path) -> None:
+    (document,) = some_documents([6100])
+    manifest = write_split(tmp_path, [document], block_bytes=1024)
+    source = open_split(tmp_path, "train", manifest=manifest, cache_frames=1)
+    start = data.draw(st.integers(0, len(document)))
+    stop = data.draw(st.integers(start, len(document)))
+    np.testing.assert_array_equal(source.read(0, start, stop), document[start:stop])
+
+
+def test_a_range_decodes_only_the_frames_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, manifest = dataset
-    (shard, *_) = manifest.splits["train"].shards
-    numbers = {b"N": shard.blocks, b"SIZE": 8 * shard.blocks, b"BIG": 2**62}
-    numbers |= {b"END": 2**62 + 8 * shard.blocks}
-    for word in (b"SIZE", b"BIG", b"END", b"[N]"):
-        number = numbers[word.strip(b"[]")]
-        text = str([number] if word == b"[N]" else number).encode()
-        header = header.replace(word, text)
-    path = directory / shard.index_name
-    size = path.stat().st_size
-    content = struct.pack("<Q", len(header)) + header
-    path.write_bytes(content.ljust(size, b"\0"))
-    with pytest.raises(DataError, match=r"train-000000\.index\.safetensors contradicts"):
-        open_split(directory, "train")
-    path.write_bytes(struct.pack("<Q", 2**63).ljust(size, b"\0"))
-    with pytest.raises(DataError, match="its header is longer than 65,536 bytes"):
-        open_split(directory, "train")
+    manifest = write_split(tmp_path, some_documents([6100]), block_bytes=1024)
+    source = open_split(tmp_path, "train", manifest=manifest)
+    decoded: list[int] = []
+    read_frame = open_split.__globals__["read_frame"]
+
+    def counted(directory, entry, frame, number):
+        decoded.append(number)
+        return read_frame(directory, entry, frame, number)
+
+    monkeypatch.setattr("data_pipeline.shards.shard_reader.read_frame", counted)
+    source.read(0, 3000, 3010)
+    source.read(0, 3010, 3020)
+    assert len(decoded) == 1
 
 
-def test_an_index_laid_out_otherwise_is_read_too(dataset: Dataset) -> None:
-    """By more requests: a longer header, and the array behind everything else."""
-    directory, manifest = dataset
-    (shard, *_) = manifest.splits["train"].shards
-    expected = read_block_tokens(directory, shard)
-    path = directory / shard.index_name
-    offsets = [900, 900 + 8 * shard.blocks]
-    about = {"dtype": "I64", "shape": [shard.blocks], "data_offsets": offsets}
-    header = json.dumps({"__metadata__": {"about": "x" * 3000}, "block_tokens": about})
-    data = struct.pack("<Q", len(header)) + header.encode() + bytes(900) + expected.tobytes()
-    path.write_bytes(data)
-    other = shard.model_copy(update={"index_bytes": len(data)})
-    assert_array_equal(read_block_tokens(directory, other), expected)
+def test_what_read_returns_is_the_callers_to_change(tmp_path: Path) -> None:
+    (document,) = some_documents([50])
+    source = open_split(tmp_path, "train", manifest=write_split(tmp_path, [document]))
+    source.read(0, 0, 51)[:] = 0
+    np.testing.assert_array_equal(source.read(0, 0, 51), document)
+
+
+def test_ranges_outside_a_block_are_refused(tmp_path: Path) -> None:
+    source = open_split(tmp_path, "train", manifest=write_split(tmp_path, some_documents([50])))
+    for block, start, stop in ((0, 0, 52), (0, -1, 3), (0, 5, 4), (1, 0, 1), (-1, 0, 1)):
+        with pytest.raises(IndexError):
+            source.read(block, start, stop)
+
+
+def test_document_starts_are_where_the_end_of_document_opens_one(
+    dataset: tuple[Path, ShardManifest],
+) -> None:
+    source = open_split(dataset[0], "train")
+    for block, count in enumerate(source.block_tokens.tolist()):
+        tokens = source.read(block, 0, count)
+        np.testing.assert_array_equal(np.flatnonzero(tokens == 256), source.document_starts(block))

@@ -1,4 +1,4 @@
-"""Segments through WebDataset: the stream is the source, a user's stages come behind it."""
+"""A WebDataset pipeline: the segment stream is the source, the user's own stages follow."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,9 +11,10 @@ Stage = Callable[[Iterable[Segment]], Iterable[Segment]]
 def segment_pipeline(stream: SegmentStream, *stages: Stage) -> Iterator[Segment]:
     """Iterate `wds.DataPipeline(stream, *stages)`; a stage maps an iterable of segments to another.
 
-    A stage may change what a segment holds, not how many there are or their order: the position of
-    the last segment that came out is the run's reading state.
+    A stage may change the content of segments, but not their number or order: the position of the
+    last segment that the pipeline returned is the run's reading state.
     """
+    # Imported here: webdataset imports torch, which plain data commands do not need.
     import webdataset as wds
 
     return iter(wds.DataPipeline(stream, *stages))

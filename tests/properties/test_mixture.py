@@ -261,10 +261,10 @@ def test_a_tape_goes_on_where_the_phase_before_left_it(
 ) -> None:
     """Two epochs from `start` and one after them from where they end are three in a row."""
     at_once = case.mixed(start=start, first_epoch=first_epoch)
-    for number, tape in enumerate(at_once.tapes):
+    for number, tape in enumerate(at_once.corpora):
         later = case.mixed(start=start + 2 * tape.tokens_per_epoch, first_epoch=first_epoch + 2)
         for found, expected in zip(
-            later.tapes[number].parts(first_epoch + 2), tape.parts(first_epoch + 2), strict=True
+            later.corpora[number].parts(first_epoch + 2), tape.parts(first_epoch + 2), strict=True
         ):
             assert_array_equal(found, expected)
 

@@ -96,6 +96,15 @@ class SplitEntry(StrictModel):
     tokens: Count
     text_bytes: Count
 
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes of the shards without their indexes."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def text_bytes_per_compressed_byte(self) -> float:
+        return self.text_bytes / self.compressed_bytes
+
     @classmethod
     def of(cls, shards: list[ShardEntry]) -> Self:
         return cls(shards=tuple(shards), **_totals(shards))
@@ -168,6 +177,10 @@ class ShardManifest(DatasetHeader):
                 "Use one of them, or prepare again with --split."
             )
         return self.splits[name]
+
+    def train_first(self) -> list[tuple[str, SplitEntry]]:
+        """The splits by name, `train` first."""
+        return sorted(self.splits.items(), key=lambda item: (item[0] != "train", item[0]))
 
     @property
     def shards(self) -> list[ShardEntry]:

@@ -24,7 +24,7 @@ WRITABLE = ("s3", "gs")
 
 
 def push_dataset(
-    directory: Path, url: str, *, progress: Progress = lambda what, done, total: None
+    directory: Path, url: str, *, progress: Progress = lambda *_: None
 ) -> ShardManifest:
     """Copy the dataset in `directory` to `url`, except files that are already there and complete.
 

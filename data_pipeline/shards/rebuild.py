@@ -56,7 +56,7 @@ def rebuild_manifest(
     directory: Path,
     *,
     workers: Workers | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *_: None,
 ) -> Rebuilt:
     """Write `manifest.json` again.
 

@@ -45,7 +45,7 @@ def verify_dataset(
     *,
     fast: bool = False,
     workers: Workers | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *_: None,
 ) -> Verified:
     """Hash every file again; with `fast`, hash the indexes and compare only the shards' sizes.
 

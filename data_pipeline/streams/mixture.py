@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import TokenSource
 
 MAX_PASSES = 1000
-"""Most passes over a corpus per epoch. More is probably a typing error, and every pass costs 32 bytes
-of memory per block."""
+"""Most passes over a corpus per epoch. More is probably a typing error, and every pass costs 32
+bytes of memory per block."""
 
 
 def tokens_per_epoch(tokens: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:

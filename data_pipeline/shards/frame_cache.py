@@ -5,8 +5,8 @@ bytes of an older version of a source. Entries are not trusted: the reader check
 checksum or index's sha256 as it does for fetched bytes, and drops a damaged file. Any number of
 processes may use one directory, without locks.
 
-Least recently used entries are evicted first. Only regular files in the directory whose names match
-one pattern are ever removed; links are neither followed nor removed.
+Least recently used entries are evicted first. Only regular files in the directory with a name of
+one pattern are removed; links are not followed and not removed.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ DIRECTORY_VARIABLE, BYTES_VARIABLE = "TXL_CACHE_DIR", "TXL_CACHE_BYTES"
 
 _NAME = re.compile(r"txl-frame-[0-9a-f]{64}-\d{1,19}-\d{1,19}(\.\d{1,19}\.\d{1,19}\.tmp)?")
 # Listing the directory for every new entry would be slow. A process lists it after writing 1/32 of
-# the limit, so N processes may exceed the limit by about N/32 of it. An eviction reduces the cache
-# to 7/8 of the limit.
+# the limit; an eviction reduces the cache to 28/32 of it. So up to four processes stay below the
+# limit, and more may exceed it by 1/32 each.
 _SLACK = 32
 _SHARE_AFTER_EVICTION = 7 / 8
 
@@ -102,10 +102,7 @@ class FrameCache:
             self._path(sha256, first, size).unlink(missing_ok=True)
 
     def _path(self, sha256: str, first: int, size: int) -> Path:
-        name = f"txl-frame-{sha256}-{first}-{size}"
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is not the name of a cache entry")
-        return self.directory / name
+        return self.directory / f"txl-frame-{sha256}-{first}-{size}"
 
     def _limit_size(self, num_written: int) -> None:
         with self._lock:

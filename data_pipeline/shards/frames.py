@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
-import numpy as np
 import zstandard
 
 from data_pipeline.errors import DataError
@@ -25,7 +24,6 @@ from data_pipeline.errors import DataError
 MAX_FRAME_BYTES = 16 * 2**20
 """Larger frames are refused before decoding, whatever size a file declares."""
 ZSTD_LEVEL = 3
-FRAME_COLUMNS = ("compressed_offset", "compressed_size", "raw_offset", "raw_size", "checksum")
 
 _SKIPPABLE_MAGIC = 0x184D2A5E
 _SEEKABLE_MAGIC = 0x8F92EAB1
@@ -86,7 +84,7 @@ class FrameWriter:
         self._planned.append(self._planned_end)
 
     def write(self, data: bytes) -> int:
-        """Append raw bytes. tarfile calls this with blocks of its own size."""
+        """Append raw bytes. tarfile calls this, with any block size."""
         self._buffer += data
         self.num_raw_bytes += len(data)
         self.raw_sha256.update(data)
@@ -146,11 +144,6 @@ def seek_table(frames: Sequence[Frame]) -> bytes:
     footer = struct.pack("<IBI", len(frames), _ENTRIES_HAVE_CHECKSUMS, _SEEKABLE_MAGIC)
     body = entries + footer
     return struct.pack("<II", _SKIPPABLE_MAGIC, len(body)) + body
-
-
-def frames_array(frames: Sequence[Frame]) -> np.ndarray:
-    """int64 [F, 5], columns as in FRAME_COLUMNS."""
-    return np.array(frames, dtype=np.int64).reshape(-1, len(FRAME_COLUMNS))
 
 
 def decode_frame(data: bytes, frame: Frame, *, limit: int = MAX_FRAME_BYTES) -> bytes:

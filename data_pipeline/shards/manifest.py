@@ -1,6 +1,6 @@
 """The manifest of a prepared dataset: settings, tokenizer, and size and sha256 of every shard.
 
-`manifest.json` is strict, versioned and contains the digest of its own content, so an edit or a
+`manifest.json` is strict, versioned and contains the digest of its content, so an edit or a
 flipped bit is detected before any shard is opened. Shard names must follow from split and number,
 so a manifest cannot name a file outside its directory.
 """

@@ -1,6 +1,6 @@
 """`txl data rebuild`: make a lost or damaged manifest again from the shards and their indexes.
 
-Every index contains the dataset's header and a digest of its own arrays. File sizes and sha256s are
+Every index contains the dataset's header and a digest of its arrays. File sizes and sha256s are
 computed from the files, after each shard's content was compared with its index
 (`shard_content.py`): otherwise the new manifest would declare a damaged shard to be correct. The
 result is the lost manifest, byte for byte.

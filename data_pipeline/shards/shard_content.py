@@ -1,6 +1,6 @@
 """The decoded content of one shard compared with its index: every tar member, every token.
 
-Only `rebuild.py` needs this. It has no manifest, so no sha256 says what a shard must contain, and
+Only `rebuild.py` needs this. It has no manifest, so it does not know the sha256 of a shard, and
 two shards renamed into each other's place, with their indexes, look intact from outside. With a
 manifest, `verify.py` compares sha256s instead, which covers every byte.
 
@@ -9,11 +9,10 @@ may be larger than memory.
 """
 
 import hashlib
-import io
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 
@@ -57,7 +56,7 @@ def check_content(
 
     Raises DataError naming the shard and the first difference.
     """
-    stream = TarStream(directory, entry, index)
+    stream = _TarStream(directory, entry, index)
     try:
         _check_members(stream, entry, index, rules)
     except (tarfile.TarError, ValueError, EOFError) as error:
@@ -69,12 +68,13 @@ def check_content(
 
 
 def _check_members(
-    stream: "TarStream", entry: ShardEntry, index: ShardIndex, rules: TokenRules
+    stream: "_TarStream", entry: ShardEntry, index: ShardIndex, rules: TokenRules
 ) -> None:
     stem = entry.name.removesuffix(SHARD_SUFFIX)
     starts_of_block = np.split(index.document_starts, np.cumsum(index.block_documents)[:-1])
     text_bytes = 0
-    with tarfile.open(fileobj=stream, mode="r|") as tar:
+    file = cast(IO[bytes], stream)  # tarfile only reads from it
+    with tarfile.open(fileobj=file, mode="r|") as tar:
         for number, starts in enumerate(starts_of_block):
             key = f"{stem}-{number:08d}"
             block = _next_array(tar, f"{key}.npy")
@@ -147,7 +147,7 @@ def _next_array(tar: tarfile.TarFile, name: str) -> _Array:
     return _Array(file, member.offset_data + header, dtype, shape)
 
 
-class TarStream(io.RawIOBase):
+class _TarStream:
     """The tar stream of a shard, decoded frame by frame and hashed while it is read."""
 
     def __init__(self, directory: DatasetPath, entry: ShardEntry, index: ShardIndex) -> None:
@@ -158,16 +158,9 @@ class TarStream(io.RawIOBase):
         )
         self._buffer = b""
 
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        while size < 0 or len(self._buffer) < size:
-            frame = next(self._frames, b"")
-            if not frame:
-                break
+    def read(self, size: int) -> bytes:
+        while len(self._buffer) < size and (frame := next(self._frames, b"")):
             self.sha256.update(frame)
             self._buffer += frame
-        size = len(self._buffer) if size < 0 else size
         data, self._buffer = self._buffer[:size], self._buffer[size:]
         return data

@@ -1,8 +1,8 @@
 """Reading parts of shard and index files, local or behind a URL, and the errors for both.
 
 Every error names the file, the place in it and the next command. A file that cannot be read at the
-moment (disk, network, permissions) and a file that is damaged are different errors: only the
-second says that the dataset must not be used.
+moment (disk, network, permissions) and a damaged file are different errors: the first may be
+intact, the second must not be used.
 """
 
 import os

@@ -41,7 +41,7 @@ class ShardIndex:
     """The checked index of one shard: N blocks, D documents, F frames."""
 
     frames: np.ndarray
-    """int64 [F, 5], columns as in `frames.FRAME_COLUMNS`."""
+    """int64 [F, 5], columns as the fields of `frames.Frame`."""
     block_tokens: np.ndarray
     """int64 [N]: tokens of every block."""
     block_offset: np.ndarray

@@ -78,8 +78,6 @@ class SplitReader:
         cache_index_bytes: int = INDEX_CACHE_BYTES,
         frame_cache: FrameCache | None = None,
     ) -> None:
-        if cache_frames < 1:
-            raise ValueError(f"cache_frames={cache_frames} must be at least 1")
         self.directory, self.split, self.manifest = dataset_path(directory), split, manifest
         self.entry = manifest.split(split, self.directory)
         self.dtype = np.dtype(manifest.dtype)

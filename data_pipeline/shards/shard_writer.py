@@ -6,8 +6,8 @@ block on its own. The tar is compressed by `frames.FrameWriter` in frames that e
 so a reader decodes only the blocks it needs. The caller puts the end-of-document token at the start
 of every document.
 
-Memory is limited to about one block, whatever the size of a document: tokens arrive in chunks. The
-chunks of a giant document go to a temporary file, because a tar member starts with its size.
+Memory is limited to about one block for documents of any size: tokens arrive in chunks. The chunks
+of a giant document go to a temporary file, because a tar member starts with its size.
 
 The same documents give the same bytes: tar headers contain no time, user or group. They equal those
 of WebDataset's TarWriter. The standard library's tarfile writes them, because importing webdataset
@@ -30,7 +30,7 @@ import numpy as np
 
 from data_pipeline.errors import DataError, printable
 from data_pipeline.shards.document_table import pack_documents
-from data_pipeline.shards.frames import FrameWriter, frames_array
+from data_pipeline.shards.frames import FrameWriter
 from data_pipeline.shards.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
 from data_pipeline.shards.shard_index import index_bytes
 from data_pipeline.storage.atomic_files import write_synced
@@ -211,8 +211,8 @@ class ShardWriter:
     def _index(self) -> bytes:
         tokens, offsets, documents = zip(*self._blocks, strict=True)
         table = pack_documents(np.concatenate(self._starts), self._ids)
-        arrays = {
-            "frames": frames_array(self._frames.frames),
+        arrays: dict[str, np.ndarray] = {
+            "frames": np.array(self._frames.frames, dtype=np.int64),
             "block_tokens": np.array(tokens, dtype=np.int64),
             "block_offset": np.array(offsets, dtype=np.int64),
             "block_documents": np.array(documents, dtype=np.int64),

@@ -136,7 +136,7 @@ _Problem = str | _Mismatch | _Unread
 def _in_order(
     checks: list[_ShardCheck], workers: Workers, progress: Progress
 ) -> Iterable[_Problem]:
-    """The problems of all shards in the manifest's order, whatever order workers finish in."""
+    """The problems of all shards in the manifest's order; workers finish in any order."""
     done, total = 0, sum(check.num_bytes for check in checks)
     progress("verifying", done, total)
     problems: dict[int, list[_Problem]] = {}
@@ -164,7 +164,7 @@ def _file_problem(path: DatasetPath, size: int, sha256: str, *, size_only: bool)
         found_size = path.stat().st_size
         if size_only and found_size == size:
             return None
-        # Hashed even if the size is wrong: the sha256 shows whose content it is.
+        # Hashed even if the size is wrong: the sha256 identifies a file with a wrong name.
         found_sha256 = sha256_file(path)
     except OSError as error:
         problem = f"{path.name}: cannot be read: {error.strerror}"

@@ -54,7 +54,7 @@ def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> Chunk:
         tokens, age = _permute(stored, starts, documents)
     else:
         # Chunks end on a fixed grid, so that all readers of a giant document request the same
-        # ranges, whatever position they start at.
+        # ranges, from any start position.
         first = position - block_start
         stop = min((first // CHUNK_TOKENS + 1) * CHUNK_TOKENS, num_tokens)
         tokens, age = source.read(block, first, stop), _document_age(starts, first, stop)

@@ -1,16 +1,16 @@
 """Lanes: which tokens each data-parallel rank reads, and in what order.
 
-A lane is one unbroken run of tokens and one row of the global batch. In every lane, the segment of
-step s + 1 starts at the token after the segment of step s; only then does the model's memory
-precede the segment. With N tokens per epoch and L lanes, each lane reads one slice of
-Q = N // L tokens of the epoch's order:
+A lane is one contiguous stream of tokens and one row of the global batch. In every lane, the
+segment of step s + 1 starts at the token after the segment of step s, so the model's memory always
+holds the tokens directly before the segment. With N tokens per epoch and L lanes, each lane reads
+one slice of Q = N // L tokens of the epoch order:
 
-    epoch's order   |------- lane 0 -------|------- lane 1 -------|------- lane 2 -------|..|
+    epoch order     |------- lane 0 -------|------- lane 1 -------|------- lane 2 -------|..|
                     0                      Q                      2Q                     3Q  N
 
 All lanes have the same length. Every rank therefore makes the same number of steps, nothing is
 padded, and a document longer than a slice needs no special case. The cost: the last N mod L tokens
-of an epoch's order, fewer than L, are not read in that epoch.
+of an epoch order, fewer than L, are not read in that epoch.
 
 All lanes advance together, so one integer, the lane position p, is the complete reading state. It
 grows without end: p is offset p % Q of the slice in epoch p // Q, and every epoch cuts a new order

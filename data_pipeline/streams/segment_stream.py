@@ -1,4 +1,4 @@
-"""SegmentStream: the endless stream of segments of one rank, read ahead by one thread.
+"""SegmentStream: the endless stream of segments of one rank, prefetched by one thread.
 
 The source of a WebDataset pipeline (`pipeline.py`):
 
@@ -6,7 +6,7 @@ The source of a WebDataset pipeline (`pipeline.py`):
     for segment in wds.DataPipeline(stream, *stages): ...
 
 The complete reading state is `stream.position`, the lane position after the last segment that the
-consumer received. Segments that were read ahead but not consumed do not count.
+consumer received. Prefetched segments that were not consumed do not count.
 
 A thread, not a process: zstd releases the GIL while it decodes, and segments are not copied between
 processes.
@@ -36,10 +36,10 @@ CLOSE_TIMEOUT_SECONDS = 5.0
 
 
 class SegmentStream:
-    """Segments of some lanes from `position` on, without end, read ahead by one thread.
+    """Segments of some lanes from `position` on, without end, prefetched by one thread.
 
-    `num_rows` (default: one per lane) adds rows of padding. `prefetch_segments` limits how many
-    segments are read ahead; it changes no value. An exception in the thread is raised by `next`, at
+    `num_rows` (default: one per lane) adds rows of padding. `prefetch_segments` limits the number
+    of prefetched segments; it changes no value. An exception in the thread is raised by `next`, at
     the segment that could not be read or a few before it. The thread ends with `close`, which also
     happens at the end of a `with` block, on garbage collection and at process exit. Iterating again
     continues at `position`, as a pipeline with repetitions needs. For one consumer; several streams
@@ -121,7 +121,7 @@ class SegmentStream:
     def _start(self) -> None:
         # The thread must not reference the stream, or the stream would never be collected.
         thread = threading.Thread(
-            target=_read_ahead,
+            target=_prefetch,
             args=(self._reader, self._position, self._group_segments, self._channel),
             name="segment-stream",
             daemon=True,
@@ -148,7 +148,7 @@ class SegmentStream:
 class _Channel:
     """The state that the reading thread and the consumer share.
 
-    `free` holds one token per group that may still be read ahead. Two SimpleQueues and a flag
+    `free` holds one item per group that may still be prefetched. Two SimpleQueues and a flag
     rather than one bounded Queue: `SimpleQueue.put` is reentrant, and the garbage collector may run
     the finalizer while the same thread is inside another call to the queue.
     """
@@ -161,7 +161,7 @@ class _Channel:
             self.free.put(None)
 
 
-def _read_ahead(reader: SegmentReader, position: int, num_segments: int, channel: _Channel) -> None:
+def _prefetch(reader: SegmentReader, position: int, num_segments: int, channel: _Channel) -> None:
     try:
         while True:
             channel.free.get()

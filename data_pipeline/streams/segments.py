@@ -1,7 +1,7 @@
 """Segments: the tokens, targets and ages that each step reads, cut at any lane position.
 
-`SegmentReader` cuts segments for some lanes of a plan. `segment_stream.py` calls it ahead of the
-training loop, in one thread.
+`SegmentReader` cuts segments for some lanes of a plan. `segment_stream.py` calls it in a
+thread, before the training loop needs the segments.
 
 The code of the paper lets a lane's memory continue into the next document (`reset: stream`). With
 `reset: document`, `age` limits attention to the current document.

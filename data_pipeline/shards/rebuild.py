@@ -48,7 +48,7 @@ _SHARD = re.compile(rf"({SPLIT_PATTERN})-(\d{{6}}){re.escape(SHARD_SUFFIX)}")
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
     manifest: ShardManifest
-    was_sound: bool
+    was_complete: bool
     """The manifest was already complete and is unchanged."""
 
 
@@ -64,7 +64,7 @@ def rebuild_manifest(
     missing or another one; ConfigError if the directory is not writable. Then nothing is written.
     """
     try:
-        return Rebuilt(load_manifest(directory), was_sound=True)
+        return Rebuilt(load_manifest(directory), was_complete=True)
     except DataError:
         pass
     workers = workers or InProcess()
@@ -88,7 +88,7 @@ def rebuild_manifest(
     manifest = ShardManifest(**dict(header.dataset), splits=splits)
     with explain_disk_errors("writing the manifest", directory):
         write_file(directory / MANIFEST_NAME, manifest.to_bytes())
-    return Rebuilt(manifest, was_sound=False)
+    return Rebuilt(manifest, was_complete=False)
 
 
 def _list_shards(directory: Path) -> list[Path]:

@@ -1,8 +1,8 @@
 """Promise 1, contiguity, and the age rule: the stream against a pure-Python list of every token.
 
-The oracle writes out an epoch token by token, cuts it into lanes and applies the definitions; it
-shares no code with the package. Every token of a corpus here is another number, so a token that is
-lost, doubled or misplaced shows.
+The reference implementation lists an epoch token by token, cuts it into lanes and applies the
+definitions. It uses no code of the package. Every token of a corpus has its own number, so a lost,
+repeated or misplaced token is detected.
 """
 
 from collections.abc import Iterator
@@ -77,12 +77,12 @@ class Case:
             ) as stream:
                 yield stream
 
-    def segments(self, num_segments: int, *where: int, **how: int) -> list[Segment]:
-        with self.stream(*where, **how) as stream:
+    def segments(self, num_segments: int, *rank: int, **options: int) -> list[Segment]:
+        with self.stream(*rank, **options) as stream:
             return [next(stream) for _ in range(num_segments)]
 
 
-# --- the oracle ---------------------------------------------------------------------------------
+# --- the reference implementation -----------------------------------------------------------------
 
 
 def splitmix64_of(*words: int) -> int:
@@ -123,9 +123,9 @@ def expected_lane(case: Case, lane: int, num_positions: int) -> list[tuple[int, 
     epoch = 0
     while len(rows) < num_positions:
         order = epoch_tokens(case, epoch)
-        mine = order[lane * lane_tokens : (lane + 1) * lane_tokens]
-        for offset, token in enumerate(mine):
-            target = mine[offset + 1].id if offset + 1 < len(mine) else -1
+        slice_tokens = order[lane * lane_tokens : (lane + 1) * lane_tokens]
+        for offset, token in enumerate(slice_tokens):
+            target = slice_tokens[offset + 1].id if offset + 1 < len(slice_tokens) else -1
             age = min(offset, token.document_age) if case.reset == "document" else offset
             rows.append((token.id, target, age, token.document))
         epoch += 1
@@ -171,11 +171,11 @@ def test_every_rank_reads_its_lanes_as_defined(case: Case, data: st.DataObject) 
 
     lanes = case.plan.lanes_of_rank(rank, num_ranks)
     prefetch = data.draw(prefetches)
-    found = case.segments(num_segments, rank, num_ranks, position=position, prefetch=prefetch)
+    segments = case.segments(num_segments, rank, num_ranks, position=position, prefetch=prefetch)
 
     for row in range(case.plan.rows_per_rank(num_ranks)):
         got = zip(
-            *(np.concatenate([getattr(s, name)[row] for s in found]) for name in FIELDS),
+            *(np.concatenate([getattr(s, name)[row] for s in segments]) for name in FIELDS),
             strict=True,
         )
         if row < len(lanes):
@@ -183,8 +183,8 @@ def test_every_rank_reads_its_lanes_as_defined(case: Case, data: st.DataObject) 
             assert list(got) == [(i, t, a) for i, t, a, _ in expected]
         else:
             assert set(got) == {(0, -1, 0)}, "a row of padding"
-    assert [s.position for s in found] == list(range(position, stop, tgt_len))
-    assert found[-1].next_position == stop
+    assert [s.position for s in segments] == list(range(position, stop, tgt_len))
+    assert segments[-1].next_position == stop
 
 
 @quickly
@@ -192,12 +192,12 @@ def test_every_rank_reads_its_lanes_as_defined(case: Case, data: st.DataObject) 
 def test_the_last_target_of_a_step_is_the_first_input_of_the_next(
     case: Case, prefetch: int, stops: list[int]
 ) -> None:
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for num_segments in [*stops, 3]:  # a resume after each
-        position = found[-1].next_position if found else 0
-        found += case.segments(num_segments, position=position, prefetch=prefetch)
+        position = segments[-1].next_position if segments else 0
+        segments += case.segments(num_segments, position=position, prefetch=prefetch)
 
-    for segment, following in pairwise(found):
+    for segment, following in pairwise(segments):
         assert following.position == segment.next_position
         if following.position % case.plan.lane_tokens == 0:
             assert (segment.target[:, -1] == -1).all()
@@ -208,11 +208,11 @@ def test_the_last_target_of_a_step_is_the_first_input_of_the_next(
 
 @quickly
 @given(case=cases(), prefetch=prefetches)
-def test_each_epoch_reads_every_token_once_but_the_remainder(case: Case, prefetch: int) -> None:
+def test_each_epoch_reads_every_token_once_except_the_remainder(case: Case, prefetch: int) -> None:
     lane_tokens, num_epochs = case.plan.lane_tokens, 3
     num_segments = -(-num_epochs * lane_tokens // case.tgt_len)
-    found = case.segments(num_segments, prefetch=prefetch)
-    inputs = np.concatenate([segment.input for segment in found], axis=1)
+    segments = case.segments(num_segments, prefetch=prefetch)
+    inputs = np.concatenate([segment.input for segment in segments], axis=1)
     for epoch in range(num_epochs):
         read = inputs[:, epoch * lane_tokens : (epoch + 1) * lane_tokens].ravel().tolist()
         assert len(set(read)) == len(read) == case.num_lanes * lane_tokens
@@ -221,15 +221,15 @@ def test_each_epoch_reads_every_token_once_but_the_remainder(case: Case, prefetc
 
 @quickly
 @given(case=cases(), data=st.data())
-def test_a_new_number_of_ranks_goes_on_with_the_same_lanes(case: Case, data: st.DataObject) -> None:
+def test_another_number_of_ranks_continues_the_same_lanes(case: Case, data: st.DataObject) -> None:
     worlds = data.draw(st.lists(st.integers(1, case.num_lanes), min_size=2, max_size=3))
-    at_once = case.segments(2 * len(worlds))
+    together = case.segments(2 * len(worlds))
     position = 0
     for num_ranks in worlds:
         parts = [case.segments(2, rank, num_ranks, position=position) for rank in range(num_ranks)]
         position = parts[0][-1].next_position
         for step in range(2):
-            expected = at_once.pop(0)
+            expected = together.pop(0)
             ranks = [part[step] for part in parts]
             assert len({rank.input.shape for rank in ranks}) == 1, "the same rows on every rank"
             for name in FIELDS:
@@ -242,7 +242,7 @@ def test_a_new_number_of_ranks_goes_on_with_the_same_lanes(case: Case, data: st.
 
 @quickly
 @given(case=cases())
-def test_the_plan_knows_the_targets_of_a_step_before_it_is_read(case: Case) -> None:
+def test_the_plan_computes_the_targets_of_a_step_before_it_is_read(case: Case) -> None:
     for segment in case.segments(8, prefetch=4):
         counted = int((segment.target != -1).sum())
         assert case.plan.targets_in_step(segment.position) == counted
@@ -253,12 +253,12 @@ def test_the_plan_knows_the_targets_of_a_step_before_it_is_read(case: Case) -> N
 
 @quickly
 @given(case=cases())
-def test_age_reaches_back_to_the_document_or_slice_and_no_further(case: Case) -> None:
+def test_age_reaches_back_exactly_to_the_start_of_document_or_slice(case: Case) -> None:
     num_segments = -(-2 * case.plan.lane_tokens // case.tgt_len) + 1
-    found = case.segments(num_segments, prefetch=4)
+    segments = case.segments(num_segments, prefetch=4)
     document_of = {token.id: token.document for token in epoch_tokens(case, 0)}
-    inputs = np.concatenate([segment.input for segment in found], axis=1)
-    ages = np.concatenate([segment.age for segment in found], axis=1)
+    inputs = np.concatenate([segment.input for segment in segments], axis=1)
+    ages = np.concatenate([segment.age for segment in segments], axis=1)
     for row_inputs, row_ages in zip(inputs.tolist(), ages.tolist(), strict=True):
         for i, age in enumerate(row_ages):
             oldest = i - age

@@ -110,7 +110,7 @@ def rebuild(
 
     with open_workers(on, workers) as pool, progress_in_bytes() as progress:
         result = rebuild_manifest(directory, workers=pool, progress=progress)
-    status = "already complete" if result.was_sound else "rebuilt"
+    status = "already complete" if result.was_complete else "rebuilt"
     if as_json:
         print(json.dumps({"status": status, **totals(directory, result.manifest)}))
         return

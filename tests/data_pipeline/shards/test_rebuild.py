@@ -39,7 +39,9 @@ def flip(path: Path, byte: int) -> None:
 
 @pytest.mark.parametrize("place", [0.02, 0.5, 0.99])
 @pytest.mark.parametrize("suffix", ["tar.zst", "index.safetensors"])
-def test_a_damaged_file_is_never_vouched_for(dataset: Dataset, suffix: str, place: float) -> None:
+def test_no_manifest_is_written_for_a_damaged_file(
+    dataset: Dataset, suffix: str, place: float
+) -> None:
     directory, _ = dataset
     (directory / "manifest.json").unlink()
     path = directory / f"train-000001.{suffix}"
@@ -58,7 +60,9 @@ def test_a_damaged_file_is_never_vouched_for(dataset: Dataset, suffix: str, plac
         ("tokenizer.json", "tokenizer"),
     ],
 )
-def test_what_cannot_be_rebuilt_is_named(dataset: Dataset, name: str, cause: str) -> None:
+def test_a_missing_file_that_cannot_be_rebuilt_is_named(
+    dataset: Dataset, name: str, cause: str
+) -> None:
     directory, _ = dataset
     (directory / "manifest.json").unlink()
     (directory / name).unlink()
@@ -66,9 +70,7 @@ def test_what_cannot_be_rebuilt_is_named(dataset: Dataset, name: str, cause: str
         rebuild_manifest(directory)
 
 
-def test_shards_of_two_datasets_do_not_become_one(
-    dataset: Dataset, corpus: Path, tmp_path: Path
-) -> None:
+def test_shards_of_two_datasets_are_refused(dataset: Dataset, corpus: Path, tmp_path: Path) -> None:
     directory, _ = dataset
     prepare_dataset([corpus], tmp_path / "other", PrepareSettings(shuffle=1))
     (directory / "manifest.json").unlink()

@@ -29,9 +29,7 @@ Dataset = tuple[Path, ShardManifest]
         b'{"block_tokens": {"dtype": "I64", "shape": [N], "data_offsets": [0, SIZE]}}',
     ],
 )
-def test_an_index_whose_beginning_makes_no_sense_is_refused(
-    dataset: Dataset, header: bytes
-) -> None:
+def test_an_index_with_an_invalid_header_is_refused(dataset: Dataset, header: bytes) -> None:
     directory, manifest = dataset
     (shard, *_) = manifest.splits["train"].shards
     numbers = {b"N": shard.blocks, b"SIZE": 8 * shard.blocks, b"BIG": 2**62}
@@ -51,7 +49,7 @@ def test_an_index_whose_beginning_makes_no_sense_is_refused(
         open_split(directory, "train")
 
 
-def test_an_index_laid_out_otherwise_is_read_too(dataset: Dataset) -> None:
+def test_an_index_with_another_layout_is_read(dataset: Dataset) -> None:
     """By more requests: a longer header, and the array behind everything else."""
     directory, manifest = dataset
     (shard, *_) = manifest.splits["train"].shards

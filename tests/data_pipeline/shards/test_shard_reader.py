@@ -31,7 +31,7 @@ def note_loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return loaded
 
 
-def test_indexes_are_loaded_on_first_use_and_a_bounded_number_is_kept(
+def test_indexes_are_loaded_on_first_use_and_their_cache_is_limited(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, manifest = dataset
@@ -55,7 +55,7 @@ def test_indexes_are_loaded_on_first_use_and_a_bounded_number_is_kept(
     assert len(small._open) == 1
 
 
-def test_block_sizes_are_those_of_the_whole_indexes(dataset: Dataset) -> None:
+def test_block_sizes_equal_those_of_the_complete_indexes(dataset: Dataset) -> None:
     directory, manifest = dataset
     for split, entry in manifest.splits.items():
         whole = [read_index(directory, shard, itemsize=2).block_tokens for shard in entry.shards]
@@ -73,21 +73,21 @@ def test_an_index_changed_after_opening_is_refused(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize(("restored", "problem"), [(False, "has sha256"), (True, "had other")])
-def test_exchanged_block_sizes_are_noticed_before_the_shard_is_read(
+def test_swapped_block_sizes_are_refused_before_the_shard_is_read(
     dataset: Dataset, restored: bool, problem: str
 ) -> None:
-    """Number and sum are right, so opening cannot tell; the hash of the whole index can."""
+    """Number and sum are right, so opening accepts them; the sha256 of the index does not."""
     directory, manifest = dataset
     (shard, *_) = manifest.splits["train"].shards
     path = directory / shard.index_name
-    sound = path.read_bytes()
+    intact = path.read_bytes()
     sizes = read_block_tokens(directory, shard)
     assert len({*sizes.tolist()}) > 1
-    path.write_bytes(sound.replace(sizes.tobytes(), np.roll(sizes, 1).tobytes()))
+    path.write_bytes(intact.replace(sizes.tobytes(), np.roll(sizes, 1).tobytes()))
     source = open_split(directory, "train")
     assert_array_equal(source.block_tokens[: len(sizes)], np.roll(sizes, 1))
     if restored:
-        path.write_bytes(sound)
+        path.write_bytes(intact)
     with pytest.raises(DataError, match=rf"train-000000\.index\.safetensors {problem}"):
         source.read(0, 0, 1)
 
@@ -96,7 +96,7 @@ def test_exchanged_block_sizes_are_noticed_before_the_shard_is_read(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_range_of_a_giant_document_is_that_range(data: st.DataObject, tmp_path: Path) -> None:
+def test_any_range_of_a_giant_document_is_read_exactly(data: st.DataObject, tmp_path: Path) -> None:
     (document,) = some_documents([6100])
     manifest = write_split(tmp_path, [document], block_bytes=1024)
     source = open_split(tmp_path, "train", manifest=manifest, cache_frames=1)
@@ -123,7 +123,7 @@ def test_a_range_decodes_only_the_frames_it_needs(
     assert len(decoded) == 1
 
 
-def test_what_read_returns_is_the_callers_to_change(tmp_path: Path) -> None:
+def test_changing_the_returned_tokens_does_not_change_the_cache(tmp_path: Path) -> None:
     (document,) = some_documents([50])
     source = open_split(tmp_path, "train", manifest=write_split(tmp_path, [document]))
     source.read(0, 0, 51)[:] = 0
@@ -137,7 +137,7 @@ def test_ranges_outside_a_block_are_refused(tmp_path: Path) -> None:
             source.read(block, start, stop)
 
 
-def test_document_starts_are_where_the_end_of_document_opens_one(
+def test_document_starts_are_the_positions_of_the_end_of_document_token(
     dataset: tuple[Path, ShardManifest],
 ) -> None:
     source = open_split(dataset[0], "train")

@@ -1,4 +1,4 @@
-"""Shards: what is written can be read back, by our reader and by stock tools."""
+"""Writing shards: our reader and stock tools read back the documents that were written."""
 
 import io
 import shutil
@@ -27,7 +27,7 @@ from tests.data_pipeline.shards.written_split import documents_of, some_document
     shard_bytes=st.integers(1, 9000),
     vocab_size=st.sampled_from([257, 70_000]),
 )
-def test_documents_of_any_size_come_back_from_their_shards(
+def test_documents_of_any_size_are_read_back_from_their_shards(
     lengths: list[int], block_bytes: int, shard_bytes: int, vocab_size: int
 ) -> None:
     documents = some_documents(lengths, vocab_size)
@@ -49,21 +49,21 @@ def test_documents_of_any_size_come_back_from_their_shards(
 @given(
     lengths=st.lists(st.integers(0, 4000), min_size=1, max_size=5),
     block_bytes=st.integers(512, 2500),
-    piece_count=st.integers(2, 9),
+    num_chunks=st.integers(2, 9),
 )
-def test_the_bytes_of_a_shard_do_not_depend_on_how_its_documents_come_in_pieces(
-    lengths: list[int], block_bytes: int, piece_count: int
+def test_the_bytes_of_a_shard_do_not_depend_on_the_chunks_of_its_documents(
+    lengths: list[int], block_bytes: int, num_chunks: int
 ) -> None:
     documents, written = some_documents(lengths), []
-    for count in (1, piece_count):
+    for count in (1, num_chunks):
         with tempfile.TemporaryDirectory() as directory:
-            write_split(Path(directory), documents, block_bytes=block_bytes, piece_count=count)
+            write_split(Path(directory), documents, block_bytes=block_bytes, num_chunks=count)
             files = sorted(Path(directory).iterdir())
             written.append([(path.name, path.read_bytes()) for path in files])
     assert written[0] == written[1]
 
 
-def test_the_tar_is_the_one_that_webdataset_writes(tmp_path: Path) -> None:
+def test_the_tar_equals_that_of_webdatasets_tarwriter(tmp_path: Path) -> None:
     documents = some_documents([40, 170, 300, 3000, 10])
     write_split(tmp_path, documents, block_bytes=1024, shard_bytes=10**6)
     shard = (tmp_path / "train-000000.tar.zst").read_bytes()
@@ -90,10 +90,10 @@ def test_a_document_too_large_for_a_tar_is_refused_by_name_with_advice(
     monkeypatch.setattr("data_pipeline.shards.shard_writer.MAX_DOCUMENT_BYTES", 9000)
     write_split(tmp_path, some_documents([4000]))
     with pytest.raises(DataError, match=r"d/1 has more than 9,000 bytes .* Split its text"):
-        write_split(tmp_path, some_documents([100, 4600]), piece_count=7)
+        write_split(tmp_path, some_documents([100, 4600]), num_chunks=7)
 
 
-def test_small_documents_share_a_block_and_none_is_torn(tmp_path: Path) -> None:
+def test_small_documents_share_a_block_and_are_not_split(tmp_path: Path) -> None:
     lengths = [40, 170, 300, 10, 511, 2000, 7, 90]
     manifest = write_split(tmp_path, some_documents(lengths), shard_bytes=10**9)
     source = open_split(tmp_path, "train", manifest=manifest)
@@ -106,7 +106,7 @@ def test_frames_end_at_block_ends(tmp_path: Path) -> None:
     manifest = write_split(tmp_path, documents, shard_bytes=10**9)
     index = read_index(tmp_path, manifest.splits["train"].shards[0], itemsize=2)
     ends = set((index.frames[:, 2] + index.frames[:, 3]).tolist())
-    # The next block's first token lies one tar header and one npy header behind the frame's end.
+    # The next block's first token follows the frame's end, a tar header and an npy header.
     assert {int(offset) - 512 - 128 for offset in index.block_offset[1:]} <= ends
 
 

@@ -21,21 +21,21 @@ def test_a_fresh_dataset_verifies_without_a_problem(dataset: tuple[Path, ShardMa
     assert verify_dataset(directory).problems == []
 
 
-def test_verify_notices_every_flipped_bit_of_a_shard(dataset: Dataset) -> None:
+def test_verify_detects_every_flipped_bit_of_a_shard(dataset: Dataset) -> None:
     directory, _ = dataset
     path = directory / "valid-000000.tar.zst"
-    sound = path.read_bytes()
+    intact = path.read_bytes()
     random_ = random.Random(8)
     for _ in range(40):
-        damaged = bytearray(sound)
-        damaged[random_.randrange(len(sound))] ^= 1 << random_.randrange(8)
+        damaged = bytearray(intact)
+        damaged[random_.randrange(len(intact))] ^= 1 << random_.randrange(8)
         path.write_bytes(damaged)
         assert [problem[: len(path.name)] for problem in verify_dataset(directory).problems] == [
             path.name
         ]
 
 
-def test_verify_lists_every_problem_at_once(dataset: Dataset, txl: Callable[..., Any]) -> None:
+def test_verify_lists_every_problem(dataset: Dataset, txl: Callable[..., Any]) -> None:
     directory, _ = dataset
     (directory / "train-000000.tar.zst").unlink()
     (directory / "train-000001.tar.zst").rename(directory / "spare.tar.zst")

@@ -18,7 +18,7 @@ def write_split(
     vocab_size: int = 257,
     block_bytes: int = 1024,
     shard_bytes: int = 5000,
-    piece_count: int = 1,
+    num_chunks: int = 1,
 ) -> ShardManifest:
     entries: list[ShardEntry] = []
     waiting = list(enumerate(documents))
@@ -34,8 +34,8 @@ def write_split(
         size = 0
         while waiting and not size >= shard_bytes:
             number, tokens = waiting.pop(0)
-            pieces = np.array_split(tokens, piece_count)
-            writer.add(f"d/{number}", pieces, text_bytes=len(tokens) - 1)
+            chunks = np.array_split(tokens, num_chunks)
+            writer.add(f"d/{number}", chunks, text_bytes=len(tokens) - 1)
             size += len(tokens)
         entries.append(writer.close())
     summary = InputSummary(digest="0" * 64, files=1, documents=1, empty=0, rejected=0, duplicates=0)
@@ -52,11 +52,11 @@ def write_split(
 
 def documents_of(source: SplitReader) -> list[list[int]]:
     """Every document of a split, read as a whole block and cut at its starts."""
-    found = []
+    documents: list[list[int]] = []
     for block, count in enumerate(source.block_tokens.tolist()):
         tokens = source.read(block, 0, count)
-        found += [part.tolist() for part in np.split(tokens, source.document_starts(block)[1:])]
-    return found
+        documents += [part.tolist() for part in np.split(tokens, source.document_starts(block)[1:])]
+    return documents
 
 
 def some_documents(lengths: list[int], vocab_size: int = 257) -> list[np.ndarray]:

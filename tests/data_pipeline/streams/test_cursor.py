@@ -58,7 +58,7 @@ def test_reading_forwards_reads_every_block_once() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 900), min_size=2, max_size=30), data=st.data())
-def test_documents_are_permuted_whole_long_or_short(lengths: list[int], data: Any) -> None:
+def test_short_and_long_documents_are_permuted_as_wholes(lengths: list[int], data: Any) -> None:
     stored = np.arange(sum(lengths), dtype=np.uint16)
     starts = np.cumsum([0, *lengths[:-1]])
     documents = np.array(data.draw(st.permutations(range(len(lengths)))))

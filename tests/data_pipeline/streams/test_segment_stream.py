@@ -28,7 +28,7 @@ def _every_thread_ends() -> Iterator[None]:
     assert threads() == []
 
 
-def test_position_counts_consumed_segments_not_those_read_ahead() -> None:
+def test_position_counts_consumed_segments_not_prefetched_ones() -> None:
     with stream_of(NumberedSource([1000]), prefetch_segments=64, position=12) as stream:
         assert stream.position == 12
         for step in range(1, 4):
@@ -37,7 +37,7 @@ def test_position_counts_consumed_segments_not_those_read_ahead() -> None:
 
 
 @pytest.mark.parametrize("prefetch_segments", [1, 2, 7])
-def test_at_most_twice_prefetch_segments_are_read_ahead(prefetch_segments: int) -> None:
+def test_at_most_twice_prefetch_segments_are_prefetched(prefetch_segments: int) -> None:
     source = NumberedSource(*[[4]] * 1000)
     with stream_of(
         source, num_lanes=1, shuffle="none", prefetch_segments=prefetch_segments

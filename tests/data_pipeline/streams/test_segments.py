@@ -44,7 +44,7 @@ def test_reset_stream_counts_age_from_the_slice_only() -> None:
     assert_array_equal(second.age, [[4, 5, 0, 1]] * 2)
 
 
-def test_arrays_are_ready_for_torch() -> None:
+def test_arrays_have_the_dtypes_and_layout_that_torch_needs() -> None:
     with stream_of(NumberedSource([40])) as stream:
         segment = next(stream)
     for array, dtype in ((segment.input, "int64"), (segment.target, "int64"), (segment.age, "i4")):
@@ -54,7 +54,7 @@ def test_arrays_are_ready_for_torch() -> None:
 
 
 @pytest.mark.parametrize("shuffle", ["blocks", "none"])
-def test_an_epoch_of_real_shards_is_every_document_whole(
+def test_an_epoch_of_real_shards_contains_every_document_uncut(
     dataset: tuple[Path, ShardManifest], shuffle: Any
 ) -> None:
     directory, manifest = dataset

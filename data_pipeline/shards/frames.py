@@ -106,7 +106,9 @@ class FrameWriter:
 
     def _end_frame(self, raw_end: int) -> None:
         raw_size = raw_end - self._cut_at
+        # One call per frame makes it independent: no window reaches into the frame before.
         data = self._compressor.compress(bytes(self._buffer[:raw_size]))
+        # RFC 8878, 3.1.1: the checksum is the frame's last four bytes, little-endian.
         checksum = int.from_bytes(data[-4:], "little")
         self.frames.append(Frame(self.num_bytes, len(data), self._cut_at, raw_size, checksum))
         del self._buffer[:raw_size]
@@ -154,6 +156,7 @@ def decode_frame(data: bytes, frame: Frame, *, limit: int = MAX_FRAME_BYTES) -> 
         raise FrameError(f"it declares {frame.raw_size:,} bytes, the limit is {limit:,}")
     try:
         header = zstandard.get_frame_parameters(data)
+        # zstandard allocates this size, and checks that the frame decodes to exactly it.
         if header.content_size != frame.raw_size:
             raise FrameError(
                 f"its header declares {header.content_size:,} raw bytes, the index "
@@ -166,6 +169,7 @@ def decode_frame(data: bytes, frame: Frame, *, limit: int = MAX_FRAME_BYTES) -> 
                 f"it needs a window of {header.window_size:,} bytes, the limit is "
                 f"{MAX_FRAME_BYTES:,}"
             )
+        # Compared before decoding: a valid frame of another shard has another checksum.
         checksum = int.from_bytes(data[-4:], "little")
         if checksum != frame.checksum:
             raise FrameError(

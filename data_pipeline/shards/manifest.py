@@ -109,6 +109,7 @@ class SplitEntry(StrictModel):
     def of(cls, shards: list[ShardEntry]) -> Self:
         return cls(shards=tuple(shards), **_totals(shards))
 
+    # The totals could be computed; they are stored for people and scripts that read the JSON.
     @model_validator(mode="after")
     def _totals_agree(self) -> Self:
         for name, total in _totals(self.shards).items():
@@ -160,6 +161,7 @@ class ShardManifest(DatasetHeader):
             raise ValueError(f"end_of_document={self.end_of_document} is outside the vocabulary")
         return self
 
+    # Not a field: it covers all fields, and `manifest_bytes` adds it to the file.
     @property
     def digest(self) -> str:
         """Hex sha256 of the canonical JSON of the content."""

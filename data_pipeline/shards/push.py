@@ -76,6 +76,7 @@ def _require_same_dataset(
 ) -> None:
     if MANIFEST_NAME in remote_sizes:
         digest = load_manifest(target).digest
+        # Overwriting would change the data under runs that read this URL.
         if digest != manifest.digest:
             raise DataError(
                 f"{target} holds another dataset (digest {digest}, not {manifest.digest}). "
@@ -91,6 +92,7 @@ def _require_same_dataset(
 
 
 def _send(source: Path, target: RemotePath, size: int, sha256: str | None) -> None:
+    # Manifest and tokenizer have no entry in the manifest; both were checked when loaded.
     if sha256 and sha256_file(source) != sha256:
         raise DataError(
             f"{source} does not have the manifest's sha256. List all problems: txl data verify "

@@ -66,10 +66,10 @@ def rebuild_manifest(
     try:
         return Rebuilt(load_manifest(directory), was_complete=True)
     except DataError:
-        pass
+        pass  # the cause does not matter: missing and damaged manifests are both rebuilt
     workers = workers or InProcess()
     paths = _list_shards(directory)
-    require_writable(directory)
+    require_writable(directory)  # fail before all shards are read
     headers = {paths[number]: header for number, header in workers.map(_read_header, paths)}
     header = _common_header(directory, headers)
     rules = TokenRules.of(header.dataset, open_tokenizer(directory, header.dataset))

@@ -84,7 +84,7 @@ def _check_members(
             if block.dtype != rules.dtype or block.shape != shape:
                 raise ValueError(f"{key} is {block.dtype} {block.shape}, not as in the index")
             text_bytes += _check_block(block, key, starts, rules)
-            if len(starts) > 1:
+            if len(starts) > 1:  # a block of one document has no second member
                 member = _next_array(tar, f"{key}.starts.npy")
                 stored = np.concatenate([chunk for _, chunk in member.chunks()])
                 if member.dtype != np.int64 or not np.array_equal(stored, starts):
@@ -103,6 +103,7 @@ def _check_block(block: "_Array", key: str, starts: np.ndarray, rules: TokenRule
         if (largest := tokens.max()) >= rules.vocab_size:
             raise ValueError(f"{key} has token {largest}, outside the vocabulary")
         openers = first + np.flatnonzero(tokens == rules.end_of_document)
+        # No text encodes to end_of_document, so every occurrence starts a document.
         last = int(np.searchsorted(starts, first + len(tokens)))
         expected = starts[num_starts : last if rules.opens_documents else num_starts]
         if not np.array_equal(openers, expected):

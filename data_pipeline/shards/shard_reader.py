@@ -103,7 +103,7 @@ class SplitReader:
         index = self._index(shard)
         first, last = index.first_document[number : number + 2]
         view = index.document_starts[first:last]
-        view.flags.writeable = False
+        view.flags.writeable = False  # of the cached index
         return view
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
@@ -171,6 +171,7 @@ class SplitReader:
         if first == last:
             return b""
         index = self._index(shard)
+        # The frames that contain byte `first` and byte `last - 1`.
         low = int(np.searchsorted(index.frame_ends, first, side="right"))
         high = int(np.searchsorted(index.frame_ends, last, side="left"))
         parts = []
@@ -188,7 +189,8 @@ class SplitReader:
                     self._cache.move_to_end((shard, number))
                     decoded[number] = self._cache[shard, number]
         missing = [number for number in range(low, high) if number not in decoded]
-        if missing:  # without the lock: two threads may both read a frame, but none waits
+        # Without the lock: two threads may both decode a frame, but no thread waits for another.
+        if missing:
             decoded |= zip(missing, self._read_frames(shard, missing), strict=True)
         with self._lock:
             for number in missing:

@@ -86,14 +86,15 @@ class ShardWriter:
         `text_bytes` is the UTF-8 length of its text. Raises ValueError for ids outside the
         vocabulary, DataError for a document larger than a tar member can be.
         """
-        held: list[np.ndarray] = []
+        buffered: list[np.ndarray] = []
         size, checked = 0, self._checked(document_id, chunks)
         for chunk in checked:
-            held.append(chunk)
+            buffered.append(chunk)
             size += chunk.nbytes
             if size > self._block_bytes:
+                # More than a block: from here on to a file, so that at most a block is in memory.
                 self._flush()
-                self._add_giant(document_id, itertools.chain(held, checked))
+                self._add_giant(document_id, itertools.chain(buffered, checked))
                 break
         else:
             if not size:
@@ -101,7 +102,8 @@ class ShardWriter:
             if self._block.ids and self._block.num_bytes + size > self._block_bytes:
                 self._flush()
             self._block.ids.append(document_id)
-            self._block.tokens.append(held[0] if len(held) == 1 else np.concatenate(held))
+            single = len(buffered) == 1  # the usual case, without a copy
+            self._block.tokens.append(buffered[0] if single else np.concatenate(buffered))
             self._block.num_bytes += size
             if self._block.num_bytes >= self._block_bytes:
                 self._flush()
@@ -115,6 +117,7 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        # Synced, not renamed: the manifest, written last, makes the shard part of a dataset.
         index = self._index()
         write_synced(self.path.with_name(self._stem + INDEX_SUFFIX), index)
         return ShardEntry(
@@ -198,6 +201,7 @@ class ShardWriter:
 
     def _write_block(self, members: dict[str, BinaryIO], num_tokens: int) -> None:
         sizes = {name: content.seek(0, io.SEEK_END) for name, content in members.items()}
+        # One unit for both members, so that one frame holds a small block with its document starts.
         start = self._tar.offset
         self._frames.next_unit(sum(map(_member_bytes, sizes.values())))
         for name, content in members.items():

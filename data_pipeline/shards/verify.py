@@ -68,6 +68,7 @@ def verify_dataset(
         open_tokenizer(directory, manifest)
     except DataError as error:
         (unread if is_unread(error) else problems).append(str(error))
+    # Absolute: Ray workers may have another working directory.
     local = directory.absolute() if isinstance(directory, Path) else directory
     checks = [_ShardCheck(local, shard, fast) for shard in manifest.shards]
     names = {sha256: name for name, (_, sha256) in manifest.shard_files.items()}

@@ -105,6 +105,7 @@ class LanePlan:
         self._require_lane_per_rank(num_ranks)
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank={rank} is not in 0 .. num_ranks - 1 = {num_ranks - 1}")
+        # Consecutive lanes: the ranks' rows, one after the other, are the lanes in order.
         return range(
             rank * self.num_lanes // num_ranks,
             (rank + 1) * self.num_lanes // num_ranks,
@@ -138,6 +139,7 @@ class LanePlan:
         """
         spans = []
         while start < stop:
+            # Positions count on through phases; epochs of this plan start at `self.start`.
             epoch, offset = divmod(start - self.start, self.lane_tokens)
             num_tokens = min(self.lane_tokens - offset, stop - start)
             spans.append(Span(self.first_epoch + epoch, offset, offset + num_tokens))

@@ -138,6 +138,7 @@ class MixedEpoch:
         """
         source, corpus_block, first = self._locate(block)
         starts = source.document_starts(corpus_block)
+        # From the document that contains the part's first token to the last that starts in it.
         low = np.searchsorted(starts, first, side="right") - 1
         high = np.searchsorted(starts, first + self.block_tokens[block], side="left")
         return np.maximum(starts[low:high] - first, 0)

@@ -82,6 +82,7 @@ class EpochOrder:
         """
         num_blocks = len(block_tokens)
         if shuffle == "blocks":
+            # No ties: hashes of one prefix are distinct, so any sort gives the same order.
             blocks = np.argsort(hash_ids(seed, epoch, num_ids=num_blocks)).astype(np.int64)
         else:
             blocks = np.arange(num_blocks, dtype=np.int64)
@@ -106,5 +107,6 @@ class EpochOrder:
         """Document numbers of a block in reading order, [num_documents]; None for stored order."""
         if self.shuffle == "none" or num_documents == 1:
             return None
+        # Hashes the block's number, so the result does not depend on where the epoch has the block.
         hashes = hash_ids(self.seed, self.epoch, block, num_ids=num_documents)
         return np.argsort(hashes).astype(np.int64)

@@ -80,6 +80,7 @@ class SegmentReader:
         self._reset, self._shuffle, self._seed = reset, shuffle, seed
         self.num_rows = num_rows
         self._starts = [plan.slice_start(lane) for lane in lanes]
+        # Lanes are far apart: a shared cursor would read one chunk per lane and step.
         self._cursors = [LaneCursor() for _ in lanes]
         self._epochs: dict[int, _Epoch] = {}
 

@@ -44,7 +44,7 @@ def verify(
     """Hash every file again and list all that are damaged, missing or extra; then exit code 3.
 
     Files that a disk or network error kept from being read are listed separately; exit code 1 if
-    there is no other problem.
+    these are the only ones.
 
     Example: txl data verify data/books
     """

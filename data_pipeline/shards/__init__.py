@@ -1,1 +1,1 @@
-"""What a prepared dataset is on disk: written, read, checked, copied."""
+"""Prepared datasets on disk: writing, reading, verifying, rebuilding and copying them."""

@@ -1,13 +1,12 @@
-"""zstd frames: a stream written so that one part of it can be read without the rest.
+"""zstd frames: a compressed stream of which any part can be read without the rest.
 
-The stream is cut into independent frames, each with its size and checksum, and ends in the seek
-table of zstd's seekable format, so stock tools read it (`zstd -d`, `tar --zstd`) and we start at
-any frame. Input files compressed by others are `readers/sources.py`'s; nothing else imports
-zstandard.
+The stream consists of independent frames, each with its size and checksum, and ends in the seek
+table of zstd's seekable format. Stock tools (`zstd -d`, `tar --zstd`) read it as a whole; we start
+at any frame. Compressed input files are opened by `storage/open_source.py` instead.
 
-Two things zstandard would not do by itself: it honours whatever size a frame declares (32 KB can
-claim 1 GiB), and it reads frames without a checksum, in which a flipped bit passes. So sizes are
-capped and checked before decoding, and the checksum must be there and be the one expected.
+Two checks that zstandard does not make. It accepts any size that a frame declares (32 KB can
+declare 1 GiB), so sizes are limited and compared before decoding. It also accepts frames without a
+checksum, in which a flipped bit goes unnoticed, so every frame must have the expected checksum.
 
 Source: github.com/facebook/zstd, contrib/seekable_format; RFC 8878 for frames and checksums.
 """
@@ -18,48 +17,46 @@ from collections import deque
 from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
-import numpy as np
 import zstandard
 
 from data_pipeline.errors import DataError
 
 MAX_FRAME_BYTES = 16 * 2**20
-"""No frame decodes to more than this, whatever a file claims."""
+"""Larger frames are refused before decoding, whatever size a file declares."""
 ZSTD_LEVEL = 3
-FRAME_COLUMNS = ("compressed_offset", "compressed_size", "raw_offset", "raw_size", "checksum")
 
 _SKIPPABLE_MAGIC = 0x184D2A5E
 _SEEKABLE_MAGIC = 0x8F92EAB1
 _ENTRIES_HAVE_CHECKSUMS = 0x80
-_CUT_UNIT = 512  # a tar record: no token is ever torn between two frames
+_CUT_UNIT = 512  # a tar record, so that no token is split between two frames
 
 
 class Frame(NamedTuple):
-    """Where one frame lies in the file and in the raw stream, in bytes."""
+    """Offset and size of one frame in the file and in the raw stream, in bytes."""
 
     compressed_offset: int
     compressed_size: int
     raw_offset: int
     raw_size: int
     checksum: int
-    """Low 32 bits of the XXH64 of the raw bytes; the frame's own last four bytes."""
+    """Low 32 bits of the XXH64 of the raw bytes; the last four bytes of the frame."""
 
 
 class FrameError(DataError):
-    """A frame whose bytes are not what the index says. The message starts at the cause."""
+    """A frame that does not match the index. The message gives only the cause, not the file."""
 
 
 class FrameWriter:
-    """A writable stream that compresses into frames. Bounded memory: at most one frame is held.
+    """A writable stream that compresses into frames. Memory is limited to one frame.
 
-    Call `next_unit(size)` before writing `size` bytes that belong together: a frame ends exactly
-    where they end, and they are cut evenly when longer than `frame_bytes` by half or more.
+    Call `next_unit(size)` before writing `size` bytes that belong together. A frame ends exactly
+    at their end; from 1.5 times `frame_bytes` on they are divided evenly into several frames.
     """
 
     def __init__(self, file: BinaryIO, *, frame_bytes: int, level: int = ZSTD_LEVEL) -> None:
         if not _CUT_UNIT <= frame_bytes <= MAX_FRAME_BYTES // 2:
             raise ValueError(
-                f"frame_bytes={frame_bytes} must lie in [{_CUT_UNIT}, {MAX_FRAME_BYTES // 2}]"
+                f"frame_bytes={frame_bytes} must be in [{_CUT_UNIT}, {MAX_FRAME_BYTES // 2}]"
             )
         self.frames: list[Frame] = []
         self.num_bytes = 0
@@ -73,22 +70,22 @@ class FrameWriter:
         self._compressor = zstandard.ZstdCompressor(
             level=level, write_checksum=True, write_content_size=True, write_dict_id=False
         )
-        self._held = bytearray()
+        self._buffer = bytearray()
         self._cut_at = 0  # raw offset up to which frames are written
-        self._planned: deque[int] = deque()  # raw offsets where coming frames end
+        self._planned: deque[int] = deque()  # raw offsets at which the next frames end
         self._planned_end = 0
 
     def next_unit(self, size: int) -> None:
         """Announce that the next `size` raw bytes belong together."""
-        pieces = max(1, round(size / self._frame_bytes))
-        piece = -(-size // (pieces * _CUT_UNIT)) * _CUT_UNIT
+        num_frames = max(1, round(size / self._frame_bytes))
+        frame_size = -(-size // (num_frames * _CUT_UNIT)) * _CUT_UNIT
         start, self._planned_end = self._planned_end, self._planned_end + size
-        self._planned.extend(range(start + piece, self._planned_end, piece))
+        self._planned.extend(range(start + frame_size, self._planned_end, frame_size))
         self._planned.append(self._planned_end)
 
     def write(self, data: bytes) -> int:
-        """Take raw bytes; tarfile calls this in pieces of its own choosing."""
-        self._held += data
+        """Append raw bytes. tarfile calls this, with any block size."""
+        self._buffer += data
         self.num_raw_bytes += len(data)
         self.raw_sha256.update(data)
         while self._planned and self._planned[0] <= self.num_raw_bytes:
@@ -96,23 +93,25 @@ class FrameWriter:
         return len(data)
 
     def finish(self) -> None:
-        """Write what is held as the last frame, then the seek table. The file stays open."""
+        """Write the buffered bytes as the last frame, then the seek table. The file stays open."""
         if self._planned:
             raise ValueError(f"announced up to byte {self._planned_end}, got {self.num_raw_bytes}")
-        if self._held:
+        if self._buffer:
             self._end_frame(self.num_raw_bytes)
         self._emit(seek_table(self.frames))
 
     def abandon(self) -> None:
-        """Write nothing more: tarfile flushes what it holds even when it is only collected."""
+        """Write no more frames. tarfile flushes its buffer even when it is garbage collected."""
         self._planned.clear()
 
     def _end_frame(self, raw_end: int) -> None:
         raw_size = raw_end - self._cut_at
-        data = self._compressor.compress(bytes(self._held[:raw_size]))
+        # One call per frame makes it independent: no window reaches into the frame before.
+        data = self._compressor.compress(bytes(self._buffer[:raw_size]))
+        # RFC 8878, 3.1.1: the checksum is the frame's last four bytes, little-endian.
         checksum = int.from_bytes(data[-4:], "little")
         self.frames.append(Frame(self.num_bytes, len(data), self._cut_at, raw_size, checksum))
-        del self._held[:raw_size]
+        del self._buffer[:raw_size]
         self._cut_at = raw_end
         self._emit(data)
 
@@ -123,22 +122,23 @@ class FrameWriter:
 
 
 def compress(data: bytes) -> bytes:
-    """One frame with size and checksum, for what is always read whole."""
+    """One frame with size and checksum, for data that is always read as a whole."""
     return zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True).compress(data)
 
 
 def decompress(data: bytes, *, limit: int) -> bytes:
-    """What `compress` was given; FrameError for anything else, or for more than `limit` bytes."""
+    """The inverse of `compress`. Raises FrameError for other bytes or more than `limit` of them."""
     try:
         size = zstandard.get_frame_parameters(data).content_size
     except zstandard.ZstdError as error:
-        raise FrameError(f"zstd refuses it: {error}") from error
+        raise FrameError(f"zstd cannot decode it: {error}") from error
+    # No index has this frame's checksum. zstd compares the frame's own with the content.
     frame = Frame(0, len(data), 0, size, int.from_bytes(data[-4:], "little"))
     return decode_frame(data, frame, limit=limit)
 
 
 def seek_table(frames: Sequence[Frame]) -> bytes:
-    """The seekable format's table for `frames`, as one skippable frame."""
+    """The seek table of zstd's seekable format for `frames`, one skippable frame."""
     entries = b"".join(
         struct.pack("<III", frame.compressed_size, frame.raw_size, frame.checksum)
         for frame in frames
@@ -148,41 +148,36 @@ def seek_table(frames: Sequence[Frame]) -> bytes:
     return struct.pack("<II", _SKIPPABLE_MAGIC, len(body)) + body
 
 
-def frames_array(frames: Sequence[Frame]) -> np.ndarray:
-    """int64 [F, 5], columns as FRAME_COLUMNS."""
-    return np.array(frames, dtype=np.int64).reshape(-1, len(FRAME_COLUMNS))
-
-
 def decode_frame(data: bytes, frame: Frame, *, limit: int = MAX_FRAME_BYTES) -> bytes:
-    """The raw bytes of one frame, or FrameError; never more than `frame.raw_size` of them."""
+    """The `frame.raw_size` raw bytes of a frame. Raises FrameError if `data` is not that frame."""
     if len(data) != frame.compressed_size:
-        raise FrameError(f"{len(data):,} bytes were left to read, not {frame.compressed_size:,}")
+        raise FrameError(f"only {len(data):,} of {frame.compressed_size:,} bytes could be read")
     if frame.raw_size > limit:
         raise FrameError(f"it declares {frame.raw_size:,} bytes, the limit is {limit:,}")
     try:
         header = zstandard.get_frame_parameters(data)
+        # zstandard allocates this size, and checks that the frame decodes to exactly it.
         if header.content_size != frame.raw_size:
             raise FrameError(
-                f"its header declares {header.content_size:,} raw bytes, the index says "
+                f"its header declares {header.content_size:,} raw bytes, the index "
                 f"{frame.raw_size:,}"
             )
         if not header.has_checksum or header.dict_id:
             raise FrameError("its header is not one that txl writes (no checksum, or a dictionary)")
         if header.window_size > MAX_FRAME_BYTES:
             raise FrameError(
-                f"it asks for a window of {header.window_size:,} bytes, the limit is "
+                f"it needs a window of {header.window_size:,} bytes, the limit is "
                 f"{MAX_FRAME_BYTES:,}"
             )
-        found = int.from_bytes(data[-4:], "little")
-        if found != frame.checksum:
+        # Compared before decoding: a valid frame of another shard has another checksum.
+        checksum = int.from_bytes(data[-4:], "little")
+        if checksum != frame.checksum:
             raise FrameError(
-                f"its checksum is {found:#010x}, the index says {frame.checksum:#010x}"
+                f"its checksum is {checksum:#010x}, the index has {frame.checksum:#010x}"
             )
         raw: bytes = zstandard.ZstdDecompressor(max_window_size=MAX_FRAME_BYTES).decompress(
             data, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
-        raise FrameError(f"zstd refuses it: {error}") from error
-    if len(raw) != frame.raw_size:
-        raise FrameError(f"it decodes to {len(raw):,} bytes, the index says {frame.raw_size:,}")
+        raise FrameError(f"zstd cannot decode it: {error}") from error
     return raw

@@ -1,8 +1,8 @@
-"""The manifest: what a prepared dataset holds, and the only list that training trusts.
+"""The manifest of a prepared dataset: settings, tokenizer, and size and sha256 of every shard.
 
-`manifest.json` is strict, versioned and carries the digest of its own content, so an edit or a
-flipped bit in it is noticed before any shard is opened. Shard names are not free text: they follow
-from split and number, so a manifest cannot point outside its directory.
+`manifest.json` is strict, versioned and contains the digest of its content, so an edit or a
+flipped bit is detected before any shard is opened. Shard names must follow from split and number,
+so a manifest cannot name a file outside its directory.
 """
 
 import re
@@ -25,10 +25,8 @@ from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 REJECTS_NAME = "rejects.jsonl"
-FORMAT = "txl-shards"
 VERSION = 2
 SHARD_SUFFIX, INDEX_SUFFIX = ".tar.zst", ".index.safetensors"
-MAX_MANIFEST_BYTES = 256 * 2**20
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -38,20 +36,25 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:06d}{SHARD_SUFFIX}"
 
 
+def index_name(shard: str) -> str:
+    """The file name of a shard's index."""
+    return shard.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX
+
+
 class InputSummary(StrictModel):
-    """The corpus as it was read."""
+    """What `txl prepare` read: counts and a digest of the input."""
 
     digest: Sha256
-    """Over every document's id and the sha256 of its text, in input order, and every reject."""
+    """sha256 over every document's id and text sha256, in input order, and every reject."""
     files: Count
     documents: Count
-    """With text, duplicates included."""
+    """Documents with text, duplicates included."""
     empty: Count
     """Documents without text: skipped."""
     rejected: Count
     """Records that could not be read: listed in rejects.jsonl."""
     duplicates: Count
-    """Documents left out because an earlier one has the same text."""
+    """Documents skipped because an earlier one has the same text."""
 
 
 class ShardEntry(StrictModel):
@@ -62,7 +65,7 @@ class ShardEntry(StrictModel):
     sha256: Sha256
     raw_bytes: Count
     raw_sha256: Sha256
-    """Of the tar stream inside."""
+    """sha256 of the uncompressed tar stream."""
     index_bytes: Count
     index_sha256: Sha256
     documents: Count
@@ -73,7 +76,15 @@ class ShardEntry(StrictModel):
 
     @property
     def index_name(self) -> str:
-        return self.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX
+        return index_name(self.name)
+
+    @property
+    def files(self) -> dict[str, tuple[int, str]]:
+        """(bytes, sha256) of the shard and of its index, by file name."""
+        return {
+            self.name: (self.bytes, self.sha256),
+            self.index_name: (self.index_bytes, self.index_sha256),
+        }
 
 
 class SplitEntry(StrictModel):
@@ -85,10 +96,20 @@ class SplitEntry(StrictModel):
     tokens: Count
     text_bytes: Count
 
+    @property
+    def compressed_bytes(self) -> int:
+        """Bytes of the shards without their indexes."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def text_bytes_per_compressed_byte(self) -> float:
+        return self.text_bytes / self.compressed_bytes
+
     @classmethod
     def of(cls, shards: list[ShardEntry]) -> Self:
         return cls(shards=tuple(shards), **_totals(shards))
 
+    # The totals could be computed; they are stored for people and scripts that read the JSON.
     @model_validator(mode="after")
     def _totals_agree(self) -> Self:
         for name, total in _totals(self.shards).items():
@@ -103,7 +124,7 @@ def _totals(shards: list[ShardEntry] | tuple[ShardEntry, ...]) -> dict[str, int]
 
 
 class DatasetHeader(StrictModel):
-    """All of a manifest but its list of shards."""
+    """Everything in a manifest except its list of shards."""
 
     format: Literal["txl-shards"] = "txl-shards"
     version: Literal[2] = 2
@@ -116,15 +137,15 @@ class DatasetHeader(StrictModel):
 
 
 class IndexHeader(StrictModel):
-    """What every index knows of its dataset, so that the shards can replace a lost manifest."""
+    """The dataset's description in every index, from which `rebuild.py` makes a lost manifest."""
 
     dataset: DatasetHeader
     shards: dict[SplitName, Annotated[int, Field(ge=1)]]
-    """How many each split has."""
+    """Number of shards of each split."""
 
 
 class ShardManifest(DatasetHeader):
-    """A complete dataset. `digest` is what runs and checkpoints remember it by."""
+    """A complete dataset. Runs and checkpoints identify it by `digest`."""
 
     splits: Annotated[dict[SplitName, SplitEntry], Field(min_length=1)]
 
@@ -140,9 +161,10 @@ class ShardManifest(DatasetHeader):
             raise ValueError(f"end_of_document={self.end_of_document} is outside the vocabulary")
         return self
 
+    # Not a field: it covers all fields, and `manifest_bytes` adds it to the file.
     @property
     def digest(self) -> str:
-        """Hex sha256 of the canonical content."""
+        """Hex sha256 of the canonical JSON of the content."""
         return strict_json.sha256_of(self.model_dump(mode="json"))
 
     def to_bytes(self) -> bytes:
@@ -150,7 +172,7 @@ class ShardManifest(DatasetHeader):
         return manifest_bytes(self.model_dump(mode="json"))
 
     def split(self, name: str, directory: DatasetPath) -> SplitEntry:
-        """The entry of a split, or DataError with the ones there are."""
+        """The entry of a split. Raises DataError listing the existing ones."""
         if name not in self.splits:
             raise DataError(
                 f"{directory} has no split {name!r}; it has {', '.join(sorted(self.splits))}. "
@@ -158,15 +180,27 @@ class ShardManifest(DatasetHeader):
             )
         return self.splits[name]
 
+    def train_first(self) -> list[tuple[str, SplitEntry]]:
+        """The splits by name, `train` first."""
+        return sorted(self.splits.items(), key=lambda item: (item[0] != "train", item[0]))
+
+    @property
+    def shards(self) -> list[ShardEntry]:
+        """The shards of all splits, in the manifest's order."""
+        return [shard for entry in self.splits.values() for shard in entry.shards]
+
+    @property
+    def shard_files(self) -> dict[str, tuple[int, str]]:
+        """(bytes, sha256) of every shard and index of the dataset, by file name."""
+        return {name: facts for shard in self.shards for name, facts in shard.files.items()}
+
     def file_names(self) -> list[str]:
         """Every file of the dataset, in a fixed order."""
-        shards = [shard for entry in self.splits.values() for shard in entry.shards]
-        names = [name for shard in shards for name in (shard.name, shard.index_name)]
-        return [MANIFEST_NAME, TOKENIZER_NAME, *sorted(names)]
+        return [MANIFEST_NAME, TOKENIZER_NAME, *sorted(self.shard_files)]
 
 
 def load_manifest(directory: str | DatasetPath) -> ShardManifest:
-    """The checked manifest of a dataset directory or URL; DataError says what is wrong."""
+    """The checked manifest of a dataset directory or URL. Raises DataError with the cause."""
     path = dataset_path(directory) / MANIFEST_NAME
     try:
         return load_manifest_file(path, ShardManifest)
@@ -175,9 +209,9 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
         remote = isinstance(path, RemotePath)
         out = f"DIR, then txl data push DIR {path.parent}" if remote else path.parent
         raise DataError(
-            f"{path}: {cause}, so no complete dataset is here (an interrupted prepare leaves none)."
-            f" Create it: txl prepare INPUT --out {out}. If its shards are there: txl data rebuild "
-            f"{directory}"
+            f"{path}: {cause}, so this is not a complete dataset (an interrupted prepare writes no "
+            f"manifest). Create it: txl prepare INPUT --out {out}. If its shards exist: txl data "
+            f"rebuild {directory}"
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
@@ -187,39 +221,40 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
             "directory that txl prepare wrote, upgrade txl, or prepare the corpus again elsewhere."
         ) from error
     except ValueError as error:
-        raise DataError(f"{path} {error}. {_again(path.parent)}") from error
+        raise DataError(f"{path} {error}. {_how_to_restore(path.parent)}") from error
 
 
-def _again(directory: DatasetPath) -> str:
+def _how_to_restore(directory: DatasetPath) -> str:
     return (
-        f"It was edited or damaged; restore it, make it again with txl data rebuild {directory}, "
-        f"or remove {directory} and run txl prepare INPUT --out {directory}"
+        f"It was edited or damaged; restore it, recreate it with txl data rebuild {directory}, or "
+        f"remove {directory} and run txl prepare INPUT --out {directory}"
     )
 
 
-def open_tokenizer(
-    directory: str | DatasetPath, manifest: ShardManifest | None = None
-) -> Tokenizer:
-    """The dataset's tokenizer, or DataError when it is not the one the shards were made with."""
-    manifest = manifest or load_manifest(directory)
+def open_tokenizer(directory: str | DatasetPath, dataset: DatasetHeader | None = None) -> Tokenizer:
+    """The dataset's tokenizer. Raises DataError if the shards were made with another one.
+
+    `dataset` is the directory's manifest, loaded if None, or the header of its indexes.
+    """
+    dataset = dataset or load_manifest(directory)
     path = dataset_path(directory) / TOKENIZER_NAME
     tokenizer = load_tokenizer(path)
-    if tokenizer.digest != manifest.tokenizer_digest:
+    if tokenizer.digest != dataset.tokenizer_digest:
         raise DataError(
             f"{path} has digest {tokenizer.digest}, the manifest expects "
-            f"{manifest.tokenizer_digest}. The tokenizer of another dataset was copied here; "
-            f"restore the right one or prepare again."
+            f"{dataset.tokenizer_digest}. The tokenizer of another dataset was copied here; "
+            "restore the right one or prepare the corpus again."
         )
-    found = (tokenizer.vocab_size, tokenizer.end_of_document)
-    if found != (manifest.vocab_size, manifest.end_of_document):
+    ids, expected = ((source.vocab_size, source.end_of_document) for source in (tokenizer, dataset))
+    if ids != expected:
         raise DataError(
-            f"{path}: vocab_size and end_of_document are {found}, the manifest says "
-            f"{(manifest.vocab_size, manifest.end_of_document)}. {_again(path.parent)}"
+            f"{path}: vocab_size and end_of_document are {ids}, the manifest has {expected}. "
+            f"{_how_to_restore(path.parent)}"
         )
     return tokenizer
 
 
 def is_dataset_file(name: str) -> bool:
-    """Whether `name` is one that `txl prepare` gives to files in a dataset directory."""
+    """Whether `txl prepare` gives this name to files in a dataset directory."""
     shard = rf"{SPLIT_PATTERN}-\d{{6}}({re.escape(SHARD_SUFFIX)}|{re.escape(INDEX_SUFFIX)})"
     return name in (MANIFEST_NAME, TOKENIZER_NAME, REJECTS_NAME) or bool(re.fullmatch(shard, name))

@@ -1,7 +1,8 @@
-"""Pushing: a complete dataset copied to object storage, the manifest last.
+"""`txl data push`: copy a complete dataset to object storage, its manifest last.
 
-So a reader of the URL finds either no dataset or all of it, as with a directory that `prepare`
-writes. Every local file is hashed before it is sent, and its size asked for once it has arrived.
+A reader of the URL therefore sees either no dataset or a complete one, as in a directory that
+`prepare` writes. Every local shard and index is hashed before it is sent, and the size of the
+remote copy is compared afterwards.
 """
 
 from pathlib import Path
@@ -23,11 +24,11 @@ WRITABLE = ("s3", "gs")
 
 
 def push_dataset(
-    directory: Path, url: str, *, progress: Progress = lambda what, done, total: None
+    directory: Path, url: str, *, progress: Progress = lambda *_: None
 ) -> ShardManifest:
-    """Copy the dataset of `directory` to `url`; files that are there, complete, are left alone.
+    """Copy the dataset in `directory` to `url`, except files that are already there and complete.
 
-    Raises DataError for a damaged dataset, another one at the URL, or a store that fails;
+    Raises DataError for a damaged dataset, another dataset at the URL, or a failing store;
     ConfigError for a URL that cannot be written.
     """
     target = dataset_path(url)
@@ -38,78 +39,76 @@ def push_dataset(
         )
     manifest = load_manifest(directory)
     open_tokenizer(directory, manifest)
-    there = _sizes(target)
-    _refuse_another(target, manifest, there)
-    complete = MANIFEST_NAME in there  # else nothing vouches for what an interrupted push left
-    hashes = _hashes(manifest)
+    shard_files, remote_sizes = manifest.shard_files, _remote_sizes(target)
+    _require_same_dataset(target, manifest, remote_sizes)
+    # Without a manifest, a remote file may be from an interrupted push of other data: send all.
+    complete = MANIFEST_NAME in remote_sizes
     names = [name for name in manifest.file_names() if name != MANIFEST_NAME] + [MANIFEST_NAME]
-    sizes = {name: (directory / name).stat().st_size for name in names if _is_here(directory, name)}
-    missing = [name for name in names if not (complete and there.get(name) == sizes[name])]
-    done, total = 0, sum(sizes[name] for name in missing)
+    sizes = {name: _local_size(directory, name) for name in names}
+    to_send = [name for name in names if not (complete and remote_sizes.get(name) == sizes[name])]
+    done, total = 0, sum(sizes[name] for name in to_send)
     progress("sending", done, total)
-    for name in missing:
-        _send(directory / name, target / name, sizes[name], hashes.get(name))
+    for name in to_send:
+        _, sha256 = shard_files.get(name, (None, None))
+        _send(directory / name, target / name, sizes[name], sha256)
         done += sizes[name]
         progress("sending", done, total)
     return manifest
 
 
-def _hashes(manifest: ShardManifest) -> dict[str, str]:
-    """What shards and indexes must hold, by name."""
-    shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
-    hashes = {shard.name: shard.sha256 for shard in shards}
-    return hashes | {shard.index_name: shard.index_sha256 for shard in shards}
+def _local_size(directory: Path, name: str) -> int:
+    if not (directory / name).is_file():
+        raise DataError(f"{directory / name} is missing. List all: txl data verify {directory}")
+    return (directory / name).stat().st_size
 
 
-def _is_here(directory: Path, name: str) -> bool:
-    if (directory / name).is_file():
-        return True
-    raise DataError(f"{directory / name} is missing. List all: txl data verify {directory}")
-
-
-def _sizes(target: RemotePath) -> dict[str, int]:
+def _remote_sizes(target: RemotePath) -> dict[str, int]:
     try:
         return target.sizes()
-    except FileNotFoundError:  # a folder of an object store exists once something is in it
+    except FileNotFoundError:  # a folder of an object store exists once it contains a file
         return {}
     except OSError as error:
-        raise _failed(target, error) from error
+        raise _store_error(target, error) from error
 
 
-def _refuse_another(target: RemotePath, manifest: ShardManifest, there: dict[str, int]) -> None:
-    if MANIFEST_NAME in there:
-        found = load_manifest(target)
-        if found.digest != manifest.digest:
+def _require_same_dataset(
+    target: RemotePath, manifest: ShardManifest, remote_sizes: dict[str, int]
+) -> None:
+    if MANIFEST_NAME in remote_sizes:
+        digest = load_manifest(target).digest
+        # Overwriting would change the data under runs that read this URL.
+        if digest != manifest.digest:
             raise DataError(
-                f"{target} holds another dataset (digest {found.digest}, not {manifest.digest}). "
-                "Choose another URL, or remove that one with the tools of its store."
+                f"{target} holds another dataset (digest {digest}, not {manifest.digest}). "
+                "Choose another URL, or remove that dataset with the tools of its store."
             )
     listed = {*manifest.file_names()}
-    foreign = [name for name in there if is_dataset_file(name) and name not in listed]
-    if foreign:
+    extra = [name for name in remote_sizes if is_dataset_file(name) and name not in listed]
+    if extra:
         raise DataError(
-            f"{target} holds {foreign[0]}, which is of another dataset. Choose another URL, or "
+            f"{target} holds {extra[0]}, a file of another dataset. Choose another URL, or "
             "remove it with the tools of its store."
         )
 
 
 def _send(source: Path, target: RemotePath, size: int, sha256: str | None) -> None:
+    # Manifest and tokenizer have no entry in the manifest; both were checked when loaded.
     if sha256 and sha256_file(source) != sha256:
         raise DataError(
-            f"{source} is not what the manifest says. List all that is wrong: txl data verify "
+            f"{source} does not have the manifest's sha256. List all problems: txl data verify "
             f"{source.parent}"
         )
     try:
         target.write_from(source)
-        found = target.stat().st_size
+        remote_size = target.stat().st_size
     except OSError as error:
-        raise _failed(target, error) from error
-    if found != size:
-        raise DataError(f"{target} is {found:,} bytes after it was sent, expected {size:,}.")
+        raise _store_error(target, error) from error
+    if remote_size != size:
+        raise DataError(f"{target} is {remote_size:,} bytes after sending, expected {size:,}.")
 
 
-def _failed(target: RemotePath, error: OSError) -> DataError:
+def _store_error(target: RemotePath, error: OSError) -> DataError:
     return DataError(
-        f"{target}: the store refuses or fails ({error.strerror}). Check that the bucket is there, "
+        f"{target}: the store refuses or fails ({error.strerror}). Check that the bucket exists, "
         "the credentials and the network, then run it again."
     )

@@ -1,10 +1,11 @@
-"""Rebuilding: a lost or damaged manifest, made again from the shards and what their indexes know.
+"""`txl data rebuild`: make a lost or damaged manifest again from the shards and their indexes.
 
-Every index carries the dataset's header and vouches for its own arrays; sizes and hashes of files
-are taken anew. Before the result is put in place every shard is checked against it in full, so a
-damaged shard is refused, not vouched for. The outcome is the lost manifest, byte for byte.
+Every index contains the dataset's header and a digest of its arrays. File sizes and sha256s are
+computed from the files, after each shard's content was compared with its index
+(`shard_content.py`): otherwise the new manifest would declare a damaged shard to be correct. The
+result is the lost manifest, byte for byte.
 
-What this cannot replace: shards, indexes and `tokenizer.json`. For those, run `txl prepare` again.
+Shards, indexes and `tokenizer.json` cannot be rebuilt here. Run `txl prepare` again for those.
 """
 
 import json
@@ -12,7 +13,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from pydantic import ValidationError
 
 from data_pipeline.errors import DataError
@@ -21,21 +21,20 @@ from data_pipeline.processes.progress import Progress
 from data_pipeline.processes.workers import InProcess, Workers
 from data_pipeline.shards.frames import seek_table
 from data_pipeline.shards.manifest import (
-    INDEX_SUFFIX,
     MANIFEST_NAME,
     SHARD_SUFFIX,
-    DatasetHeader,
     IndexHeader,
     ShardEntry,
     ShardManifest,
     SplitEntry,
+    index_name,
     load_manifest,
     open_tokenizer,
     shard_name,
 )
-from data_pipeline.shards.shard_check import RawStream
-from data_pipeline.shards.shard_index import read_about, read_index, refusal
-from data_pipeline.shards.verify import shard_problems
+from data_pipeline.shards.shard_content import TokenRules, check_content
+from data_pipeline.shards.shard_files import damaged_file
+from data_pipeline.shards.shard_index import ShardIndex, read_index, read_unlisted_index
 from data_pipeline.storage.atomic_files import (
     explain_disk_errors,
     require_writable,
@@ -49,137 +48,136 @@ _SHARD = re.compile(rf"({SPLIT_PATTERN})-(\d{{6}}){re.escape(SHARD_SUFFIX)}")
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
     manifest: ShardManifest
-    was_sound: bool
-    """The manifest was there and is untouched."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A shard by its name alone."""
-
-    directory: Path
-    split: str
-    number: int
-
-    def __str__(self) -> str:
-        return shard_name(self.split, self.number)
+    was_complete: bool
+    """The manifest was already complete and is unchanged."""
 
 
 def rebuild_manifest(
     directory: Path,
     *,
     workers: Workers | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *_: None,
 ) -> Rebuilt:
-    """Put `manifest.json` back. Raises DataError when a shard is missing, damaged or of another
-    dataset, and for a lost tokenizer, ConfigError when nothing may be written there; then nothing
-    is.
+    """Write `manifest.json` again.
+
+    Raises DataError if a shard is missing, damaged or of another dataset, or the tokenizer is
+    missing or another one; ConfigError if the directory is not writable. Then nothing is written.
     """
     try:
-        return Rebuilt(load_manifest(directory), was_sound=True)
+        return Rebuilt(load_manifest(directory), was_complete=True)
     except DataError:
-        pass
+        pass  # the cause does not matter: missing and damaged manifests are both rebuilt
     workers = workers or InProcess()
-    found = _shards(directory)
-    require_writable(directory)
-    total = sum((directory / str(shard)).stat().st_size for shard in found)
-    done = 0
-    known: dict[tuple[str, int], tuple[IndexHeader, ShardEntry]] = {}
-    for number, outcome in workers.map(_read_back, found):
-        known[found[number].split, found[number].number] = outcome
-        done += outcome[1].bytes
+    paths = _list_shards(directory)
+    require_writable(directory)  # fail before all shards are read
+    headers = {paths[number]: header for number, header in workers.map(_read_header, paths)}
+    header = _common_header(directory, headers)
+    rules = TokenRules.of(header.dataset, open_tokenizer(directory, header.dataset))
+
+    done, total = 0, sum(path.stat().st_size for path in paths)
+    entries: dict[str, ShardEntry] = {}
+    progress("reading shards", done, total)
+    for _, entry in workers.map(_rebuild_entry, [_Shard(path, rules) for path in paths]):
+        entries[entry.name] = entry
+        done += entry.bytes
         progress("reading shards", done, total)
-    manifest = _put_together(directory, known)
-    tokenizer = open_tokenizer(directory, manifest)
-    found_in_shards = shard_problems(directory, manifest, tokenizer, workers, progress)
-    problems = found_in_shards.problems + found_in_shards.unread
-    if problems:
-        listed = "".join(f"\n  {problem}" for problem in problems)
-        raise DataError(
-            f"{directory}: no manifest was written, for {len(problems)} problems:{listed}\nRestore "
-            "these files from a copy, or run txl prepare again into another directory."
-        )
-    with explain_disk_errors("writing the manifest", directory):
-        write_file(directory / MANIFEST_NAME, manifest.to_bytes())
-    return Rebuilt(manifest, was_sound=False)
-
-
-def _shards(directory: Path) -> list[_Found]:
-    if not directory.is_dir():
-        raise DataError(f"{directory}: no such directory. Give the one that txl prepare wrote.")
-    matches = [_SHARD.fullmatch(path.name) for path in sorted(directory.iterdir())]
-    found = [_Found(directory.absolute(), m[1], int(m[2])) for m in matches if m]
-    if not found:
-        raise DataError(
-            f"{directory} holds no shards, so there is nothing to rebuild a manifest from. Create "
-            f"the dataset: txl prepare INPUT --out {directory}"
-        )
-    return found
-
-
-def _read_back(shard: _Found) -> tuple[IndexHeader, ShardEntry]:
-    """The header in a shard's index, and the shard's entry as it was in the manifest."""
-    path = shard.directory / str(shard)
-    index_path = path.with_name(path.name.removesuffix(SHARD_SUFFIX) + INDEX_SUFFIX)
-    arrays, about = read_about(index_path)
-    try:
-        header = IndexHeader.model_validate_json(json.dumps(about["header"]))
-        fields = {
-            "name": path.name,
-            "bytes": path.stat().st_size,
-            "sha256": sha256_file(path),
-            "raw_bytes": int(arrays["frames"][-1, 2:4].sum()),
-            "index_bytes": index_path.stat().st_size,
-            "index_sha256": sha256_file(index_path),
-            "documents": int(arrays["block_documents"].sum()),
-            "blocks": len(arrays["block_tokens"]),
-            "tokens": int(arrays["block_tokens"].sum()),
-            "text_bytes": about["text_bytes"],
-        }
-        entry = ShardEntry(**fields, raw_sha256="0" * 64)
-    except ValidationError as error:
-        raise refusal(
-            index_path,
-            shard.directory,
-            f"describes no dataset of ours ({error.errors()[0]['msg']})",
-        ) from error
-    except (KeyError, IndexError, ValueError, OSError) as error:
-        raise refusal(index_path, shard.directory, f"describes no shard ({error})") from error
-    itemsize = np.dtype(header.dataset.dtype).itemsize
-    index = read_index(shard.directory, entry, itemsize)
-    stream = RawStream(shard.directory, entry, index)
-    stream.drain()
-    table = seek_table([index.frame(number) for number in range(len(index.frames))])
-    with path.open("rb") as file:
-        file.seek(int(index.frames[-1, :2].sum()))
-        end = file.read(len(table) + 1)
-    if end != table:
-        raise refusal(path, shard.directory, "does not end in its table of frames")
-    return header, ShardEntry(**fields, raw_sha256=stream.sha256.hexdigest())
-
-
-def _put_together(
-    directory: Path, known: dict[tuple[str, int], tuple[IndexHeader, ShardEntry]]
-) -> ShardManifest:
-    (first, (header, _)), *others = known.items()
-    for place, (other, _) in others:
-        if other != header:
-            raise DataError(
-                f"{directory}: {shard_name(*place)} and {shard_name(*first)} are of different "
-                "datasets. Move the shards that do not belong here elsewhere, and run this again."
-            )
-    expected = [(split, n) for split, count in header.shards.items() for n in range(count)]
-    missing = [shard_name(*place) for place in expected if place not in known]
-    extra = [shard_name(*place) for place in known if place not in expected]
-    if missing or extra:
-        raise DataError(
-            f"{directory}: the dataset had {len(expected)} shards; missing: "
-            f"{', '.join(missing) or 'none'}; not of it: {', '.join(extra) or 'none'}. Restore or "
-            "move them, and run this again."
-        )
     splits = {
-        split: SplitEntry.of([known[split, number][1] for number in range(count)])
+        split: SplitEntry.of([entries[shard_name(split, number)] for number in range(count)])
         for split, count in header.shards.items()
     }
-    dataset: DatasetHeader = header.dataset
-    return ShardManifest(**dict(dataset), splits=splits)
+    manifest = ShardManifest(**dict(header.dataset), splits=splits)
+    with explain_disk_errors("writing the manifest", directory):
+        write_file(directory / MANIFEST_NAME, manifest.to_bytes())
+    return Rebuilt(manifest, was_complete=False)
+
+
+def _list_shards(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such directory. Give the one that txl prepare wrote.")
+    paths = [path for path in sorted(directory.absolute().iterdir()) if _SHARD.fullmatch(path.name)]
+    if not paths:
+        raise DataError(
+            f"{directory} contains no shards to rebuild a manifest from. Create the dataset: txl "
+            f"prepare INPUT --out {directory}"
+        )
+    return paths
+
+
+def _read_header(path: Path) -> IndexHeader:
+    """The dataset's description in the index of the shard at `path`."""
+    index_path = path.with_name(index_name(path.name))
+    _, metadata = read_unlisted_index(index_path)
+    try:
+        return IndexHeader.model_validate_json(json.dumps(metadata["header"]))
+    except (KeyError, ValidationError) as error:
+        problem = f"does not describe a dataset ({error})"
+        raise damaged_file(index_path, path.parent, problem) from error
+
+
+def _common_header(directory: Path, headers: dict[Path, IndexHeader]) -> IndexHeader:
+    """The header that all shards have. Raises DataError unless all of its shards are there."""
+    first, header = next(iter(headers.items()))
+    for path, other in headers.items():
+        if other != header:
+            raise DataError(
+                f"{directory}: {path.name} and {first.name} are of different datasets. Move the "
+                "shards that do not belong here elsewhere, and run this again."
+            )
+    expected = {shard_name(s, n) for s, count in header.shards.items() for n in range(count)}
+    names = {path.name for path in headers}
+    if names != expected:
+        missing, extra = sorted(expected - names), sorted(names - expected)
+        raise DataError(
+            f"{directory}: the dataset had {len(expected)} shards; missing: "
+            f"{', '.join(missing) or 'none'}; extra: {', '.join(extra) or 'none'}. Restore or "
+            "move them, and run this again."
+        )
+    return header
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shard:
+    """One shard to read: the unit of work."""
+
+    path: Path
+    rules: TokenRules
+
+    def __str__(self) -> str:
+        return self.path.name
+
+
+def _rebuild_entry(shard: _Shard) -> ShardEntry:
+    """The manifest's entry of a shard, after its content was compared with its index."""
+    path, directory = shard.path, shard.path.parent
+    index_path = path.with_name(index_name(path.name))
+    arrays, metadata = read_unlisted_index(index_path)
+    try:
+        entry = ShardEntry(
+            name=path.name,
+            bytes=path.stat().st_size,
+            sha256=sha256_file(path),
+            raw_bytes=int(arrays["frames"][-1, 2:4].sum()),
+            raw_sha256="0" * 64,  # known once the content is read
+            index_bytes=index_path.stat().st_size,
+            index_sha256=sha256_file(index_path),
+            documents=int(arrays["block_documents"].sum()),
+            blocks=len(arrays["block_tokens"]),
+            tokens=int(arrays["block_tokens"].sum()),
+            text_bytes=metadata["text_bytes"],
+        )
+    except (KeyError, IndexError, ValueError, OSError) as error:
+        problem = f"does not describe a shard ({error})"
+        raise damaged_file(index_path, directory, problem) from error
+    index = read_index(directory, entry, shard.rules.dtype.itemsize)
+    raw_sha256 = check_content(directory, entry, index, shard.rules)
+    _check_seek_table(path, index)
+    return entry.model_copy(update={"raw_sha256": raw_sha256})
+
+
+def _check_seek_table(path: Path, index: ShardIndex) -> None:
+    """The bytes after the last frame: no checksum of a frame covers them."""
+    expected = seek_table([index.frame(number) for number in range(len(index.frames))])
+    with path.open("rb") as file:
+        file.seek(int(index.frames[-1, :2].sum()))
+        if file.read(len(expected) + 1) != expected:
+            raise damaged_file(path, path.parent, "does not end in its seek table")

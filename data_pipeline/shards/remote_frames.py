@@ -1,8 +1,8 @@
-"""Frames and indexes of shards behind a URL: from the disk's cache, else by byte range.
+"""Frames and indexes of shards behind a URL: from the frame cache, or fetched by byte range.
 
-Neighbouring frames are asked for in one request. Cached or fetched, a frame is decoded against the
-index's checksum, and an index is hashed: what is damaged in the cache is dropped and read again,
-what was fetched damaged is refused.
+Consecutive frames are fetched by one request. A frame's checksum and an index's sha256 are checked
+for cached and for fetched bytes. A damaged cache entry is dropped and fetched again; damaged
+fetched bytes are refused.
 """
 
 import itertools
@@ -11,72 +11,63 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
-from data_pipeline.shards.shard_index import (
-    ShardIndex,
-    checked_frame,
-    checked_index,
-    read_piece,
-    unreadable,
-)
+from data_pipeline.shards.shard_files import checked_frame, read_bytes_at
+from data_pipeline.shards.shard_index import ShardIndex, checked_index
 from data_pipeline.storage.remote_path import RemotePath
 
 
 def read_remote_index(
     directory: RemotePath, entry: ShardEntry, itemsize: int, cache: FrameCache
 ) -> ShardIndex:
-    """The index of a shard, checked. Raises DataError naming the URL."""
-    place = entry.index_sha256, 0
-    data = cache.get(*place, entry.index_bytes)
+    """The checked index of a shard. Raises DataError naming the URL."""
+    data = cache.get(entry.index_sha256, 0, entry.index_bytes)
     if data is not None:
         try:
             return checked_index(data, directory, entry, itemsize)
         except DataError:
-            cache.drop(*place, entry.index_bytes)
-    data = read_piece(directory / entry.index_name, directory, 0, entry.index_bytes)
+            cache.drop(entry.index_sha256, 0, entry.index_bytes)
+    data = read_bytes_at(directory / entry.index_name, directory, 0, entry.index_bytes)
     index = checked_index(data, directory, entry, itemsize)
-    cache.put(*place, data)
+    cache.put(entry.index_sha256, 0, data)
     return index
 
 
 def read_remote_frames(
     directory: RemotePath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
 ) -> list[bytes]:
-    """Raw bytes of some frames by number, in their order. Raises DataError naming the URL."""
-    found = {number: _cached(entry, frame, cache) for number, frame in frames.items()}
-    missing = [number for number, data in found.items() if data is None]
-    # Numbers that rise by one keep their distance to their places in the list.
-    for _, run in itertools.groupby(enumerate(missing), lambda item: item[1] - item[0]):
-        found |= _fetched(directory, entry, {n: frames[n] for _, n in run}, cache)
-    return [data for data in found.values() if data is not None]
+    """Raw bytes of the given frames, in the same order. Raises DataError naming the URL."""
+    raw = {number: _cached(entry, frame, cache) for number, frame in frames.items()}
+    missing = [number for number, data in raw.items() if data is None]
+    # Groups of consecutive numbers: inside each, number minus position in the list is constant.
+    for _, group in itertools.groupby(enumerate(missing), lambda item: item[1] - item[0]):
+        raw |= _fetched(directory, entry, {n: frames[n] for _, n in group}, cache)
+    return [data for data in raw.values() if data is not None]
 
 
 def _cached(entry: ShardEntry, frame: Frame, cache: FrameCache) -> bytes | None:
-    place = entry.sha256, frame.compressed_offset
-    data = cache.get(*place, frame.compressed_size)
+    key = entry.sha256, frame.compressed_offset, frame.compressed_size
+    data = cache.get(*key)
     if data is None:
         return None
     try:
         return decode_frame(data, frame)
     except FrameError:
-        cache.drop(*place, frame.compressed_size)
+        cache.drop(*key)
         return None
 
 
 def _fetched(
-    directory: RemotePath, entry: ShardEntry, run: dict[int, Frame], cache: FrameCache
+    directory: RemotePath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
 ) -> dict[int, bytes]:
-    """Neighbouring frames by one request; kept once they are known to be sound."""
-    path, frames = directory / entry.name, list(run.values())
-    first = frames[0].compressed_offset
-    size = frames[-1].compressed_offset + frames[-1].compressed_size - first
-    try:
-        data = path.read_range(first, size)
-    except OSError as error:
-        raise unreadable(path, directory, f"bytes {first:,} to {first + size:,}", error) from error
-    found = {}
-    for number, frame in run.items():
+    """Fetch consecutive frames by one request. Each is cached once its checksum is checked."""
+    path = directory / entry.name
+    first = min(frame.compressed_offset for frame in frames.values())
+    last = max(frame.compressed_offset + frame.compressed_size for frame in frames.values())
+    data = read_bytes_at(path, directory, first, last - first, f"bytes {first:,} to {last:,}")
+    raw = {}
+    for number, frame in frames.items():
         start = frame.compressed_offset - first
-        piece = data[start : start + frame.compressed_size]
-        found[number] = checked_frame(piece, path, frame, number)
-        cache.put(entry.sha256, frame.compressed_offset, piece)
-    return found
+        compressed = data[start : start + frame.compressed_size]
+        raw[number] = checked_frame(compressed, path, frame, number)
+        cache.put(entry.sha256, frame.compressed_offset, compressed)
+    return raw

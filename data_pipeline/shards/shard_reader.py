@@ -1,12 +1,13 @@
-"""Reading shards: any token range of any block, decoding only the frames it needs.
+"""Reading shards: any token range of any block, decoding only the frames that contain it.
 
-Nothing is trusted that the manifest does not vouch for: file sizes when a split is opened, the hash
-of a shard's index when the shard is first read, every frame's size and checksum when it is. So a
-truncated, flipped, swapped or overwritten shard is refused by name before a wrong token gets out.
-Opening loads the blocks' sizes only; indexes are loaded, and let go of, shard by shard.
+Everything that is read is checked against the manifest: file sizes when a split is opened, the
+sha256 of a shard's index when the shard is first read, and size and checksum of every frame when it
+is decoded. A truncated, damaged, swapped or overwritten shard is therefore refused by name before
+any token of it is returned. The sha256 of whole shards is not checked here: that would read all of
+the corpus before the first step (`verify.py` does it).
 
-Order, epochs and lanes are `lanes.py`'s; the checks of one file `shard_index.py`'s; datasets behind
-URLs `remote_frames.py`'s; writing `shard_writer.py`'s.
+Opening a split loads only the sizes of its blocks. Indexes are loaded when a shard is first read.
+Order and lanes are in `streams/`; datasets behind URLs in `remote_frames.py`.
 """
 
 import threading
@@ -21,39 +22,33 @@ from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.frames import Frame
 from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
 from data_pipeline.shards.remote_frames import read_remote_frames, read_remote_index
-from data_pipeline.shards.shard_index import (
-    ShardIndex,
-    check_sizes,
-    read_block_tokens,
-    read_frame,
-    read_index,
-    refusal,
-)
+from data_pipeline.shards.shard_files import check_sizes, damaged_file, read_frame
+from data_pipeline.shards.shard_index import ShardIndex, read_block_tokens, read_index
 from data_pipeline.storage.remote_path import DatasetPath, RemotePath, dataset_path
 
 DEFAULT_CACHE_FRAMES = 64
 INDEX_CACHE_BYTES = 256 * 2**20
-"""Of indexes kept: those of some 250 shards of 128M tokens in documents of a thousand."""
-_REQUESTS_AT_ONCE = 16
+"""Memory for loaded indexes: about 250 shards of 128M tokens in documents of 1,000 tokens."""
+_PARALLEL_REQUESTS = 16
 
 
 class TokenSource(Protocol):
-    """The blocks of one split: all that the plan of who reads what needs to know of shards."""
+    """The blocks of one split. `streams/` reads tokens through this interface only."""
 
     block_tokens: np.ndarray
     """int64 [num_blocks]: tokens of every block, in corpus order across shards."""
     dtype: np.dtype
-    """Of the tokens `read` returns."""
+    """dtype of the tokens that `read` returns."""
 
     def document_starts(self, block: int) -> np.ndarray:
-        """int64 [documents of the block], rising from 0, in tokens from the block's start."""
+        """int64 [documents of the block]: first token of each in the block, rising from 0."""
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a block, 1-D."""
 
 
 class _OpenShard:
-    """What reading needs of one shard's index, its numbers of blocks and documents local."""
+    """The arrays of one shard's index that reading needs, without the document ids."""
 
     def __init__(self, index: ShardIndex) -> None:
         self.frames = index.frames
@@ -65,12 +60,12 @@ class _OpenShard:
 
 
 class SplitReader:
-    """A TokenSource over one split. Safe to share between threads; not to pickle.
+    """A TokenSource over one split. Thread-safe; cannot be pickled.
 
-    `cache_frames` decoded frames (about 512 KiB each) are kept, the latest used: at least one per
-    lane that reads at once keeps every frame from being decoded twice. Of the shards' indexes about
-    `cache_index_bytes` are kept. Behind a URL, `frame_cache` keeps frames on disk; the user's own
-    (`FrameCache.of_user`) if not given.
+    Keeps the `cache_frames` most recently used decoded frames (about 512 KiB each) in memory: with
+    one per concurrently read lane, no frame is decoded twice. Keeps about `cache_index_bytes` of
+    indexes. Behind a URL, `frame_cache` keeps compressed frames on disk; default: the user's cache
+    (`FrameCache.of_user`).
     """
 
     def __init__(
@@ -83,8 +78,6 @@ class SplitReader:
         cache_index_bytes: int = INDEX_CACHE_BYTES,
         frame_cache: FrameCache | None = None,
     ) -> None:
-        if cache_frames < 1:
-            raise ValueError(f"cache_frames={cache_frames} must be at least 1")
         self.directory, self.split, self.manifest = dataset_path(directory), split, manifest
         self.entry = manifest.split(split, self.directory)
         self.dtype = np.dtype(manifest.dtype)
@@ -106,29 +99,32 @@ class SplitReader:
 
     def document_starts(self, block: int) -> np.ndarray:
         """int64 [documents of the block], rising from 0; a read-only view."""
-        shard, place = self._place(block)
+        shard, number = self._locate(block)
         index = self._index(shard)
-        view = index.document_starts[index.first_document[place] : index.first_document[place + 1]]
-        view.flags.writeable = False
+        first, last = index.first_document[number : number + 2]
+        view = index.document_starts[first:last]
+        view.flags.writeable = False  # of the cached index
         return view
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of `block`, a new 1-D array of `dtype`.
 
-        Raises DataError naming shard, frame and offset when a frame is not what the index says,
+        Raises DataError naming shard, frame and offset if a frame does not match the index,
         IndexError for a range outside the block.
         """
-        shard, place = self._place(block)
+        shard, number = self._locate(block)
         if not 0 <= start <= stop <= self.block_tokens[block]:
             raise IndexError(
-                f"[{start}, {stop}) leaves block {block} of {self.block_tokens[block]}"
+                f"[{start}, {stop}) is not in block {block} of {self.block_tokens[block]} tokens"
             )
         itemsize = self.dtype.itemsize
-        first = int(self._index(shard).block_offset[place]) + start * itemsize
+        first = int(self._index(shard).block_offset[number]) + start * itemsize
         last = first + (stop - start) * itemsize
         tokens = np.frombuffer(self._raw(shard, first, last), dtype=self.dtype).copy()
+        # The last check before the model: on a GPU, an embedding lookup with an id outside the
+        # vocabulary fails asynchronously, with no hint at the data.
         if tokens.size and tokens.max() >= self.manifest.vocab_size:
-            raise refusal(
+            raise damaged_file(
                 self.directory / self.entry.shards[shard].name,
                 self.directory,
                 f"block {block} holds token {tokens.max()}, the vocabulary ends at "
@@ -136,15 +132,15 @@ class SplitReader:
             )
         return tokens
 
-    def _place(self, block: int) -> tuple[int, int]:
-        """The shard of a block, and the block's number in it."""
+    def _locate(self, block: int) -> tuple[int, int]:
+        """The shard of a block, and the block's number in that shard."""
         if not 0 <= block < len(self.block_tokens):
             raise IndexError(f"block {block} of {len(self.block_tokens)} in split {self.split}")
         shard = int(np.searchsorted(self._first_block, block, side="right")) - 1
         return shard, block - int(self._first_block[shard])
 
     def _index(self, shard: int) -> _OpenShard:
-        """A shard's index, loaded and checked if it is not among those kept."""
+        """A shard's index: from memory, else loaded and checked."""
         with self._lock:
             if shard in self._open:
                 self._open.move_to_end(shard)
@@ -154,14 +150,16 @@ class SplitReader:
         first, last = self._first_block[shard : shard + 2]
         if not np.array_equal(index.block_tokens, self.block_tokens[first:last]):
             path = self.directory / entry.index_name
-            raise refusal(path, self.directory, "had other block sizes when the split was opened")
-        found = _OpenShard(index)
+            raise damaged_file(
+                path, self.directory, "had other block sizes when the split was opened"
+            )
+        opened = _OpenShard(index)
         with self._lock:
-            self._open[shard] = found
-            kept = sum(index.num_bytes for index in self._open.values())
-            while kept > self._cache_index_bytes and len(self._open) > 1:
-                kept -= self._open.popitem(last=False)[1].num_bytes
-        return found
+            self._open[shard] = opened
+            num_bytes = sum(index.num_bytes for index in self._open.values())
+            while num_bytes > self._cache_index_bytes and len(self._open) > 1:
+                num_bytes -= self._open.popitem(last=False)[1].num_bytes
+        return opened
 
     def _read_index(self, entry: ShardEntry) -> ShardIndex:
         if isinstance(self.directory, RemotePath):
@@ -173,33 +171,33 @@ class SplitReader:
         if first == last:
             return b""
         index = self._index(shard)
+        # The frames that contain byte `first` and byte `last - 1`.
         low = int(np.searchsorted(index.frame_ends, first, side="right"))
         high = int(np.searchsorted(index.frame_ends, last, side="left"))
-        pieces = []
-        for number, data in zip(
-            range(low, high + 1), self._frames(shard, low, high + 1), strict=True
-        ):
+        parts = []
+        for number, data in enumerate(self._frames(shard, low, high + 1), start=low):
             begin = int(index.frames[number, 2])
-            pieces.append(memoryview(data)[max(0, first - begin) : last - begin])
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            parts.append(memoryview(data)[max(0, first - begin) : last - begin])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _frames(self, shard: int, low: int, high: int) -> list[bytes]:
-        """Frames [low, high) of a shard, decoded; those not kept are read."""
-        found: dict[int, bytes] = {}
+        """Frames [low, high) of a shard, decoded: from memory, else read."""
+        decoded: dict[int, bytes] = {}
         with self._lock:
             for number in range(low, high):
                 if (shard, number) in self._cache:
                     self._cache.move_to_end((shard, number))
-                    found[number] = self._cache[shard, number]
-        missing = [number for number in range(low, high) if number not in found]
+                    decoded[number] = self._cache[shard, number]
+        missing = [number for number in range(low, high) if number not in decoded]
+        # Without the lock: two threads may both decode a frame, but no thread waits for another.
         if missing:
-            found |= zip(missing, self._read_frames(shard, missing), strict=True)
+            decoded |= zip(missing, self._read_frames(shard, missing), strict=True)
         with self._lock:
             for number in missing:
-                self._cache[shard, number] = found[number]
+                self._cache[shard, number] = decoded[number]
             while len(self._cache) > self._cache_frames:
                 self._cache.popitem(last=False)
-        return [found[number] for number in range(low, high)]
+        return [decoded[number] for number in range(low, high)]
 
     def _read_frames(self, shard: int, numbers: list[int]) -> list[bytes]:
         entry, index = self.entry.shards[shard], self._index(shard)
@@ -212,9 +210,9 @@ class SplitReader:
 
 
 def load_block_tokens(directory: DatasetPath, shards: Sequence[ShardEntry]) -> np.ndarray:
-    """int64 [num_blocks]: tokens of every block of these shards, and nothing else of them."""
+    """int64 [num_blocks]: tokens of every block of these shards, in order."""
     if isinstance(directory, RemotePath):
-        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(_PARALLEL_REQUESTS) as pool:
             parts = list(pool.map(lambda shard: read_block_tokens(directory, shard), shards))
     else:
         parts = [read_block_tokens(directory, shard) for shard in shards]
@@ -228,10 +226,10 @@ def open_split(
     manifest: ShardManifest | None = None,
     cache_frames: int = DEFAULT_CACHE_FRAMES,
 ) -> SplitReader:
-    """Open one split, in a directory or behind a URL. `manifest` is loaded when not given.
+    """Open one split, in a directory or behind a URL. `manifest` is loaded if None.
 
-    Raises DataError for a missing split or shard, a wrong size, or block sizes that are not the
-    manifest's. Indexes and frames are checked as they are read.
+    Raises DataError for a missing split or shard, a wrong size, or block sizes that do not sum to
+    the manifest's. Indexes and frames are checked when they are read.
     """
     manifest = manifest or load_manifest(directory)
     return SplitReader(directory, split, manifest=manifest, cache_frames=cache_frames)

@@ -1,16 +1,17 @@
-"""One shard: documents to `<split>-<nnnnnn>.tar.zst` and its sidecar index.
+"""Writing one shard: documents to `<split>-<nnnnnn>.tar.zst` and its sidecar index.
 
-Whole consecutive documents are packed into blocks; a block is one `<key>.npy` in a plain tar (one
-sentence a member made the tar 19 times its tokens), and a giant document is a block by itself. The
-tar goes through `frames.FrameWriter`, so frames end where blocks end and a reader decodes only what
-it needs. Every document opens with the end-of-document token, put there by the caller.
+Consecutive whole documents are packed into blocks. A block is one `<key>.npy` in a tar: with one
+member per sentence the tar was 19 times as large as its tokens. A document larger than a block is a
+block on its own. The tar is compressed by `frames.FrameWriter` in frames that end where blocks end,
+so a reader decodes only the blocks it needs. The caller puts the end-of-document token at the start
+of every document.
 
-Memory is bounded by a block, not by a document: tokens come in pieces, and those of a giant one
-wait in a file until their number, which opens a tar member, is known.
+Memory is limited to about one block for documents of any size: tokens arrive in chunks. The chunks
+of a giant document go to a temporary file, because a tar member starts with its size.
 
-Same documents, same bytes: tar headers carry no time, user or group. The headers are those of
-WebDataset's TarWriter, whose class is not used because importing it loads torch: 190 MB in every
-worker that writes shards.
+The same documents give the same bytes: tar headers contain no time, user or group. They equal those
+of WebDataset's TarWriter. The standard library's tarfile writes them, because importing webdataset
+loads torch: 190 MB in every worker.
 """
 
 import contextlib
@@ -29,19 +30,19 @@ import numpy as np
 
 from data_pipeline.errors import DataError, printable
 from data_pipeline.shards.document_table import pack_documents
-from data_pipeline.shards.frames import FrameWriter, frames_array
+from data_pipeline.shards.frames import FrameWriter
 from data_pipeline.shards.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
 from data_pipeline.shards.shard_index import index_bytes
 from data_pipeline.storage.atomic_files import write_synced
 
 MAX_DOCUMENT_BYTES = 8 * 2**30 - 2**20
-"""Of tokens in one document: sizes in a ustar header end at 8 GiB."""
+"""Limit for the tokens of one document: a ustar header has room for sizes below 8 GiB."""
 _TAR_RECORD = 512
 
 
 @dataclass(slots=True)
 class _Block:
-    """Documents waiting to be one block."""
+    """Documents that are collected for the next block."""
 
     ids: list[str] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
@@ -49,9 +50,9 @@ class _Block:
 
 
 class ShardWriter:
-    """Writes one shard: `add` every document in order, then `close`. Syncs files, moves none.
+    """Writes one shard: `add` every document in order, then `close`, which syncs the files.
 
-    `header` is what the index remembers of the dataset (see `shard_index.index_bytes`).
+    `header` is the dataset's description in the index (see `shard_index.index_bytes`).
     """
 
     def __init__(
@@ -79,21 +80,21 @@ class ShardWriter:
         self._ids: list[str] = []
         self._text_bytes = 0
 
-    def add(self, document_id: str, pieces: Iterable[np.ndarray], *, text_bytes: int) -> None:
-        """Take a document: its tokens in pieces, the first opening with the end-of-document id.
+    def add(self, document_id: str, chunks: Iterable[np.ndarray], *, text_bytes: int) -> None:
+        """Append a document: its tokens in 1-D chunks, starting with the end-of-document id.
 
-        `pieces` are 1-D; `text_bytes` are the UTF-8 bytes of its text. Raises ValueError for ids
-        outside the vocabulary (numpy would wrap them silently), DataError for a document larger
-        than a tar member can be.
+        `text_bytes` is the UTF-8 length of its text. Raises ValueError for ids outside the
+        vocabulary, DataError for a document larger than a tar member can be.
         """
-        held: list[np.ndarray] = []
-        size, checked = 0, self._checked(document_id, pieces)
-        for piece in checked:
-            held.append(piece)
-            size += piece.nbytes
+        buffered: list[np.ndarray] = []
+        size, checked = 0, self._checked(document_id, chunks)
+        for chunk in checked:
+            buffered.append(chunk)
+            size += chunk.nbytes
             if size > self._block_bytes:
+                # More than a block: from here on to a file, so that at most a block is in memory.
                 self._flush()
-                self._add_giant(document_id, itertools.chain(held, checked))
+                self._add_giant(document_id, itertools.chain(buffered, checked))
                 break
         else:
             if not size:
@@ -101,7 +102,8 @@ class ShardWriter:
             if self._block.ids and self._block.num_bytes + size > self._block_bytes:
                 self._flush()
             self._block.ids.append(document_id)
-            self._block.tokens.append(held[0] if len(held) == 1 else np.concatenate(held))
+            single = len(buffered) == 1  # the usual case, without a copy
+            self._block.tokens.append(buffered[0] if single else np.concatenate(buffered))
             self._block.num_bytes += size
             if self._block.num_bytes >= self._block_bytes:
                 self._flush()
@@ -115,6 +117,7 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        # Synced, not renamed: the manifest, written last, makes the shard part of a dataset.
         index = self._index()
         write_synced(self.path.with_name(self._stem + INDEX_SUFFIX), index)
         return ShardEntry(
@@ -132,26 +135,27 @@ class ShardWriter:
         )
 
     def abandon(self) -> None:
-        """Let go of the open file after an error; what was written is not a shard."""
+        """Close the incomplete file after an error."""
         self._frames.abandon()
-        with contextlib.suppress(OSError):  # of a full disk; the first error is on its way
+        with contextlib.suppress(OSError):  # a full disk again; the first error is being raised
             self._file.close()
 
-    def _checked(self, document_id: str, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        for tokens in pieces:
+    def _checked(self, document_id: str, chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        for tokens in chunks:
             if tokens.ndim != 1:
                 raise ValueError(f"{document_id}: tokens must be 1-D, got {tokens.shape}")
             if not tokens.size:
                 continue
+            # Before the cast: astype would wrap an id that does not fit the dtype.
             if tokens.min() < 0 or tokens.max() >= self._vocab_size:
                 raise ValueError(
-                    f"{document_id}: token ids {tokens.min()}..{tokens.max()} leave the vocabulary "
-                    f"of {self._vocab_size}"
+                    f"{document_id}: token ids {tokens.min()}..{tokens.max()} are not all in the "
+                    f"vocabulary of {self._vocab_size}"
                 )
             yield tokens.astype(self._dtype, copy=False)
 
     def _flush(self) -> None:
-        """Write the waiting block as a member, its document starts beside it if it has several."""
+        """Write the collected block; document starts are a second member if there are several."""
         block, self._block = self._block, _Block()
         if not block.ids:
             return
@@ -168,24 +172,25 @@ class ShardWriter:
         self._ids += block.ids
         self._blocks[-1] = (*self._blocks[-1][:2], len(lengths))
 
-    def _add_giant(self, document_id: str, pieces: Iterable[np.ndarray]) -> None:
-        """Write a document as a block of its own, through a file beside the shard."""
+    def _add_giant(self, document_id: str, chunks: Iterable[np.ndarray]) -> None:
+        """Write a document as one block, through a temporary file in the shard's directory."""
         with tempfile.TemporaryFile(dir=self.path.parent) as file:
-            # The header's length does not depend on the number of tokens; only its content does.
+            # The npy header, written last, has the number of tokens. numpy pads headers so that
+            # their length does not depend on it.
             reserved = len(_npy_header(np.empty(0, self._dtype)))
             file.seek(reserved)
             num_tokens = 0
-            for piece in pieces:
-                num_tokens += len(piece)
+            for chunk in chunks:
+                num_tokens += len(chunk)
                 if num_tokens * self._dtype.itemsize > MAX_DOCUMENT_BYTES:
                     raise DataError(
                         f"document {printable(document_id)} has more than {MAX_DOCUMENT_BYTES:,} "
-                        "bytes of tokens, the most that a tar member can hold. Split its text into "
-                        "several files or records, and run this again."
+                        "bytes of tokens, the limit of a tar member. Split its text into several "
+                        "files or records, and run this again."
                     )
-                file.write(piece.tobytes())
-            shape = np.broadcast_to(np.empty(1, self._dtype), (num_tokens,))
-            header = _npy_header(shape)
+                file.write(chunk.tobytes())
+            # An array of this shape without its memory: all elements are one.
+            header = _npy_header(np.broadcast_to(np.empty(1, self._dtype), (num_tokens,)))
             assert len(header) == reserved
             file.seek(0)
             file.write(header)
@@ -196,21 +201,22 @@ class ShardWriter:
 
     def _write_block(self, members: dict[str, BinaryIO], num_tokens: int) -> None:
         sizes = {name: content.seek(0, io.SEEK_END) for name, content in members.items()}
-        before = self._tar.offset
+        # One unit for both members, so that one frame holds a small block with its document starts.
+        start = self._tar.offset
         self._frames.next_unit(sum(map(_member_bytes, sizes.values())))
         for name, content in members.items():
             content.seek(0)
             member = tarfile.TarInfo(f"{self._stem}-{len(self._blocks):08d}.{name}")
             member.size, member.mode = sizes[name], 0o444
             self._tar.addfile(member, content)
-        header = _TAR_RECORD + sizes["npy"] - num_tokens * self._dtype.itemsize
-        self._blocks.append((num_tokens, before + header, 1))
+        headers = _TAR_RECORD + sizes["npy"] - num_tokens * self._dtype.itemsize
+        self._blocks.append((num_tokens, start + headers, 1))
 
     def _index(self) -> bytes:
         tokens, offsets, documents = zip(*self._blocks, strict=True)
         table = pack_documents(np.concatenate(self._starts), self._ids)
-        arrays = {
-            "frames": frames_array(self._frames.frames),
+        arrays: dict[str, np.ndarray] = {
+            "frames": np.array(self._frames.frames, dtype=np.int64),
             "block_tokens": np.array(tokens, dtype=np.int64),
             "block_offset": np.array(offsets, dtype=np.int64),
             "block_documents": np.array(documents, dtype=np.int64),
@@ -226,5 +232,5 @@ def _npy_header(array: np.ndarray) -> bytes:
 
 
 def _member_bytes(size: int) -> int:
-    """Bytes of one tar member: its header and its content, padded to whole records."""
+    """Bytes of one tar member: header and content, padded to a multiple of 512."""
     return _TAR_RECORD + -(-size // _TAR_RECORD) * _TAR_RECORD

@@ -1,12 +1,11 @@
-"""Verifying: every byte of a dataset against its manifest, every problem listed, none skipped.
+"""`txl data verify`: compare every file of a dataset with the manifest and list all problems.
 
-What is damaged or missing is one verdict, what could not be read now another: a network that fails
-says nothing of the data behind it.
-
-What is wrong with one shard is `shard_check.py`'s business, and any number of workers share the
-shards. Here is what concerns the directory: names, the tokenizer, whose content is whose.
+A file whose sha256 matches the manifest has the bytes that `txl prepare` wrote, so nothing inside
+it is checked again. Damaged, missing and extra files are problems. Files that could not be read at
+the moment (disk, network, permissions) are listed separately: they may be intact.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,35 +15,27 @@ from data_pipeline.processes.workers import InProcess, Workers
 from data_pipeline.shards.manifest import (
     INDEX_SUFFIX,
     SHARD_SUFFIX,
+    ShardEntry,
     ShardManifest,
     is_dataset_file,
     load_manifest,
     open_tokenizer,
 )
-from data_pipeline.shards.shard_check import (
-    Finding,
-    OtherContent,
-    ShardCheck,
-    Unread,
-    check_shard,
-    glance,
-)
-from data_pipeline.shards.shard_index import what_to_check
+from data_pipeline.shards.shard_files import what_to_check
 from data_pipeline.storage.atomic_files import sha256_file
 from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.storage.source_errors import is_unread
-from data_pipeline.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What `verify_dataset` found. Nothing listed: everything is as it was written."""
+    """The result of `verify_dataset`. The dataset is intact if both lists are empty."""
 
     manifest: ShardManifest
     problems: list[str]
-    """What is damaged, missing or extra."""
+    """Files that are damaged, missing or extra."""
     unread: list[str]
-    """What could not be read now."""
+    """Files that could not be read at the moment."""
     num_bytes: int
     """Compressed bytes of all shards and indexes that the manifest lists."""
 
@@ -54,12 +45,12 @@ def verify_dataset(
     *,
     fast: bool = False,
     workers: Workers | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *_: None,
 ) -> Verified:
-    """Read everything again, or with `fast` only names, sizes and indexes.
+    """Hash every file again; with `fast`, hash the indexes and compare only the shards' sizes.
 
-    Raises DataError when there is no manifest to verify against, UnreadError when that, or the
-    list of files, could not be read now.
+    Raises DataError without a usable manifest, UnreadError if the manifest or the list of files
+    could not be read at the moment.
     """
     try:
         manifest = load_manifest(directory)
@@ -70,109 +61,146 @@ def verify_dataset(
         reason = getattr(error, "strerror", None) or str(error)
         raise UnreadError(
             f"{directory} could not be read now: {reason.removesuffix('.')}. Check "
-            f"{what_to_check(directory)}, then run this again: it may well be sound."
+            f"{what_to_check(directory)}, then run this again: the data may be intact."
         ) from error
     unread: list[str] = []
     try:
-        tokenizer = open_tokenizer(directory, manifest)
+        open_tokenizer(directory, manifest)
     except DataError as error:
         (unread if is_unread(error) else problems).append(str(error))
-        tokenizer = None
-    of_shards = shard_problems(directory, manifest, tokenizer, workers, progress, fast=fast)
-    problems += of_shards.problems
-    unread += of_shards.unread
-    shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
-    num_bytes = sum(entry.bytes + entry.index_bytes for entry in shards)
-    return Verified(manifest, problems, unread, num_bytes)
+    # Absolute: Ray workers may have another working directory.
+    local = directory.absolute() if isinstance(directory, Path) else directory
+    checks = [_ShardCheck(local, shard, fast) for shard in manifest.shards]
+    names = {sha256: name for name, (_, sha256) in manifest.shard_files.items()}
+    for problem in _in_order(checks, workers or InProcess(), progress):
+        if isinstance(problem, _Unread):
+            unread.append(problem.message)
+        else:
+            problems.append(problem.explain(names) if isinstance(problem, _Mismatch) else problem)
+    return Verified(manifest, problems, unread, sum(check.num_bytes for check in checks))
+
+
+# --- shards and indexes -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ShardCheck:
+    """One shard and its index: the unit of work."""
+
+    directory: DatasetPath
+    entry: ShardEntry
+    fast: bool
+
+    def __str__(self) -> str:
+        return self.entry.name
+
+    @property
+    def num_bytes(self) -> int:
+        return self.entry.bytes + self.entry.index_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class ShardProblems:
-    """Of all shards, in the manifest's order; as in `Verified`."""
+class _Mismatch:
+    """A file whose size or sha256 is not the manifest's."""
 
-    problems: list[str]
-    unread: list[str]
+    name: str
+    size: int
+    sha256: str
+    expected_size: int
+    expected_sha256: str
+
+    def explain(self, names: dict[str, str]) -> str:
+        """The problem in words; `names` maps the sha256 of every listed file to its name."""
+        if self.sha256 in names:
+            problem = f"holds the content of {names[self.sha256]}: the two were swapped or renamed"
+        elif self.size != self.expected_size:
+            problem = (
+                f"is {self.size:,} bytes, expected {self.expected_size:,}: cut short or overwritten"
+            )
+        else:
+            problem = (
+                f"has sha256 {self.sha256}, expected {self.expected_sha256}: damaged or overwritten"
+            )
+        return f"{self.name}: {problem}"
 
 
-def shard_problems(
-    directory: DatasetPath,
-    manifest: ShardManifest,
-    tokenizer: Tokenizer | None,
-    workers: Workers | None,
-    progress: Progress,
-    *,
-    fast: bool = False,
-) -> ShardProblems:
-    """The problems of all shards that `manifest` lists.
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A file that could not be read at the moment."""
 
-    `tokenizer` None: it cannot be read, so text bytes are not checked.
-    """
-    checks = _checks(directory, manifest, tokenizer)
-    owners = {check.entry.sha256: check.entry.name for check in checks}
-    owners |= {check.entry.index_sha256: check.entry.index_name for check in checks}
-    total, done = sum(check.num_bytes for check in checks), 0
-    found: dict[int, list[Finding]] = {}
+    message: str
+
+
+_Problem = str | _Mismatch | _Unread
+
+
+def _in_order(
+    checks: list[_ShardCheck], workers: Workers, progress: Progress
+) -> Iterable[_Problem]:
+    """The problems of all shards in the manifest's order; workers finish in any order."""
+    done, total = 0, sum(check.num_bytes for check in checks)
     progress("verifying", done, total)
-    for number, outcome in (workers or InProcess()).map(glance if fast else check_shard, checks):
-        found[number] = outcome
+    problems: dict[int, list[_Problem]] = {}
+    for number, shard_problems in workers.map(_check_shard, checks):
+        problems[number] = shard_problems
         done += checks[number].num_bytes
         progress("verifying", done, total)
-    in_order = [each for number in sorted(found) for each in found[number]]
-    return ShardProblems(
-        problems=[
-            each.explain(owners) if isinstance(each, OtherContent) else each
-            for each in in_order
-            if not isinstance(each, Unread)
-        ],
-        unread=[each.problem for each in in_order if isinstance(each, Unread)],
-    )
+    return [problem for number in sorted(problems) for problem in problems[number]]
 
 
-def _checks(
-    directory: DatasetPath, manifest: ShardManifest, tokenizer: Tokenizer | None
-) -> list[ShardCheck]:
-    bytes_of_id = tokenizer.token_bytes() if tokenizer and tokenizer.lossless else None
-    return [
-        ShardCheck(
-            directory.absolute() if isinstance(directory, Path) else directory,
-            shard,
-            manifest.dtype,
-            manifest.vocab_size,
-            manifest.end_of_document,
-            bytes_of_id,
-            opens_documents=tokenizer is None or tokenizer.opens_documents,
+def _check_shard(check: _ShardCheck) -> list[_Problem]:
+    problems = [
+        _file_problem(
+            check.directory / name, size, sha256, size_only=check.fast and name == check.entry.name
         )
-        for entry in manifest.splits.values()
-        for shard in entry.shards
+        for name, (size, sha256) in check.entry.files.items()
     ]
+    return [problem for problem in problems if problem]
+
+
+def _file_problem(path: DatasetPath, size: int, sha256: str, *, size_only: bool) -> _Problem | None:
+    try:
+        if not path.is_file():
+            return f"{path.name}: missing, or not a regular file"
+        found_size = path.stat().st_size
+        if size_only and found_size == size:
+            return None
+        # Hashed even if the size is wrong: the sha256 identifies a file with a wrong name.
+        found_sha256 = sha256_file(path)
+    except OSError as error:
+        problem = f"{path.name}: cannot be read: {error.strerror}"
+        return _Unread(problem) if is_unread(error) else problem
+    if (found_size, found_sha256) == (size, sha256):
+        return None
+    return _Mismatch(path.name, found_size, found_sha256, size, sha256)
+
+
+# --- names --------------------------------------------------------------------------------------
 
 
 def _name_problems(directory: DatasetPath, manifest: ShardManifest) -> list[str]:
-    """Shards and indexes that are there but not listed, and what they hold if one is missing."""
+    """Files that the manifest does not list, if they are named like shards or are missing ones."""
     listed = {*manifest.file_names()}
-    missing = {name for name in listed if not (directory / name).is_file()}
-    contents = {
-        (size, digest): name
-        for entry in manifest.splits.values()
-        for shard in entry.shards
-        for name, size, digest in (
-            (shard.name, shard.bytes, shard.sha256),
-            (shard.index_name, shard.index_bytes, shard.index_sha256),
-        )
-        if name in missing
+    missing = {
+        content: name
+        for name, content in manifest.shard_files.items()
+        if not (directory / name).is_file()
     }
-    sizes = {size for size, _ in contents}
+    sizes = {size for size, _ in missing}
     problems = []
     for path in [directory / name for name in sorted(entry.name for entry in directory.iterdir())]:
         if path.name in listed or not path.is_file():
             continue
         size = path.stat().st_size
-        owner = contents.get((size, sha256_file(path))) if size in sizes else None
-        belongs = path.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX))
-        if owner:
-            problems.append(f"{printable(path.name)}: is {owner} under another name; move it back")
-        elif belongs and is_dataset_file(path.name):
-            problems.append(f"{path.name}: extra: not in the manifest; move it elsewhere")
-        elif belongs:
-            problems.append(f"{printable(path.name)}: extra: no name that txl gives; move it away")
+        # Hashed only if a missing file has this size: other files may be large.
+        real_name = missing.get((size, sha256_file(path))) if size in sizes else None
+        if real_name:
+            problem = f"is {real_name} under another name; move it back"
+        elif not path.name.endswith((SHARD_SUFFIX, INDEX_SUFFIX)):
+            continue
+        elif is_dataset_file(path.name):
+            problem = "extra: not in the manifest; move it elsewhere"
+        else:
+            problem = "extra: not a file name that txl writes; move it elsewhere"
+        problems.append(f"{printable(path.name)}: {problem}")
     return problems

@@ -1,1 +1,1 @@
-"""Who reads what, and in which order: lanes of endless text."""
+"""The training stream: epoch order, lanes and segments of one corpus or a mixture."""

@@ -1,11 +1,11 @@
-"""The cursor: reads runs of tokens, with the age of each, anywhere in an epoch's order.
+"""The cursor: reads ranges of tokens and their ages at any position of an epoch's order.
 
-A chunk is what is read at once: a whole block if its documents are permuted, else up to
-`CHUNK_TOKENS` of it, so that a document larger than memory is never read whole. A cursor keeps one
-chunk and serves runs from it without a copy; a jump anywhere reads one chunk, no more.
+Tokens are read in chunks. A chunk is a whole block if its documents are permuted, otherwise up to
+`CHUNK_TOKENS` of a block, so that a document larger than memory is never read as a whole. A cursor
+keeps one chunk and returns ranges inside it without a copy. A jump to any position reads one chunk.
 
-Where a chunk comes from is the token source's business (`shard_reader.py`), which chunk comes next
-the order's (`order.py`), and which run a lane wants the plan's (`lanes.py`).
+`shard_reader.py` reads the tokens of a block, `order.py` defines which block follows, and
+`lanes.py` defines the range that a lane needs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 1 << 18
 LONG_DOCUMENT_TOKENS = 256
-"""Documents of this mean length are moved faster one by one than token by token (measured)."""
+"""From this mean length on, copying document by document is faster than gathering tokens
+(measured)."""
 MAX_AGE = int(np.iinfo(np.int32).max)
-"""Ages stop here. No memory is that long, so no token can tell."""
+"""Ages are capped here. No memory is that long, so the cap changes no attention mask."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Tokens [start, stop) of the order of `epoch`, and tokens since each one's document began."""
+    """Tokens [start, stop) of the order of `epoch`, and their document ages."""
 
     epoch: int
     start: int
@@ -38,11 +39,11 @@ class Chunk:
     tokens: NDArray[Any]
     """[stop - start], in the source's dtype."""
     document_age: NDArray[np.int32]
-    """[stop - start]. 0 at a document's first token, counted from its true start."""
+    """[stop - start] tokens since the document's first token, also if that is not in the chunk."""
 
 
 def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> Chunk:
-    """The chunk that holds token `position` of the order; reads from one block only."""
+    """The chunk that contains token `position` of the order; reads one block only."""
     block, block_start = order.locate(position)
     num_tokens = int(source.block_tokens[block])
     starts = source.document_starts(block)
@@ -52,7 +53,8 @@ def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> Chunk:
         stored = source.read(block, 0, num_tokens)
         tokens, age = _permute(stored, starts, documents)
     else:
-        # Stops on a fixed grid, so that two readers of a giant document cut it alike.
+        # Chunks end on a fixed grid, so that all readers of a giant document request the same
+        # ranges, from any start position.
         first = position - block_start
         stop = min((first // CHUNK_TOKENS + 1) * CHUNK_TOKENS, num_tokens)
         tokens, age = source.read(block, first, stop), _document_age(starts, first, stop)
@@ -60,9 +62,9 @@ def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> Chunk:
 
 
 class LaneCursor:
-    """Reads runs of tokens for one lane, fastest when each run starts where the last one stopped.
+    """Reads ranges of tokens for one lane. Consecutive ranges are fastest.
 
-    Holds one chunk of about `CHUNK_TOKENS` tokens. Not for use by two threads at once.
+    Keeps one chunk of about `CHUNK_TOKENS` tokens. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -73,24 +75,24 @@ class LaneCursor:
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """Tokens [start, stop) of the order in the source's dtype, and their document ages, int32.
 
-        `source` has the blocks of the order's epoch, the same whenever that epoch is read.
-
-        Both may be views of what the cursor holds: read them, never write to them.
+        `source` must be the source of the order's epoch. Both arrays may be views of the cursor's
+        chunk: do not write to them.
         """
         chunk = self._chunk
         if chunk.epoch == order.epoch and chunk.start <= start and stop <= chunk.stop:
-            here = slice(start - chunk.start, stop - chunk.start)
-            return chunk.tokens[here], chunk.document_age[here]
+            part = slice(start - chunk.start, stop - chunk.start)
+            return chunk.tokens[part], chunk.document_age[part]
 
         tokens = np.empty(stop - start, source.dtype)
         age = np.empty(stop - start, np.int32)
         position = start
         while position < stop:
             chunk = self._chunk_at(source, order, position)
-            here = slice(position - chunk.start, min(stop, chunk.stop) - chunk.start)
-            there = slice(position - start, min(stop, chunk.stop) - start)
-            tokens[there], age[there] = chunk.tokens[here], chunk.document_age[here]
-            position = start + there.stop
+            end = min(stop, chunk.stop)
+            part = slice(position - chunk.start, end - chunk.start)
+            tokens[position - start : end - start] = chunk.tokens[part]
+            age[position - start : end - start] = chunk.document_age[part]
+            position = end
         return tokens, age
 
     def _chunk_at(self, source: TokenSource, order: EpochOrder, position: int) -> Chunk:
@@ -105,8 +107,8 @@ def read_range(
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Tokens [start, stop) of a split in corpus order, int64, and their document ages, int32.
 
-    An age counts from the document's true start, also where that lies before `start`. Reads only
-    the blocks it needs. Raises ValueError for a range outside the split.
+    Ages count from the document's first token, also if that is before `start`. Reads only the
+    blocks it needs. Raises ValueError for a range outside the split.
     """
     order = EpochOrder.of(source.block_tokens, seed=0, epoch=0, shuffle="none")
     if not 0 <= start <= stop <= order.num_tokens:
@@ -122,17 +124,18 @@ def _permute(
     stops = np.append(starts[1:], len(stored))
     lengths = (stops - starts)[documents]
     if len(stored) >= LONG_DOCUMENT_TOKENS * len(starts):
-        # Copies of whole runs; but every run costs a call, whatever its length.
-        runs = zip(starts[documents].tolist(), stops[documents].tolist(), strict=True)
+        # One slice copy per document. For short documents the calls cost more than the copies.
+        bounds = zip(starts[documents].tolist(), stops[documents].tolist(), strict=True)
         ramp = np.arange(lengths.max(), dtype=np.int32)
         age = np.concatenate([ramp[:length] for length in lengths.tolist()])
-        return np.concatenate([stored[start:stop] for start, stop in runs]), age
+        return np.concatenate([stored[start:stop] for start, stop in bounds]), age
     new_starts = np.cumsum(lengths) - lengths
-    age = np.arange(len(stored), dtype=np.int32)  # only one-document blocks outgrow int32
+    # int32 is enough: only blocks of one document, which are not permuted, can be longer.
+    age = np.arange(len(stored), dtype=np.int32)
     age -= np.repeat(new_starts.astype(np.int32), lengths)
-    here = np.repeat(starts[documents], lengths)
-    here += age
-    return stored.take(here), age
+    stored_position = np.repeat(starts[documents], lengths)
+    stored_position += age
+    return stored.take(stored_position), age
 
 
 def _document_age(starts: NDArray[np.int64], first: int, stop: int) -> NDArray[np.int32]:
@@ -140,14 +143,14 @@ def _document_age(starts: NDArray[np.int64], first: int, stop: int) -> NDArray[n
     low = int(np.searchsorted(starts, first, side="right")) - 1
     high = int(np.searchsorted(starts, stop, side="left"))
     lengths = np.diff(np.append(np.clip(starts[low:high], first, stop), stop))
-    if high - low == 1:  # inside one document, as most of a giant one is
+    if high - low == 1:  # all tokens are of one document, as in most chunks of a giant one
         return rising_ages(first - int(starts[low]), stop - int(starts[low]))
     age = np.arange(first, stop) - np.repeat(starts[low:high], lengths)
     return np.minimum(age, MAX_AGE).astype(np.int32)
 
 
 def rising_ages(first: int, stop: int) -> NDArray[np.int32]:
-    """first, first + 1, ... stop - 1, none above MAX_AGE, as int32."""
+    """first, first + 1, ..., stop - 1, capped at MAX_AGE, as int32."""
     if stop <= MAX_AGE:
         return np.arange(first, stop, dtype=np.int32)
     return np.minimum(np.arange(first, stop), MAX_AGE).astype(np.int32)

@@ -1,18 +1,22 @@
-"""Mixture: several corpora read as one, each by its share, block by block in the one order.
+"""Mixture: several corpora read as one, in shares given by their weights.
 
-Every corpus is a tape without an end: its blocks in a fixed order, again and again. An epoch of the
-mixture takes the next `tokens_per_epoch` of each tape, whatever they are: half a pass, or three:
+Every corpus is read cyclically: its blocks in one fixed order, repeated without end. An epoch of
+the mixture takes the next `tokens_per_epoch` tokens of each corpus, be that half a pass or three:
 
     corpus a   |-- block 4 --|- block 0 -|---- block 2 ----|-- block 4 --|- block 0 -|-- ...
     epochs     |...... epoch 0 ......|...... epoch 1 ......|...... epoch 2 ......|
     parts         block 4, block 0[:k]   block 0[k:], block 2   block 4, block 0[:k]
 
-The parts of all tapes are the blocks of one `TokenSource`, which `order.py` orders and `lanes.py`
-cuts like any other. Tapes are cut at tokens, not at blocks. So every epoch has the same number of
-tokens, which lanes need; shares hold to a token, even for a corpus that is one giant document; and
-however many epochs are read, no token was read twice more often than another of its corpus.
+The parts of all corpora are the blocks of one `TokenSource`. `order.py` shuffles them and
+`lanes.py` cuts lanes from them as for a single corpus. A corpus is cut at tokens, not at block
+ends, so that
 
-A part may begin inside a document. Its age counts from there: the tokens before are elsewhere.
+- every epoch has the same number of tokens, which lanes require;
+- the shares are exact to one token, even for a corpus that is one giant document;
+- after any number of epochs, the read counts of any two tokens of a corpus differ by at most one.
+
+A part may begin inside a document. The age of its tokens counts from the start of the part, because
+the tokens before it are elsewhere in the epoch. Decision 9 has the alternatives.
 """
 
 from __future__ import annotations
@@ -32,57 +36,59 @@ if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import TokenSource
 
 MAX_PASSES = 1000
-"""Times a corpus may be read in one epoch; more is a misprint, and would fill the memory."""
+"""Most passes over a corpus per epoch. More is probably a typing error, and every pass costs 32
+bytes of memory per block."""
 
 
 def tokens_per_epoch(tokens: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Tokens of each corpus in an epoch as long as all corpora together, in shares of the weights.
+    """Tokens per epoch of each corpus: total * weight / sum(weights), rounded to a token.
 
-    Within a token of weight / sum of weights, and exact if the weights are the corpora's `tokens`.
-    Raises ConfigError for a corpus that would get nothing, or be read absurdly often.
+    The total is the number of `tokens` of all corpora, so weights equal to `tokens` give every
+    corpus exactly one pass. Raises ConfigError for a corpus with no token or too many passes.
     """
-    total, all_weights = sum(tokens.values()), sum(map(Fraction, weights.values()))
-    found, weight_before = {}, Fraction(0)
+    total, sum_weights = sum(tokens.values()), sum(map(Fraction, weights.values()))
+    shares, weight_before = {}, Fraction(0)
     for name, num_tokens in tokens.items():
-        start = total * weight_before // all_weights
+        # Differences of rounded running sums, as fractions: they add up to the total exactly.
+        start = total * weight_before // sum_weights
         weight_before += Fraction(weights[name])
-        found[name] = int(total * weight_before // all_weights - start)
-        if found[name] == 0:
+        share = shares[name] = int(total * weight_before // sum_weights - start)
+        if share == 0:
             raise ConfigError(
                 f"data.mixture.{name}.weight={weights[name]} is not one token of an epoch of "
-                f"{total:,}; raise it, or leave the corpus out"
+                f"{total:,}; raise it, or remove the corpus"
             )
-        if found[name] > MAX_PASSES * num_tokens:
+        if share > MAX_PASSES * num_tokens:
             raise ConfigError(
                 f"data.mixture.{name}.weight={weights[name]} would read its {num_tokens:,} tokens "
-                f"{found[name] / num_tokens:,.0f} times an epoch, more than {MAX_PASSES:,}; lower "
-                "it, or prepare more text for it"
+                f"{share / num_tokens:,.0f} times per epoch, more than {MAX_PASSES:,}; lower it, "
+                "or prepare more text for it"
             )
-    return found
+    return shares
 
 
 class Parts(NamedTuple):
-    """Runs of neighbouring tokens of a corpus, each inside one block; arrays [num_parts]."""
+    """Ranges of tokens of a corpus, each inside one block; arrays [num_parts]."""
 
     block: NDArray[np.int64]
     first: NDArray[np.int64]
-    """The first token's place in its block."""
+    """First token of the part, relative to its block's start."""
     num_tokens: NDArray[np.int64]
     middle: NDArray[np.float64]
-    """Share of the epoch's tokens of the corpus before the part's middle."""
+    """Position of the part's middle in the corpus's share of the epoch, in [0, 1]."""
 
 
 class CorpusTape:
-    """One corpus as a tape without an end, of which each epoch takes the next tokens."""
+    """One corpus, read cyclically: each epoch takes the next `tokens_per_epoch` tokens."""
 
     def __init__(
         self, source: TokenSource, *, tokens_per_epoch: int, shuffle: Shuffle, seed: int,
         key: int = 0, start: int = 0, first_epoch: int = 0,
     ) -> None:  # fmt: skip
-        """`start` is where on the tape `first_epoch` begins.
+        """`start` is the token of the cyclic order at which `first_epoch` begins.
 
-        The tape's order of blocks follows from `seed` and `key`, a number below 2**64 that stays
-        with the corpus; under `shuffle: none` it is the corpus order.
+        With `shuffle: blocks`, the order of the blocks follows from `seed` and `key`, a number
+        below 2**64 that identifies the corpus; otherwise it is the corpus order.
         """
         self.source, self.tokens_per_epoch = source, tokens_per_epoch
         self._start, self._first_epoch = start, first_epoch
@@ -94,8 +100,9 @@ class CorpusTape:
         self._starts = np.cumsum(self._tokens) - self._tokens
 
     def parts(self, epoch: int) -> Parts:
-        """What an epoch reads of the corpus, in tape order; together `tokens_per_epoch`."""
+        """The parts that an epoch reads, in cyclic order; together `tokens_per_epoch` tokens."""
         num_tokens = int(self._tokens.sum())
+        # The only state is the epoch's number: nothing to save, and no random generator.
         read_before = self._start + (epoch - self._first_epoch) * self.tokens_per_epoch
         start = read_before % num_tokens
         stop = start + self.tokens_per_epoch
@@ -106,63 +113,72 @@ class CorpusTape:
         chosen = first < last
         middle = ((first + last) / 2 - start) / self.tokens_per_epoch
         block = np.tile(self._blocks, passes)
-        return Parts(*(each[chosen] for each in (block, first - starts, last - first, middle)))
+        return Parts(*(column[chosen] for column in (block, first - starts, last - first, middle)))
 
 
 @dataclass(slots=True, eq=False)
 class MixedEpoch:
-    """The TokenSource of one epoch: its blocks are the parts of all tapes, evenly interleaved."""
+    """The TokenSource of one epoch. Its blocks are the parts of all corpora, interleaved evenly."""
 
-    tapes: Sequence[CorpusTape]
+    corpora: Sequence[CorpusTape]
     dtype: np.dtype
     block_tokens: NDArray[np.int64]
-    """[num_parts], as all arrays here."""
+    """[num_parts] tokens of every part; the arrays below have the same shape."""
     corpus: NDArray[np.int64]
-    """Which tape a part is of."""
+    """The part's corpus, as its place in `corpora`."""
     corpus_block: NDArray[np.int64]
+    """The part's block in its corpus."""
     first: NDArray[np.int64]
-    """Where in its corpus's block a part begins."""
+    """The part's first token, relative to that block's start."""
 
     def document_starts(self, block: int) -> NDArray[np.int64]:
-        """Of the documents of a part, cut where the part is; rising from 0."""
-        source, corpus_block, first = self._place(block)
+        """First tokens of the documents of a part, rising from 0.
+
+        A document that is cut by the part's beginning starts at 0.
+        """
+        source, corpus_block, first = self._locate(block)
         starts = source.document_starts(corpus_block)
+        # From the document that contains the part's first token to the last that starts in it.
         low = np.searchsorted(starts, first, side="right") - 1
         high = np.searchsorted(starts, first + self.block_tokens[block], side="left")
         return np.maximum(starts[low:high] - first, 0)
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of a part. Raises what the corpus's source raises."""
+        """Tokens [start, stop) of a part. Raises the errors of the corpus's source."""
         if not 0 <= start <= stop <= self.block_tokens[block]:
-            raise IndexError(f"[{start}, {stop}) leaves part {block} of {self.block_tokens[block]}")
-        source, corpus_block, first = self._place(block)
+            raise IndexError(
+                f"[{start}, {stop}) is not in part {block} of {self.block_tokens[block]}"
+            )
+        source, corpus_block, first = self._locate(block)
         return source.read(corpus_block, first + start, first + stop)
 
-    def _place(self, block: int) -> tuple[TokenSource, int, int]:
-        source = self.tapes[int(self.corpus[block])].source
+    def _locate(self, block: int) -> tuple[TokenSource, int, int]:
+        source = self.corpora[int(self.corpus[block])].source
         return source, int(self.corpus_block[block]), int(self.first[block])
 
 
 class MixedSource:
-    """Several corpora of the same tokens, as one TokenSource for every epoch."""
+    """Several corpora with the same dtype, as one TokenSource per epoch."""
 
-    def __init__(self, tapes: Sequence[CorpusTape]) -> None:
-        dtypes = {tape.source.dtype for tape in tapes}
+    def __init__(self, corpora: Sequence[CorpusTape]) -> None:
+        dtypes = {corpus.source.dtype for corpus in corpora}
         if len(dtypes) != 1:
-            raise ValueError(f"corpora of one mixture have one dtype, not {dtypes or 'none'}")
-        self.tapes, (self.dtype,) = tapes, dtypes
+            raise ValueError(f"corpora of one mixture must have one dtype, got {dtypes or 'none'}")
+        self.corpora, (self.dtype,) = corpora, dtypes
 
     def epoch(self, epoch: int) -> MixedEpoch:
-        """The source of one epoch; costs one sort of its parts."""
-        parts = [tape.parts(epoch) for tape in self.tapes]
+        """The source of one epoch. Costs one sort of its parts."""
+        parts = [corpus.parts(epoch) for corpus in self.corpora]
         corpus = np.repeat(np.arange(len(parts)), [len(part.block) for part in parts])
         block, first, num_tokens, middle = map(np.concatenate, zip(*parts, strict=True))
-        evenly = np.argsort(middle, kind="stable")
+        # Sorting by the relative position of the middles interleaves the corpora evenly, also when
+        # `order.py` does not shuffle.
+        order = np.argsort(middle, kind="stable")
         return MixedEpoch(
-            self.tapes, self.dtype, num_tokens[evenly], corpus[evenly], block[evenly], first[evenly]
+            self.corpora, self.dtype, num_tokens[order], corpus[order], block[order], first[order]
         )
 
 
 def source_of_epoch(source: TokenSource | MixedSource, epoch: int) -> TokenSource:
-    """What an epoch reads: the same blocks in every epoch, or the mixture's parts for this one."""
+    """The blocks that an epoch reads: those of the corpus, or the mixture's parts for `epoch`."""
     return source.epoch(epoch) if isinstance(source, MixedSource) else source

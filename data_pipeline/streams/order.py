@@ -1,11 +1,13 @@
 """Order: in which order an epoch reads the blocks of a split, and the documents inside each block.
 
-A shuffle in two levels. Blocks (runs of whole documents that decompress at once) are sorted by a
-hash of (seed, epoch, block), the documents inside a block by a hash of (seed, epoch, block,
-document). So any place of any epoch is found from integers alone, in O(log blocks), and the order
-depends on no library's random generator, whose stream may change with its version.
+The shuffle has two levels. Blocks (runs of whole documents that are decompressed together) are
+sorted by a hash of (seed, epoch, block), the documents inside a block by a hash of (seed, epoch,
+block, document). Any position of any epoch can therefore be located from integers alone, in
+O(log blocks), and resuming needs no saved shuffle state. The trade-off: documents of one block stay
+together in every epoch. A library's random generator is not used, because its output may change
+with its version.
 
-This module opens no files (`cursor.py` reads) and knows nothing of lanes (`lanes.py` cuts).
+This module opens no files (`cursor.py` reads) and does not know lanes (`lanes.py` cuts them).
 
 Source: splitmix64, Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators",
 doi:10.1145/2660193.2660195, with the constants of Vigna's public-domain splitmix64.c.
@@ -25,10 +27,11 @@ MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The number splitmix64 returns next from each state; `state` has at least one dimension.
+    """The next output of splitmix64 for each state; `state` has at least one dimension.
 
-    The generator's own state then moves on by `GOLDEN_GAMMA`. A bijection on 64 bits.
+    The generator would then add `GOLDEN_GAMMA` to its state. A bijection on 64 bits.
     """
+    # At least one dimension: numpy warns about overflow of scalars, not of arrays.
     z = state + GOLDEN_GAMMA
     z = (z ^ (z >> np.uint64(30))) * MULTIPLIER_1
     z = (z ^ (z >> np.uint64(27))) * MULTIPLIER_2
@@ -38,7 +41,8 @@ def splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def hash_ids(*prefix: int, num_ids: int) -> NDArray[np.uint64]:
     """The 64-bit hashes of (*prefix, id) for id in 0 .. num_ids - 1, as uint64 [num_ids].
 
-    Words are below 2**64. For one prefix no two ids share a hash, for splitmix64 is a bijection.
+    Prefix words must be below 2**64. splitmix64 is a bijection, so ids with the same prefix never
+    have the same hash.
     """
     state = np.zeros(1, np.uint64)
     for word in prefix:
@@ -47,12 +51,12 @@ def hash_ids(*prefix: int, num_ids: int) -> NDArray[np.uint64]:
 
 
 class BlockPlace(NamedTuple):
-    """A block and where the epoch's order has it."""
+    """A block and its position in the order of an epoch."""
 
     block: int
-    """Its id, which counts blocks in corpus order."""
+    """The block's number in corpus order."""
     start: int
-    """Tokens of the epoch before it."""
+    """Tokens of the epoch before the block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +67,7 @@ class EpochOrder:
     epoch: int
     shuffle: Shuffle
     blocks: NDArray[np.int64]
-    """[num_blocks] block ids in reading order."""
+    """[num_blocks] block numbers in reading order."""
     starts: NDArray[np.int64]
     """[num_blocks + 1] tokens of the epoch before each block of `blocks`, then the total."""
 
@@ -73,11 +77,12 @@ class EpochOrder:
     ) -> Self:
         """The order of `epoch` over blocks of `block_tokens` [num_blocks] tokens, in corpus order.
 
-        Costs one sort of the blocks (a block is about 2**18 tokens), so an epoch's order is made
-        when it is needed and thrown away after it.
+        Costs one sort of the blocks (about 2**18 tokens each), so an order is computed when its
+        epoch begins and not stored.
         """
         num_blocks = len(block_tokens)
         if shuffle == "blocks":
+            # No ties: hashes of one prefix are distinct, so any sort gives the same order.
             blocks = np.argsort(hash_ids(seed, epoch, num_ids=num_blocks)).astype(np.int64)
         else:
             blocks = np.arange(num_blocks, dtype=np.int64)
@@ -99,8 +104,9 @@ class EpochOrder:
         return BlockPlace(block=int(self.blocks[place]), start=int(self.starts[place]))
 
     def document_order(self, block: int, num_documents: int) -> NDArray[np.int64] | None:
-        """The documents of a block in reading order, [num_documents]; None: as they are stored."""
+        """Document numbers of a block in reading order, [num_documents]; None for stored order."""
         if self.shuffle == "none" or num_documents == 1:
             return None
+        # Hashes the block's number, so the result does not depend on where the epoch has the block.
         hashes = hash_ids(self.seed, self.epoch, block, num_ids=num_documents)
         return np.argsort(hashes).astype(np.int64)

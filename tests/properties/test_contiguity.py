@@ -1,8 +1,8 @@
 """Promise 1, contiguity, and the age rule: the stream against a pure-Python list of every token.
 
-The oracle writes out an epoch token by token, cuts it into lanes and applies the definitions; it
-shares no code with the package. Every token of a corpus here is another number, so a token that is
-lost, doubled or misplaced shows.
+The reference implementation lists an epoch token by token, cuts it into lanes and applies the
+definitions. It uses no code of the package. Every token of a corpus has its own number, so a lost,
+repeated or misplaced token is detected.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from data_pipeline.streams import cursor, segments
+from data_pipeline.streams import cursor, segment_stream
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.segments import Segment, SegmentStream
+from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.streams.segments import Segment
 from tests.support.hypothesis_examples import examples
+from tests.support.token_sources import NumberedSource
 
 MASK_64 = 2**64 - 1
 FIELDS = ("input", "target", "age")
@@ -32,24 +34,6 @@ class Token(NamedTuple):
     id: int
     document: int
     document_age: int
-
-
-class MemorySource:
-    """A token source of numbered tokens: `blocks` lists the document lengths of every block."""
-
-    dtype = np.dtype(np.uint16)
-
-    def __init__(self, blocks: list[list[int]]) -> None:
-        self.blocks = blocks
-        self.block_tokens = np.array([sum(block) for block in blocks], np.int64)
-        self.first = np.cumsum(self.block_tokens) - self.block_tokens
-
-    def document_starts(self, block: int) -> np.ndarray:
-        return np.cumsum([0, *self.blocks[block][:-1]])
-
-    def read(self, block: int, start: int, stop: int) -> np.ndarray:
-        assert 0 <= start < stop <= self.block_tokens[block]
-        return np.arange(self.first[block] + start, self.first[block] + stop).astype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -65,8 +49,8 @@ class Case:
     chunk_tokens: int
 
     @cached_property
-    def source(self) -> MemorySource:
-        return MemorySource(self.blocks)
+    def source(self) -> NumberedSource:
+        return NumberedSource(*self.blocks)
 
     @cached_property
     def plan(self) -> LanePlan:
@@ -79,7 +63,7 @@ class Case:
     ) -> Iterator[SegmentStream]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cursor, "CHUNK_TOKENS", self.chunk_tokens)
-            patch.setattr(segments, "GROUP_TOKENS", 3 * self.num_lanes * self.tgt_len)
+            patch.setattr(segment_stream, "GROUP_TOKENS", 3 * self.num_lanes * self.tgt_len)
             with SegmentStream(
                 self.source,
                 self.plan,
@@ -93,12 +77,12 @@ class Case:
             ) as stream:
                 yield stream
 
-    def segments(self, num_segments: int, *where: int, **how: int) -> list[Segment]:
-        with self.stream(*where, **how) as stream:
+    def segments(self, num_segments: int, *rank: int, **options: int) -> list[Segment]:
+        with self.stream(*rank, **options) as stream:
             return [next(stream) for _ in range(num_segments)]
 
 
-# --- the oracle ---------------------------------------------------------------------------------
+# --- the reference implementation -----------------------------------------------------------------
 
 
 def splitmix64_of(*words: int) -> int:
@@ -139,9 +123,9 @@ def expected_lane(case: Case, lane: int, num_positions: int) -> list[tuple[int, 
     epoch = 0
     while len(rows) < num_positions:
         order = epoch_tokens(case, epoch)
-        mine = order[lane * lane_tokens : (lane + 1) * lane_tokens]
-        for offset, token in enumerate(mine):
-            target = mine[offset + 1].id if offset + 1 < len(mine) else -1
+        slice_tokens = order[lane * lane_tokens : (lane + 1) * lane_tokens]
+        for offset, token in enumerate(slice_tokens):
+            target = slice_tokens[offset + 1].id if offset + 1 < len(slice_tokens) else -1
             age = min(offset, token.document_age) if case.reset == "document" else offset
             rows.append((token.id, target, age, token.document))
         epoch += 1
@@ -187,11 +171,11 @@ def test_every_rank_reads_its_lanes_as_defined(case: Case, data: st.DataObject) 
 
     lanes = case.plan.lanes_of_rank(rank, num_ranks)
     prefetch = data.draw(prefetches)
-    found = case.segments(num_segments, rank, num_ranks, position=position, prefetch=prefetch)
+    segments = case.segments(num_segments, rank, num_ranks, position=position, prefetch=prefetch)
 
     for row in range(case.plan.rows_per_rank(num_ranks)):
         got = zip(
-            *(np.concatenate([getattr(s, name)[row] for s in found]) for name in FIELDS),
+            *(np.concatenate([getattr(s, name)[row] for s in segments]) for name in FIELDS),
             strict=True,
         )
         if row < len(lanes):
@@ -199,8 +183,8 @@ def test_every_rank_reads_its_lanes_as_defined(case: Case, data: st.DataObject) 
             assert list(got) == [(i, t, a) for i, t, a, _ in expected]
         else:
             assert set(got) == {(0, -1, 0)}, "a row of padding"
-    assert [s.position for s in found] == list(range(position, stop, tgt_len))
-    assert found[-1].next_position == stop
+    assert [s.position for s in segments] == list(range(position, stop, tgt_len))
+    assert segments[-1].next_position == stop
 
 
 @quickly
@@ -208,12 +192,12 @@ def test_every_rank_reads_its_lanes_as_defined(case: Case, data: st.DataObject) 
 def test_the_last_target_of_a_step_is_the_first_input_of_the_next(
     case: Case, prefetch: int, stops: list[int]
 ) -> None:
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for num_segments in [*stops, 3]:  # a resume after each
-        position = found[-1].next_position if found else 0
-        found += case.segments(num_segments, position=position, prefetch=prefetch)
+        position = segments[-1].next_position if segments else 0
+        segments += case.segments(num_segments, position=position, prefetch=prefetch)
 
-    for segment, following in pairwise(found):
+    for segment, following in pairwise(segments):
         assert following.position == segment.next_position
         if following.position % case.plan.lane_tokens == 0:
             assert (segment.target[:, -1] == -1).all()
@@ -224,11 +208,11 @@ def test_the_last_target_of_a_step_is_the_first_input_of_the_next(
 
 @quickly
 @given(case=cases(), prefetch=prefetches)
-def test_each_epoch_reads_every_token_once_but_the_remainder(case: Case, prefetch: int) -> None:
+def test_each_epoch_reads_every_token_once_except_the_remainder(case: Case, prefetch: int) -> None:
     lane_tokens, num_epochs = case.plan.lane_tokens, 3
     num_segments = -(-num_epochs * lane_tokens // case.tgt_len)
-    found = case.segments(num_segments, prefetch=prefetch)
-    inputs = np.concatenate([segment.input for segment in found], axis=1)
+    segments = case.segments(num_segments, prefetch=prefetch)
+    inputs = np.concatenate([segment.input for segment in segments], axis=1)
     for epoch in range(num_epochs):
         read = inputs[:, epoch * lane_tokens : (epoch + 1) * lane_tokens].ravel().tolist()
         assert len(set(read)) == len(read) == case.num_lanes * lane_tokens
@@ -237,15 +221,15 @@ def test_each_epoch_reads_every_token_once_but_the_remainder(case: Case, prefetc
 
 @quickly
 @given(case=cases(), data=st.data())
-def test_a_new_number_of_ranks_goes_on_with_the_same_lanes(case: Case, data: st.DataObject) -> None:
+def test_another_number_of_ranks_continues_the_same_lanes(case: Case, data: st.DataObject) -> None:
     worlds = data.draw(st.lists(st.integers(1, case.num_lanes), min_size=2, max_size=3))
-    at_once = case.segments(2 * len(worlds))
+    together = case.segments(2 * len(worlds))
     position = 0
     for num_ranks in worlds:
         parts = [case.segments(2, rank, num_ranks, position=position) for rank in range(num_ranks)]
         position = parts[0][-1].next_position
         for step in range(2):
-            expected = at_once.pop(0)
+            expected = together.pop(0)
             ranks = [part[step] for part in parts]
             assert len({rank.input.shape for rank in ranks}) == 1, "the same rows on every rank"
             for name in FIELDS:
@@ -258,7 +242,7 @@ def test_a_new_number_of_ranks_goes_on_with_the_same_lanes(case: Case, data: st.
 
 @quickly
 @given(case=cases())
-def test_the_plan_knows_the_targets_of_a_step_before_it_is_read(case: Case) -> None:
+def test_the_plan_computes_the_targets_of_a_step_before_it_is_read(case: Case) -> None:
     for segment in case.segments(8, prefetch=4):
         counted = int((segment.target != -1).sum())
         assert case.plan.targets_in_step(segment.position) == counted
@@ -269,12 +253,12 @@ def test_the_plan_knows_the_targets_of_a_step_before_it_is_read(case: Case) -> N
 
 @quickly
 @given(case=cases())
-def test_age_reaches_back_to_the_document_or_slice_and_no_further(case: Case) -> None:
+def test_age_reaches_back_exactly_to_the_start_of_document_or_slice(case: Case) -> None:
     num_segments = -(-2 * case.plan.lane_tokens // case.tgt_len) + 1
-    found = case.segments(num_segments, prefetch=4)
+    segments = case.segments(num_segments, prefetch=4)
     document_of = {token.id: token.document for token in epoch_tokens(case, 0)}
-    inputs = np.concatenate([segment.input for segment in found], axis=1)
-    ages = np.concatenate([segment.age for segment in found], axis=1)
+    inputs = np.concatenate([segment.input for segment in segments], axis=1)
+    ages = np.concatenate([segment.age for segment in segments], axis=1)
     for row_inputs, row_ages in zip(inputs.tolist(), ages.tolist(), strict=True):
         for i, age in enumerate(row_ages):
             oldest = i - age

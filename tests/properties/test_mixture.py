@@ -1,6 +1,6 @@
-"""Several corpora by weight in one order: shares, fairness, one cut for any ranks, phases.
+"""Mixtures: exact shares, equal read counts, the same lanes for any number of ranks, phases.
 
-Every token of every corpus here is another number, so one that is lost or doubled shows.
+Every token of every corpus has its own number, so a lost or repeated token is detected.
 """
 
 import time
@@ -69,10 +69,10 @@ class Case:
             ]
         )  # fmt: skip
 
-    def plan(self, **where: int) -> LanePlan:
+    def plan(self, **options: int) -> LanePlan:
         return LanePlan(
             num_tokens=sum(self.tokens.values()), num_lanes=self.num_lanes, tgt_len=self.tgt_len,
-            **where,
+            **options,
         )  # fmt: skip
 
     def reader(self, source: Any, plan: LanePlan, lanes: range | None = None) -> SegmentReader:
@@ -82,7 +82,7 @@ class Case:
         )  # fmt: skip
 
     def read_epoch(self, epoch: int) -> list[int]:
-        """Tokens of an epoch in the order of its parts, straight from the source."""
+        """Tokens of one epoch in the order of its parts, read directly from the source."""
         source = self.mixed().epoch(epoch)
         parts = [source.read(b, 0, int(n)) for b, n in enumerate(source.block_tokens)]
         return np.concatenate(parts).tolist()
@@ -114,7 +114,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
     try:
         assert case.share
-    except ConfigError:  # a weight of less than a token
+    except ConfigError:  # a share of less than one token
         even = dict.fromkeys(contents, 1.0)
         case = replace(case, weights=even)
     return case
@@ -124,24 +124,24 @@ def _has_two_tokens(contents: list[list[list[int]]]) -> bool:
     return sum(sum(map(sum, lengths)) for lengths in contents) >= 2 * len(contents)
 
 
-# --- what an epoch holds ------------------------------------------------------------------------
+# --- the content of an epoch ---------------------------------------------------------------------
 
 
 @quickly
 @given(case=cases(), epoch=st.integers(0, 9))
-def test_every_epoch_has_each_corpus_to_a_token_of_its_weight(case: Case, epoch: int) -> None:
+def test_the_share_of_each_corpus_is_exact_to_one_token(case: Case, epoch: int) -> None:
     tokens = case.read_epoch(epoch)
     assert len(tokens) == sum(case.tokens.values())
-    found = Counter(map(case.corpus_of, tokens))
+    counts = Counter(map(case.corpus_of, tokens))
     for name, weight in case.weights.items():
-        wanted = len(tokens) * weight / sum(case.weights.values())
-        assert abs(found[name] - wanted) < 1 + 1e-6 * wanted
-        assert found[name] == case.share[name]
+        expected = len(tokens) * weight / sum(case.weights.values())
+        assert abs(counts[name] - expected) < 1 + 1e-6 * expected
+        assert counts[name] == case.share[name]
 
 
 @quickly
 @given(case=cases(), num_epochs=st.integers(1, 6))
-def test_no_token_is_read_twice_more_often_than_another_of_its_corpus(
+def test_read_counts_of_two_tokens_of_a_corpus_differ_by_at_most_one(
     case: Case, num_epochs: int
 ) -> None:
     counts = case.counts(num_epochs)
@@ -154,7 +154,7 @@ def test_no_token_is_read_twice_more_often_than_another_of_its_corpus(
 
 @quickly
 @given(case=cases(), epoch=st.integers(0, 3))
-def test_weights_like_the_sizes_read_every_token_once_an_epoch(case: Case, epoch: int) -> None:
+def test_weights_equal_to_the_sizes_read_every_token_once_per_epoch(case: Case, epoch: int) -> None:
     weights = {name: 7.0 * tokens for name, tokens in case.tokens.items()}
     plain = replace(case, weights=weights)
     assert sorted(plain.read_epoch(epoch)) == list(range(sum(case.tokens.values())))
@@ -164,7 +164,7 @@ def test_weights_like_the_sizes_read_every_token_once_an_epoch(case: Case, epoch
 
 @quickly
 @given(case=cases(), epoch=st.integers(0, 3))
-def test_documents_of_a_part_begin_where_the_corpus_or_the_cut_says(case: Case, epoch: int) -> None:
+def test_documents_of_a_part_start_at_document_starts_or_at_the_cut(case: Case, epoch: int) -> None:
     source = case.mixed().epoch(epoch)
     true_starts = {doc[0] for each in case.sources.values() for doc in each.documents}
     for part, num_tokens in enumerate(source.block_tokens.tolist()):
@@ -186,11 +186,11 @@ def test_without_a_shuffle_corpora_alternate_evenly() -> None:
 
 @quickly
 @given(case=cases(), num_epochs=st.integers(1, 3))
-def test_lanes_serve_every_position_of_every_epoch_once(case: Case, num_epochs: int) -> None:
+def test_lanes_read_every_position_of_every_epoch_once(case: Case, num_epochs: int) -> None:
     plan = case.plan()
     num_segments = -(-num_epochs * plan.lane_tokens // case.tgt_len)
-    found = case.reader(case.mixed(), plan).read(0, num_segments)
-    inputs = np.concatenate([segment.input for segment in found], axis=1)
+    segments = case.reader(case.mixed(), plan).read(0, num_segments)
+    inputs = np.concatenate([segment.input for segment in segments], axis=1)
     for epoch in range(num_epochs):
         slices = inputs[:, epoch * plan.lane_tokens : (epoch + 1) * plan.lane_tokens]
         read, whole = Counter(slices.ravel().tolist()), Counter(case.read_epoch(epoch))
@@ -204,15 +204,15 @@ def test_any_number_of_ranks_reads_the_same_lanes(case: Case, data: st.DataObjec
     plan = case.plan()
     num_ranks = data.draw(st.integers(1, case.num_lanes))
     position = data.draw(st.integers(0, 2 * plan.lane_tokens))
-    at_once = case.reader(case.mixed(), plan).read(position, 4)
+    together = case.reader(case.mixed(), plan).read(position, 4)
     row = 0
     for rank in range(num_ranks):
         lanes = plan.lanes_of_rank(rank, num_ranks)
-        mine = case.reader(case.mixed(), plan, lanes).read(position, 4)
-        for expected, found in zip(at_once, mine, strict=True):
+        rank_segments = case.reader(case.mixed(), plan, lanes).read(position, 4)
+        for expected, actual in zip(together, rank_segments, strict=True):
             for name in ("input", "target", "age"):
                 assert_array_equal(
-                    getattr(found, name)[: len(lanes)],
+                    getattr(actual, name)[: len(lanes)],
                     getattr(expected, name)[row : row + len(lanes)],
                 )
         row += len(lanes)
@@ -221,11 +221,11 @@ def test_any_number_of_ranks_reads_the_same_lanes(case: Case, data: st.DataObjec
 
 @quickly
 @given(case=cases())
-def test_memory_reaches_over_neighbours_of_one_document_only(case: Case) -> None:
+def test_memory_covers_consecutive_tokens_of_one_document_only(case: Case) -> None:
     plan = case.plan()
-    found = case.reader(case.mixed(), plan).read(0, -(-2 * plan.lane_tokens // case.tgt_len))
-    inputs = np.concatenate([segment.input for segment in found], axis=1)
-    ages = np.concatenate([segment.age for segment in found], axis=1)
+    segments = case.reader(case.mixed(), plan).read(0, -(-2 * plan.lane_tokens // case.tgt_len))
+    inputs = np.concatenate([segment.input for segment in segments], axis=1)
+    ages = np.concatenate([segment.age for segment in segments], axis=1)
     for row_inputs, row_ages in zip(inputs.tolist(), ages.tolist(), strict=True):
         for i, age in enumerate(row_ages):
             seen = row_inputs[i - age : i + 1]
@@ -237,48 +237,48 @@ def test_memory_reaches_over_neighbours_of_one_document_only(case: Case) -> None
 
 @quickly
 @given(case=cases(), data=st.data())
-def test_a_plan_that_starts_later_is_the_same_plan_moved(case: Case, data: st.DataObject) -> None:
+def test_a_plan_that_starts_later_is_the_same_plan_shifted(case: Case, data: st.DataObject) -> None:
     start, position = data.draw(st.integers(0, 50)), data.draw(st.integers(0, 50))
     num_ranks = data.draw(st.integers(1, case.num_lanes))
     lanes = case.plan().lanes_of_rank(num_ranks - 1, num_ranks)
-    here = case.reader(case.mixed(), case.plan(), lanes).read(position, 3)
+    original = case.reader(case.mixed(), case.plan(), lanes).read(position, 3)
     moved = case.plan(start=start)
-    there = case.reader(case.mixed(), moved, lanes).read(start + position, 3)
-    for expected, found in zip(here, there, strict=True):
-        assert found.position == start + expected.position
-        assert moved.targets_in_step(found.position) == case.plan().targets_in_step(
+    shifted = case.reader(case.mixed(), moved, lanes).read(start + position, 3)
+    for expected, actual in zip(original, shifted, strict=True):
+        assert actual.position == start + expected.position
+        assert moved.targets_in_step(actual.position) == case.plan().targets_in_step(
             expected.position
         )
         for name in ("input", "target", "age"):
-            assert_array_equal(getattr(found, name), getattr(expected, name))
+            assert_array_equal(getattr(actual, name), getattr(expected, name))
     assert (case.reader(case.mixed(), moved, lanes).read(start, 1)[0].age[:, 0] == 0).all()
 
 
 @quickly
 @given(case=cases(), first_epoch=st.integers(0, 4), start=st.integers(0, 99))
-def test_a_tape_goes_on_where_the_phase_before_left_it(
+def test_a_corpus_continues_where_the_previous_phase_ended(
     case: Case, first_epoch: int, start: int
 ) -> None:
-    """Two epochs from `start` and one after them from where they end are three in a row."""
-    at_once = case.mixed(start=start, first_epoch=first_epoch)
-    for number, tape in enumerate(at_once.tapes):
-        later = case.mixed(start=start + 2 * tape.tokens_per_epoch, first_epoch=first_epoch + 2)
-        for found, expected in zip(
-            later.tapes[number].parts(first_epoch + 2), tape.parts(first_epoch + 2), strict=True
+    """Two epochs from `start`, then one from their end, equal three consecutive epochs."""
+    together = case.mixed(start=start, first_epoch=first_epoch)
+    for number, corpus in enumerate(together.corpora):
+        later = case.mixed(start=start + 2 * corpus.tokens_per_epoch, first_epoch=first_epoch + 2)
+        for actual, expected in zip(
+            later.corpora[number].parts(first_epoch + 2), corpus.parts(first_epoch + 2), strict=True
         ):
-            assert_array_equal(found, expected)
+            assert_array_equal(actual, expected)
 
 
 # --- limits -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "message"),
     [({"a": 1e-9, "b": 1.0}, "a.weight=1e-09 is not one token"),
      ({"a": 1e6, "b": 1.0}, "a.weight=1000000.0 would read its 2 tokens")],
 )  # fmt: skip
-def test_a_weight_that_cannot_be_meant_is_refused(weights: dict[str, float], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_an_invalid_weight_is_refused(weights: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         tokens_per_epoch({"a": 2, "b": 10_000_000}, weights)
 
 
@@ -287,11 +287,11 @@ def test_ten_thousand_blocks_are_mixed_in_milliseconds() -> None:
         dtype = np.dtype(np.uint16)
         block_tokens = np.full(5_000, 1 << 18)
 
-    tapes = [
+    corpora = [
         CorpusTape(Blocks(), tokens_per_epoch=5_000 << 18, shuffle="blocks", seed=1, key=key)  # type: ignore[arg-type]
         for key in (1, 2)
     ]
-    source = MixedSource(tapes)
+    source = MixedSource(corpora)
     began = time.process_time()
     for epoch in range(5):
         source.epoch(epoch)

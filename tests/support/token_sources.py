@@ -1,9 +1,11 @@
-"""Token sources in memory: corpora of a few documents, without shards."""
+"""Token sources in memory: small corpora without shards."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
+from data_pipeline.errors import DataError
 
 OPENER = 0
 """The token that opens every document, as `end_of_document` does in shards."""
@@ -42,3 +44,29 @@ def random_corpus(lengths: list[list[int]], *, vocab_size: int, seed: int) -> Te
             for block in lengths
         ]
     )
+
+
+class NumberedSource:
+    """Tokens 0, 1, 2, ...: every token of the corpus has its own id, so lost ones are noticed.
+
+    `blocks` lists the document lengths of every block. Records all reads; reading `broken_block`
+    raises DataError.
+    """
+
+    dtype = np.dtype(np.uint32)
+
+    def __init__(self, *blocks: list[int], broken_block: int | None = None) -> None:
+        self.blocks, self.broken_block = blocks, broken_block
+        self.block_tokens = np.array([sum(block) for block in blocks], np.int64)
+        self.first = np.cumsum(self.block_tokens) - self.block_tokens
+        self.reads: list[tuple[int, int, int]] = []
+
+    def document_starts(self, block: int) -> np.ndarray:
+        return np.cumsum([0, *self.blocks[block][:-1]])
+
+    def read(self, block: int, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start < stop <= self.block_tokens[block]
+        self.reads.append((block, start, stop))
+        if block == self.broken_block:
+            raise DataError(f"block {block} is broken")
+        return np.arange(self.first[block] + start, self.first[block] + stop, dtype=self.dtype)

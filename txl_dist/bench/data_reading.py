@@ -15,7 +15,8 @@ import numpy as np
 
 from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.segments import GROUP_TOKENS, SegmentReader
+from data_pipeline.streams.segment_stream import GROUP_TOKENS
+from data_pipeline.streams.segments import SegmentReader
 
 LANES = 8
 TGT_LEN = 512

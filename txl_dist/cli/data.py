@@ -1,4 +1,4 @@
-"""`txl data`: checking prepared datasets, looking inside, making a lost manifest again."""
+"""`txl data`: verify, inspect, rebuild and push prepared datasets."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from data_pipeline.shards.verify import Verified
     from data_pipeline.storage.remote_path import DatasetPath
 
-app = typer.Typer(help="Check prepared datasets and look inside.", no_args_is_help=True)
+app = typer.Typer(help="Verify, inspect, rebuild and copy prepared datasets.", no_args_is_help=True)
 
 Dataset = Annotated[
     str, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote, or its URL.")
@@ -35,15 +35,16 @@ def verify(
     dataset: Dataset,
     *,
     fast: Annotated[
-        bool, typer.Option("--fast", help="Names, sizes and indexes only; shards are not read.")
+        bool, typer.Option("--fast", help="Hash indexes only; of shards, compare the sizes.")
     ] = False,
     workers: NumWorkers = 1,
     on: On = "local",
     as_json: AsJson = False,
 ) -> None:
-    """Read everything again and list all that is not as it was written; then exit code 3.
+    """Hash every file again and list all that are damaged, missing or extra; then exit code 3.
 
-    What could not be read now, by a disk or a network, is listed apart; exit code 1 if it is all.
+    Files that a disk or network error kept from being read are listed separately; exit code 1 if
+    these are the only ones.
 
     Example: txl data verify data/books
     """
@@ -52,42 +53,42 @@ def verify(
 
     directory = dataset_path(dataset)
     with open_workers(on, workers) as pool, progress_in_bytes() as progress:
-        found = verify_dataset(directory, fast=fast, workers=pool, progress=progress)
+        verified = verify_dataset(directory, fast=fast, workers=pool, progress=progress)
     if as_json:
         result = {
-            "ok": not found.problems and not found.unread,
-            "problems": found.problems,
-            "unread": found.unread,
-            "bytes": found.num_bytes,
+            "ok": not verified.problems and not verified.unread,
+            "problems": verified.problems,
+            "unread": verified.unread,
+            "bytes": verified.num_bytes,
         }
-        print(json.dumps({**result, **totals(directory, found.manifest)}))
-    elif not found.problems and not found.unread:
-        what = "names, sizes and indexes" if fast else f"all of {found.num_bytes:,} bytes"
-        print(f"{printable(str(directory))}: {what} are as written")
-        print_totals(found.manifest)
-    _raise_verdict(directory, found)
+        print(json.dumps({**result, **totals(directory, verified.manifest)}))
+    elif not verified.problems and not verified.unread:
+        checked = "names, sizes and indexes" if fast else f"all of {verified.num_bytes:,} bytes"
+        print(f"{printable(str(directory))}: {checked} match the manifest")
+        print_totals(verified.manifest)
+    _raise_problems(directory, verified)
 
 
-def _raise_verdict(directory: "DatasetPath", found: "Verified") -> None:
-    from data_pipeline.shards.shard_index import what_to_check
+def _raise_problems(directory: "DatasetPath", verified: "Verified") -> None:
+    from data_pipeline.shards.shard_files import what_to_check
     from data_pipeline.storage.remote_path import RemotePath
 
-    unread = f"{len(found.unread)} could not be read now:{_listed(found.unread)}"
-    again = f"Check {what_to_check(directory)}, then run this again."
-    if found.problems:
+    unread = f"{len(verified.unread)} could not be read now:{_listed(verified.unread)}"
+    retry = f"Check {what_to_check(directory)}, then run this again."
+    if verified.problems:
         repair = (
-            "Remove these files there and send them again from a sound copy: "
+            "Remove these files there and send them again from an intact copy: "
             f"txl data push DIR {directory}"
             if isinstance(directory, RemotePath)
             else f"Restore these files from a copy, or remove {directory} and run txl prepare "
             "again: the same corpus and options give the same bytes."
         )
         raise DataError(
-            f"{directory}: {len(found.problems)} problems:{_listed(found.problems)}\n"
-            f"Do not train on it. {repair}" + (f"\n{unread}\n{again}" if found.unread else "")
+            f"{directory}: {len(verified.problems)} problems:{_listed(verified.problems)}\n"
+            f"Do not train on it. {repair}" + (f"\n{unread}\n{retry}" if verified.unread else "")
         )
-    if found.unread:
-        raise UnreadError(f"{directory}: {unread}\nNothing that was read is damaged. {again}")
+    if verified.unread:
+        raise UnreadError(f"{directory}: {unread}\nNo damage in the files that were read. {retry}")
 
 
 def _listed(problems: list[str]) -> str:
@@ -98,23 +99,23 @@ def _listed(problems: list[str]) -> str:
 def rebuild(
     directory: Directory, *, workers: NumWorkers = 1, on: On = "local", as_json: AsJson = False
 ) -> None:
-    """Make a lost or damaged manifest.json again from shards, indexes and tokenizer.json.
+    """Recreate a lost or damaged manifest.json from shards, indexes and tokenizer.json.
 
-    The result is the lost one, with the same digest. Every shard is read and checked first; what
-    is missing or damaged among them cannot be rebuilt here, only by txl prepare.
+    The result is identical, with the same digest. Every shard is read and checked first. Missing or
+    damaged shards cannot be rebuilt; run txl prepare again for those.
 
     Example: txl data rebuild data/books
     """
     from data_pipeline.shards.rebuild import rebuild_manifest
 
     with open_workers(on, workers) as pool, progress_in_bytes() as progress:
-        done = rebuild_manifest(directory, workers=pool, progress=progress)
-    status = "already complete" if done.was_sound else "rebuilt"
+        result = rebuild_manifest(directory, workers=pool, progress=progress)
+    status = "already complete" if result.was_complete else "rebuilt"
     if as_json:
-        print(json.dumps({"status": status, **totals(directory, done.manifest)}))
+        print(json.dumps({"status": status, **totals(directory, result.manifest)}))
         return
-    print(f"{printable(str(directory))}: the manifest is {status}, digest {done.manifest.digest}")
-    print_totals(done.manifest)
+    print(f"{printable(str(directory))}: the manifest is {status}, digest {result.manifest.digest}")
+    print_totals(result.manifest)
 
 
 @app.command()
@@ -122,7 +123,7 @@ def inspect(
     dataset: Dataset,
     *,
     documents: Annotated[
-        int, typer.Option(min=0, help="Documents of every split to show the beginning of.")
+        int, typer.Option(min=0, help="Documents per split whose beginning is shown.")
     ] = 2,
     as_json: AsJson = False,
 ) -> None:
@@ -132,7 +133,7 @@ def inspect(
     """
     from dataclasses import asdict
 
-    from data_pipeline.shards.inspection import excerpts, summarize
+    from data_pipeline.shards.inspection import excerpts
     from data_pipeline.shards.manifest import load_manifest
     from data_pipeline.storage.remote_path import dataset_path
 
@@ -141,9 +142,9 @@ def inspect(
     shown = excerpts(directory, documents=documents)
     if as_json:
         content = totals(directory, manifest)
-        for summary in summarize(manifest):
-            ratio = summary.text_bytes_per_compressed_byte
-            content["splits"][summary.name]["text_bytes_per_compressed_byte"] = ratio
+        for name, entry in manifest.splits.items():
+            ratio = entry.text_bytes_per_compressed_byte
+            content["splits"][name]["text_bytes_per_compressed_byte"] = ratio
         print(json.dumps({**content, "documents": [asdict(excerpt) for excerpt in shown]}))
         return
     print(f"{printable(str(directory))}: digest {manifest.digest}")
@@ -160,11 +161,11 @@ def inspect(
 @app.command()
 def push(
     directory: Directory,
-    url: Annotated[str, typer.Argument(metavar="URL", help="s3:// or gs:// to copy it to.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="s3:// or gs:// URL to copy it to.")],
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a dataset to object storage, its manifest last. Another dataset is never overwritten.
+    """Copy a dataset to object storage, manifest last. Never overwrites another dataset.
 
     Example: txl data push data/books s3://bucket/books
     """
@@ -181,7 +182,7 @@ def push(
 
 
 def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any]:
-    """The part of `--json` that every command here shares."""
+    """The part of `--json` that all commands on datasets have in common."""
     return {
         "directory": str(directory),
         "digest": manifest.digest,
@@ -198,7 +199,7 @@ def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any
                 "blocks": entry.blocks,
                 "tokens": entry.tokens,
                 "text_bytes": entry.text_bytes,
-                "bytes": sum(shard.bytes for shard in entry.shards),
+                "bytes": entry.compressed_bytes,
             }
             for name, entry in manifest.splits.items()
         },
@@ -206,14 +207,12 @@ def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any
 
 
 def print_totals(manifest: "ShardManifest") -> None:
-    from data_pipeline.shards.inspection import summarize
-
-    for split in summarize(manifest):
+    for name, split in manifest.train_first():
         print(
-            f"  {split.name:<8} {split.documents:>10,} documents {split.tokens:>15,} tokens "
-            f"{split.compressed_bytes:>13,} bytes in {split.shards} shards "
-            f"({split.text_bytes_per_compressed_byte:.2f} bytes of text in one)"
+            f"  {name:<8} {split.documents:>10,} documents {split.tokens:>15,} tokens "
+            f"{split.compressed_bytes:>13,} bytes in {len(split.shards)} shards "
+            f"({split.text_bytes_per_compressed_byte:.2f} bytes of text per byte)"
         )
     source = manifest.input
-    left_out = f"{source.empty} empty, {source.rejected} rejected, {source.duplicates} repeated"
-    print(f"  from {source.files:,} files; left out: {left_out}")
+    skipped = f"{source.empty} empty, {source.rejected} rejected, {source.duplicates} duplicates"
+    print(f"  from {source.files:,} files; skipped documents: {skipped}")

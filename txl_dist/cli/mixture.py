@@ -1,4 +1,4 @@
-"""`txl data mix`: what a run's corpora and weights come to, before the run."""
+"""`txl data mix`: the share of each corpus in an epoch, computed before the run."""
 
 import json
 from dataclasses import asdict
@@ -17,14 +17,16 @@ def mix(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[k.e.y=value ...]", help="Settings put over the file's."),
+        typer.Argument(
+            metavar="[k.e.y=value ...]", help="Settings that replace those of the file."
+        ),
     ] = None,
     *,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on standard output.")
     ] = False,
 ) -> None:
-    """Show the tokens an epoch reads of each corpus, and how often it reads the corpus.
+    """Show the tokens that one epoch reads of each corpus, and its number of passes.
 
     Example: txl data mix run.yaml data.mixture.web.weight=3
     """
@@ -39,6 +41,6 @@ def mix(
         corpora = {share.name: {**asdict(share), "passes": share.passes} for share in shares}
         print(json.dumps({"tokens_per_epoch": phase.num_tokens, "corpora": corpora}))
         return
-    print(f"an epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
+    print(f"one epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
     for share in shares:
         print(f"  {share.line}")

@@ -15,7 +15,7 @@ import torch
 from data_pipeline.storage.atomic_files import remove_leftovers, write_file
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
-from data_pipeline.streams.segments import SegmentStream
+from data_pipeline.streams.segment_stream import SegmentStream
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig

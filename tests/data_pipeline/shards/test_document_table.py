@@ -1,4 +1,4 @@
-"""The table of documents: what was packed comes back, small, and nothing else does."""
+"""The document table: small, unpacked unchanged, and refused if damaged."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ IDS = st.one_of(
     documents=st.lists(st.tuples(st.integers(0, 2**40), IDS), max_size=9),
 )
 @example([(0, "a:01"), (3, "a:"), (0, ":7"), (5, "a:-1"), (9, "a:٣"), (1, "a:1\n")])
-def test_starts_and_ids_come_back(documents: list[tuple[int, str]]) -> None:
+def test_starts_and_ids_are_unpacked_unchanged(documents: list[tuple[int, str]]) -> None:
     starts = np.array([start for start, _ in documents], np.int64)
     ids = [id_ for _, id_ in documents]
     table = unpack_documents(pack_documents(starts, ids), num_documents=len(ids))
@@ -25,7 +25,7 @@ def test_starts_and_ids_come_back(documents: list[tuple[int, str]]) -> None:
     assert [table.document_id(number) for number in range(len(ids))] == ids
 
 
-def test_a_sentence_costs_a_byte_or_two() -> None:
+def test_a_sentence_takes_less_than_two_bytes() -> None:
     lengths = np.random.default_rng(0).integers(5, 60, 20_000)
     starts = np.cumsum(lengths) - lengths
     packed = pack_documents(starts, [f"corpus/part-1.txt:{n}" for n in range(1, 20_001)])
@@ -33,7 +33,7 @@ def test_a_sentence_costs_a_byte_or_two() -> None:
 
 
 @given(bit=st.integers(0))
-def test_a_flipped_bit_is_refused_unless_it_means_nothing(bit: int) -> None:
+def test_a_flipped_bit_is_refused_or_changes_nothing(bit: int) -> None:
     ids = [f"a:{n}" for n in range(5)]
     packed = bytearray(pack_documents(np.arange(5), ids))
     place = bit % (len(packed) * 8)
@@ -42,7 +42,7 @@ def test_a_flipped_bit_is_refused_unless_it_means_nothing(bit: int) -> None:
         table = unpack_documents(bytes(packed), num_documents=5)
     except ValueError:
         return
-    # zstd has bits that it does not read
+    # zstd ignores some bits of a frame
     assert [table.document_id(number) for number in range(5)] == ids
     assert np.array_equal(table.starts, np.arange(5))
 

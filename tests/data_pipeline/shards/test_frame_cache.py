@@ -1,4 +1,4 @@
-"""The cache of frames: what it keeps, what it lets go, and what it must never touch."""
+"""The frame cache: entries, eviction, and files that it must never touch."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from data_pipeline.shards.frame_cache import FrameCache
 SHARD = "ab" * 32
 
 
-def test_what_is_put_is_got_until_it_is_dropped(tmp_path: Path) -> None:
+def test_an_entry_can_be_read_until_it_is_dropped(tmp_path: Path) -> None:
     cache = FrameCache(tmp_path / "made", 10**6)
     assert cache.get(SHARD, 0, 3) is None
     cache.put(SHARD, 0, b"abc")
@@ -27,12 +27,12 @@ def test_what_is_put_is_got_until_it_is_dropped(tmp_path: Path) -> None:
     assert cache.get(SHARD, 0, 3) is None
 
 
-def test_the_longest_unused_go_first_and_the_limit_holds(tmp_path: Path) -> None:
+def test_least_recently_used_entries_are_evicted_first_and_the_limit_holds(tmp_path: Path) -> None:
     cache = FrameCache(tmp_path, 1000)
     for number in range(9):
         cache.put(SHARD, number, bytes(100))
         os.utime(tmp_path / f"txl-frame-{SHARD}-{number}-100", (number, number))
-    assert cache.get(SHARD, 0, 100)  # used: now the youngest
+    assert cache.get(SHARD, 0, 100)  # marks it as used most recently
     for number in range(9, 12):
         cache.put(SHARD, number, bytes(100))
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1000
@@ -47,7 +47,7 @@ def test_the_longest_unused_go_first_and_the_limit_holds(tmp_path: Path) -> None
     sizes=st.lists(st.integers(1, 400), min_size=5, max_size=20),
     linked=st.booleans(),
 )
-def test_a_source_is_never_removed_nor_changed(
+def test_no_file_of_another_name_is_removed_or_changed(
     data: st.DataObject, sizes: list[int], linked: bool
 ) -> None:
     """Sources above the cache's directory, in it, below it, and behind links of every name."""
@@ -77,7 +77,7 @@ def test_a_source_is_never_removed_nor_changed(
         assert all(path.read_bytes() == bytes(300) for path in sources)
 
 
-def test_a_directory_or_pipe_under_a_pieces_name_stops_nobody(tmp_path: Path) -> None:
+def test_a_directory_or_fifo_with_an_entrys_name_is_ignored(tmp_path: Path) -> None:
     cache = FrameCache(tmp_path, 200)
     os.mkfifo(tmp_path / f"txl-frame-{SHARD}-0-100")
     (tmp_path / f"txl-frame-{SHARD}-1-100").mkdir()
@@ -89,7 +89,7 @@ def test_a_directory_or_pipe_under_a_pieces_name_stops_nobody(tmp_path: Path) ->
 
 
 def test_processes_share_one_directory(tmp_path: Path) -> None:
-    """Three write, read and evict at once: whoever gets a piece gets it whole."""
+    """Three write, read and evict at the same time; every entry that is read is complete."""
     code = f"""
 from pathlib import Path
 from data_pipeline.shards.frame_cache import FrameCache
@@ -107,7 +107,7 @@ for turn in range(400):
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 40_000
 
 
-def test_size_and_place_come_from_the_environment(
+def test_size_and_directory_are_read_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TXL_CACHE_DIR", str(tmp_path))

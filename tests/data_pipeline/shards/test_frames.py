@@ -1,3 +1,5 @@
+"""zstd frames: where they end, the seek table, and frames that are refused."""
+
 import io
 import shutil
 import struct
@@ -19,15 +21,15 @@ from data_pipeline.shards.frames import (
 )
 
 
-def write_units(units: list[bytes], *, frame_bytes: int, piece: int) -> tuple[bytes, FrameWriter]:
-    """The file of `units`, each announced, handed over in pieces as tarfile does: late and odd."""
+def write_units(units: list[bytes], *, frame_bytes: int, chunk: int) -> tuple[bytes, FrameWriter]:
+    """The file of `units`, each announced, then written in chunks of any size as tarfile does."""
     file = io.BytesIO()
     writer = FrameWriter(file, frame_bytes=frame_bytes)
     for unit in units:
         writer.next_unit(len(unit))
     raw = b"".join(units)
-    for start in range(0, len(raw), piece):
-        writer.write(raw[start : start + piece])
+    for start in range(0, len(raw), chunk):
+        writer.write(raw[start : start + chunk])
     writer.write(b"tail")
     writer.finish()
     return file.getvalue(), writer
@@ -36,13 +38,13 @@ def write_units(units: list[bytes], *, frame_bytes: int, piece: int) -> tuple[by
 @given(
     sizes=st.lists(st.integers(1, 9), max_size=6),
     frame_bytes=st.integers(512, 3000),
-    piece=st.integers(1, 5000),
+    chunk=st.integers(1, 5000),
 )
-def test_frames_end_exactly_where_units_end_and_give_back_the_stream(
-    sizes: list[int], frame_bytes: int, piece: int
+def test_frames_end_where_units_end_and_decode_to_the_stream(
+    sizes: list[int], frame_bytes: int, chunk: int
 ) -> None:
     units = [bytes([number]) * (size * 512) for number, size in enumerate(sizes)]
-    file, writer = write_units(units, frame_bytes=frame_bytes, piece=piece)
+    file, writer = write_units(units, frame_bytes=frame_bytes, chunk=chunk)
 
     ends = {frame.raw_offset + frame.raw_size for frame in writer.frames}
     assert set(np.cumsum([len(unit) for unit in units]).tolist()) <= ends
@@ -54,8 +56,8 @@ def test_frames_end_exactly_where_units_end_and_give_back_the_stream(
     assert raw == b"".join(units) + b"tail"
 
 
-def test_the_seek_table_is_the_one_of_zstds_seekable_format() -> None:
-    file, writer = write_units([b"a" * 1024, b"b" * 512], frame_bytes=512, piece=700)
+def test_the_seek_table_has_zstds_seekable_format() -> None:
+    file, writer = write_units([b"a" * 1024, b"b" * 512], frame_bytes=512, chunk=700)
     count, descriptor, magic = struct.unpack("<IBI", file[-9:])
     assert (count, descriptor, magic) == (len(writer.frames), 0x80, 0x8F92EAB1)
     table = file[writer.frames[-1].compressed_offset + writer.frames[-1].compressed_size :]
@@ -66,7 +68,7 @@ def test_the_seek_table_is_the_one_of_zstds_seekable_format() -> None:
 
 @pytest.mark.skipif(not shutil.which("zstd"), reason="needs the zstd program")
 def test_the_zstd_program_reads_the_stream_whole(tmp_path: Path) -> None:
-    file, _ = write_units([b"a" * 5120, b"b" * 512], frame_bytes=1024, piece=700)
+    file, _ = write_units([b"a" * 5120, b"b" * 512], frame_bytes=1024, chunk=700)
     path = tmp_path / "x.zst"
     path.write_bytes(file)
     done = subprocess.run(["zstd", "-dcq", path], capture_output=True, check=True)
@@ -103,8 +105,8 @@ def test_a_frame_without_a_checksum_is_refused() -> None:
         decode_frame(data, frame_of(data, raw_size=594))
 
 
-def test_a_sound_frame_of_other_content_is_refused() -> None:
-    """What a swapped shard looks like: valid in itself, of the right size, and not the one."""
+def test_a_valid_frame_of_other_content_is_refused() -> None:
+    """As in a swapped shard: the frame is valid and of the right size, but of other content."""
     compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
     expected, other = compressor.compress(b"a" * 999), compressor.compress(b"b" * 999)
     assert len(expected) == len(other)
@@ -112,7 +114,7 @@ def test_a_sound_frame_of_other_content_is_refused() -> None:
         decode_frame(other, frame_of(expected, raw_size=999))
 
 
-def test_more_than_one_frame_in_the_place_of_one_is_refused() -> None:
+def test_two_frames_in_place_of_one_are_refused() -> None:
     one = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(b"a" * 999)
     with pytest.raises(FrameError):
         decode_frame(one + one, frame_of(one + one, raw_size=999))

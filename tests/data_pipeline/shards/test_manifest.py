@@ -1,3 +1,5 @@
+"""Manifests: loaded unchanged, and refused with the cause if edited or damaged."""
+
 import json
 from pathlib import Path
 
@@ -9,14 +11,14 @@ from data_pipeline.shards.manifest import ShardManifest, load_manifest
 Dataset = tuple[Path, ShardManifest]
 
 
-def test_a_manifest_loads_as_it_was_written_with_the_same_digest(dataset: Dataset) -> None:
+def test_a_manifest_is_loaded_as_written_with_the_same_digest(dataset: Dataset) -> None:
     directory, manifest = dataset
     assert load_manifest(directory) == manifest
     assert load_manifest(directory).digest == manifest.digest
     assert json.loads((directory / "manifest.json").read_text())["digest"] == manifest.digest
 
 
-def test_a_directory_without_a_manifest_is_refused_with_the_command_that_makes_one(
+def test_a_directory_without_a_manifest_is_refused_with_the_command_to_create_one(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(DataError, match="txl prepare INPUT --out"):
@@ -38,7 +40,7 @@ def test_a_directory_without_a_manifest_is_refused_with_the_command_that_makes_o
         ('{"format": "txl-shards", "version": 2}', "Field required"),
     ],
 )
-def test_a_file_that_is_no_manifest_is_refused_with_the_cause(
+def test_a_file_that_is_not_a_manifest_is_refused_with_the_cause(
     tmp_path: Path, content: str, cause: str
 ) -> None:
     (tmp_path / "manifest.json").write_text(content)
@@ -61,7 +63,7 @@ def test_a_file_that_is_no_manifest_is_refused_with_the_cause(
         ("digest", None, "digest"),
     ],
 )
-def test_any_edit_of_a_manifest_is_noticed(
+def test_any_edit_of_a_manifest_is_refused(
     dataset: Dataset, key: str, value: object, cause: str
 ) -> None:
     path = dataset[0] / "manifest.json"
@@ -70,7 +72,7 @@ def test_any_edit_of_a_manifest_is_noticed(
         load_manifest(dataset[0])
 
 
-def test_totals_that_their_shards_do_not_sum_to_are_refused(dataset: Dataset) -> None:
+def test_totals_that_differ_from_the_sum_of_their_shards_are_refused(dataset: Dataset) -> None:
     path = dataset[0] / "manifest.json"
     content = json.loads(path.read_text())
     content["splits"]["train"]["tokens"] += 1
@@ -79,6 +81,6 @@ def test_totals_that_their_shards_do_not_sum_to_are_refused(dataset: Dataset) ->
         load_manifest(dataset[0])
 
 
-def test_a_missing_split_is_refused_with_those_there_are(dataset: Dataset) -> None:
+def test_a_missing_split_is_refused_with_a_list_of_the_existing_ones(dataset: Dataset) -> None:
     with pytest.raises(DataError, match="it has train, valid"):
         dataset[1].split("dev", dataset[0])

@@ -32,7 +32,7 @@ from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.storage import urls
 from data_pipeline.storage.remote_path import RemotePath, dataset_path
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.segments import SegmentStream
+from data_pipeline.streams.segment_stream import SegmentStream
 
 Dataset = tuple[Path, ShardManifest]
 URL = "s3://bucket/data"
@@ -108,7 +108,7 @@ def test_push_sends_no_damaged_dataset(dataset: Dataset, bucket: Any) -> None:
     directory, _ = dataset
     path = directory / "train-000001.tar.zst"
     path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(DataError, match="not what the manifest says"):
+    with pytest.raises(DataError, match="does not have the manifest's sha256"):
         push_dataset(directory, URL)
     assert not bucket.exists("bucket/data/manifest.json")
     with pytest.raises(ConfigError, match="give a URL of scheme s3 or gs"):

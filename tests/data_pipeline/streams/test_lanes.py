@@ -1,4 +1,4 @@
-"""The plan of who reads what: exact cuts, in integers."""
+"""The lane plan: exact cuts, in integers."""
 
 import pytest
 from hypothesis import given
@@ -48,7 +48,7 @@ def test_only_the_last_input_of_a_slice_has_no_target(plan: LanePlan, position: 
 
 
 @given(plan=plans(), data=st.data())
-def test_ranks_share_the_lanes_out_with_equal_rows(plan: LanePlan, data: st.DataObject) -> None:
+def test_lanes_are_divided_among_ranks_with_equal_rows(plan: LanePlan, data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, plan.num_lanes))
     lanes = [plan.lanes_of_rank(rank, num_ranks) for rank in range(num_ranks)]
     assert [lane for part in lanes for lane in part] == list(range(plan.num_lanes))
@@ -58,7 +58,7 @@ def test_ranks_share_the_lanes_out_with_equal_rows(plan: LanePlan, data: st.Data
     assert min(sizes) >= 1
 
 
-def test_more_ranks_than_lanes_is_a_config_error_that_says_what_to_do() -> None:
+def test_more_ranks_than_lanes_is_a_config_error_with_advice() -> None:
     plan = LanePlan(num_tokens=100, num_lanes=4, tgt_len=2)
     for refused in (lambda: plan.lanes_of_rank(0, 5), lambda: plan.rows_per_rank(5)):
         with pytest.raises(ConfigError, match=r"5 ranks for data.num_lanes=4.*at most 4 ranks"):
@@ -66,25 +66,25 @@ def test_more_ranks_than_lanes_is_a_config_error_that_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(("rank", "num_ranks"), [(2, 2), (-1, 2), (0, 0)])
-def test_an_impossible_rank_is_refused(rank: int, num_ranks: int) -> None:
+def test_an_invalid_rank_is_refused(rank: int, num_ranks: int) -> None:
     with pytest.raises(ValueError, match="num_ranks"):
         LanePlan(num_tokens=100, num_lanes=4, tgt_len=2).lanes_of_rank(rank, num_ranks)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "says"),
+    ("num_tokens", "message"),
     [
         (15, r"holds 15 tokens, num_lanes=8 needs at least 16 .*data.num_lanes to 7 or less"),
         (1, r"holds 1 tokens, and a lane needs at least 2"),
     ],
 )
-def test_too_little_data_says_what_was_found_and_needed(num_tokens: int, says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_too_little_data_is_refused_with_both_numbers(num_tokens: int, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         LanePlan(num_tokens=num_tokens, num_lanes=8, tgt_len=2)
     LanePlan(num_tokens=16, num_lanes=8, tgt_len=2)
 
 
 @pytest.mark.parametrize("counts", [{"num_lanes": 0, "tgt_len": 2}, {"num_lanes": 2, "tgt_len": 0}])
-def test_a_plan_of_nothing_is_refused(counts: dict[str, int]) -> None:
+def test_a_plan_without_lanes_or_tokens_is_refused(counts: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         LanePlan(num_tokens=100, **counts)

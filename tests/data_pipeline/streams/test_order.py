@@ -1,4 +1,4 @@
-"""The order of an epoch: a fixed hash, a permutation of whole blocks, and a place for any token."""
+"""Epoch orders: a fixed hash, a permutation of whole blocks, and the block of any token."""
 
 import numpy as np
 import pytest
@@ -34,20 +34,20 @@ def documents_of(epoch_order: EpochOrder, block: int, num_documents: int) -> lis
         ),
     ],
 )
-def test_splitmix64_gives_the_published_numbers(seed: int, outputs: list[int]) -> None:
+def test_splitmix64_returns_the_published_numbers(seed: int, outputs: list[int]) -> None:
     steps = np.arange(len(outputs), dtype=np.uint64)
     states = np.uint64(seed) + steps * GOLDEN_GAMMA
     assert splitmix64(states).tolist() == outputs
 
 
 def test_an_order_never_changes_between_versions() -> None:
-    # A change here makes every run that resumes read other text than it would have read.
+    # If this changes, every resumed run reads other text.
     assert hash_ids(7, 3, num_ids=2).tolist() == [11248596980798508817, 1173472824657711729]
     assert order(seed=7, epoch=3).blocks.tolist() == [2, 1, 3, 4, 0, 5]
     assert documents_of(order(seed=7, epoch=3), 2, 6) == [2, 5, 3, 4, 0, 1]
 
 
-def test_every_epoch_and_seed_has_a_permutation_of_its_own() -> None:
+def test_every_epoch_and_seed_has_another_permutation() -> None:
     orders = [order(seed=seed, epoch=epoch) for seed in (0, 1, 2**63 - 1) for epoch in range(4)]
     assert all(sorted(o.blocks.tolist()) == list(range(6)) for o in orders)
     assert len({tuple(o.blocks.tolist()) for o in orders}) == len(orders)

@@ -1,0 +1,119 @@
+"""Reading parts of shard and index files, local or behind a URL, and the errors for both.
+
+Every error names the file, the place in it and the next command. A file that cannot be read at the
+moment (disk, network, permissions) and a damaged file are different errors: the first may be
+intact, the second must not be used.
+"""
+
+import os
+import stat
+from collections.abc import Sequence
+
+from data_pipeline.errors import DataError
+from data_pipeline.shards.frames import Frame, FrameError, decode_frame
+from data_pipeline.shards.manifest import ShardEntry
+from data_pipeline.storage.remote_path import DatasetPath, RemotePath
+from data_pipeline.storage.source_errors import is_unread
+
+
+def read_bytes_at(
+    path: DatasetPath, directory: DatasetPath, first: int, size: int, part: str = ""
+) -> bytes:
+    """Bytes [first, first + size) of a file, fewer if the file is shorter.
+
+    Raises DataError if the read fails; `part` names the part of the file in its message.
+    """
+    try:
+        if isinstance(path, RemotePath):
+            return path.read_range(first, size)
+        # Opened for every read: a corpus may have more shards than a process may have open files.
+        # O_NONBLOCK: opening a FIFO would otherwise block until somebody writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return os.pread(descriptor, size, first)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise unreadable_file(path, directory, part, error) from error
+
+
+def read_frame(directory: DatasetPath, entry: ShardEntry, frame: Frame, number: int) -> bytes:
+    """Read and decode one frame of a shard. Raises DataError naming its place and the cause."""
+    path = directory / entry.name
+    data = read_bytes_at(
+        path, directory, frame.compressed_offset, frame.compressed_size, _place(frame, number)
+    )
+    return checked_frame(data, path, frame, number)
+
+
+def checked_frame(data: bytes, path: DatasetPath, frame: Frame, number: int) -> bytes:
+    """Decode a frame of the shard at `path`. Raises DataError naming its place and the cause."""
+    try:
+        return decode_frame(data, frame)
+    except FrameError as error:
+        problem = f"{_place(frame, number)} is damaged: {error}"
+        raise damaged_file(path, path.parent, problem) from error
+
+
+def _place(frame: Frame, number: int) -> str:
+    return f"frame {number} at byte {frame.compressed_offset:,}"
+
+
+def check_sizes(directory: DatasetPath, entries: Sequence[ShardEntry]) -> None:
+    """Refuse shards and indexes that are missing or do not have the manifest's size.
+
+    Skipped on web servers: they cannot list a directory, and one request per file would be slow.
+    Hashes and checksums are still compared when the content is read.
+    """
+    remote = isinstance(directory, RemotePath)
+    try:
+        listed = directory.sizes() if isinstance(directory, RemotePath) else {}
+    except OSError as error:
+        raise unreadable_file(directory, directory, "", error) from error
+    if remote and not listed:
+        return
+    for entry in entries:
+        for name, (expected, _) in entry.files.items():
+            path = directory / name
+            size = listed.get(name) if remote else _size_of(path, directory)
+            if size is None:
+                raise damaged_file(path, directory, "is missing")
+            if size != expected:
+                raise damaged_file(path, directory, f"is {size:,} bytes, expected {expected:,}")
+
+
+def _size_of(path: DatasetPath, directory: DatasetPath) -> int:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable_file(path, directory, "", error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise damaged_file(path, directory, "is not a regular file")
+    return int(status.st_size)
+
+
+def unreadable_file(
+    path: DatasetPath, directory: DatasetPath, part: str, error: OSError
+) -> DataError:
+    """The DataError for a failed read of `part` of a file, or of all of it if `part` is empty."""
+    problem = f"{part} cannot be read ({error.strerror})".lstrip()
+    if not is_unread(error):
+        return damaged_file(path, directory, problem)
+    return DataError(
+        f"{path} {problem}. Check {what_to_check(path)}, then run it again: nothing was changed."
+    )
+
+
+def what_to_check(path: DatasetPath) -> str:
+    """The likely causes when a file cannot be read."""
+    if isinstance(path, RemotePath):
+        return "the address, the credentials and the network"
+    return "the disk and the permissions"
+
+
+def damaged_file(path: DatasetPath, directory: DatasetPath, problem: str) -> DataError:
+    """The DataError for a file whose content is not what the manifest or the index requires."""
+    return DataError(
+        f"{path} {problem}. The file was cut short, damaged, or swapped with another after it was "
+        f"written. To list everything that is wrong: txl data verify {directory}"
+    )

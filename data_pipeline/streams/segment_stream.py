@@ -1,0 +1,182 @@
+"""SegmentStream: the endless stream of segments of one rank, prefetched by one thread.
+
+The source of a WebDataset pipeline (`pipeline.py`):
+
+    stream = SegmentStream(source, plan, lanes=plan.lanes_of_rank(rank, num_ranks), ...)
+    for segment in wds.DataPipeline(stream, *stages): ...
+
+The complete reading state is `stream.position`, the lane position after the last segment that the
+consumer received. Prefetched segments that were not consumed do not count.
+
+A thread, not a process: zstd releases the GIL while it decodes, and segments are not copied between
+processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Self
+
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.mixture import MixedSource
+from data_pipeline.streams.order import Shuffle
+from data_pipeline.streams.segments import Reset, Segment, SegmentReader
+
+if TYPE_CHECKING:
+    from data_pipeline.shards.shard_reader import TokenSource
+
+GROUP_TOKENS = 1 << 16
+"""Tokens that the thread reads in one call: enough to amortize the call, small enough for the CPU's
+cache."""
+CLOSE_TIMEOUT_SECONDS = 5.0
+"""How long `close` waits for a hanging read. After that the daemon thread ends with the process."""
+
+
+class SegmentStream:
+    """Segments of some lanes from `position` on, without end, prefetched by one thread.
+
+    `num_rows` (default: one per lane) adds rows of padding. `prefetch_segments` limits the number
+    of prefetched segments; it changes no value. An exception in the thread is raised by `next`, at
+    the segment that could not be read or a few before it. The thread ends with `close`, which also
+    happens at the end of a `with` block, on garbage collection and at process exit. Iterating again
+    continues at `position`, as a pipeline with repetitions needs. For one consumer; several streams
+    may share a `source` that is thread-safe.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource | MixedSource,
+        plan: LanePlan,
+        *,
+        lanes: Sequence[int],
+        num_rows: int | None = None,
+        reset: Reset = "document",
+        shuffle: Shuffle = "blocks",
+        seed: int = 0,
+        position: int = 0,
+        prefetch_segments: int = 4,
+    ) -> None:
+        if position < plan.start or prefetch_segments < 1:
+            raise ValueError(
+                f"{position=} must be at least {plan.start}, {prefetch_segments=} at least 1"
+            )
+        self._reader = SegmentReader(
+            source,
+            plan,
+            lanes=lanes,
+            num_rows=len(lanes) if num_rows is None else num_rows,
+            reset=reset,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        self._position = position
+        # One segment per call for long segments, several for short ones: a call has a fixed cost.
+        segment_tokens = max(1, self._reader.num_rows) * plan.tgt_len
+        self._group_segments = max(1, min(GROUP_TOKENS // segment_tokens, prefetch_segments))
+        self._channel = _Channel(num_groups=prefetch_segments // self._group_segments)
+        self._group: list[Segment] = []
+        self._failure: BaseException | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    @property
+    def position(self) -> int:
+        """Lane position of the segment that `next` will return."""
+        return self._position
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __call__(self) -> Self:
+        """`wds.DataPipeline` calls its source to open it."""
+        return self
+
+    def __next__(self) -> Segment:
+        if not self._group:
+            self._group = self._next_group()
+        segment = self._group.pop()
+        self._position = segment.next_position
+        return segment
+
+    def _next_group(self) -> list[Segment]:
+        """The segments of the thread's next call, last one first, so that `pop` returns the first.
+
+        Starts the thread on the first call.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._channel.closed:
+            raise ValueError("the segment stream is closed; open another at its position")
+        if self._finalizer is None:
+            self._start()
+        group = self._channel.filled.get()
+        self._channel.free.put(None)
+        if isinstance(group, BaseException):
+            self._failure = group
+            raise group
+        return group[::-1]
+
+    def _start(self) -> None:
+        # The thread must not reference the stream, or the stream would never be collected.
+        thread = threading.Thread(
+            target=_prefetch,
+            args=(self._reader, self._position, self._group_segments, self._channel),
+            name="segment-stream",
+            daemon=True,
+        )
+        thread.start()
+        self._finalizer = weakref.finalize(self, _end_thread, thread, self._channel)
+        if self._channel.closed:  # another thread or a signal handler closed it before this line
+            self._finalizer()
+
+    def close(self) -> None:
+        """End the thread. `next` then raises ValueError; `position` remains valid."""
+        self._group = []
+        self._channel.closed = True
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Channel:
+    """The state that the reading thread and the consumer share.
+
+    `free` holds one item per group that may still be prefetched. Two SimpleQueues and a flag
+    rather than one bounded Queue: `SimpleQueue.put` is reentrant, and the garbage collector may run
+    the finalizer while the same thread is inside another call to the queue.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self.filled: SimpleQueue[list[Segment] | BaseException] = SimpleQueue()
+        self.free: SimpleQueue[None] = SimpleQueue()
+        self.closed = False
+        for _ in range(num_groups):
+            self.free.put(None)
+
+
+def _prefetch(reader: SegmentReader, position: int, num_segments: int, channel: _Channel) -> None:
+    try:
+        while True:
+            channel.free.get()
+            if channel.closed:
+                return
+            group = reader.read(position, num_segments)
+            position = group[-1].next_position
+            channel.filled.put(group)
+    except BaseException as error:  # `next` raises it in the consumer's thread
+        channel.filled.put(error)
+
+
+def _end_thread(thread: threading.Thread, channel: _Channel) -> None:
+    channel.closed = True
+    channel.free.put(None)  # wakes the thread
+    channel.filled.put(ValueError("the segment stream was closed while it was read"))
+    if thread is not threading.current_thread():  # the collector may run in the reading thread
+        thread.join(CLOSE_TIMEOUT_SECONDS)

@@ -1,0 +1,146 @@
+"""Reading: any range of a block, and when indexes and frames are loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from data_pipeline.errors import DataError
+from data_pipeline.shards import shard_reader
+from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.shards.shard_index import read_block_tokens, read_index
+from data_pipeline.shards.shard_reader import SplitReader, open_split
+from tests.data_pipeline.shards.written_split import some_documents, write_split
+
+Dataset = tuple[Path, ShardManifest]
+
+
+def note_loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    loaded: list[str] = []
+    real = shard_reader.read_index
+
+    def noted(directory: Any, entry: Any, itemsize: int) -> Any:
+        loaded.append(entry.name)
+        return real(directory, entry, itemsize)
+
+    monkeypatch.setattr(shard_reader, "read_index", noted)
+    return loaded
+
+
+def test_indexes_are_loaded_on_first_use_and_their_cache_is_limited(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, manifest = dataset
+    names = [shard.name for shard in manifest.splits["train"].shards]
+    blocks = np.cumsum([0, *(shard.blocks for shard in manifest.splits["train"].shards)])
+    loaded = note_loaded(monkeypatch)
+    source = open_split(directory, "train", manifest=manifest)
+    assert loaded == []
+    for shard in (1, 1, 0, 1):
+        source.read(int(blocks[shard]), 0, 5)
+        source.document_starts(int(blocks[shard]))
+    assert loaded == [names[1], names[0]]
+
+    small = SplitReader(directory, "train", manifest=manifest, cache_index_bytes=1)
+    loaded.clear()
+    for shard in (0, 1, 1, 0, 2):
+        assert_array_equal(
+            small.read(int(blocks[shard]), 0, 5), source.read(int(blocks[shard]), 0, 5)
+        )
+    assert loaded[:3] == [names[0], names[1], names[0]]
+    assert len(small._open) == 1
+
+
+def test_block_sizes_equal_those_of_the_complete_indexes(dataset: Dataset) -> None:
+    directory, manifest = dataset
+    for split, entry in manifest.splits.items():
+        whole = [read_index(directory, shard, itemsize=2).block_tokens for shard in entry.shards]
+        assert_array_equal(open_split(directory, split).block_tokens, np.concatenate(whole))
+
+
+def test_an_index_changed_after_opening_is_refused(dataset: Dataset) -> None:
+    directory, manifest = dataset
+    source = open_split(directory, "train")
+    first = manifest.splits["train"].shards[0]
+    path = directory / first.index_name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(DataError, match=f"{first.index_name} has sha256"):
+        source.document_starts(0)
+
+
+@pytest.mark.parametrize(("restored", "problem"), [(False, "has sha256"), (True, "had other")])
+def test_swapped_block_sizes_are_refused_before_the_shard_is_read(
+    dataset: Dataset, restored: bool, problem: str
+) -> None:
+    """Number and sum are right, so opening accepts them; the sha256 of the index does not."""
+    directory, manifest = dataset
+    (shard, *_) = manifest.splits["train"].shards
+    path = directory / shard.index_name
+    intact = path.read_bytes()
+    sizes = read_block_tokens(directory, shard)
+    assert len({*sizes.tolist()}) > 1
+    path.write_bytes(intact.replace(sizes.tobytes(), np.roll(sizes, 1).tobytes()))
+    source = open_split(directory, "train")
+    assert_array_equal(source.block_tokens[: len(sizes)], np.roll(sizes, 1))
+    if restored:
+        path.write_bytes(intact)
+    with pytest.raises(DataError, match=rf"train-000000\.index\.safetensors {problem}"):
+        source.read(0, 0, 1)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_range_of_a_giant_document_is_read_exactly(data: st.DataObject, tmp_path: Path) -> None:
+    (document,) = some_documents([6100])
+    manifest = write_split(tmp_path, [document], block_bytes=1024)
+    source = open_split(tmp_path, "train", manifest=manifest, cache_frames=1)
+    start = data.draw(st.integers(0, len(document)))
+    stop = data.draw(st.integers(start, len(document)))
+    np.testing.assert_array_equal(source.read(0, start, stop), document[start:stop])
+
+
+def test_a_range_decodes_only_the_frames_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write_split(tmp_path, some_documents([6100]), block_bytes=1024)
+    source = open_split(tmp_path, "train", manifest=manifest)
+    decoded: list[int] = []
+    read_frame = open_split.__globals__["read_frame"]
+
+    def counted(directory, entry, frame, number):
+        decoded.append(number)
+        return read_frame(directory, entry, frame, number)
+
+    monkeypatch.setattr("data_pipeline.shards.shard_reader.read_frame", counted)
+    source.read(0, 3000, 3010)
+    source.read(0, 3010, 3020)
+    assert len(decoded) == 1
+
+
+def test_changing_the_returned_tokens_does_not_change_the_cache(tmp_path: Path) -> None:
+    (document,) = some_documents([50])
+    source = open_split(tmp_path, "train", manifest=write_split(tmp_path, [document]))
+    source.read(0, 0, 51)[:] = 0
+    np.testing.assert_array_equal(source.read(0, 0, 51), document)
+
+
+def test_ranges_outside_a_block_are_refused(tmp_path: Path) -> None:
+    source = open_split(tmp_path, "train", manifest=write_split(tmp_path, some_documents([50])))
+    for block, start, stop in ((0, 0, 52), (0, -1, 3), (0, 5, 4), (1, 0, 1), (-1, 0, 1)):
+        with pytest.raises(IndexError):
+            source.read(block, start, stop)
+
+
+def test_document_starts_are_the_positions_of_the_end_of_document_token(
+    dataset: tuple[Path, ShardManifest],
+) -> None:
+    source = open_split(dataset[0], "train")
+    for block, count in enumerate(source.block_tokens.tolist()):
+        tokens = source.read(block, 0, count)
+        np.testing.assert_array_equal(np.flatnonzero(tokens == 256), source.document_starts(block))

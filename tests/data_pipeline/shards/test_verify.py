@@ -1,0 +1,90 @@
+"""`txl data verify`: every problem is listed, with workers and with --fast too."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.processes.workers import ProcessWorkers
+from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.shards.verify import verify_dataset
+
+Dataset = tuple[Path, ShardManifest]
+Txl = Callable[..., Any]
+
+
+def test_a_fresh_dataset_verifies_without_a_problem(dataset: tuple[Path, ShardManifest]) -> None:
+    directory, manifest = dataset
+    assert len(manifest.splits["train"].shards) == 3
+    assert verify_dataset(directory).problems == []
+
+
+def test_verify_detects_every_flipped_bit_of_a_shard(dataset: Dataset) -> None:
+    directory, _ = dataset
+    path = directory / "valid-000000.tar.zst"
+    intact = path.read_bytes()
+    random_ = random.Random(8)
+    for _ in range(40):
+        damaged = bytearray(intact)
+        damaged[random_.randrange(len(intact))] ^= 1 << random_.randrange(8)
+        path.write_bytes(damaged)
+        assert [problem[: len(path.name)] for problem in verify_dataset(directory).problems] == [
+            path.name
+        ]
+
+
+def test_verify_lists_every_problem(dataset: Dataset, txl: Callable[..., Any]) -> None:
+    directory, _ = dataset
+    (directory / "train-000000.tar.zst").unlink()
+    (directory / "train-000001.tar.zst").rename(directory / "spare.tar.zst")
+    shutil.copy(directory / "valid-000000.tar.zst", directory / "valid-000007.tar.zst")
+    with (directory / "train-000002.index.safetensors").open("ab") as file:
+        file.write(b"!")
+    (directory / "tokenizer.json").write_text("{}")
+
+    ended = txl("data", "verify", directory)
+    assert ended.code == 3
+    for problem in (
+        "train-000000.tar.zst: missing",
+        "spare.tar.zst: is train-000001.tar.zst under another name",
+        "valid-000007.tar.zst: extra",
+        "train-000002.index.safetensors: is",
+        "tokenizer.json describes no tokenizer",
+        "txl prepare",
+    ):
+        assert problem in ended.err
+    listed = json.loads(txl("data", "verify", directory, "--json").out)
+    assert listed["ok"] is False
+    assert len(listed["problems"]) == 6  # the renamed shard is also missing under its name
+
+
+def flip(path: Path, byte: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+def test_workers_list_the_same_problems_in_the_same_order(dataset: Dataset) -> None:
+    directory, _ = dataset
+    (directory / "valid-000000.tar.zst").unlink()
+    for name in ("train-000000.tar.zst", "train-000002.index.safetensors"):
+        flip(directory / name, 99)
+    alone = verify_dataset(directory).problems
+    assert len(alone) == 3
+    with ProcessWorkers(2) as workers:
+        assert verify_dataset(directory, workers=workers).problems == alone
+
+
+def test_a_fast_verify_reads_sizes_and_indexes_only(txl: Txl, dataset: Dataset) -> None:
+    directory, _ = dataset
+    flip(directory / "train-000000.tar.zst", 99)
+    assert txl("data", "verify", directory, "--fast").code == 0
+    flip(directory / "train-000002.index.safetensors", 99)
+    with (directory / "train-000001.tar.zst").open("ab") as file:
+        file.write(b"!")
+    ended = txl("data", "verify", directory, "--fast")
+    assert ended.code == 3
+    assert "train-000002.index.safetensors: has sha256" in ended.err
+    assert "train-000001.tar.zst: is" in ended.err

@@ -49,12 +49,13 @@ def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
             f"has format version {content.get('version')!r}, this txl reads {expected['version']}"
         )
     recorded = content.pop("digest", None)
+    try:
+        manifest = model.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise ValueError(f"has a wrong entry: {first_problem(error)}") from error
     # Computed from the file's keys, not from the model: a later version may add keys with defaults,
     # which the writer of this file did not know.
     digest = strict_json.sha256_of(content)
     if digest != recorded:
         raise ValueError(f"records the digest {recorded!r}, but its content has {digest!r}")
-    try:
-        return model.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        raise ValueError(f"has a wrong entry: {first_problem(error)}") from error
+    return manifest

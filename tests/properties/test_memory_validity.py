@@ -19,6 +19,7 @@ from data_pipeline.streams.segments import Reset, Segment, SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import OPENER, TextSource, random_corpus
+from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,9 @@ document_lengths = st.lists(
 
 
 def with_legal_clamp_len(options: dict) -> dict:
-    """Shaw's encoding needs one."""
-    return options | ({"clamp_len": 4} if options["distance_encoding"] == "shaw" else {})
+    """With `clamp_len` where the encoding needs it."""
+    facts = DISTANCE_ENCODINGS[options["distance_encoding"]]
+    return options | ({"clamp_len": 4} if facts.needs_clamp_len else {})
 
 
 @examples(60)
@@ -113,8 +115,10 @@ def with_legal_clamp_len(options: dict) -> dict:
                 "mem_len": st.integers(1, 12),
                 "pre_lnorm": st.booleans(),
                 "same_length": st.booleans(),
-                "attention": st.sampled_from(["fused", "biased", "reference"]),
-                "distance_encoding": st.sampled_from(["sinusoidal", "shaw", "rotary", "alibi"]),
+                "attention": st.sampled_from([*ATTENTION_FORMS]),
+                "distance_encoding": st.sampled_from(
+                    [name for name, facts in DISTANCE_ENCODINGS.items() if facts.allows_memory]
+                ),
             }
         ).map(with_legal_clamp_len),
     ),

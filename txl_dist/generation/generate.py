@@ -36,8 +36,8 @@ def generate_tokens(
     pending = list(prompt)
     if not has_memory:
         pending = pending[-tgt_len:]
-    # Absolute places count to the segment's end, so it has to have the length of training's.
-    whole = tgt_len if model.config.distance_encoding == "absolute" else 0
+    # Without memory, positions count from the segment's end: pad it to the length of training.
+    whole = 0 if model.config.encoding.allows_memory else tgt_len
     while True:
         while len(pending) > tgt_len:
             _read(model, pending[:tgt_len], num_read, state, precision, whole)

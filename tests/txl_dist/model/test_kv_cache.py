@@ -47,13 +47,15 @@ def nats_of_segments(
 @settings(max_examples=20, deadline=None)
 @given(
     tgt_lens=st.lists(st.integers(1, 7), min_size=1, max_size=8),
-    room=st.integers(1, 9),
+    spare=st.integers(1, 9),
 )
-def test_the_numbers_are_those_of_the_memory(options: dict, tgt_lens: list[int], room: int) -> None:
+def test_the_numbers_are_those_of_the_memory(
+    options: dict, tgt_lens: list[int], spare: int
+) -> None:
     model = small_model(n_layer=3, **options)
     expected = nats_of_segments(model, tgt_lens, model.empty_memory(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "_ROOM", room)  # so that it moves back within a few tokens
+        patch.setattr(kv_cache, "_SPARE_TOKENS", spare)  # so that it moves back within a few tokens
         found = nats_of_segments(model, tgt_lens, model.empty_state(2))
     assert_close(found, expected)
 
@@ -79,7 +81,7 @@ def test_it_refuses_what_would_be_silently_wrong() -> None:
     given = (text_BT, text_BT, torch.zeros_like(text_BT))
     with pytest.raises(RuntimeError, match="no_grad"):
         model(*given, model.empty_state(2))
-    with torch.no_grad(), pytest.raises(ValueError, match="2 lanes for a state of 3"):
+    with torch.no_grad(), pytest.raises(ValueError, match="2 lanes for a KVCache of 3"):
         model(*given, model.empty_state(3))
 
 

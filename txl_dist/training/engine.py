@@ -89,10 +89,10 @@ class Engine:
         target_BT: Tensor,
         age_BT: Tensor,
         memory: Memory,
-        draws: DropoutMasks,
+        dropout_masks: DropoutMasks,
     ) -> tuple[Tensor, Memory]:
         """The model's forward: nats [B, T] of the targets and the next memory."""
-        return self._engine(input_BT, target_BT, age_BT, memory, draws)
+        return self._engine(input_BT, target_BT, age_BT, memory, dropout_masks)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Before `forward`; after the step's last micro-batch gradients are reduced."""

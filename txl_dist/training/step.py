@@ -93,9 +93,9 @@ class TrainStep:
             for array in (segment.input, segment.target, segment.age)
         )
         self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
-        draws = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
+        masks = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
         nats_RT, self.memories[index] = self.engine.forward(
-            input_RT, target_RT, age_RT, self.memories[index], draws
+            input_RT, target_RT, age_RT, self.memories[index], masks
         )
         # A segment of one token at a slice's end has no target: its step has zero gradients.
         self.engine.backward(nats_RT.sum() / max(1, num_targets))

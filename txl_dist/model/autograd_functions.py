@@ -1,12 +1,12 @@
-"""Autograd functions written by hand, which avoid copies of large tensors on every device.
+"""Custom autograd functions that avoid copies of large tensors on every device.
 
 - `pack_heads` makes contiguous keys and values [H, B, S, K] of two projections, in one copy in
   each direction. Views and `torch.cat` would take three. Contiguous heads let one product per head
   serve all lanes.
 - `in_place_relu` needs no memory for its output and none for its gradient.
 
-They run on GPUs too, unlike the attention backward of cpu_attention.py, so the layers call them
-whatever the form of attention. Their gain was measured on CPUs only.
+They run on every device and with every form of attention, so they are not part of
+cpu_attention.py. Their gain was measured on CPUs only.
 """
 
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def in_place_relu(x: Tensor) -> Tensor:
     """ReLU that overwrites `x`, and in backward the gradient of its output.
 
     `x` must be the output of a product that nothing else reads. A forward hook on that product sees
-    the values after the ReLU, and a hook must not ask for its gradient.
+    the values after the ReLU, and must not use its gradient.
     """
     return _InPlaceRelu.apply(x)
 

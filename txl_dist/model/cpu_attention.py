@@ -1,4 +1,4 @@
-"""Attention for training on CPUs: one autograd node, with a backward written by hand.
+"""Attention for training on CPUs: one autograd node with its own backward.
 
 The node covers everything between the projections. Compared with autograd through the equation:
 

@@ -60,7 +60,7 @@ class DistanceEncoding(nn.Module):
     """One encoding. Every layer has an instance, which holds the layer's parameters, if any.
 
     `prepare` computes once per segment what all layers share; `forward` makes the layer's terms of
-    that. This base class is an encoding without parameters, whose prepared terms serve every layer.
+    that. This base class is an encoding without parameters: `prepare` returns the layers' terms.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -49,7 +49,7 @@ def training_flops(
 ) -> int:
     """Forward and backward. The backward of a product is two products, for both of its factors.
 
-    Exceptions are the projections of distances and memory, whose inputs need no gradient: their
+    The inputs of two products need no gradient, the projections of distances and of memory: their
     backward is one product. Under `pre_lnorm` the memory passes a norm that does need a gradient.
     """
     forward = forward_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)

@@ -1,7 +1,7 @@
 """KV cache for inference: the keys and values of the memory, instead of the layers' inputs.
 
 While weights are constant, a token's keys and values do not change, so they are projected once.
-Projected distances are cached too. The numbers equal those with `Memory`, whose tokens are
+Projected distances are cached too. The numbers equal those with `Memory`, which is
 projected again for every segment. Gradients are not supported.
 """
 
@@ -31,6 +31,7 @@ class LayerKVCache:
         self._shape = (num_heads, num_lanes, mem_len, d_head)
         self._start = 0
         self._keys_values: tuple[Tensor, Tensor] | None = None
+        # By number of keys: M + T takes few values, such as those of prompt and single tokens.
         self._terms: dict[int, DistanceTerms] = {}
 
     def append(self, k_HBTK: Tensor, v_HBTK: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,6 +39,7 @@ class LayerKVCache:
 
         Raises RuntimeError with gradients enabled, ValueError for another number of lanes.
         """
+        # Without these checks gradients would be missing, and a single lane would be broadcast.
         if torch.is_grad_enabled():
             raise RuntimeError("a KVCache has no gradients; run the model under torch.no_grad()")
         if k_HBTK.shape[1] != self._shape[1]:
@@ -82,7 +84,7 @@ class KVCache:
 
     @classmethod
     def empty(cls, *, n_layer: int, num_lanes: int, mem_len: int, n_head: int, d_head: int) -> Self:
-        """The cache at the start of `num_lanes` streams, whose ages must start at 0."""
+        """The cache at the start of `num_lanes` streams; ages must start at 0."""
         shape = {"num_heads": n_head, "num_lanes": num_lanes, "d_head": d_head}
         return cls(tuple(LayerKVCache(mem_len=mem_len, **shape) for _ in range(n_layer)), mem_len)
 

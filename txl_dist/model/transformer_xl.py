@@ -43,6 +43,7 @@ class TransformerXL(nn.Module):
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layer))
         self.softmax = AdaptiveSoftmax(config)
         self.embedding_dropout = Dropout(config.dropout, layer=0, place="embedding")
+        # All lanes share the encoded distances, so they also share the dropout mask.
         self.distance_dropout = Dropout(config.dropout, layer=0, place="distances", by_lane=False)
         self.output_dropout = Dropout(config.dropout, layer=config.n_layer, place="output")
         initialise(self, config, seed=seed)
@@ -69,12 +70,13 @@ class TransformerXL(nn.Module):
     ) -> tuple[Tensor, Memory | KVCache]:
         """The last layer's output [B, T, D], and the memory for the next segment."""
         x_BTD = self.table(input_BT)
+        # Only absolute positions change the input; other encodings act on the scores.
         x_BTD = self.encoding.add_to_input(self.config, x_BTD)
         x_BTD = self.embedding_dropout(x_BTD, dropout_masks)
         context = self._segment_context(
             x_BTD, age_BT, memory.mem_len, dropout_masks, on_attention_weights
         )
-        inputs = []
+        inputs = []  # of each layer: the next memory
         for layer, layer_memory in zip(self.layers, memory.layers, strict=True):
             inputs.append(x_BTD)
             x_BTD = layer(x_BTD, layer_memory, context)

@@ -68,6 +68,7 @@ DISTANCE_ENCODINGS = {
 """By the value of `ModelConfig.distance_encoding`."""
 
 ATTENTION_FORMS = {
+    # In order of preference: `auto` takes the first that supports the call.
     "biased": AttentionForm(
         implementation="txl_dist.model.sdpa_attention:biased_attention",
         supports_dropout=False,
@@ -78,4 +79,4 @@ ATTENTION_FORMS = {
         implementation="txl_dist.model.reference_attention:reference_attention"
     ),
 }
-"""By the value of `ModelConfig.attention`; `auto` takes the first form whose facts fit."""
+"""By the value of `ModelConfig.attention`, which can also be `auto`."""

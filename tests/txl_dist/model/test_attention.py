@@ -1,4 +1,4 @@
-"""Attention: the fast scores against the equation, and the shift against a loop."""
+"""Attention: every form equals the equation, and the equation is the paper's."""
 
 import functools
 from dataclasses import dataclass, fields
@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from tests.support.small_models import random_text, small_model
 from txl_dist.model.attention import AttentionFunction, choose_attention
-from txl_dist.model.distances import align_distances, align_padded_distances, encode_distances
 from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.reference_attention import reference_attention, reference_scores
 from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS
@@ -32,7 +31,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @dataclass
 class Inputs:
-    """Random arguments of an attention function, asking for gradients."""
+    """Random arguments of an attention function, which require gradients."""
 
     q_HBTK: Tensor
     k_HBSK: Tensor
@@ -58,7 +57,7 @@ class Inputs:
         return cls(
             *(draw(H, B, N, K) for N in (T, S, S)),
             DistanceTerms(
-                # ALiBi's scores are constants.
+                # ALiBi's scores are constant.
                 **{n: draw(shapes[n]).requires_grad_(terms != "alibi") for n in TERMS[terms]}
             ),
             mask_scores(visible_BTS, torch.float64),
@@ -114,39 +113,6 @@ def test_the_equation_is_the_papers_four_terms() -> None:
                 + (v * r_of_distance).sum(-1)[:, None]
             ) / K**0.5
             assert_close(scores[:, :, t, s], expected.t())
-
-
-@settings(max_examples=40, deadline=None)
-@given(T=st.integers(1, 6), M=st.integers(0, 7))
-def test_the_shift_gives_every_visible_key_the_score_of_its_distance(T: int, M: int) -> None:
-    S = M + T
-    by_distance = torch.randn(2, 3, T, S)
-    aligned = align_distances(by_distance)
-    for t in range(T):
-        for s in range(M + t + 1):
-            column = S - 1 - (M + t - s)  # the column of distance M + t - s
-            assert torch.equal(aligned[..., t, s], by_distance[..., t, column])
-
-
-def test_the_shift_of_padded_scores_copies_nothing() -> None:
-    padded = torch.randn(2, 3, 8)
-    assert align_padded_distances(padded).untyped_storage().data_ptr() == padded.data_ptr()
-
-
-def test_distances_are_encoded_as_in_the_paper() -> None:
-    found_SD = encode_distances(9, 6, clamp_len=None, dtype=torch.float64, device="cpu")
-    for row, distance in enumerate(range(8, -1, -1)):
-        angles = torch.tensor([distance / 10000 ** (i / 6) for i in (0, 2, 4)]).double()
-        assert_close(found_SD[row], torch.cat([angles.sin(), angles.cos()]), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("clamp_len", [1, 4, 8, 20])
-def test_clamped_distances_share_the_encoding_of_clamp_len(clamp_len: int) -> None:
-    options = {"dtype": torch.float64, "device": "cpu"}
-    free_SD = encode_distances(9, 6, clamp_len=None, **options)
-    clamped_SD = encode_distances(9, 6, clamp_len=clamp_len, **options)
-    for row, distance in enumerate(range(8, -1, -1)):
-        assert torch.equal(clamped_SD[row], free_SD[8 - min(distance, clamp_len)])
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def _wait_figure(work: Path) -> Figure:
         evaluation=EvaluationConfig(split=None),
         tracking=TrackingConfig(enabled=False),
     )
+    # One rank, started as `txl train` starts it.
     job = TrainJob(config=config, resume="never")
     ProcessLauncher().train(job, num_ranks=1, on_line=lambda _: None)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ import numpy as np
 from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import GROUP_TOKENS, SegmentReader
-from txl_dist.bench.rounds import take_turns
+from txl_dist.bench.rounds import time_rounds
 
 LANES = 8
 TGT_LEN = 512
@@ -53,7 +53,7 @@ def measure_reading(
             "memmap": lambda: _read_lanes(rows, num_groups * group),
             "memmap_strided": lambda: _read_strided(rows, num_groups * group),
         }
-        times = take_turns(candidates, rounds=rounds, warm_up_rounds=1, clock=time.process_time)
+        times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=time.process_time)
     return ReadingRates(**{name: num_tokens / times[name].median for name in candidates})
 
 

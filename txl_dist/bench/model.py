@@ -15,7 +15,7 @@ from torch import Tensor
 
 from txl_dist.bench.peak_memory import peak_mib
 from txl_dist.bench.products import products_alone
-from txl_dist.bench.rounds import Figure, Times, take_turns
+from txl_dist.bench.rounds import Figure, Times, time_rounds
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.kv_cache import KVCache
@@ -122,7 +122,8 @@ def _against_peak(
     matrices = {size: torch.randn(size, size).to(dtype) for size in PEAK_SIZES}
     squares = {f"square {n}": lambda m=m: m @ m for n, m in matrices.items()}
     runs = {name: work.run for name, work in works.items()}
-    times = take_turns({**runs, **others, **squares}, rounds=rounds)
+    # The squares alternate with the work, so changes of the clock frequency affect both.
+    times = time_rounds({**runs, **others, **squares}, rounds=rounds)
     peak = max(2 * n**3 / times[f"square {n}"].median for n in PEAK_SIZES)
     return times, peak
 
@@ -175,7 +176,7 @@ def _generation_figure(rounds: int, *, mem_len: int = 1600, tokens: int = 4) -> 
             model.logits(hidden_BTD)
 
     candidates = {"cache": lambda: read(cache), "memory": lambda: read(memory)}
-    times = take_turns(candidates, rounds=rounds)
+    times = time_rounds(candidates, rounds=rounds)
     note = f"{times['cache'].median / tokens * 1e3:.2f} ms per token"
     ratio = times["memory"].median / times["cache"].median
     return Figure(
@@ -195,7 +196,7 @@ def _mask_figure(step: Times, rounds: int) -> Figure:
             masked = score_HBTS + mask_BTS
         return masked
 
-    times = take_turns({"mask": mask}, rounds=rounds)
+    times = time_rounds({"mask": mask}, rounds=rounds)
     share = times["mask"].median / step.median
     return Figure("(a) age masks, share of the fp32 training step", share * 100, "%")
 
@@ -216,6 +217,7 @@ def _segment(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(input, target, age): higher ids are rarer, as in a sorted vocabulary; ages are OLD."""
     generator = torch.Generator().manual_seed(0)
+    # vocab_size ** uniform: the probability of an id is proportional to about 1 / (id + 1).
     uniform = torch.rand(lanes, tgt_len + 1, generator=generator)
     text = (config.vocab_size**uniform - 1).long().clamp(max=config.vocab_size - 1)
     age_BT = torch.full((lanes, tgt_len), OLD)

@@ -16,6 +16,7 @@ def peak_mib(build: Callable[..., Callable[[], object]], *arguments: object) -> 
     """
     if not sys.platform.startswith("linux"):
         return None
+    # VmHWM is a maximum over the life of a process, so every measurement needs a new one.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_measure, build, *arguments).result()
 

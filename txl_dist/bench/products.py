@@ -29,6 +29,7 @@ class _ProductRecorder(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # This kernel computes two products without calling `bmm`.
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
             query, key, value = (factor.flatten(0, 1) for factor in args[:3])
             weight = query.new_empty(*query.shape[:2], key.shape[1])

@@ -40,16 +40,12 @@ class Times:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
-    @property
-    def best(self) -> float:
-        return min(self.seconds)
-
 
 WARM_UP_ROUNDS = 5
 """Rounds that are not counted, because the process still allocates memory in them."""
 
 
-def take_turns(
+def time_rounds(
     candidates: Mapping[str, Callable[[], object]],
     *,
     rounds: int,

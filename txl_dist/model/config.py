@@ -103,6 +103,7 @@ class ModelConfig:
             )
 
     def _check_clusters(self) -> None:
+        # vocab_size is 0 until the data is known; then only the order of cutoffs is checked.
         bounds = (0, *self.cutoffs, self.vocab_size or max(self.cutoffs, default=0) + 1)
         if any(low >= high for low, high in pairwise(bounds)):
             raise ValueError(

@@ -47,6 +47,7 @@ def fused_attention(
             # They are added to the mask, whose gradient is not computed.
             raise NotImplementedError("learned scores without learned distances have no gradient")
         mask, score_HS = mask_BTS + align_constant_scores(score_HS, mask_BTS), None
+    # Autocast would cast inside the node; its inputs already have the dtype of the projections.
     with torch.autocast(q_HBTK.device.type, enabled=False):
         return _FusedAttention.apply(
             q_HBTK,
@@ -79,11 +80,13 @@ class _FusedAttention(Function):
         q_u, q_v = scaled_query(q_HBTK, u_HK), scaled_query(q_HBTK, v_HK)
         k_NSK, v_NSK = k_HBSK.flatten(0, 1), v_HBSK.flatten(0, 1)
         r_HRK = None if r_HSK is None else pad(r_HSK, (0, 0, 1, 0))
+        # Scores: by distance first, then the content scores are added in place onto the view.
         if r_HRK is None:
             score_NTS = torch.bmm(q_u.flatten(0, 1), k_NSK.transpose(1, 2))
         else:
             score_NTS = padded_distance_scores(q_v, r_HRK, b_HS)
             score_NTS.baddbmm_(q_u.flatten(0, 1), k_NSK.transpose(1, 2))
+        # The addition also makes the shifted view contiguous, so softmax can overwrite it.
         weight_HBTS = score_NTS.unflatten(0, (num_heads, num_lanes)) + mask
         torch.softmax(weight_HBTS, -1, out=weight_HBTS)
         kept_HBTS = weight_HBTS if keep_BHTS is None else weight_HBTS * keep_BHTS.transpose(0, 1)
@@ -100,6 +103,7 @@ class _FusedAttention(Function):
         has_u, has_v, has_r, has_b = ctx.has_terms
         d_mixed_NTK = gradients[0].permute(2, 0, 1, 3).flatten(0, 1)
 
+        # Weights after dropout are computed again: storing them would double the memory.
         kept_HBTS = weight_HBTS if keep_BHTS is None else weight_HBTS * keep_BHTS.transpose(0, 1)
         d_v_NSK = torch.bmm(kept_HBTS.flatten(0, 1).transpose(1, 2), d_mixed_NTK)
         d_weight_NTS = torch.bmm(d_mixed_NTK, v_NSK.transpose(1, 2))

@@ -51,9 +51,8 @@ class DistanceTerms:
     def detached(self) -> "DistanceTerms":
         """The same values without their autograd graph, for caching."""
         terms: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, x in terms.items():
-            terms[name] = x.detach() if isinstance(x, Tensor) else x
-        return DistanceTerms(**terms)
+        tensors = {name: x.detach() for name, x in terms.items() if isinstance(x, Tensor)}
+        return DistanceTerms(**(terms | tensors))
 
 
 class DistanceEncoding(nn.Module):
@@ -159,10 +158,12 @@ class Rotary(DistanceEncoding):
         config: ModelConfig, num_keys: int, like: Tensor, dropout: DropoutFunction
     ) -> DistanceTerms:
         """Positions count back from the newest key; scores depend on differences only."""
+        # The encoding of the paper holds exactly the sines and cosines of the rotation angles.
         encoded_SK = encode_distances(
             num_keys, config.d_head, clamp_len=None, dtype=like.dtype, device=like.device
         )
         sin_SK, cos_SK = (half.repeat(1, 2) for half in encoded_SK.chunk(2, dim=-1))
+        # Distances count down where positions count up, hence the sign.
         return DistanceTerms(rotary_SK=(cos_SK, -sin_SK))
 
 
@@ -179,6 +180,7 @@ class Alibi(DistanceEncoding):
         """Slopes are 2 ** (-8 h / H) for h = 1 .. H."""
         distance_S = distances(num_keys, clamp_len=config.clamp_len, device=like.device)
         head_H = torch.arange(1, config.n_head + 1, dtype=torch.float64, device=like.device)
+        # Steep slopes restrict a head to near tokens; flat ones let it use distant tokens.
         slope_H = 2.0 ** (-8.0 * head_H / config.n_head)
         return DistanceTerms(score_HS=(-slope_H[:, None] * distance_S).to(like.dtype))
 

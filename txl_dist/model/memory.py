@@ -44,6 +44,7 @@ class Memory:
 
     def after(self, inputs_BTD: Sequence[Tensor]) -> "Memory":
         """The memory after a segment: the last M tokens of [memory ; the layer's inputs]."""
+        # detach: gradients stop at the memory (section 3.2 of the paper).
         return Memory(
             tuple(
                 _newest(old_BMD, new_BTD.detach())

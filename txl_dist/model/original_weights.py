@@ -81,6 +81,7 @@ def _originals(config: ModelConfig) -> dict[str, tuple[_Rows, ...]]:
         if config.untie_r:  # an option of transformers
             for name, ours in _BIASES.items():
                 names[f"{prefix}dec_attn.{name}"] = (_Rows(f"{prefix}attention.distances.{ours}"),)
+        # Queries come first in the original's tensor, then keys, then values.
         query = _Rows(prefix + "attention.query.weight", 0, width)
         key_value = _Rows(prefix + "attention.key_value.weight", 0, 2 * width)
         if encoding.has_separate_query:

@@ -110,6 +110,7 @@ class TransformerXL(nn.Module):
 
     def empty_memory(self, num_lanes: int) -> Memory:
         """The memory at the start of `num_lanes` streams, with the parameters' dtype and device."""
+        # Like a weight, so that `model.to(...)` or `.double()` also applies to new memories.
         weight, config = self.table.weights[0], self.config
         return Memory.empty(
             n_layer=config.n_layer,

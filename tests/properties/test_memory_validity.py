@@ -1,8 +1,8 @@
-"""Promise 2, memory validity: what a document is scored by and learns from is that document alone.
+"""Promise 2, memory validity: the loss and gradient of a document depend on that document only.
 
-The test reads a corpus twice, with every other document rewritten the second time. Nothing of the
-chosen document may differ by a single bit: it would if any layer saw one foreign token, in the
-segment or in the memory, for a hidden token has weight exactly 0.
+The test reads a corpus twice, the second time with all other documents changed. The nats and
+gradients of the chosen document must be bit for bit the same. They would differ if any layer saw a
+token of another document, because an invisible token has a weight of exactly 0.
 """
 
 from dataclasses import dataclass, replace
@@ -19,11 +19,12 @@ from data_pipeline.streams.segments import Reset, Segment, SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import OPENER, TextSource, random_corpus
+from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS
 
 
 @dataclass(frozen=True)
 class Case:
-    """A corpus of these document lengths, how it is read, and options of the model."""
+    """Document lengths per block, how the corpus is read, and options of the model."""
 
     lengths: list[list[int]]
     num_lanes: int
@@ -32,7 +33,7 @@ class Case:
     reset: Reset = "document"
 
     def segments(self, source: TextSource) -> list[Segment]:
-        """More than an epoch, so that the seam between two is among them."""
+        """More segments than an epoch, so that they include the start of the next one."""
         num_tokens = sum(map(sum, self.lengths))
         plan = LanePlan(num_tokens=num_tokens, num_lanes=self.num_lanes, tgt_len=self.tgt_len)
         reader = SegmentReader(
@@ -48,14 +49,14 @@ class Case:
 
     @property
     def numbered(self) -> TextSource:
-        """A corpus that says of every token which document it belongs to."""
+        """The same corpus with the document's number as every token."""
         numbers = iter(range(1000))
         return TextSource(
             [[[next(numbers)] * length for length in block] for block in self.lengths]
         )
 
     def read(self, source: TextSource, document: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Nats of the document's tokens, segment by segment, and the gradients of their sum."""
+        """Nats of the document's tokens per segment, and the gradients of their sum."""
         model = small_model(**self.model)
         memory, nats = model.empty_memory(self.num_lanes), []
         for segment, numbers in zip(
@@ -68,14 +69,14 @@ class Case:
         return nats, [parameter.grad for parameter in model.parameters()]
 
 
-def rewritten(source: TextSource, kept: int) -> TextSource:
-    """Another text in every document but one; a document opens as before, as all of them do."""
+def rewritten(source: TextSource, unchanged: int) -> TextSource:
+    """Other tokens in all documents but one. Every document still begins with OPENER."""
     documents = iter(range(1000))
     return TextSource(
         [
             [
                 text
-                if next(documents) == kept
+                if next(documents) == unchanged
                 else [OPENER, *(token % (VOCAB_SIZE - 1) + 1 for token in text[1:])]
                 for text in block
             ]
@@ -96,8 +97,9 @@ document_lengths = st.lists(
 
 
 def with_legal_clamp_len(options: dict) -> dict:
-    """Shaw's encoding needs one."""
-    return options | ({"clamp_len": 4} if options["distance_encoding"] == "shaw" else {})
+    """With `clamp_len` where the encoding needs it."""
+    facts = DISTANCE_ENCODINGS[options["distance_encoding"]]
+    return options | ({"clamp_len": 4} if facts.needs_clamp_len else {})
 
 
 @examples(60)
@@ -113,8 +115,10 @@ def with_legal_clamp_len(options: dict) -> dict:
                 "mem_len": st.integers(1, 12),
                 "pre_lnorm": st.booleans(),
                 "same_length": st.booleans(),
-                "attention": st.sampled_from(["fused", "biased", "reference"]),
-                "distance_encoding": st.sampled_from(["sinusoidal", "shaw", "rotary", "alibi"]),
+                "attention": st.sampled_from([*ATTENTION_FORMS]),
+                "distance_encoding": st.sampled_from(
+                    [name for name, facts in DISTANCE_ENCODINGS.items() if facts.allows_memory]
+                ),
             }
         ).map(with_legal_clamp_len),
     ),
@@ -138,15 +142,15 @@ SHORT_DOCUMENTS = Case(
 
 
 @pytest.mark.parametrize("document", range(6))
-def test_every_document_of_a_memory_that_spans_several_is_on_its_own(document: int) -> None:
+def test_no_document_sees_another_in_a_memory_of_several(document: int) -> None:
     source = random_corpus(SHORT_DOCUMENTS.lengths, vocab_size=VOCAB_SIZE, seed=1)
-    there = SHORT_DOCUMENTS.read(source, document)
-    here = SHORT_DOCUMENTS.read(rewritten(source, document), document)
-    assert all(equal_bits(*pair) for pair in zip(there, here, strict=True))
+    original = SHORT_DOCUMENTS.read(source, document)
+    other = SHORT_DOCUMENTS.read(rewritten(source, document), document)
+    assert all(equal_bits(*pair) for pair in zip(original, other, strict=True))
 
 
-def test_without_the_ages_of_documents_they_would_see_one_another() -> None:
-    """The test above can fail: with `reset: stream` it does, in the loss and in the gradient."""
+def test_without_document_ages_documents_see_one_another() -> None:
+    """Checks the test above: with `reset: stream`, losses and gradients do differ."""
     case = replace(SHORT_DOCUMENTS, reset="stream")
     source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
     for document in range(6):
@@ -158,17 +162,17 @@ def test_without_the_ages_of_documents_they_would_see_one_another() -> None:
 
 @pytest.mark.parametrize("reset", ["document", "stream"])
 def test_a_lane_sees_nothing_of_the_epoch_before(reset: Reset) -> None:
-    """After the seam it reads as if there had been no epoch before, though its memory is full."""
+    """The second epoch has the same nats as with an empty memory."""
     case = Case([[9], [7]], num_lanes=2, tgt_len=4, model={"mem_len": 6}, reset=reset)
     segments = case.segments(random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1))
     model = small_model(**case.model)
-    seam = 2  # a slice of 8 tokens is two segments
+    epoch_start = 2  # a slice of 8 tokens is two segments
     nats_from = {}
-    for first in (0, seam):
+    for first in (0, epoch_start):
         memory, nats_from[first] = model.empty_memory(2), []
         for segment in segments[first:]:
             columns = map(torch.from_numpy, (segment.input, segment.target, segment.age))
             nats_BT, memory = model(*columns, memory)
             nats_from[first].append(nats_BT)
-    assert equal_bits(nats_from[0][seam:], nats_from[seam])
-    assert len(nats_from[seam]) == 2
+    assert equal_bits(nats_from[0][epoch_start:], nats_from[epoch_start])
+    assert len(nats_from[epoch_start]) == 2

@@ -1,7 +1,7 @@
-"""Models of other programs with the numbers these programs compute, to be computed again here.
+"""Models of other programs, with the numbers that these programs computed for them.
 
-They lie in this repository, or in the directories that `TXL_GOLDEN_DIR` and `TXL_HF_DIR` name;
-then every model found there is tested, whatever its name and sizes.
+They are in this repository, or in the directories that `TXL_GOLDEN_DIR` and `TXL_HF_DIR` name. The
+tests read every model in such a directory, with any name and sizes.
 """
 
 import json
@@ -15,17 +15,17 @@ import pytest
 
 OWN_GOLDEN = Path(__file__).parents[1] / "golden"
 OWN_HF = Path(__file__).parents[1] / "hf-transfo-xl"
-"""The repository's own, for tests that damage one and know what is in it."""
+"""The repository's models, for tests that damage one or depend on its content."""
 
 
 def golden_files() -> list[Path]:
-    """Every .npz of the original: state dict, constructor's arguments and numbers."""
+    """Every .npz of the original: state dict, constructor arguments and numbers."""
     directory = _directory("TXL_GOLDEN_DIR", OWN_GOLDEN)
     return _or_fail(sorted(directory.glob("*.npz")), "TXL_GOLDEN_DIR", directory, "no *.npz")
 
 
 def hf_directories() -> list[Path]:
-    """Every model saved by transformers: the directory itself, or else those in it."""
+    """Every model saved by transformers: the directory itself, or its subdirectories."""
     directory = _directory("TXL_HF_DIR", OWN_HF)
     if (directory / "config.json").exists():
         return [directory]
@@ -41,13 +41,13 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def original_arguments(path: Path) -> dict[str, Any]:
-    """The constructor's arguments that a golden file's model was made with."""
+    """The constructor arguments of a golden file's model."""
     with np.load(path, allow_pickle=False) as file:
         return json.loads(str(file["config_json"]))
 
 
 def num_segments(arrays: Iterable[str]) -> int:
-    """Consecutive segments that were scored."""
+    """The number of consecutive segments in a golden file."""
     return sum(key.startswith("input/") for key in arrays)
 
 
@@ -62,7 +62,7 @@ def _or_fail(paths: list[Path], variable: str, directory: Path, missing: str) ->
 
 def _fail(variable: str, directory: Path, problem: str) -> Any:
     pytest.fail(
-        f"{variable} is {directory}: {problem}. Give a directory that holds models, or unset "
-        f"{variable} for the repository's own",
+        f"{variable} is {directory}: {problem}. Set it to a directory of models, or unset "
+        f"it for the repository's models",
         pytrace=False,
     )

@@ -1,4 +1,4 @@
-"""Models of a few hundred weights, in float64, whose every weight shows in the loss."""
+"""Models of a few hundred weights in float64. Every weight has a visible effect on the loss."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ VOCAB_SIZE = 11
 
 
 def small_model(*, seed: int = 0, **options: Any) -> TransformerXL:
-    """A model with sizes that all differ; `options` are fields of its config."""
+    """A model with different sizes for all dimensions; `options` are fields of its config."""
     sizes = {
         "vocab_size": VOCAB_SIZE,
         "n_layer": 2,
@@ -37,7 +37,7 @@ def random_text(num_lanes: int, num_tokens: int, *, seed: int = 0) -> Tensor:
 def read_stream(
     model: TransformerXL, text_BN: Tensor, *, tgt_len: int, mem_len: int | None = None
 ) -> tuple[Tensor, Memory]:
-    """Nats [B, N - 1] of one undivided text, `tgt_len` tokens at a time, and the last memory."""
+    """Nats [B, N - 1] of one text, read `tgt_len` tokens at a time, and the last memory."""
     config = model.config
     memory = Memory.empty(
         n_layer=config.n_layer,

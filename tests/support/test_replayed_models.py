@@ -1,4 +1,4 @@
-"""The golden and import tests read every model that a named directory holds, and need one."""
+"""The golden and import tests read every model of a directory, and fail without one."""
 
 import json
 from pathlib import Path
@@ -12,14 +12,16 @@ from txl_dist.convert.original import read_original
 from txl_dist.model.original_weights import to_original
 
 
-def test_without_a_variable_the_repositorys_own_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_variable_the_models_of_the_repository_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for variable in ("TXL_GOLDEN_DIR", "TXL_HF_DIR"):
         monkeypatch.delenv(variable, raising=False)
     assert {path.name for path in golden_files()} == {path.name for path in OWN_GOLDEN.iterdir()}
     assert hf_directories() == [OWN_HF]
 
 
-def test_every_golden_file_is_read_whatever_its_name(
+def test_every_golden_file_is_read_with_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("README.md", "a model.npz", "zz.npz"):
@@ -28,7 +30,7 @@ def test_every_golden_file_is_read_whatever_its_name(
     assert [path.name for path in golden_files()] == ["a model.npz", "zz.npz"]
 
 
-def test_every_transformers_directory_is_read_whatever_its_name(
+def test_every_transformers_directory_is_read_with_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("one", "two"):

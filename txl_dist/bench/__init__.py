@@ -1,1 +1,1 @@
-"""Benchmarks of the project: figures with the limit they are to reach, and the machine's own."""
+"""Benchmarks of speed and size. Each figure has a limit, or the machine's peak to compare with."""

@@ -1,4 +1,4 @@
-"""`txl bench data`: writing, reading, seeking, planning and waiting, each beside its limit."""
+"""`txl bench data`: preparation, reading, resume, planning and data wait, each with its limit."""
 
 import json
 import statistics
@@ -28,7 +28,7 @@ from txl_dist.training.job import TrainJob
 
 
 def bench_data(*, megabytes: float) -> Iterator[Figure]:
-    """Every figure, as soon as it is there. Everything is written to a temporary directory."""
+    """Yield each figure as soon as it is measured. All files go to a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="txl-bench-") as folder:
         work = Path(folder)
         text = gather_text(work, megabytes=megabytes)
@@ -60,7 +60,7 @@ def _plan_figures() -> Iterator[Figure]:
 
 
 def _wait_figure(work: Path) -> Figure:
-    """The share of a training step that waits for text, by the run's own step lines."""
+    """The share of a training step spent waiting for data, from the run's `metrics.jsonl`."""
     run = work / "run"
     config = RunConfig(
         directory=str(run),
@@ -70,6 +70,7 @@ def _wait_figure(work: Path) -> Figure:
         evaluation=EvaluationConfig(split=None),
         tracking=TrackingConfig(enabled=False),
     )
+    # One rank, started as `txl train` starts it.
     job = TrainJob(config=config, resume="never")
     ProcessLauncher().train(job, num_ranks=1, on_line=lambda _: None)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

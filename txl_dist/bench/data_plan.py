@@ -1,7 +1,6 @@
-"""What it costs to plan who reads what, at a size that no disk here holds.
+"""The cost of planning an epoch: which tokens each lane of each rank reads, for 10**12 tokens.
 
-The plan needs the tokens of every block and nothing else of the shards, so a split of 10**12 tokens
-is as good as real once its block sizes are made up.
+The plan depends on the number of tokens per block only, so random block sizes replace the shards.
 """
 
 import time
@@ -18,14 +17,15 @@ BLOCK_TOKENS = 2**18
 def measure_plan(
     *, num_tokens: int = 10**12, num_lanes: int = 4096, num_ranks: int = 512
 ) -> tuple[float, float]:
-    """(seconds, megabytes) to order an epoch and find where every lane of every rank begins.
+    """(seconds, megabytes) to order an epoch and to locate the first token of every lane.
 
-    CPU seconds of one run; megabytes (10**6 bytes) at the peak of a second one, with the sizes of
-    the blocks (8 bytes each), which a reader keeps.
+    CPU seconds of one run; peak megabytes (10**6 bytes) of a second run, including the block
+    sizes (8 bytes each), which a reader holds in memory.
     """
     sizes = synthetic_blocks(num_tokens)
     began = time.process_time()
     plan_all(sizes, num_lanes=num_lanes, num_ranks=num_ranks)
+    # tracemalloc slows the plan, so time and memory are measured in separate runs.
     seconds = time.process_time() - began
     tracemalloc.start()
     try:
@@ -37,7 +37,7 @@ def measure_plan(
 
 
 def synthetic_blocks(num_tokens: int) -> np.ndarray:
-    """int64 [num_blocks]: blocks as `txl prepare` cuts them, a few documents short of full."""
+    """int64 [num_blocks]: block sizes as `txl prepare` makes them, slightly below BLOCK_TOKENS."""
     random = np.random.default_rng(0)
     num_blocks = max(1, num_tokens // BLOCK_TOKENS)
     sizes = BLOCK_TOKENS - random.integers(0, BLOCK_TOKENS // 64, num_blocks)
@@ -45,7 +45,7 @@ def synthetic_blocks(num_tokens: int) -> np.ndarray:
 
 
 def plan_all(sizes: np.ndarray, *, num_lanes: int, num_ranks: int) -> list[BlockPlace]:
-    """Where every lane begins in the first epoch, rank by rank; each rank makes this plan alone."""
+    """The first block of each lane in epoch 0, by rank. In a run, every rank computes it."""
     plan = LanePlan(num_tokens=int(sizes.sum()), num_lanes=num_lanes, tgt_len=512)
     order = EpochOrder.of(sizes, seed=0, epoch=0, shuffle="blocks")
     return [

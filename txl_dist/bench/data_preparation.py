@@ -1,8 +1,8 @@
-"""`txl bench data`, the writing side: rates, sizes and damage, on text that every machine has.
+"""`txl bench data`, preparation: rate, size on disk and detection of damage.
 
-The text is source code and documentation: the running Python's standard library and installed
-packages, each file a document. Rates are by CPU-second of this process, which prepares alone, so
-that other work on the machine does not count.
+The text is available on every machine: source code and documentation of this Python's standard
+library and installed packages, one document per file. Rates are per CPU second of this process,
+which prepares without workers, so other load on the machine has little effect.
 """
 
 import random
@@ -32,7 +32,7 @@ _FLIPS = 300
 
 @dataclass(frozen=True, slots=True)
 class BenchText:
-    """Documents in a folder, and a tokenizer trained on them."""
+    """A folder of documents and a tokenizer trained on them."""
 
     folder: Path
     tokenizer: Path
@@ -40,7 +40,7 @@ class BenchText:
 
 
 def gather_text(work: Path, *, megabytes: float) -> BenchText:
-    """Copy documents of this Python to `work` until there is enough, and train BPE on them."""
+    """Copy `megabytes` of documents of this Python to `work`, and train BPE on them."""
     folder, size = work / "text", 0
     for number, path in enumerate(_documents()):
         if size >= megabytes * 1e6:
@@ -51,6 +51,7 @@ def gather_text(work: Path, *, megabytes: float) -> BenchText:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(text)
             size += len(text)
+    # Training the tokenizer is not part of the rates: every figure reads its file.
     settings = PrepareSettings(tokenizer="bpe", vocab_size=VOCAB_SIZE)
     prepare_dataset([folder], work / "trained", settings)
     return BenchText(folder, work / "trained" / TOKENIZER_NAME, size)
@@ -60,6 +61,7 @@ def _documents() -> Iterator[Path]:
     paths = sysconfig.get_paths()
     for root in (Path(paths["stdlib"]), Path(paths["purelib"])):
         files = (path for path in root.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
+        # The standard library's folder contains site-packages, which the second root lists.
         inside = "site-packages"
         yield from sorted(p for p in files if inside not in p.relative_to(root).parts)
 
@@ -72,20 +74,20 @@ def _is_text(content: bytes) -> bool:
 
 
 def rate_figures(text: BenchText, work: Path) -> Iterator[Figure]:
-    """BPE preparation from files to shards, and the share that the tokenizer alone would take."""
+    """The rate of BPE preparation from files to shards, also relative to the tokenizer alone."""
     settings = PrepareSettings(tokenizer="file")
     spent = _cpu_seconds(
         lambda: prepare_dataset(
             [text.folder], work / "prepared", settings, tokenizer_file=text.tokenizer
         )
     )
-    rate, bare = text.num_bytes / 1e6 / spent, _bare_rate(text)
-    note = f"{text.num_bytes / 1e6:.0f} MB; the tokenizer alone: {bare:.1f}"
+    rate, tokenizer_rate = text.num_bytes / 1e6 / spent, _tokenizer_rate(text)
+    note = f"{text.num_bytes / 1e6:.0f} MB; the tokenizer alone: {tokenizer_rate:.1f}"
     yield Figure("BPE preparation, files to shards", rate, "MB per CPU-s", 15.0, note=note)
-    yield Figure("the same, of the tokenizer's rate", rate / bare, "", 0.7)
+    yield Figure("the same, relative to the tokenizer alone", rate / tokenizer_rate, "", 0.7)
 
 
-def _bare_rate(text: BenchText) -> float:
+def _tokenizer_rate(text: BenchText) -> float:
     tokenizer = load_tokenizer(text.tokenizer)
     texts = [path.read_text("utf-8") for path in sorted(text.folder.rglob("*")) if path.is_file()]
     spent = _cpu_seconds(lambda: [tokenizer.encode(document) for document in texts])
@@ -93,30 +95,32 @@ def _bare_rate(text: BenchText) -> float:
 
 
 def size_figures(text: BenchText, work: Path) -> Iterator[Figure]:
-    """Compressed shards against text, and sentences against the same text in long documents."""
+    """Size of shards relative to the text, and of one document per sentence to one document."""
     manifest = _prepare(text, text.folder, work / "sized", "text")
     entry = manifest.splits["train"]
     note = f"with indexes {_with_indexes(entry) / entry.text_bytes:.3f}"
     ratio = _shards(entry) / entry.text_bytes
-    yield Figure("size, zstd level 3, of the raw text", ratio, "", 0.20, at_most=True, note=note)
+    yield Figure(
+        "size, zstd level 3, relative to the raw text", ratio, "", 0.20, at_most=True, note=note
+    )
 
     sentences, long = work / "sentences.txt", work / "long.txt"
     lines = _sentences(text)
     sentences.write_text("\n".join(lines) + "\n", "utf-8")
     long.write_text("\n".join(lines) + "\n", "utf-8")
-    one_each = _prepare(text, sentences, work / "each", "lines").splits["train"]
-    together = _prepare(text, long, work / "together", "text").splits["train"]
-    ratio = _shards(one_each) / _shards(together)
-    whole = _with_indexes(one_each) / _with_indexes(together)
+    many = _prepare(text, sentences, work / "each", "lines").splits["train"]
+    single = _prepare(text, long, work / "together", "text").splits["train"]
+    ratio = _shards(many) / _shards(single)
+    ratio_with_indexes = _with_indexes(many) / _with_indexes(single)
     mean = sum(map(len, lines)) / len(lines)
-    note = f"{len(lines):,} of {mean:.0f} characters; with indexes {whole:.2f}"
+    note = f"{len(lines):,} of {mean:.0f} characters; with indexes {ratio_with_indexes:.2f}"
     yield Figure(
-        "size of sentences, of one long document", ratio, "", 1.10, at_most=True, note=note
+        "size of sentences, relative to one document", ratio, "", 1.10, at_most=True, note=note
     )
 
 
 def _sentences(text: BenchText) -> list[str]:
-    """Lines as long as sentences are; One Billion Word has about 140 characters in one."""
+    """Lines with the length of sentences; those of One Billion Word have about 140 characters."""
     lines = []
     for path in sorted(text.folder.rglob("*")):
         if path.is_file():
@@ -138,9 +142,10 @@ def _with_indexes(entry: SplitEntry) -> int:
 
 
 def damage_figure(text: BenchText, work: Path) -> Figure:
-    """Random single bits flipped in a shard: how many give other tokens without an error."""
+    """Flip single random bits of a shard; count how many change tokens without an error."""
     small = work / "small"
     files = sorted(path for path in text.folder.rglob("*") if path.is_file())
+    # A small shard: every flip reads all of it again.
     small.mkdir()
     for path in files[:60]:
         shutil.copy(path, small)
@@ -148,17 +153,17 @@ def damage_figure(text: BenchText, work: Path) -> Figure:
     manifest = _prepare(text, small, directory, "text")
     path = directory / manifest.splits["train"].shards[0].name
     path.chmod(0o644)
-    whole, expected = path.read_bytes(), _tokens(open_split(directory, "train"))
+    shard_bytes, expected = path.read_bytes(), _tokens(open_split(directory, "train"))
     unnoticed = 0
     for seed in range(_FLIPS):
-        place = random.Random(seed).randrange(len(whole) * 8)
-        damaged = bytearray(whole)
-        damaged[place // 8] ^= 1 << place % 8
+        bit = random.Random(seed).randrange(len(shard_bytes) * 8)
+        damaged = bytearray(shard_bytes)
+        damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         try:
             unnoticed += not np.array_equal(_tokens(open_split(directory, "train")), expected)
         except DataError:
-            continue
+            continue  # noticed
     return Figure("random bit flips unnoticed", unnoticed, f"of {_FLIPS}", 0, at_most=True)
 
 

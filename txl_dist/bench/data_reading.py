@@ -1,7 +1,7 @@
-"""Reading a dataset against reading the same tokens from a plain array on disk.
+"""Reading a dataset, compared with reading the same tokens from a plain array on disk.
 
-The array knows no documents, order, checksums or compression: what is beside it is what those cost.
-Rates are per CPU second of this process, all taking turns in one run; see `rounds.py` for why.
+The array has no documents, shuffling, checksums or compression; the difference is their cost.
+Rates are per CPU second of this process. Candidates alternate in one run, as in `rounds.py`.
 """
 
 import statistics
@@ -17,6 +17,7 @@ from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import GROUP_TOKENS
 from data_pipeline.streams.segments import SegmentReader
+from txl_dist.bench.rounds import time_rounds
 
 LANES = 8
 TGT_LEN = 512
@@ -27,22 +28,22 @@ class ReadingRates:
     """Tokens per CPU second; medians."""
 
     dataset: float
-    """Lanes of a shuffled epoch with ages, in the groups that training reads."""
+    """Lanes of a shuffled epoch with ages, in the groups of segments that training reads."""
     memmap: float
-    """The same batches, one at a time, sliced lane by lane from a memory-mapped array."""
+    """The same batches, one at a time, sliced per lane from a memory-mapped array."""
     memmap_strided: float
-    """The same, all lanes by one two-dimensional slice: the most that numpy can do."""
+    """The same with one two-dimensional slice for all lanes, the fastest way in numpy."""
 
 
 def measure_reading(
     dataset: Path, *, split: str = "train", rounds: int = 5, max_tokens: int = 2**25
 ) -> ReadingRates:
-    """Rates of reading `max_tokens`, or an epoch if that is less, in 8 lanes of 512 tokens."""
+    """Rates of reading `max_tokens`, at most an epoch, in 8 lanes and segments of 512 tokens."""
     source = open_split(dataset, split)
     plan = LanePlan(num_tokens=source.num_tokens, num_lanes=LANES, tgt_len=TGT_LEN)
     group = GROUP_TOKENS // (LANES * TGT_LEN)
-    wanted = min(plan.lane_tokens - 1, max_tokens // LANES)
-    num_groups = max(1, wanted // (TGT_LEN * group))
+    lane_tokens = min(plan.lane_tokens - 1, max_tokens // LANES)
+    num_groups = max(1, lane_tokens // (TGT_LEN * group))
     num_tokens = num_groups * group * TGT_LEN * LANES
     if plan.lane_tokens <= group * TGT_LEN:
         raise ValueError(f"{source.num_tokens:,} tokens are too few; at least {2 * GROUP_TOKENS:,}")
@@ -53,14 +54,8 @@ def measure_reading(
             "memmap": lambda: _read_lanes(rows, num_groups * group),
             "memmap_strided": lambda: _read_strided(rows, num_groups * group),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in candidates}
-        for number in range(rounds + 1):
-            for name, run in candidates.items():
-                began = time.process_time()
-                run()
-                if number:  # the first round warms up
-                    seconds[name].append(time.process_time() - began)
-    return ReadingRates(**{n: num_tokens / statistics.median(s) for n, s in seconds.items()})
+        times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=time.process_time)
+    return ReadingRates(**{name: num_tokens / times[name].median for name in candidates})
 
 
 def measure_seek(
@@ -68,15 +63,15 @@ def measure_seek(
 ) -> tuple[float, float]:
     """(median, best) seconds from an open source to the first batch at random lane positions.
 
-    Nothing that was read before is kept: every lane reads and decodes its block anew.
+    Each seek opens the split again, so every lane has to read and decode its block.
     """
-    manifest_of = open_split(dataset, split)
-    plan = LanePlan(num_tokens=manifest_of.num_tokens, num_lanes=num_lanes, tgt_len=TGT_LEN)
+    first = open_split(dataset, split)
+    plan = LanePlan(num_tokens=first.num_tokens, num_lanes=num_lanes, tgt_len=TGT_LEN)
     random = np.random.default_rng(0)
     seconds = []
     for position in random.integers(0, 10 * plan.lane_tokens, seeks).tolist():
-        source = open_split(dataset, split, manifest=manifest_of.manifest)
-        source.document_starts(0)  # open: with the index of its first shard
+        source = open_split(dataset, split, manifest=first.manifest)
+        source.document_starts(0)  # loads the index of the first shard
         began = time.perf_counter()
         _reader(source, plan).read(position, 1)
         seconds.append(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""Peak memory of training above the built model, measured in a process of its own."""
+"""Peak memory of training, measured in a new process."""
 
 import sys
 from collections.abc import Callable
@@ -10,12 +10,13 @@ _STEPS = 3
 
 
 def peak_mib(build: Callable[..., Callable[[], object]], *arguments: object) -> float | None:
-    """MiB that running what `build(*arguments)` returned took at most, above what stood before.
+    """Peak MiB of running the function that `build(*arguments)` returns, above those after `build`.
 
-    Gradients and the optimizer's state are part of it. None where the system does not tell.
+    Includes gradients and optimizer state, not the model. None on systems other than Linux.
     """
     if not sys.platform.startswith("linux"):
         return None
+    # VmHWM is a maximum over the life of a process, so every measurement needs a new one.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_measure, build, *arguments).result()
 
@@ -29,6 +30,6 @@ def _measure(build: Callable[..., Callable[[], object]], *arguments: object) -> 
 
 
 def _kib(name: str) -> int:
-    """A line of the process's status. (`ru_maxrss` would be the parent's, if that was larger.)"""
+    """A field of /proc/self/status. (`ru_maxrss` is inherited from a larger parent process.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))

@@ -1,7 +1,7 @@
-"""The matrix products of a piece of work, alone: what is left when all else costs nothing.
+"""The matrix products of a function without its other operations: a lower bound of its time.
 
-They are noted while the work runs once, with sizes and strides, and repeated on tensors of their
-own, as far apart in memory as in the work. The time of that is the floor under the work's time.
+One run of the function is recorded with sizes and strides of every product. They are repeated on
+separate tensors of the same strides, so that each product reads its data from memory again.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,18 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm_.default: 1,
 }
-"""Overloads, and which of their arguments is the left factor."""
+"""Operator overload -> position of its left factor among the arguments."""
 
 
 @dataclass
-class _Noting(TorchDispatchMode):
+class _ProductRecorder(TorchDispatchMode):
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # This kernel computes two products without calling `bmm`.
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
             query, key, value = (factor.flatten(0, 1) for factor in args[:3])
             weight = query.new_empty(*query.shape[:2], key.shape[1])
@@ -44,23 +45,23 @@ class _Noting(TorchDispatchMode):
 
 
 def products_alone(run: Callable[[], object]) -> Callable[[], object]:
-    """Something that computes the products of `run`, and nothing else."""
-    run()  # what is done once and kept is not part of the work
-    with _Noting() as noting:
+    """A function that computes the matrix products of `run` and nothing else."""
+    run()  # fills caches, which are not part of a normal run
+    with _ProductRecorder() as recorder:
         run()
-    work = [
+    products = [
         (left, right, left.new_empty(*left.shape[:-1], right.shape[-1]))
-        for left, right in noting.pairs
+        for left, right in recorder.pairs
     ]
 
     def multiply() -> None:
-        for left, right, out in work:
+        for left, right, out in products:
             torch.matmul(left, right, out=out)
 
     return multiply
 
 
 def _like(factor: Tensor) -> Tensor:
-    """Random numbers with the same strides."""
-    twin = torch.empty_strided(factor.shape, factor.stride(), dtype=factor.dtype)
-    return twin.normal_()
+    """A random tensor with the shape, strides and dtype of `factor`."""
+    copy = torch.empty_strided(factor.shape, factor.stride(), dtype=factor.dtype)
+    return copy.normal_()

@@ -1,7 +1,7 @@
-"""Timing by turns: all candidates in one process, one after the other, round by round.
+"""Interleaved timing: every round runs each candidate once, in one process.
 
-Machines are shared and their clocks move, so a time means little alone. Ratios of things that took
-turns in the same minutes do mean something, and medians forgive the rounds that were disturbed.
+Clock frequency and other load change over minutes, so single times are not comparable. Ratios of
+candidates that alternate are, and medians ignore a few disturbed rounds.
 """
 
 import statistics
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One line of a benchmark: what was reached and what was to be."""
+    """One result of a benchmark, with its limit."""
 
     name: str
     value: float
     unit: str
     limit: float | None = None
     at_most: bool = False
-    """Whether the limit is an upper one."""
+    """Whether the limit is an upper bound."""
     note: str = ""
 
     @property
     def holds(self) -> bool | None:
-        """Whether the limit is kept; None without one."""
+        """Whether the value is within the limit; None without one."""
         if self.limit is None:
             return None
         return self.value <= self.limit if self.at_most else self.value >= self.limit
@@ -32,7 +32,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one candidate, one a round."""
+    """Seconds of one candidate per round."""
 
     seconds: Sequence[float]
 
@@ -40,22 +40,24 @@ class Times:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
-    @property
-    def best(self) -> float:
-        return min(self.seconds)
-
 
 WARM_UP_ROUNDS = 5
-"""Not counted: until then the process still asks the system for memory."""
+"""Rounds that are not counted, because the process still allocates memory in them."""
 
 
-def take_turns(candidates: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Times]:
-    """Run every candidate once a round, `rounds` times after the rounds that warm up."""
+def time_rounds(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up_rounds: int = WARM_UP_ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Times]:
+    """Run every candidate once per round, for `rounds` rounds after the warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(WARM_UP_ROUNDS + rounds):
+    for number in range(warm_up_rounds + rounds):
         for name, run in candidates.items():
-            began = time.perf_counter()
+            began = clock()
             run()
-            if number >= WARM_UP_ROUNDS:
-                seconds[name].append(time.perf_counter() - began)
+            if number >= warm_up_rounds:
+                seconds[name].append(clock() - began)
     return {name: Times(values) for name, values in seconds.items()}

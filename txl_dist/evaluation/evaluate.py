@@ -153,10 +153,10 @@ class EvaluationJob:
         Raises ValueError for a combination that the model does not support.
         """
         settings = self.settings
-        if trained.distance_encoding == "shaw" and settings.clamp_len != trained.clamp_len:
+        if trained.encoding.needs_clamp_len and settings.clamp_len != trained.clamp_len:
             raise ValueError(
-                f"clamp_len={settings.clamp_len}, but distance_encoding=shaw has one learned "
-                f"vector per distance up to {trained.clamp_len}; leave clamp_len as trained"
+                f"clamp_len={settings.clamp_len}, but the model has learned a vector for each "
+                f"distance up to {trained.clamp_len}; leave clamp_len as trained"
             )
         return replace(
             trained,

@@ -1,1 +1,1 @@
-"""Text from a model, token by token, with its memory."""
+"""Text generation, token by token: generate.py runs the model, sampling.py draws tokens."""

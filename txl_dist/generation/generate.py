@@ -1,4 +1,4 @@
-"""Generation: read the prompt in segments, then one token at a time, the state carried along."""
+"""Generation: read the prompt in segments, then draw one token at a time with a KV cache."""
 
 import codecs
 from collections.abc import Iterator, Sequence
@@ -23,26 +23,28 @@ def generate_tokens(
     end: int | None = None,
     precision: Precision = "fp32",
 ) -> Iterator[int]:
-    """Token ids after `prompt` (not empty), for ever or until `end` is drawn.
+    """Token ids that follow `prompt`, without limit or until `end` is drawn.
 
-    The prompt may be of any length: all of it passes the memory, `tgt_len` tokens at a time.
-    Without memory the last `tgt_len` tokens are all that counts, and are read again every time.
+    The prompt can have any length above 0: the model reads it in segments of `tgt_len` tokens, as
+    in training. A model without memory sees the last `tgt_len` tokens and reads them again for
+    every token it draws.
     """
     if not prompt:
-        raise ValueError("the prompt needs at least one token; an empty text has the document's")
+        raise ValueError("the prompt needs at least one token, for example the end of a document")
     generator = torch.Generator().manual_seed(seed)
-    state, num_read = model.empty_state(1), 0
+    cache, num_read = model.empty_state(1), 0
     has_memory = model.config.mem_len > 0
     pending = list(prompt)
     if not has_memory:
         pending = pending[-tgt_len:]
-    # Absolute places count to the segment's end, so it has to have the length of training's.
-    whole = tgt_len if model.config.distance_encoding == "absolute" else 0
+    # Without memory, positions count from the segment's end: pad it to the length of training.
+    min_tokens = 0 if model.config.encoding.allows_memory else tgt_len
     while True:
+        # All but the last segment of the prompt only fill the cache.
         while len(pending) > tgt_len:
-            _read(model, pending[:tgt_len], num_read, state, precision, whole)
+            _read(model, pending[:tgt_len], num_read, cache, precision, min_tokens)
             pending, num_read = pending[tgt_len:], num_read + tgt_len
-        logits_V = _read(model, pending, num_read, state, precision, whole)
+        logits_V = _read(model, pending, num_read, cache, precision, min_tokens)
         num_read += len(pending)
         token = next_token(logits_V, sampling, generator)
         if token == end:
@@ -50,7 +52,7 @@ def generate_tokens(
         yield token
         if has_memory:
             pending = [token]
-        else:  # what it was trained on is the segment, so that is read again
+        else:  # in training it saw single segments only
             pending, num_read = [*pending, token][-tgt_len:], 0
 
 
@@ -58,21 +60,21 @@ def _read(
     model: TransformerXL,
     tokens: Sequence[int],
     num_read: int,
-    state: KVCache,
+    cache: KVCache,
     precision: Precision,
-    whole: int,
+    min_tokens: int,
 ) -> torch.Tensor:
-    """Read tokens after `num_read` others; the next token's logits [V] on the CPU.
+    """Logits [V] of the token after `tokens`, on the CPU, when `num_read` tokens came before.
 
-    The segment is padded to `whole` tokens, which those before the padding cannot see.
+    The segment is padded at its end to `min_tokens`; no earlier token can see the padding.
     """
     device = next(model.parameters()).device
-    num_tokens = max(whole, len(tokens))
+    num_tokens = max(min_tokens, len(tokens))
     input_BT = torch.zeros((1, num_tokens), dtype=torch.long, device=device)
     input_BT[0, : len(tokens)] = torch.tensor(tokens)
     age_BT = torch.arange(num_read, num_read + num_tokens, device=device)[None]
     with torch.no_grad(), autocast(precision, device):
-        hidden_BTD, _ = model.hidden(input_BT, age_BT, state)
+        hidden_BTD, _ = model.hidden(input_BT, age_BT, cache)
         last_BTD = hidden_BTD[:, len(tokens) - 1 : len(tokens)]
         return model.logits(last_BTD)[0, 0].cpu()
 
@@ -80,17 +82,19 @@ def _read(
 def stream_text(
     tokens: Iterator[int], tokenizer: Tokenizer, *, after: int | None = None
 ) -> Iterator[str]:
-    """Text of the tokens as soon as it is whole: never half a character.
+    """Decode tokens to text, one complete character at a time.
 
-    A token's text may depend on the one before it, as the blank between two words does; `after` is
-    the last token of the prompt.
+    `after` is the last token of the prompt: a token's text can depend on the token before it, as
+    the space between two words does.
     """
+    # An incomplete character stays in the decoder until its last byte has come.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    last = tokenizer.end_of_document if after is None else after
+    previous = tokenizer.end_of_document if after is None else after
     for token in tokens:
-        both, before = tokenizer.decode_bytes([last, token]), tokenizer.decode_bytes([last])
-        last = token
-        if text := decoder.decode(both.removeprefix(before)):
+        both = tokenizer.decode_bytes([previous, token])
+        token_bytes = both.removeprefix(tokenizer.decode_bytes([previous]))
+        previous = token
+        if text := decoder.decode(token_bytes):
             yield text
     if text := decoder.decode(b"", final=True):
         yield text

@@ -1,7 +1,7 @@
-"""Distances between tokens: their sinusoidal encoding and their alignment with keys.
+"""Distances between tokens: their sinusoidal encoding, and the relative shift.
 
-Source: Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B; `clamp_len` is the option of
-that name in the paper's code.
+Source: Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B; `clamp_len` is an option of
+the paper's code.
 """
 
 from functools import lru_cache
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 
 def distances(num_keys: int, *, clamp_len: int | None, device: torch.device | str) -> Tensor:
-    """S - 1, ..., 1, 0 as float64 [S], none above `clamp_len`."""
+    """S - 1, ..., 1, 0 as float64 [S], at most `clamp_len`."""
     distance_S = torch.arange(num_keys - 1, -1, -1, dtype=torch.float64, device=device)
     return distance_S if clamp_len is None else distance_S.clamp(max=clamp_len)
 
@@ -28,12 +28,13 @@ def encode_distances(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """Encodings [S, D] of the distances S - 1, ..., 1, 0: sines, then cosines. Not to be changed.
+    """Encodings [S, D] of the distances S - 1, ..., 1, 0: sines, then cosines.
 
-    Computed in float64 and rounded once: in float32 the angle of a distance of thousands is coarse.
-    Kept for the next call, because every segment of a run asks for the same.
+    The result is cached, because all segments of a run have the same; do not change it in place.
     """
-    with torch.inference_mode(False):  # or a kept tensor of inference could not be trained with
+    # A tensor created in inference mode could not be used in training, and this one is cached.
+    with torch.inference_mode(False):
+        # In float64, because float32 angles of distances in the thousands are inaccurate.
         distance_S = distances(num_keys, clamp_len=clamp_len, device=device)
         exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
         angle = distance_S[:, None] * 10000.0 ** -exponent[None, :]
@@ -41,19 +42,19 @@ def encode_distances(
 
 
 def align_distances(by_distance: Tensor) -> Tensor:
-    """From scores by distance to scores by key: [..., T, S] -> [..., T, S] (the relative shift).
+    """The relative shift: scores by distance [..., T, S] to scores by key [..., T, S].
 
-    Column c of the input belongs to distance S - 1 - c. Row t of the output has at key s the score
-    of distance M + t - s. Entries of keys in a query's future are meaningless and must be masked.
+    Column c of the input is distance S - 1 - c. Row t, column s of the output is distance
+    M + t - s. Keys in a query's future get scores of other queries and must be masked.
     """
     return align_padded_distances(pad(by_distance, (1, 0)))
 
 
 def align_padded_distances(by_distance: Tensor) -> Tensor:
-    """`align_distances` for scores with a column to spare in front, [..., T, 1 + S], as a view.
+    """`align_distances` without a copy, of scores [..., T, 1 + S] with a spare first column.
 
-    With rows one longer than the keys, dropping the first T scores of the flattened rows moves row
-    t left by T - 1 - t, which is the shift.
+    Dropping the first T numbers of the flattened rows, and cutting the rest into rows of S, shifts
+    row t left by T - 1 - t. The result is a view.
     """
     num_queries, width = by_distance.shape[-2:]
     flat = by_distance.flatten(-2)[..., num_queries:]

@@ -1,7 +1,7 @@
-"""Dropout whose draws come from outside, so that they can be the same for any number of ranks.
+"""Dropout with masks from the caller, so that they can be the same for any number of ranks.
 
-The model names the place. The caller brings `DropoutMasks` (training: `training/lane_dropout.py`),
-or none for evaluation. The model itself has no random state and no train/eval mode.
+The caller passes `DropoutMasks` for training (`training/lane_dropout.py`) and None for evaluation.
+The model has no random state and no train/eval mode. See docs/decisions/0004-no-random-state.md.
 """
 
 from typing import Literal, Protocol
@@ -14,28 +14,28 @@ Place = Literal[
 
 
 class DropoutMasks(Protocol):
-    """Masks of one step, a function of (seed, step, lane, layer, place) alone."""
+    """The masks of one step; each is a function of (seed, step, lane, layer, place)."""
 
     def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
-        """0 or 1 / (1 - rate), shaped like `x`; `by_lane`: dimension 0 of `x` runs over lanes."""
+        """0 or 1 / (1 - rate), shaped like `x`. `by_lane`: dimension 0 of `x` is the lanes."""
 
 
 class Dropout(nn.Module):
-    """Zeroes a share `rate` of its input and scales the rest to keep the mean."""
+    """Sets a fraction `rate` of its input to 0 and scales the rest by 1 / (1 - rate)."""
 
     def __init__(self, rate: float, *, layer: int, place: Place, by_lane: bool = True) -> None:
         super().__init__()
         self.rate, self.layer, self.by_lane = rate, layer, by_lane
         self.place: Place = place
 
-    def forward(self, x: Tensor, draws: DropoutMasks | None) -> Tensor:
-        scale = self.scale(x, draws)
+    def forward(self, x: Tensor, masks: DropoutMasks | None) -> Tensor:
+        scale = self.scale(x, masks)
         return x if scale is None else x * scale
 
-    def scale(self, x: Tensor, draws: DropoutMasks | None) -> Tensor | None:
-        """What `x` is to be multiplied with; none if nothing is dropped. Only its shape counts."""
-        if draws is None or self.rate == 0:
+    def scale(self, x: Tensor, masks: DropoutMasks | None) -> Tensor | None:
+        """The factor for `x`, or None if nothing is dropped. The values of `x` are not used."""
+        if masks is None or self.rate == 0:
             return None
-        return draws.scale(
+        return masks.scale(
             x, rate=self.rate, layer=self.layer, place=self.place, by_lane=self.by_lane
         )

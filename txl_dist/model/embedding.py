@@ -1,7 +1,7 @@
-"""Token ids to vectors: one table, or one a cluster, narrower for rarer tokens.
+"""Token ids to vectors: one table, or one per cluster, narrower for rarer tokens (`div_val`).
 
-Source: adaptive input representations, Baevski & Auli 2019, arXiv:1809.10853, as the paper's code
-has them (`div_val`); `cutoffs` come from a vocabulary sorted by frequency.
+`cutoffs` assume a vocabulary sorted by falling frequency.
+Source: adaptive input representations, Baevski & Auli 2019, arXiv:1809.10853.
 """
 
 import torch
@@ -10,14 +10,14 @@ from torch.nn.functional import embedding, linear
 
 from txl_dist.model.config import ModelConfig
 
-# Shapes: B lanes, T segment tokens, D d_model, E a table's width
+# Shapes: B lanes, T segment tokens, N = B T, D d_model, E width of a table
 
 
 class AdaptiveEmbedding(nn.Module):
     """forward(token_BT) -> x_BTD, scaled by sqrt(d_model) as the paper's code does.
 
-    `weights[i]` [ids, E] and `projections[i]` [D, E] (none if E is D everywhere) belong to the ids
-    of `bounds[i]`.
+    `weights[i]` [ids, E] and `projections[i]` [D, E] are those of the ids in `bounds[i]`. Without
+    `div_val` and `d_embed` there are no projections, because E equals D.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -41,8 +41,8 @@ class AdaptiveEmbedding(nn.Module):
         first = self.weights[0]
         x_ND = first.new_zeros(len(token_N), self.projections[0].shape[0])
         for table, (start, stop) in enumerate(self.bounds):
-            # Every table takes part in every segment, with no rows if need be: ranks whose
-            # gradients differ in parameters would train wrong weights or hang.
+            # Even without rows: if a parameter had a gradient on some ranks only, the
+            # gradient reduction would hang or mix up parameters.
             row_N = ((token_N >= start) & (token_N < stop)).nonzero().squeeze(1)
             x_ND = x_ND.index_add(0, row_N, self._vectors(table, token_N[row_N] - start))
         return x_ND.view(*token_BT.shape, -1) * self.scale
@@ -51,5 +51,5 @@ class AdaptiveEmbedding(nn.Module):
         x = embedding(token, self.weights[table])
         if not len(self.projections):
             return x
-        # What flows between layers, and into the memory, is fp32 under autocast too.
+        # The residual stream and the memory stay fp32 under autocast.
         return linear(x, self.projections[table]).to(x.dtype)

@@ -1,8 +1,8 @@
-"""Floating-point operations of a segment, counted product by product.
+"""Floating-point operations of a segment, summed over its matrix products.
 
-A multiplication with its addition counts as two. Only matrix products count: the rest is small,
-and no machine is sold by it. The projection of the memory's keys and values, which a longer memory
-makes a larger share, is part of the count. Checked against torch's own counter in the tests.
+A multiply-add counts as two operations. Only matrix products count: other operations are small, and
+peak FLOP/s figures do not include them. The projection of the memory's keys and values counts; its
+share grows with `mem_len`. The tests compare the sums with torch's FlopCounterMode.
 """
 
 from collections.abc import Sequence
@@ -15,27 +15,30 @@ from txl_dist.model.config import ModelConfig
 def forward_flops(
     config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int] = ()
 ) -> int:
-    """Operations to score a segment of `num_lanes` x `tgt_len` tokens, memory full.
+    """Operations to score a segment of `num_lanes` x `tgt_len` tokens with a full memory.
 
-    With clusters in the vocabulary, `tail_rows` says how many tokens need each cluster's tail; that
-    depends on the text. Without it the count is a lower bound: the head for every token, no tail.
+    `tail_rows` is the number of targets in each cluster of the adaptive softmax after the first; it
+    depends on the text. Without it the count is a lower bound: every token's head, and no tail.
     """
     num_keys = config.mem_len + tgt_len
     memory = config.n_layer * _keys_and_values(config, num_lanes * config.mem_len)
-    kept = memory + _distances(config, num_keys)
-    return kept + inference_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
+    cached = memory + _distances(config, num_keys)
+    return cached + inference_flops(
+        config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows
+    )
 
 
 def inference_flops(
     config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int] = ()
 ) -> int:
-    """As `forward_flops`, where keys and values of the memory and distances are kept."""
+    """As `forward_flops`, with a KVCache: the memory and the distances are already projected."""
     tokens = num_lanes * tgt_len
     num_keys = config.mem_len + tgt_len
     width = config.n_head * config.d_head
     query_and_out = 2 * 2 * tokens * config.d_model * width
-    products_with_keys = 3 if _has_distances(config) else 2
-    scores_and_mixing = products_with_keys * 2 * tokens * num_keys * width
+    # Queries by keys, weights by values, and queries by distances.
+    num_products = 3 if config.encoding.multiplies_distances else 2
+    scores_and_mixing = num_products * 2 * tokens * num_keys * width
     feed_forward = 2 * 2 * tokens * config.d_model * config.d_inner
     layer = query_and_out + _keys_and_values(config, tokens) + scores_and_mixing + feed_forward
     return config.n_layer * layer + _ends(config, tokens) + _tails(config, tail_rows)
@@ -44,8 +47,10 @@ def inference_flops(
 def training_flops(
     config: ModelConfig, *, num_lanes: int, tgt_len: int, tail_rows: Sequence[int] = ()
 ) -> int:
-    """Forward and backward. Backward is two products for one, but for the projections of distances
-    and of the memory: their inputs need no gradient, unless a norm stands between (`pre_lnorm`).
+    """Forward and backward. The backward of a product is two products, for both of its factors.
+
+    The inputs of two products need no gradient, the projections of distances and of memory: their
+    backward is one product. Under `pre_lnorm` the memory passes a norm that does need a gradient.
     """
     forward = forward_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
     memory = config.n_layer * _keys_and_values(config, num_lanes * config.mem_len)
@@ -58,7 +63,7 @@ def _keys_and_values(config: ModelConfig, tokens: int) -> int:
 
 
 def _tails(config: ModelConfig, tail_rows: Sequence[int]) -> int:
-    """The softmax's clusters beside the shortlist, each for the tokens that need it."""
+    """The softmax within each cluster after the first, for `tail_rows` tokens."""
     total = 0
     for cluster, rows in enumerate(tail_rows, start=1):
         start, stop = config.cluster_bounds[cluster]
@@ -68,23 +73,18 @@ def _tails(config: ModelConfig, tail_rows: Sequence[int]) -> int:
     return total
 
 
-def _has_distances(config: ModelConfig) -> bool:
-    """Whether queries are multiplied with distances, beside keys and values."""
-    return config.distance_encoding in ("sinusoidal", "shaw")
-
-
 def _distances(config: ModelConfig, num_keys: int) -> int:
-    """Projecting every distance once a layer, for all lanes; only the paper's encoding does."""
-    if config.distance_encoding != "sinusoidal":
+    """The projection of every distance, once per layer for all lanes."""
+    if not config.encoding.projects_distances:
         return 0
     return config.n_layer * 2 * num_keys * config.d_model * config.n_head * config.d_head
 
 
 def _ends(config: ModelConfig, tokens: int) -> int:
-    """The softmax's head, and the projections where tables have another width than the model.
+    """The softmax over shortlist and clusters, and the projections of embedding and softmax.
 
-    With `div_val` above 1 every token counts at its first table's width, which is within half a
-    percent of the whole.
+    With `div_val` above 1, every token counts with the width of the first table. The error is
+    within half a percent of the total.
     """
     width = config.table_widths[0]
     head = 2 * tokens * width * (config.cluster_bounds[0][1] + len(config.cutoffs))

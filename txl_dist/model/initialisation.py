@@ -1,8 +1,12 @@
-"""The original's initialisation: normal weights, zero biases, norms around one.
+"""The initialisation of the paper's training script.
 
-Facts from the paper's training script: every matrix and the vectors u, v are normal(0, init_std),
-the projections of tables normal(0, proj_init_std), norm gains normal(1, init_std), the rest 0.
-Drawn from one generator in the parameters' order, so every rank starts alike without a broadcast.
+    matrices, u and v                          normal(0, init_std)
+    projections of embedding and softmax       normal(0, proj_init_std)
+    gains of LayerNorm                         normal(1, init_std)
+    biases                                     0
+
+One generator draws all parameters in their order, so every rank has the same weights without a
+broadcast.
 """
 
 import torch
@@ -12,7 +16,8 @@ from txl_dist.model.config import ModelConfig
 
 
 def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
-    """Fill every parameter in place; the result depends on the config and `seed` alone."""
+    """Fill all parameters in place, as a function of the config and `seed`."""
+    # A separate generator on the CPU: the weights depend neither on global state nor on the device.
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         with torch.no_grad():

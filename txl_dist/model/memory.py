@@ -1,7 +1,7 @@
-"""Memory: the stop-gradient inputs of every layer at the previous `mem_len` tokens.
+"""Memory: the inputs of each layer for the previous `mem_len` tokens, without gradient.
 
-Its shape never changes; at a stream's start it holds zeros that nothing reads, because `age`
-(visibility.py) says how far back a token may look.
+Its shape is constant. At the start of a stream it holds zeros, which no query sees, because `age`
+limits how far back a token may look (visibility.py).
 
 Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One tensor [B, M, D] a layer; `layers[l]` are past inputs of layer l."""
+    """One tensor [B, M, D] per layer: `layers[l]` holds inputs of layer l."""
 
     layers: tuple[Tensor, ...]
 
     @property
     def mem_len(self) -> int:
-        """Tokens it holds of every lane, the unused ones included."""
+        """Tokens per lane, including the zeros before the start of a stream."""
         return self.layers[0].shape[1]
 
     @classmethod
@@ -38,12 +38,13 @@ class Memory:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Zeros, to be used with ages that start at 0."""
+        """The memory at the start of streams; ages must start at 0."""
         shape = (num_lanes, mem_len, d_model)
         return cls(tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layer)))
 
     def after(self, inputs_BTD: Sequence[Tensor]) -> "Memory":
-        """The memory once a segment is read: the last M of (memory, that layer's inputs)."""
+        """The memory after a segment: the last M tokens of [memory ; the layer's inputs]."""
+        # detach: gradients stop at the memory (section 3.2 of the paper).
         return Memory(
             tuple(
                 _newest(old_BMD, new_BTD.detach())
@@ -55,6 +56,6 @@ class Memory:
 def _newest(old_BMD: Tensor, new_BTD: Tensor) -> Tensor:
     mem_len, tgt_len = old_BMD.shape[1], new_BTD.shape[1]
     if tgt_len >= mem_len:
-        # A copy, not a view: a view would keep the whole segment's activations alive.
+        # A copy, because a view would keep the activations of the whole segment in memory.
         return new_BTD[:, tgt_len - mem_len :].clone()
     return torch.cat([old_BMD[:, tgt_len:], new_BTD], dim=1)

@@ -1,12 +1,12 @@
-"""The parameter names of the paper's code, and what they are called here.
+"""Conversion between the parameter names of the paper's code and ours.
 
-The original keeps one matrix for queries, keys and values, cuts the softmax's bias by cluster,
-counts the clusters' columns backwards and repeats tied tensors under two names. Serves the golden
-tests and imports of foreign weights; works on any tensors, gradients included.
+The original has one matrix for queries, keys and values, splits the softmax's bias by cluster,
+stores the clusters' columns in reverse, and repeats tied tensors under two names. Used by the
+golden tests and by imports; works on any tensors of these shapes, including gradients.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,23 +25,43 @@ _LAYER_NAMES = {
     "pos_ff.layer_norm.bias": "feed_forward_norm.bias",
 }
 _BIASES = {"r_w_bias": "content_bias_HK", "r_r_bias": "distance_bias_HK"}
-_BY_ENCODING = {
-    "sinusoidal": {"dec_attn.r_net.weight": "attention.distances.project.weight"},
-    "shaw": {
-        "r_w_bias": "attention.distances.content_bias_HK",
-        "r_emb": "attention.distances.distance_SHK",
-        "r_bias": "attention.distances.score_SH",
-    },
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OriginalEncoding:
+    """One `attn_type` of the original."""
+
+    layer_names: dict[str, str] = field(default_factory=dict)
+    stacked: tuple[str, ...] = ()
+    """Names of `layer_names` that the original stores as one tensor [n_layer, ...]."""
+    farthest_first: tuple[str, ...] = ()
+    """Stacked tensors [n_layer, distances, ...], in which the largest distance is the first row."""
+    has_separate_query: bool = False
+
+
+_ENCODINGS = {
+    "sinusoidal": _OriginalEncoding(
+        layer_names={"dec_attn.r_net.weight": "attention.distances.project.weight"}
+    ),
+    "shaw": _OriginalEncoding(
+        layer_names={
+            "r_w_bias": "attention.distances.content_bias_HK",
+            "r_emb": "attention.distances.distance_SHK",
+            "r_bias": "attention.distances.score_SH",
+        },
+        stacked=("r_w_bias", "r_emb", "r_bias"),
+        farthest_first=("r_emb", "r_bias"),
+    ),
+    "absolute": _OriginalEncoding(has_separate_query=True),
 }
-_STACKED = ("r_w_bias", "r_emb", "r_bias")
-"""Shaw's, which the original keeps in one tensor for all layers, the farthest distance first."""
+"""The original has these three distance encodings only."""
 _REVERSED = ("crit.cluster_weight", "crit.cluster_bias")
-"""Rows of clusters, which the original reads from the last to the first."""
+"""One row per cluster; the original's first row is the last cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows [start, stop) of one of our tensors; stop None is all of them."""
+    """Rows [start, stop) of one of our tensors; stop None means all."""
 
     name: str
     start: int = 0
@@ -49,30 +69,31 @@ class _Rows:
 
 
 def _originals(config: ModelConfig) -> dict[str, tuple[_Rows, ...]]:
-    """Original name -> our rows, which stand one below the other in the original's tensor."""
-    names = _ends(config)
+    """Original name -> our rows, which are concatenated in the original's tensor."""
+    names, encoding = _ends(config), _ENCODINGS[config.distance_encoding]
     if config.shares_biases:
         names |= {name: (_Rows(ours),) for name, ours in _BIASES.items()}
     width = config.n_head * config.d_head
     for layer in range(config.n_layer):
-        here = f"layers.{layer}."
-        own = _LAYER_NAMES | _BY_ENCODING.get(config.distance_encoding, {})
-        names |= {here + original: (_Rows(here + ours),) for original, ours in own.items()}
-        if config.untie_r:  # an option of its descendants
+        prefix = f"layers.{layer}."
+        layer_names = _LAYER_NAMES | encoding.layer_names
+        names |= {prefix + name: (_Rows(prefix + ours),) for name, ours in layer_names.items()}
+        if config.untie_r:  # an option of transformers
             for name, ours in _BIASES.items():
-                names[f"{here}dec_attn.{name}"] = (_Rows(f"{here}attention.distances.{ours}"),)
-        query = _Rows(here + "attention.query.weight", 0, width)
-        key_value = _Rows(here + "attention.key_value.weight", 0, 2 * width)
-        if config.distance_encoding == "absolute":
-            names[here + "dec_attn.q_net.weight"] = (query,)
-            names[here + "dec_attn.kv_net.weight"] = (key_value,)
+                names[f"{prefix}dec_attn.{name}"] = (_Rows(f"{prefix}attention.distances.{ours}"),)
+        # Queries come first in the original's tensor, then keys, then values.
+        query = _Rows(prefix + "attention.query.weight", 0, width)
+        key_value = _Rows(prefix + "attention.key_value.weight", 0, 2 * width)
+        if encoding.has_separate_query:
+            names[prefix + "dec_attn.q_net.weight"] = (query,)
+            names[prefix + "dec_attn.kv_net.weight"] = (key_value,)
         else:
-            names[here + "dec_attn.qkv_net.weight"] = (query, key_value)
+            names[prefix + "dec_attn.qkv_net.weight"] = (query, key_value)
     return names
 
 
 def _ends(config: ModelConfig) -> dict[str, tuple[_Rows, ...]]:
-    """Input tables and softmax; what is tied stands under its input name alone."""
+    """Embedding and softmax; tied tensors have the embedding's name only."""
     names: dict[str, tuple[_Rows, ...]] = {}
     for table, (start, stop) in enumerate(config.table_bounds):
         names[f"word_emb.emb_layers.{table}.weight"] = (_Rows(f"table.weights.{table}"),)
@@ -93,45 +114,45 @@ def _ends(config: ModelConfig) -> dict[str, tuple[_Rows, ...]]:
 def from_original(
     tensors: Mapping[str, Tensor], config: ModelConfig, *, clusters_reversed: bool = True
 ) -> dict[str, Tensor]:
-    """Our state dict from the original's; what is tied is read once.
+    """Our state dict from the original's; a tied tensor is read from one of its names.
 
-    `clusters_reversed=False` for those of its descendants that count clusters forwards.
+    `clusters_reversed=False` reads clusters in ascending order, as transformers stores them.
     """
-    if config.distance_encoding == "shaw":
-        tensors = _by_layer(tensors, config)
-    found: dict[str, list[tuple[int, Tensor]]] = {}
+    tensors = _unstack(tensors, config)
+    rows_of: dict[str, list[tuple[int, Tensor]]] = {}
     for original, rows in _originals(config).items():
         reverse = clusters_reversed and original in _REVERSED
         tensor = tensors[original].flip(0) if reverse else tensors[original]
         first = 0
         for part in rows:
             length = len(tensor) if part.stop is None else part.stop - part.start
-            found.setdefault(part.name, []).append((part.start, tensor[first : first + length]))
+            rows_of.setdefault(part.name, []).append((part.start, tensor[first : first + length]))
             first += length
     return {
         name: torch.cat([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
-        for name, parts in found.items()
+        for name, parts in rows_of.items()
     }
 
 
 def to_original(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The other way: tensors by our names (weights or gradients) under the original's names."""
+    """The inverse: tensors by our names (weights or gradients) under the original's names."""
     named = {}
     for original, rows in _originals(config).items():
         tensor = torch.cat([tensors[part.name][part.start : part.stop] for part in rows])
         named[original] = tensor.flip(0) if original in _REVERSED else tensor
-    if config.distance_encoding == "shaw":
-        for name in _STACKED:
-            layers = [named.pop(f"layers.{layer}.{name}") for layer in range(config.n_layer)]
-            stacked = torch.stack(layers)
-            named[name] = stacked if name == "r_w_bias" else stacked.flip(1)
+    encoding = _ENCODINGS[config.distance_encoding]
+    for name in encoding.stacked:
+        layers = [named.pop(f"layers.{layer}.{name}") for layer in range(config.n_layer)]
+        stacked = torch.stack(layers)
+        named[name] = stacked.flip(1) if name in encoding.farthest_first else stacked
     return named
 
 
-def _by_layer(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The original's tensors with Shaw's cut into layers, distance 0 first."""
-    cut = dict(tensors)
-    for name in _STACKED:
-        stacked = cut.pop(name) if name == "r_w_bias" else cut.pop(name).flip(1)
-        cut |= {f"layers.{layer}.{name}": stacked[layer] for layer in range(config.n_layer)}
-    return cut
+def _unstack(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The original's tensors with stacked ones split into layers, distance 0 first."""
+    encoding, split = _ENCODINGS[config.distance_encoding], dict(tensors)
+    for name in encoding.stacked:
+        stacked = split.pop(name)
+        stacked = stacked.flip(1) if name in encoding.farthest_first else stacked
+        split |= {f"layers.{layer}.{name}": stacked[layer] for layer in range(config.n_layer)}
+    return split

@@ -1,22 +1,22 @@
-"""Transformer-XL: a language model whose layers attend to a memory of the tokens just before.
+"""Transformer-XL: a language model whose layers attend to a memory of the preceding tokens.
 
     x_0     = table(tokens)
     x_(l+1) = layer_l(x_l, memory_l)       memory_l: x_l of the previous mem_len tokens, no gradient
     nats    = softmax(x_L, targets)
 
-The model keeps no state: memory comes in and goes out with every segment. Which tokens belong
-together is decided by the data (`age`), not here. Source: Dai et al. 2019, arXiv:1901.02860.
+The model has no state: `forward` takes the memory and returns the next one. The data decides with
+`age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
 """
 
 import torch
 from torch import Tensor, nn
 
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
-from txl_dist.model.attention import SegmentContext, Watch
+from txl_dist.model.attention import AttentionWeightsCallback, SegmentContext
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Dropout, DropoutMasks
 from txl_dist.model.embedding import AdaptiveEmbedding
-from txl_dist.model.encodings import ENCODINGS, Absolute
+from txl_dist.model.encodings import encoding_class
 from txl_dist.model.initialisation import initialise
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.layers import Layer
@@ -27,14 +27,14 @@ from txl_dist.model.visibility import mask_scores, visible_keys
 
 
 class TransformerXL(nn.Module):
-    """forward(input_BT, target_BT, age_BT, memory, draws) -> (nats_BT, next memory)."""
+    """forward(input_BT, target_BT, age_BT, memory, dropout_masks) -> (nats_BT, next memory)."""
 
     def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
         super().__init__()
         if config.vocab_size < 1:
             raise ValueError("ModelConfig.vocab_size must be set to build a model")
         self.config = config
-        self.encoding = ENCODINGS[config.distance_encoding]
+        self.encoding = encoding_class(config)
         self.table = AdaptiveEmbedding(config)
         if config.shares_biases:
             heads = (config.n_head, config.d_head)
@@ -43,6 +43,7 @@ class TransformerXL(nn.Module):
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.n_layer))
         self.softmax = AdaptiveSoftmax(config)
         self.embedding_dropout = Dropout(config.dropout, layer=0, place="embedding")
+        # All lanes share the encoded distances, so they also share the dropout mask.
         self.distance_dropout = Dropout(config.dropout, layer=0, place="distances", by_lane=False)
         self.output_dropout = Dropout(config.dropout, layer=config.n_layer, place="output")
         initialise(self, config, seed=seed)
@@ -53,10 +54,10 @@ class TransformerXL(nn.Module):
         target_BT: Tensor,
         age_BT: Tensor,
         memory: Memory | KVCache,
-        draws: DropoutMasks | None = None,
+        dropout_masks: DropoutMasks | None = None,
     ) -> tuple[Tensor, Memory | KVCache]:
-        """Score a segment. `target_BT` is IGNORED (-1) where nothing is to be scored."""
-        hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, draws)
+        """Score a segment. Where `target_BT` is IGNORED (-1), the nats are 0."""
+        hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, dropout_masks)
         return self.softmax(hidden_BTD, target_BT, self.table), memory
 
     def hidden(
@@ -64,49 +65,52 @@ class TransformerXL(nn.Module):
         input_BT: Tensor,
         age_BT: Tensor,
         memory: Memory | KVCache,
-        draws: DropoutMasks | None = None,
-        watch: Watch | None = None,
+        dropout_masks: DropoutMasks | None = None,
+        on_attention_weights: AttentionWeightsCallback | None = None,
     ) -> tuple[Tensor, Memory | KVCache]:
-        """The last layer's output [B, T, D] and the memory after the segment."""
+        """The last layer's output [B, T, D], and the memory for the next segment."""
         x_BTD = self.table(input_BT)
-        if self.encoding is Absolute:
-            x_BTD = Absolute.add_to_input(self.config, x_BTD)
-        x_BTD = self.embedding_dropout(x_BTD, draws)
-        around = self._surroundings(x_BTD, age_BT, memory.mem_len, draws, watch)
-        inputs = []
-        for layer, past in zip(self.layers, memory.layers, strict=True):
+        # Only absolute positions change the input; other encodings act on the scores.
+        x_BTD = self.encoding.add_to_input(self.config, x_BTD)
+        x_BTD = self.embedding_dropout(x_BTD, dropout_masks)
+        context = self._segment_context(
+            x_BTD, age_BT, memory.mem_len, dropout_masks, on_attention_weights
+        )
+        inputs = []  # of each layer: the next memory
+        for layer, layer_memory in zip(self.layers, memory.layers, strict=True):
             inputs.append(x_BTD)
-            x_BTD = layer(x_BTD, past, around)
-        return self.output_dropout(x_BTD, draws), memory.after(inputs)
+            x_BTD = layer(x_BTD, layer_memory, context)
+        return self.output_dropout(x_BTD, dropout_masks), memory.after(inputs)
 
-    def _surroundings(
+    def _segment_context(
         self,
         x_BTD: Tensor,
         age_BT: Tensor,
         mem_len: int,
-        draws: DropoutMasks | None,
-        watch: Watch | None,
+        dropout_masks: DropoutMasks | None,
+        on_attention_weights: AttentionWeightsCallback | None,
     ) -> SegmentContext:
         config, num_keys = self.config, mem_len + x_BTD.shape[1]
         visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=config.same_length)
         return SegmentContext(
             distances=self.encoding.prepare(
-                config, num_keys, x_BTD, lambda x: self.distance_dropout(x, draws)
+                config, num_keys, x_BTD, lambda x: self.distance_dropout(x, dropout_masks)
             ),
             biases_HK=(
                 (self.content_bias_HK, self.distance_bias_HK) if config.shares_biases else None
             ),
             mask_BTS=mask_scores(visible_BTS, x_BTD.dtype),
-            draws=draws,
-            watch=watch,
+            dropout_masks=dropout_masks,
+            on_attention_weights=on_attention_weights,
         )
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Unnormalised log-probabilities of the next token, [B, T, V]."""
+        """Logits of the next token, [B, T, V]."""
         return self.softmax.logits(hidden_BTD, self.table)
 
     def empty_memory(self, num_lanes: int) -> Memory:
-        """Memory at the start of `num_lanes` streams, like the parameters in dtype and device."""
+        """The memory at the start of `num_lanes` streams, with the parameters' dtype and device."""
+        # Like a weight, so that `model.to(...)` or `.double()` also applies to new memories.
         weight, config = self.table.weights[0], self.config
         return Memory.empty(
             n_layer=config.n_layer,
@@ -118,7 +122,7 @@ class TransformerXL(nn.Module):
         )
 
     def empty_state(self, num_lanes: int) -> KVCache:
-        """What to pass instead of a memory, with gradients off and weights that stand still."""
+        """A cache to pass instead of a memory if weights are constant and gradients disabled."""
         config = self.config
         return KVCache.empty(
             n_layer=config.n_layer,

@@ -19,7 +19,7 @@ from data_pipeline.streams.segments import IGNORED
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.scoring import Scorer
-from txl_dist.model.attention import Watch
+from txl_dist.model.attention import AttentionWeightsCallback
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.visibility import visible_keys
 
@@ -76,16 +76,16 @@ def attention_by_distance(
     even = _Sums(1, 1, tgt_len, config.mem_len, device)
     num_queries = num_done = 0
     for group in scorer.groups(chunks):
-        past = model.empty_state(len(group))  # moves itself on
+        cache = model.empty_state(len(group))  # changed in place by the model
         for segment in scorer.segments(group):
             input_BT, target_BT, age_BT = (tensor.to(device) for tensor in segment)
-            scored_BT, watch = target_BT != IGNORED, None
+            scored_BT, on_attention_weights = target_BT != IGNORED, None
             if scored_BT.any():
-                even.watch(scored_BT)(0, _even_weights(config, age_BT))
-                watch = heads.watch(scored_BT)
+                even.callback(scored_BT)(0, _even_weights(config, age_BT))
+                on_attention_weights = heads.callback(scored_BT)
                 num_queries += int(scored_BT.sum())
             with torch.no_grad():
-                model.hidden(input_BT, age_BT, past, watch=watch)
+                model.hidden(input_BT, age_BT, cache, on_attention_weights=on_attention_weights)
         num_done += len(group)
         on_progress(num_done, len(chunks))
     return AttentionByDistance(
@@ -117,8 +117,8 @@ class _Sums:
         self._distance_TS = (position_T[:, None] - position_S).clamp(min=0).flatten()
         self._mem_len = mem_len
 
-    def watch(self, scored_BT: Tensor) -> Watch:
-        """What to show a segment's weights to; it adds up those of the scored queries."""
+    def callback(self, scored_BT: Tensor) -> AttentionWeightsCallback:
+        """A callback that adds the attention weights of a segment's scored queries."""
 
         def add(layer: int, weight_BHTS: Tensor) -> None:
             weight_HTS = torch.zeros_like(weight_BHTS[0], dtype=torch.float64)

@@ -100,9 +100,9 @@ class TrainStep:
         )
         self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
         # Masks depend on the lane, not on the row or rank: any split into micro-batches is equal.
-        dropout = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
+        masks = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
         nats_RT, self.memories[index] = self.engine.forward(
-            input_RT, target_RT, age_RT, self.memories[index], dropout
+            input_RT, target_RT, age_RT, self.memories[index], masks
         )
         # max: a segment of one token at the end of an epoch has no target. Its gradients are zero.
         self.engine.backward(nats_RT.sum() / max(1, num_targets))

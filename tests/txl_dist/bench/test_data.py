@@ -1,4 +1,4 @@
-"""What `txl bench data` measures, at a size that takes no time: numbers, not how good they are."""
+"""`txl bench data` at a small size: figures are valid numbers. Limits are not checked."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,7 @@ from txl_dist.bench.data_plan import measure_plan, plan_all, synthetic_blocks
 from txl_dist.bench.data_reading import measure_reading, measure_seek
 
 
-def some_dataset(directory: Path) -> None:
+def write_dataset(directory: Path) -> None:
     writer = ShardWriter(
         directory,
         "train",
@@ -40,15 +40,15 @@ def some_dataset(directory: Path) -> None:
     (directory / "manifest.json").write_bytes(manifest.to_bytes())
 
 
-def test_rates_and_seeks_are_plain_numbers(tmp_path: Path) -> None:
-    some_dataset(tmp_path)
+def test_rates_and_seek_times_are_positive_numbers(tmp_path: Path) -> None:
+    write_dataset(tmp_path)
     rates = measure_reading(tmp_path, rounds=1)
     assert all(type(rate) is float and rate > 0 for rate in asdict(rates).values())
     median, best = measure_seek(tmp_path, num_lanes=3, seeks=5)
     assert 0 < best <= median < 5
 
 
-def test_a_plan_is_measured_and_finds_every_lane() -> None:
+def test_a_plan_is_measured_and_locates_every_lane() -> None:
     seconds, megabytes = measure_plan(num_tokens=10**8, num_lanes=40, num_ranks=7)
     assert seconds >= 0
     assert megabytes > 0

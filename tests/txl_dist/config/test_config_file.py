@@ -141,7 +141,7 @@ def test_an_alias_bomb_is_refused_at_once(load: Any) -> None:
         ("model.n_head='2'", "write the number without quotes"),
         ("model.n_head=true", "model.n_head is true; it should be a valid integer"),
         ("model.n_head=0", "override model.n_head: model: n_head=0 must be at least 1"),
-        ("model.dropout=1.0", "dropout=1.0 must lie in [0, 0.99]"),
+        ("model.dropout=1.0", "dropout=1.0 must be in [0, 0.99]"),
         ("optimizer.warmup_steps=5", "warmup_steps=5 is longer than training.num_steps=4"),
         ("seed=-1", "seed is -1; it should be greater than or equal to 0"),
         ("tracking.experiment=3", "quote it: '3'"),
@@ -212,7 +212,7 @@ model:
             (
                 "override model.d_model: model: d_model=33 must be even",
                 "override model.n_head: model: n_head=0 must be at least 1",
-                "override model.dropout: model: dropout=3.0 must lie in [0, 0.99]",
+                "override model.dropout: model: dropout=3.0 must be in [0, 0.99]",
                 "override model.div_val: model: div_val=4 must be 1",
             ),
         ),

@@ -1,4 +1,4 @@
-"""Generation: the memory stands for everything read, and text comes out whole."""
+"""Generation: distributions equal those of one segment, and text is decoded by characters."""
 
 from itertools import islice
 
@@ -31,8 +31,8 @@ def generated(model: TransformerXL, prompt: list[int], num_tokens: int = 9, **ho
     return list(islice(generate_tokens(model, prompt, **how), num_tokens))
 
 
-def logits_at_once(model: TransformerXL, text: list[int]) -> Tensor:
-    """[N, V]: after each token of a text that is one segment, without any memory."""
+def logits_of_one_segment(model: TransformerXL, text: list[int]) -> Tensor:
+    """Logits [N, V] after each token of a text, read as one segment without memory."""
     memory = small_model(mem_len=0).empty_memory(1)
     with torch.no_grad():
         hidden_BTD, _ = model.hidden(torch.tensor([text]), torch.arange(len(text))[None], memory)
@@ -41,30 +41,30 @@ def logits_at_once(model: TransformerXL, text: list[int]) -> Tensor:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The logits [V] that every token was drawn from."""
+    """Records the logits [V] that each token is sampled from."""
     seen, next_token = [], generate.next_token
 
-    def noting_next_token(logits_V: Tensor, *how) -> int:
+    def recording_next_token(logits_V: Tensor, *how) -> int:
         seen.append(logits_V)
         return next_token(logits_V, *how)
 
-    monkeypatch.setattr(generate, "next_token", noting_next_token)
+    monkeypatch.setattr(generate, "next_token", recording_next_token)
     return seen
 
 
 @pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 8, 9, 14], ids="prompt of {}".format)
-def test_memory_gives_the_same_distributions_as_reading_all_again(
+def test_a_long_memory_gives_the_distributions_of_one_segment(
     num_prompt: int, seen: list[Tensor]
 ) -> None:
     model, prompt = small_model(mem_len=30), prompt_of(num_prompt)
     tokens = generated(model, prompt)
-    at_once_NV = logits_at_once(model, prompt + tokens)
-    assert_close(torch.stack(seen), at_once_NV[num_prompt - 1 : -1])
+    expected_NV = logits_of_one_segment(model, prompt + tokens)
+    assert_close(torch.stack(seen), expected_NV[num_prompt - 1 : -1])
 
 
 @pytest.mark.parametrize("num_prompt", [3, 4, 5, 8, 9, 14], ids="prompt of {}".format)
 def test_a_prompt_is_read_in_segments_as_in_training(num_prompt: int, seen: list[Tensor]) -> None:
-    """With a memory too short for all of it, where the segments end shows."""
+    """The memory is shorter than the prompt, so segment boundaries change the result."""
     model, prompt = small_model(mem_len=3), prompt_of(num_prompt)
     first_target = generated(model, prompt, 1)
     text_BN = torch.tensor([prompt + first_target])
@@ -72,13 +72,13 @@ def test_a_prompt_is_read_in_segments_as_in_training(num_prompt: int, seen: list
     assert_close(-seen[0].log_softmax(-1)[first_target], nats_BN[0, -1:])
 
 
-def test_temperature_0_is_the_likeliest_token_each_time() -> None:
+def test_temperature_0_gives_the_most_likely_tokens() -> None:
     model, prompt = small_model(mem_len=30), prompt_of(6)
     tokens = generated(model, prompt, sampling=GREEDILY)
-    assert tokens == logits_at_once(model, prompt + tokens)[5:-1].argmax(-1).tolist()
+    assert tokens == logits_of_one_segment(model, prompt + tokens)[5:-1].argmax(-1).tolist()
 
 
-def test_the_same_seed_gives_the_same_text_whatever_was_drawn_before() -> None:
+def test_the_same_seed_gives_the_same_text() -> None:
     model, prompt = small_model(), prompt_of(6)
     first = generated(model, prompt, 20, seed=1)
     torch.rand(3)
@@ -86,7 +86,7 @@ def test_the_same_seed_gives_the_same_text_whatever_was_drawn_before() -> None:
     assert generated(model, prompt, 20, seed=2) != first
 
 
-def test_it_stops_at_the_end_token_without_giving_it() -> None:
+def test_it_stops_at_the_end_token_without_yielding_it() -> None:
     model, prompt = small_model(), prompt_of(6)
     free = generated(model, prompt, 40)
     end = free[7]
@@ -111,27 +111,27 @@ def streamed(data: bytes) -> list[str]:
 
 @examples(100)
 @given(text=st.text(max_size=30))
-def test_text_comes_character_by_character_as_soon_as_each_is_whole(text: str) -> None:
+def test_text_is_yielded_one_complete_character_at_a_time(text: str) -> None:
     assert streamed(text.encode()) == list(text)
 
 
 @examples(100)
 @given(data=st.binary(max_size=30))
-def test_bytes_that_are_no_text_are_marked_and_lose_nothing_else(data: bytes) -> None:
+def test_invalid_utf8_is_replaced_and_other_text_is_unchanged(data: bytes) -> None:
     assert "".join(streamed(data)) == data.decode(errors="replace")
 
 
-def test_text_that_ends_inside_a_character_says_so() -> None:
+def test_an_incomplete_last_character_is_replaced() -> None:
     assert streamed("潮".encode()[:2]) == ["\N{REPLACEMENT CHARACTER}"]
 
 
-def test_the_end_of_a_document_is_no_text() -> None:
+def test_the_end_of_document_token_has_no_text() -> None:
     tokenizer = ByteTokenizer()
     tokens = [ord("a"), tokenizer.end_of_document, ord("b")]
     assert list(stream_text(iter(tokens), tokenizer)) == ["a", "b"]
 
 
-def test_streamed_words_are_set_apart_also_from_the_prompt() -> None:
+def test_words_are_separated_also_from_the_prompt() -> None:
     settings = PrepareSettings(tokenizer="word")
     tokenizer = train_tokenizer(settings, lambda: iter(["the cat sat\nthe end"]))
     first, *others = tokenizer.encode("the cat\nthe end").tolist()
@@ -150,12 +150,12 @@ def test_streamed_words_are_set_apart_also_from_the_prompt() -> None:
 def test_without_memory_the_last_tgt_len_tokens_are_seen_as_in_evaluation(
     num_prompt: int, encoding: str, seen: list[Tensor]
 ) -> None:
-    """A segment of evaluation always has `tgt_len` tokens; what follows the text is padding."""
+    """A segment of evaluation always has `tgt_len` tokens; the end is padding."""
     model = small_model(mem_len=0, distance_encoding=encoding)
     prompt = prompt_of(num_prompt)
     tokens = generated(model, prompt, 3)
-    for drawn, logits_V in enumerate(seen):
-        window = (prompt + tokens[:drawn])[-TGT_LEN:]
+    for num_generated, logits_V in enumerate(seen):
+        window = (prompt + tokens[:num_generated])[-TGT_LEN:]
         padded = torch.tensor([window + [0] * (TGT_LEN - len(window))])
         with torch.no_grad():
             age_BT = torch.arange(TGT_LEN)[None]

@@ -1,4 +1,4 @@
-"""Attention: the fast scores against the equation, and the shift against a loop."""
+"""Attention: every form equals the equation, and the equation is the paper's."""
 
 import functools
 from dataclasses import dataclass, fields
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.small_models import random_text, small_model
-from txl_dist.model.attention import reference_attention, reference_scores
-from txl_dist.model.distances import align_distances, align_padded_distances, encode_distances
+from txl_dist.model.attention import AttentionFunction, choose_attention
 from txl_dist.model.encodings import DistanceTerms
-from txl_dist.model.fast_attention import FORMS, AttentionFunction
+from txl_dist.model.reference_attention import reference_attention, reference_scores
+from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS
 from txl_dist.model.visibility import mask_scores, visible_keys
 
 DIFFERENT_SIZES = st.lists(st.integers(1, 7), min_size=5, max_size=5, unique=True)
@@ -26,11 +26,12 @@ TERMS = {
     "alibi": ("score_HS",),
     "all": ("content_bias_HK", "distance_bias_HK", "distance_HSK", "score_HS"),
 }
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @dataclass
 class Inputs:
-    """Random arguments of an attention function, asking for gradients."""
+    """Random arguments of an attention function, which require gradients."""
 
     q_HBTK: Tensor
     k_HBSK: Tensor
@@ -56,7 +57,7 @@ class Inputs:
         return cls(
             *(draw(H, B, N, K) for N in (T, S, S)),
             DistanceTerms(
-                # ALiBi's scores are constants.
+                # ALiBi's scores are constant.
                 **{n: draw(shapes[n]).requires_grad_(terms != "alibi") for n in TERMS[terms]}
             ),
             mask_scores(visible_BTS, torch.float64),
@@ -69,14 +70,14 @@ class Inputs:
     def gradients(self, attention: AttentionFunction, weight: Tensor) -> dict[str, Tensor]:
         own = {name: getattr(self, name) for name in ("q_HBTK", "k_HBSK", "v_HBSK")}
         terms = {field.name: getattr(self.terms, field.name) for field in fields(self.terms)}
-        given = {name: x for name, x in terms.items() if x is not None}
-        wanted = own | {name: x for name, x in given.items() if x.requires_grad}
+        present = {name: x for name, x in terms.items() if x is not None}
+        inputs = own | {name: x for name, x in present.items() if x.requires_grad}
         sum_ = (self.run(attention) * weight).sum()
-        return dict(zip(wanted, torch.autograd.grad(sum_, list(wanted.values())), strict=True))
+        return dict(zip(inputs, torch.autograd.grad(sum_, list(inputs.values())), strict=True))
 
 
 @pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ATTENTION_FORMS)
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 @settings(max_examples=15, deadline=None)
 @given(sizes=DIFFERENT_SIZES)
@@ -86,12 +87,13 @@ def test_every_form_equals_the_equation_and_its_gradients(
     form: str, terms: str, dropout: bool, sizes: list[int]
 ) -> None:
     inputs = Inputs.of(sizes, terms, dropout=dropout)
-    found, expected = inputs.run(FORMS[form]), inputs.run(reference_attention)
-    assert_close(found, expected)
-    weight = torch.randn_like(found)
-    found_gradients = inputs.gradients(FORMS[form], weight)
+    attention = choose_attention(form, device=CPU, with_dropout=dropout)
+    mixed, expected = inputs.run(attention), inputs.run(reference_attention)
+    assert_close(mixed, expected)
+    weight = torch.randn_like(mixed)
+    gradients = inputs.gradients(attention, weight)
     expected_gradients = inputs.gradients(reference_attention, weight)
-    for name, gradient in found_gradients.items():
+    for name, gradient in gradients.items():
         assert_close(gradient, expected_gradients[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -113,44 +115,38 @@ def test_the_equation_is_the_papers_four_terms() -> None:
             assert_close(scores[:, :, t, s], expected.t())
 
 
-@settings(max_examples=40, deadline=None)
-@given(T=st.integers(1, 6), M=st.integers(0, 7))
-def test_the_shift_gives_every_visible_key_the_score_of_its_distance(T: int, M: int) -> None:
-    S = M + T
-    by_distance = torch.randn(2, 3, T, S)
-    aligned = align_distances(by_distance)
-    for t in range(T):
-        for s in range(M + t + 1):
-            column = S - 1 - (M + t - s)  # the column of distance M + t - s
-            assert torch.equal(aligned[..., t, s], by_distance[..., t, column])
+@pytest.mark.parametrize(
+    ("is_training", "device", "with_dropout", "expected"),
+    [
+        (True, CPU, False, "fused"),
+        (True, CPU, True, "fused"),
+        (False, CPU, False, "biased"),
+        (False, CPU, True, "fused"),
+        (True, GPU, False, "biased"),
+        (True, GPU, True, "fused"),
+        (False, GPU, False, "biased"),
+    ],
+)
+def test_auto_takes_the_fastest_form_that_supports_the_call(
+    is_training: bool, device: torch.device, with_dropout: bool, expected: str
+) -> None:
+    with torch.set_grad_enabled(is_training):
+        attention = choose_attention("auto", device=device, with_dropout=with_dropout)
+    assert attention is choose_attention(expected, device=device, with_dropout=False)
 
 
-def test_the_shift_of_padded_scores_copies_nothing() -> None:
-    padded = torch.randn(2, 3, 8)
-    assert align_padded_distances(padded).untyped_storage().data_ptr() == padded.data_ptr()
+def test_a_form_without_dropout_refuses_a_dropout_mask() -> None:
+    inputs = Inputs.of([2, 3, 4, 5, 6], "paper", dropout=True)
+    with pytest.raises(NotImplementedError, match="no dropout"):
+        inputs.run(choose_attention("biased", device=CPU, with_dropout=False))
 
 
-def test_distances_are_encoded_as_in_the_paper() -> None:
-    found_SD = encode_distances(9, 6, clamp_len=None, dtype=torch.float64, device="cpu")
-    for row, distance in enumerate(range(8, -1, -1)):
-        angles = torch.tensor([distance / 10000 ** (i / 6) for i in (0, 2, 4)]).double()
-        assert_close(found_SD[row], torch.cat([angles.sin(), angles.cos()]), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("clamp_len", [1, 4, 8, 20])
-def test_clamped_distances_share_the_encoding_of_clamp_len(clamp_len: int) -> None:
-    options = {"dtype": torch.float64, "device": "cpu"}
-    free_SD = encode_distances(9, 6, clamp_len=None, **options)
-    clamped_SD = encode_distances(9, 6, clamp_len=clamp_len, **options)
-    for row, distance in enumerate(range(8, -1, -1)):
-        assert torch.equal(clamped_SD[row], free_SD[8 - min(distance, clamp_len)])
-
-
-@pytest.mark.parametrize("form", ["reference", *FORMS])
-@pytest.mark.parametrize("name", ["sinusoidal", "shaw", "rotary", "alibi", "absolute"])
+@pytest.mark.parametrize("form", ATTENTION_FORMS)
+@pytest.mark.parametrize("name", DISTANCE_ENCODINGS)
 def test_every_encoding_runs_in_every_form_in_bf16(name: str, form: str) -> None:
-    options = {"clamp_len": 4} if name == "shaw" else {}
-    options |= {"mem_len": 0} if name == "absolute" else {}
+    facts = DISTANCE_ENCODINGS[name]
+    options = {"clamp_len": 4} if facts.needs_clamp_len else {}
+    options |= {} if facts.allows_memory else {"mem_len": 0}
     model = small_model(distance_encoding=name, attention=form, **options).float()
     text_BT, age_BT = random_text(2, 3), torch.arange(3).expand(2, 3)
     exact_BT, _ = model(text_BT, text_BT, age_BT, model.empty_memory(2))
@@ -164,8 +160,8 @@ def test_every_encoding_runs_in_every_form_in_bf16(name: str, form: str) -> None
     assert_close(again_BT, exact_BT.detach(), rtol=0.1, atol=0.1)
 
 
-def test_learned_scores_without_distances_are_refused_where_they_would_not_learn() -> None:
+def test_learned_scores_without_distances_are_refused_where_they_have_no_gradient() -> None:
     inputs = Inputs.of([2, 3, 4, 5, 6], "alibi")
     inputs.terms.score_HS.requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradient"):
-        inputs.run(FORMS["fused"])
+        inputs.run(choose_attention("fused", device=CPU, with_dropout=False))

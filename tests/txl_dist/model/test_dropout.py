@@ -1,4 +1,4 @@
-"""Dropout: masks that belong to (seed, step, lane, layer, place) and to nothing else."""
+"""Dropout: masks are a function of (seed, step, lane, layer, place) only."""
 
 from typing import Any, get_args
 
@@ -18,19 +18,19 @@ BASE: dict[str, Any] = {"seed": 3, "step": 5, "lane": 7, "layer": 1, "place": "i
 
 
 def mask_of(*, seed: int, step: int, lane: int, layer: int, place: Place) -> Tensor:
-    draws = LaneDropoutMasks(seed=seed, step=step, lanes=[lane])
-    return draws.scale(torch.ones(1, 9, 11), rate=0.3, layer=layer, place=place, by_lane=True)
+    masks = LaneDropoutMasks(seed=seed, step=step, lanes=[lane])
+    return masks.scale(torch.ones(1, 9, 11), rate=0.3, layer=layer, place=place, by_lane=True)
 
 
 @settings(max_examples=40, deadline=None)
 @given(lanes=st.permutations(range(7)), cut=st.integers(1, 6))
 def test_a_lanes_mask_is_the_same_in_any_row_of_any_micro_batch(lanes: list[int], cut: int) -> None:
     for micro_batch in (lanes[:cut], lanes[cut:]):
-        draws = LaneDropoutMasks(seed=3, step=5, lanes=micro_batch)
+        masks = LaneDropoutMasks(seed=3, step=5, lanes=micro_batch)
         x = torch.ones(len(micro_batch), 9, 11)
-        masks = draws.scale(x, rate=0.3, layer=1, place="inner", by_lane=True)
+        mask = masks.scale(x, rate=0.3, layer=1, place="inner", by_lane=True)
         for row, lane in enumerate(micro_batch):
-            assert torch.equal(masks[row : row + 1], mask_of(**BASE | {"lane": lane}))
+            assert torch.equal(mask[row : row + 1], mask_of(**BASE | {"lane": lane}))
 
 
 @pytest.mark.parametrize("mem_len", [0, 5])
@@ -39,18 +39,18 @@ def test_a_model_gives_each_lane_the_same_nats_in_any_micro_batch(mem_len: int) 
     age_BT = torch.arange(6).expand(4, 6)
 
     def nats(lanes: list[int]) -> Tensor:
-        draws = LaneDropoutMasks(seed=3, step=5, lanes=lanes)
+        masks = LaneDropoutMasks(seed=3, step=5, lanes=lanes)
         text = text_BN[lanes]
         memory = model.empty_memory(len(lanes))
-        return model(text[:, :-1], text[:, 1:], age_BT[lanes], memory, draws)[0]
+        return model(text[:, :-1], text[:, 1:], age_BT[lanes], memory, masks)[0]
 
     whole = nats([0, 1, 2, 3])
     assert_close(torch.cat([nats([0, 1, 2]), nats([3])]), whole)
     assert_close(nats([2, 0, 3, 1]), whole[[2, 0, 3, 1]])
-    assert (whole - nats_without_draws(model, text_BN)).abs().max() > 1e-3
+    assert (whole - nats_without_dropout(model, text_BN)).abs().max() > 1e-3
 
 
-def nats_without_draws(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
+def nats_without_dropout(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
     age_BT = torch.arange(text_BN.shape[1] - 1).expand(len(text_BN), -1)
     memory = model.empty_memory(len(text_BN))
     return model(text_BN[:, :-1], text_BN[:, 1:], age_BT, memory)[0]
@@ -67,21 +67,21 @@ def nats_without_draws(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_another_seed_step_lane_layer_or_place_draws_another_mask(other: dict) -> None:
+def test_another_seed_step_lane_layer_or_place_gives_another_mask(other: dict) -> None:
     assert not torch.equal(mask_of(**BASE), mask_of(**BASE | other))
-    assert torch.equal(mask_of(**BASE), mask_of(**BASE)), "and the same ones the same"
+    assert torch.equal(mask_of(**BASE), mask_of(**BASE)), "the same arguments give the same mask"
 
 
-def test_every_dropout_of_a_model_has_a_mask_of_its_own() -> None:
+def test_the_dropouts_of_a_model_have_different_masks() -> None:
     modules = [m for m in small_model(n_layer=3).modules() if isinstance(m, Dropout)]
     assert len({(m.layer, m.place) for m in modules}) == len(modules) == 3 + 3 * 4
     assert {m.place for m in modules} == set(PLACES)
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.01, 0.05, 0.1, 0.5, 0.9])
-def test_the_rate_and_the_mean_are_kept(rate: float) -> None:
-    draws = LaneDropoutMasks(seed=3, step=5, lanes=[0, 1])
-    scale = draws.scale(
+def test_the_rate_and_the_mean_are_as_configured(rate: float) -> None:
+    masks = LaneDropoutMasks(seed=3, step=5, lanes=[0, 1])
+    scale = masks.scale(
         torch.ones(2, 300, 400).double(), rate=rate, layer=0, place="output", by_lane=True
     )
     five_sigmas = 5 * (rate * (1 - rate) / scale.numel()) ** 0.5
@@ -92,11 +92,11 @@ def test_the_rate_and_the_mean_are_kept(rate: float) -> None:
 
 @pytest.mark.parametrize("rate", [0.01, 0.05, 0.1])
 def test_every_dropout_of_a_model_drops_at_small_rates_too(rate: float) -> None:
-    draws = LaneDropoutMasks(seed=3, step=5, lanes=[0, 1])
+    masks = LaneDropoutMasks(seed=3, step=5, lanes=[0, 1])
     modules = [m for m in small_model(dropout=rate, dropatt=rate).modules() if type(m) is Dropout]
     assert len(modules) == 3 + 2 * 4
     for module in modules:
-        dropped = (module(torch.ones(2, 100, 100), draws) == 0).double().mean()
+        dropped = (module(torch.ones(2, 100, 100), masks) == 0).double().mean()
         assert dropped == pytest.approx(rate, rel=0.5), module.place
 
 
@@ -105,9 +105,9 @@ def test_every_dropout_of_a_model_drops_at_small_rates_too(rate: float) -> None:
 def test_a_small_rate_of_either_kind_changes_the_nats(option: str, attention: str) -> None:
     text_BN, age_BT = random_text(8, 31), torch.arange(30).expand(8, 30)
     model = small_model(**{option: 0.05}, attention=attention)
-    draws = LaneDropoutMasks(seed=3, step=5, lanes=range(8))
-    nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, model.empty_memory(8), draws)
-    assert (nats_BT - nats_without_draws(model, text_BN)).abs().max() > 1e-3
+    masks = LaneDropoutMasks(seed=3, step=5, lanes=range(8))
+    nats_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, model.empty_memory(8), masks)
+    assert (nats_BT - nats_without_dropout(model, text_BN)).abs().max() > 1e-3
 
 
 def test_a_mask_for_all_lanes_does_not_depend_on_them() -> None:
@@ -120,13 +120,13 @@ def test_a_mask_for_all_lanes_does_not_depend_on_them() -> None:
     assert torch.equal(*masks)
 
 
-def test_without_draws_nothing_is_dropped() -> None:
+def test_without_masks_nothing_is_dropped() -> None:
     text_BN = random_text(2, 7)
     dropped, plain = small_model(dropout=0.3, dropatt=0.2), small_model()
-    assert torch.equal(nats_without_draws(dropped, text_BN), nats_without_draws(plain, text_BN))
+    assert torch.equal(nats_without_dropout(dropped, text_BN), nats_without_dropout(plain, text_BN))
 
 
 def test_the_masks_are_those_of_every_earlier_version() -> None:
-    """A resumed run must go on with the masks it began with; these bits may never change."""
-    kept = (mask_of(**BASE) > 0).flatten()[:24].int().tolist()
-    assert "".join(map(str, kept)) == "100011111011111011111101"
+    """A resumed run must continue with the same masks, so these bits may never change."""
+    is_kept = (mask_of(**BASE) > 0).flatten()[:24].int().tolist()
+    assert "".join(map(str, is_kept)) == "100011111011111011111101"

@@ -1,4 +1,4 @@
-"""Both ends of the model: what they share, what they compute, and targets that do not count."""
+"""Embedding and softmax: values, shared parameters, and ignored targets."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.support.small_models import VOCAB_SIZE, random_text, small_model
 from txl_dist.model.adaptive_softmax import IGNORED
 from txl_dist.model.transformer_xl import TransformerXL
 
-ENDS = [
+OPTIONS = [
     {},
     {"tie_weight": False},
     {"d_embed": 3},
@@ -21,19 +21,19 @@ ENDS = [
     {"cutoffs": (4, 9), "div_val": 2, "tie_projs": (False, True, True)},
     {"cutoffs": (4,), "div_val": 3, "tie_weight": False},
 ]
-every_kind_of_end = pytest.mark.parametrize("options", ENDS, ids=str)
+with_all_options = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 
 def table_of(model: TransformerXL, token: int) -> tuple[int, int]:
-    """Which table holds a token, and the row there."""
+    """The table that holds a token, and its row there."""
     for table, (start, stop) in enumerate(model.table.bounds):
         if start <= token < stop:
             return table, token - start
     raise AssertionError(token)
 
 
-@every_kind_of_end
-def test_vectors_are_those_of_the_written_out_tables(options: dict) -> None:
+@with_all_options
+def test_vectors_equal_a_lookup_per_token(options: dict) -> None:
     model, token_BT = small_model(**options), torch.arange(VOCAB_SIZE).view(1, -1)
     vectors_TD = model.table(token_BT)[0]
     for token in range(VOCAB_SIZE):
@@ -44,18 +44,20 @@ def test_vectors_are_those_of_the_written_out_tables(options: dict) -> None:
         assert_close(vectors_TD[token], vector * model.config.d_model**0.5)
 
 
-@every_kind_of_end
-def test_log_probabilities_are_those_of_the_written_out_tree(options: dict) -> None:
+@with_all_options
+def test_log_probabilities_equal_the_equation_per_token(options: dict) -> None:
     model = small_model(**options)
     for parameter in model.softmax.parameters():
         parameter.data.normal_()
     hidden_D = torch.randn(6, dtype=torch.float64)
-    found_V = model.logits(hidden_D.view(1, 1, -1))[0, 0].log_softmax(dim=-1)
-    assert_close(found_V, torch.stack([written_out(model, hidden_D, t) for t in range(VOCAB_SIZE)]))
+    logits_V = model.logits(hidden_D.view(1, 1, -1))[0, 0].log_softmax(dim=-1)
+    assert_close(
+        logits_V, torch.stack([log_probability(model, hidden_D, t) for t in range(VOCAB_SIZE)])
+    )
 
 
-def written_out(model: TransformerXL, hidden_D: Tensor, token: int) -> Tensor:
-    """log p(token): among the shortlist and the clusters, then inside its cluster."""
+def log_probability(model: TransformerXL, hidden_D: Tensor, token: int) -> Tensor:
+    """log p(token) by the equation in adaptive_softmax.py."""
     bounds = model.softmax.bounds
     (cluster,) = [c for c, (start, stop) in enumerate(bounds) if start <= token < stop]
     scores = [score(model, hidden_D, 0, t) for t in range(*bounds[0])]
@@ -84,7 +86,7 @@ def projected(model: TransformerXL, hidden_D: Tensor, cluster: int) -> Tensor:
     return hidden_D @ model.softmax.projections[str(cluster)]
 
 
-@every_kind_of_end
+@with_all_options
 def test_nats_are_the_negative_log_probabilities_in_token_order(options: dict) -> None:
     model, target_BT = small_model(**options), random_text(2, 5)
     hidden_BTD = torch.randn(2, 5, 6, dtype=torch.float64)
@@ -93,30 +95,30 @@ def test_nats_are_the_negative_log_probabilities_in_token_order(options: dict) -
     assert_close(model.softmax(hidden_BTD, target_BT, model.table), expected_BT)
 
 
-@every_kind_of_end
-def test_what_is_tied_has_no_parameters_of_its_own(options: dict) -> None:
+@with_all_options
+def test_tied_parameters_exist_once(options: dict) -> None:
     model, config = small_model(**options), small_model(**options).config
     assert (len(model.softmax.weights) == 0) == config.tie_weight
     tied = {str(cluster) for cluster in range(config.num_clusters) if config.is_tied(cluster)}
     assert not tied & set(model.softmax.projections)
 
 
-@every_kind_of_end
-def test_an_ignored_target_costs_no_nats_and_no_gradient(options: dict) -> None:
+@with_all_options
+def test_an_ignored_target_has_no_nats_and_no_gradient(options: dict) -> None:
     model, target_BT = small_model(**options), random_text(2, 5)
     ignored_BT = torch.tensor([[0, 1, 0, 0, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
     target_BT[ignored_BT] = IGNORED
     hidden_BTD = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
     nats_BT = model.softmax(hidden_BTD, target_BT, model.table)
     nats_BT.sum().backward()
-    for where, zero in ((ignored_BT, True), (~ignored_BT, False)):
-        assert ((nats_BT[where] == 0) == zero).all()
-        assert ((hidden_BTD.grad[where] == 0).all(dim=-1) == zero).all()
+    for selected_BT, is_zero in ((ignored_BT, True), (~ignored_BT, False)):
+        assert ((nats_BT[selected_BT] == 0) == is_zero).all()
+        assert ((hidden_BTD.grad[selected_BT] == 0).all(dim=-1) == is_zero).all()
 
 
-@every_kind_of_end
-def test_every_parameter_has_a_gradient_whatever_the_targets(options: dict) -> None:
-    """Here none is scored and one id is read: the rest must still take part, with zeros."""
+@with_all_options
+def test_every_parameter_has_a_gradient_for_any_targets(options: dict) -> None:
+    """No target is scored and one token id is read; other parameters must have zero gradients."""
     model, text_BT = small_model(**options), torch.zeros(2, 5, dtype=torch.int64)
     target_BT = torch.full_like(text_BT, IGNORED)
     nats_BT, _ = model(text_BT, target_BT, torch.zeros_like(text_BT), model.empty_memory(2))
@@ -126,5 +128,5 @@ def test_every_parameter_has_a_gradient_whatever_the_targets(options: dict) -> N
         assert not parameter.grad.any(), name
 
 
-def test_the_data_marks_unscored_targets_as_the_model_does() -> None:
+def test_data_and_model_mark_ignored_targets_alike() -> None:
     assert segments.IGNORED == IGNORED

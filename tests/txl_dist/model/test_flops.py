@@ -1,4 +1,4 @@
-"""The formula counts what torch counts."""
+"""The formula counts the same operations as torch's counter."""
 
 import pytest
 import torch
@@ -27,21 +27,21 @@ def test_the_formula_equals_torchs_counter(options: dict) -> None:
     text_BT = random_text(2, 7)
     bounds = model.config.cluster_bounds[1:]
     tail_rows = [int(((text_BT >= low) & (text_BT < high)).sum()) for low, high in bounds]
-    given = (text_BT, text_BT, torch.full_like(text_BT, 100), model.empty_memory(2))
+    arguments = (text_BT, text_BT, torch.full_like(text_BT, 100), model.empty_memory(2))
     shape = {"num_lanes": 2, "tgt_len": 7, "tail_rows": tail_rows}
     with FlopCounterMode(display=False) as forward, torch.no_grad():
-        model(*given)
+        model(*arguments)
     with FlopCounterMode(display=False) as training:
-        model(*given)[0].sum().backward()
+        model(*arguments)[0].sum().backward()
     assert forward.get_total_flops() == forward_flops(model.config, **shape)
     assert training.get_total_flops() == training_flops(model.config, **shape)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_inference_counts_neither_the_memory_nor_the_distances_again(options: dict) -> None:
+def test_inference_does_not_count_projections_of_memory_and_distances(options: dict) -> None:
     model = small_model(attention="reference", **options)
-    text_BT, state = random_text(2, 7) % 4, model.empty_state(2)
-    for _ in range(2):  # the second finds what the first has kept
+    text_BT, cache = random_text(2, 7) % 4, model.empty_state(2)
+    for _ in range(2):  # the first call fills the cache
         with FlopCounterMode(display=False) as counted, torch.no_grad():
-            model(text_BT, text_BT, torch.full_like(text_BT, 100), state)
+            model(text_BT, text_BT, torch.full_like(text_BT, 100), cache)
     assert counted.get_total_flops() == inference_flops(model.config, num_lanes=2, tgt_len=7)

@@ -38,7 +38,7 @@ WITHOUT_EXTENSION = [
 
 @dataclass(frozen=True)
 class Golden:
-    """One file of the original's numbers, turned batch-major."""
+    """One file of the original's numbers, batch-major."""
 
     arrays: dict[str, np.ndarray]
     config: ModelConfig
@@ -57,8 +57,9 @@ class Golden:
         return model.to(dtype)
 
     def segment(self, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Input, target and age; the target is IGNORED where a segment repeats the last one's end
-        (the original's `ext_len`).
+        """Input, target and age.
+
+        With `ext_len`, a segment repeats the end of the previous one; there targets are IGNORED.
         """
         input_BT, scored_BT = self.tensor(f"input/{k}").t(), self.tensor(f"target/{k}").t()
         target_BT = torch.full_like(input_BT, IGNORED)
@@ -68,25 +69,25 @@ class Golden:
         return input_BT, target_BT, age_BT
 
     def num_repeated(self, k: int) -> int:
-        """Tokens of the last segment that the input of segment `k` begins with."""
+        """Tokens at the start of segment `k` that repeat the previous segment."""
         return len(self.arrays[f"input/{k}"]) - len(self.arrays[f"target/{k}"])
 
     def read(self, k: int, model: TransformerXL, memory: Memory) -> tuple[torch.Tensor, Memory]:
-        """The scored nats of segment `k`, and the memory that the next segment continues from."""
+        """The scored nats of segment `k`, and the memory for the next segment."""
         input_BT, target_BT, age_BT = self.segment(k)
         nats_BT, after = model(input_BT, target_BT, age_BT, memory)
         following = k + 1 < num_segments(self.arrays)
         if following and (repeated := self.num_repeated(k + 1)):
-            # What the next segment repeats is not in its memory.
+            # The memory must not hold tokens that the next segment repeats.
             _, after = model(*(x[:, :-repeated] for x in self.segment(k)), memory)
         return nats_BT[:, self.num_repeated(k) :], after
 
 
 def load(path: Path, attention: str) -> Golden:
     arrays = read_arrays(path)
-    given = original_arguments(path)
-    encoding = ENCODINGS[given.get("attn_type", 0)]
-    config = original_config(given | {"attn_type": 0}, origin=str(path))
+    arguments = original_arguments(path)
+    encoding = ENCODINGS[arguments.get("attn_type", 0)]
+    config = original_config(arguments | {"attn_type": 0}, origin=str(path))
     if encoding == "shaw":  # as many distances as the original's table has rows
         config = replace(config, clamp_len=len(arrays["sd/r_emb"][0]) - 1)
     config = replace(config, distance_encoding=encoding, attention=attention)
@@ -104,26 +105,26 @@ def test_nats_and_memories_equal_the_originals(
     golden = load(FILES[name], attention)
     model = golden.model(dtype)
     memory = model.empty_memory(golden.arrays["input/0"].shape[1])
-    # With ext_len, the original's first memory wrongly keeps what the next segment repeats.
-    is_right = name in WITHOUT_EXTENSION
+    # With ext_len, the original's first memory wrongly holds tokens that the next segment repeats.
+    has_no_extension = name in WITHOUT_EXTENSION
     for k in range(num_segments(golden.arrays)):
         with torch.no_grad():
             nats_BT, memory = golden.read(k, model, memory)
-        expected = golden.tensor(f"nll/{k}" if is_right else f"nv_nll/{k}").t().to(dtype)
+        expected = golden.tensor(f"nll/{k}" if has_no_extension else f"nv_nll/{k}").t().to(dtype)
         assert_close(nats_BT, expected, rtol=0, atol=tolerance)
-        if is_right:
+        if has_no_extension:
             assert_memories_equal(memory, golden, k)
 
 
 def assert_memories_equal(memory: Memory, golden: Golden, k: int) -> None:
-    """The original's grow until mem_len; ours are as long from the start, the oldest unused."""
+    """The original's memory grows to `mem_len`; ours has that length from the start."""
     for layer, memory_BMD in enumerate(memory.layers):
         if golden.config.mem_len == 0:
             assert memory_BMD.shape[1] == 0
             continue
         expected_BMD = golden.tensor(f"mem/{k}/{layer}").transpose(0, 1)
         newest_BMD = memory_BMD[:, -expected_BMD.shape[1] :].float()
-        # Stored in float32, of activations up to about 10.
+        # Stored in float32; activations are at most about 10.
         assert_close(newest_BMD, expected_BMD, rtol=0, atol=2e-5)
 
 
@@ -137,22 +138,22 @@ def test_gradients_equal_the_originals(name: str, attention: str) -> None:
         _, memory = model(*golden.segment(0), empty)
     model(*golden.segment(1), memory)[0].mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    ours = to_original(gradients, golden.config)
+    named = to_original(gradients, golden.config)
 
     expected = {k.removeprefix("gradnorm/") for k in golden.arrays if k.startswith("gradnorm/")}
-    assert expected <= set(ours)
+    assert expected <= set(named)
     assert full_gradients(golden) in (set(), expected)
-    for original, gradient in ours.items():
+    for original, gradient in named.items():
         if original not in expected:
-            # The original skips a cluster that no target is in.
+            # The original skips a cluster without targets.
             assert not gradient.any(), original
             continue
         assert_close(
             gradient.norm(), golden.tensor(f"gradnorm/{original}").squeeze(), rtol=1e-9, atol=0
         )
         if f"grad/{original}" in golden.arrays:
-            # Computed in float64 and stored in float32, which rounds to nearest: off by at most
-            # 2^-24 of the value. Sums in another order change float64 by far less than 1e-12.
+            # Computed in float64 and stored in float32: a relative rounding error of at most 2^-24.
+            # Another order of summation changes float64 by far less than 1e-12.
             full = golden.tensor(f"grad/{original}").double()
             assert_close(gradient, full, rtol=2**-24, atol=1e-12, msg=lambda m, o=original: o + m)
 
@@ -161,6 +162,6 @@ def full_gradients(golden: Golden) -> set[str]:
     return {key.removeprefix("grad/") for key in golden.arrays if key.startswith("grad/")}
 
 
-def test_not_only_norms_are_compared() -> None:
+def test_full_gradients_are_compared_too() -> None:
     own = [load(path, "reference") for path in OWN_GOLDEN.glob("*.npz")]
     assert sum(bool(full_gradients(golden)) for golden in own) >= 6

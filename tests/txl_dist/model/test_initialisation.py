@@ -29,7 +29,7 @@ def test_every_parameter_is_drawn_as_in_the_original() -> None:
         assert abs(parameter.std() - std) <= five_sigmas, name
 
 
-def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> None:
+def test_the_same_seed_gives_the_same_weights_after_any_other_random_numbers() -> None:
     torch.manual_seed(1)
     first = TransformerXL(CONFIG, seed=5).state_dict()
     torch.rand(7)

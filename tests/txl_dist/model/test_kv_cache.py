@@ -1,4 +1,4 @@
-"""Inference: keys and values kept give the numbers of a memory projected again."""
+"""KVCache: the same numbers as a Memory, which is projected again for every segment."""
 
 import pytest
 import torch
@@ -47,18 +47,20 @@ def nats_of_segments(
 @settings(max_examples=20, deadline=None)
 @given(
     tgt_lens=st.lists(st.integers(1, 7), min_size=1, max_size=8),
-    room=st.integers(1, 9),
+    spare=st.integers(1, 9),
 )
-def test_the_numbers_are_those_of_the_memory(options: dict, tgt_lens: list[int], room: int) -> None:
+def test_the_numbers_are_those_of_the_memory(
+    options: dict, tgt_lens: list[int], spare: int
+) -> None:
     model = small_model(n_layer=3, **options)
     expected = nats_of_segments(model, tgt_lens, model.empty_memory(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_cache, "_ROOM", room)  # so that it moves back within a few tokens
-        found = nats_of_segments(model, tgt_lens, model.empty_state(2))
-    assert_close(found, expected)
+        patch.setattr(kv_cache, "_SPARE_TOKENS", spare)  # copied after a few tokens
+        nats = nats_of_segments(model, tgt_lens, model.empty_state(2))
+    assert_close(nats, expected)
 
 
-def test_the_past_is_projected_once() -> None:
+def test_each_token_is_projected_once() -> None:
     model, rows = small_model(), []
     model.layers[0].attention.key_value.register_forward_hook(
         lambda _module, inputs, _output: rows.append(inputs[0].shape[1])
@@ -67,28 +69,28 @@ def test_the_past_is_projected_once() -> None:
     assert rows == [4, 4, 1, 1]
 
 
-def test_distances_are_projected_once_for_every_number_of_keys() -> None:
+def test_distances_are_projected_once_per_number_of_keys() -> None:
     model, calls = small_model(), []
     model.layers[1].attention.distances.register_forward_hook(lambda *_: calls.append(1))
     nats_of_segments(model, [4, 4, 1, 1, 1, 4], model.empty_state(2))
     assert len(calls) == 2
 
 
-def test_it_refuses_what_would_be_silently_wrong() -> None:
+def test_gradients_and_other_numbers_of_lanes_are_refused() -> None:
     model, text_BT = small_model(), random_text(2, 3)
-    given = (text_BT, text_BT, torch.zeros_like(text_BT))
+    segment = (text_BT, text_BT, torch.zeros_like(text_BT))
     with pytest.raises(RuntimeError, match="no_grad"):
-        model(*given, model.empty_state(2))
-    with torch.no_grad(), pytest.raises(ValueError, match="2 lanes for a state of 3"):
-        model(*given, model.empty_state(3))
+        model(*segment, model.empty_state(2))
+    with torch.no_grad(), pytest.raises(ValueError, match="2 lanes for a KVCache of 3"):
+        model(*segment, model.empty_state(3))
 
 
-def test_a_state_keeps_no_graph_alive() -> None:
+def test_a_cache_holds_no_autograd_graph() -> None:
     model, text_BT = small_model(), random_text(2, 3)
-    state = model.empty_state(2)
+    cache = model.empty_state(2)
     with torch.no_grad():
-        model(text_BT, text_BT, torch.zeros_like(text_BT), state)
+        model(text_BT, text_BT, torch.zeros_like(text_BT), cache)
     with torch.no_grad():
-        keys, values = state.layers[0].append(*[torch.zeros(3, 2, 1, 4, dtype=torch.float64)] * 2)
+        keys, values = cache.layers[0].append(*[torch.zeros(3, 2, 1, 4, dtype=torch.float64)] * 2)
     assert not keys.requires_grad
     assert not values.requires_grad

@@ -1,4 +1,4 @@
-"""Names of the original: there and back again, and nothing left out."""
+"""Conversion to the original's names and back loses nothing."""
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ OPTIONS = [
     {"d_embed": 3, "tie_projs": (True,)},
     {"d_embed": 3, "tie_weight": False, "pre_lnorm": True},
     {"untie_r": True},
+    {"distance_encoding": "shaw", "clamp_len": 4},
+    {"distance_encoding": "absolute", "mem_len": 0},
     {"cutoffs": (2, 7)},
     {"cutoffs": (2, 7), "tie_weight": False, "d_embed": 3},
     {"cutoffs": (2, 7), "div_val": 2, "tie_projs": (False, True, True)},
@@ -21,16 +23,16 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_weights_survive_the_originals_names(options: dict) -> None:
+def test_conversion_and_its_inverse_restore_the_weights(options: dict) -> None:
     model = small_model(**options)
     original = to_original(model.state_dict(), model.config)
-    back = from_original(original, model.config)
-    assert set(back) == set(model.state_dict())
+    restored = from_original(original, model.config)
+    assert set(restored) == set(model.state_dict())
     for name, weight in model.state_dict().items():
-        assert torch.equal(back[name], weight), name
+        assert torch.equal(restored[name], weight), name
 
 
-def test_queries_keys_and_values_stand_below_each_other() -> None:
+def test_queries_keys_and_values_are_concatenated_in_this_order() -> None:
     model = small_model()
     attention = model.layers[1].attention
     qkv = to_original(model.state_dict(), model.config)["layers.1.dec_attn.qkv_net.weight"]
@@ -39,7 +41,7 @@ def test_queries_keys_and_values_stand_below_each_other() -> None:
     assert torch.equal(qkv[width:], attention.key_value.weight)
 
 
-def test_the_originals_cluster_columns_run_backwards() -> None:
+def test_the_originals_cluster_columns_are_reversed() -> None:
     model = small_model(cutoffs=(2, 7))
     model.softmax.cluster_bias.data = torch.tensor([1.0, 2.0])
     assert to_original(model.state_dict(), model.config)["crit.cluster_bias"].tolist() == [2, 1]

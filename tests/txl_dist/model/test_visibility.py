@@ -1,4 +1,4 @@
-"""Visibility: the rule of the design, key by key."""
+"""Visibility: the rule of visibility.py, checked for every query and key."""
 
 import pytest
 import torch
@@ -20,31 +20,31 @@ from txl_dist.model.visibility import visible_keys
     mem_len=st.integers(0, 7),
     same_length=st.booleans(),
 )
-def test_a_key_is_visible_iff_it_is_no_further_than_the_age(
+def test_a_key_is_visible_iff_its_distance_is_at_most_the_age(
     ages: list[list[int]], mem_len: int, same_length: bool
 ) -> None:
-    found = visible_keys(torch.tensor(ages), mem_len=mem_len, same_length=same_length)
+    visible_BTS = visible_keys(torch.tensor(ages), mem_len=mem_len, same_length=same_length)
     for b, row in enumerate(ages):
         for t, age in enumerate(row):
             for s in range(mem_len + len(row)):
                 i, j = t, s - mem_len
                 expected = 0 <= i - j <= age and (i - j < mem_len or not same_length)
-                assert found[b, t, s] == expected, (b, t, s)
+                assert visible_BTS[b, t, s] == expected, (b, t, s)
 
 
 @pytest.mark.parametrize("mem_len", [1, 3, 8])
 def test_same_length_shows_exactly_mem_len_keys(mem_len: int) -> None:
     age_BT = torch.full((2, 5), 1000)
-    found = visible_keys(age_BT, mem_len=mem_len, same_length=True)
-    assert (found.sum(dim=-1) == mem_len).all()
+    visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=True)
+    assert (visible_BTS.sum(dim=-1) == mem_len).all()
 
 
 @pytest.mark.parametrize("mem_len", [0, 1, 3, 8])
-def test_without_it_an_old_stream_shows_the_memory_and_the_segment_so_far(mem_len: int) -> None:
-    found = visible_keys(torch.full((2, 5), 1000), mem_len=mem_len, same_length=False)
-    assert found.sum(dim=-1).tolist() == [[mem_len + t + 1 for t in range(5)]] * 2
+def test_a_query_of_high_age_sees_all_memory_and_the_segment_up_to_itself(mem_len: int) -> None:
+    visible_BTS = visible_keys(torch.full((2, 5), 1000), mem_len=mem_len, same_length=False)
+    assert visible_BTS.sum(dim=-1).tolist() == [[mem_len + t + 1 for t in range(5)]] * 2
 
 
-def test_every_query_sees_itself_whatever_its_age() -> None:
-    found = visible_keys(torch.zeros(2, 5, dtype=torch.int32), mem_len=3, same_length=True)
-    assert torch.equal(found[0], torch.eye(5, 8, dtype=torch.bool).roll(3, dims=1))
+def test_every_query_sees_itself() -> None:
+    visible_BTS = visible_keys(torch.zeros(2, 5, dtype=torch.int32), mem_len=3, same_length=True)
+    assert torch.equal(visible_BTS[0], torch.eye(5, 8, dtype=torch.bool).roll(3, dims=1))

@@ -103,7 +103,7 @@ def plain_mass(case: Case) -> tuple[Mass, Mass]:
         # Whole segments: `absolute` counts a token's place from the segment's end.
         columns = (torch.tensor([(column + [0] * tgt_len)[here]]) for column in (tokens, ages))
         with torch.no_grad():
-            _, memory = model.hidden(*columns, memory, watch=shown.__setitem__)
+            _, memory = model.hidden(*columns, memory, on_attention_weights=shown.__setitem__)
         for query, age in enumerate(ages[start : min(here.stop, case.num_targets)]):
             reach = min(age, mem_len - 1) if config.same_length else age
             keys = [key for key in range(mem_len + query + 1) if mem_len + query - key <= reach]

@@ -1,0 +1,47 @@
+"""ModelConfig: an invalid option is refused, with the name of the field and a valid value."""
+
+from typing import Any
+
+import pytest
+
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.variants import DISTANCE_ENCODINGS
+
+INVALID = [
+    ({"cutoffs": (6, 3)}, "cutoffs=.* drop the entry out of order"),
+    ({"cutoffs": (3, 11), "vocab_size": 11}, "cutoffs=.* size, 11"),
+    ({"same_length": True, "mem_len": 0}, "same_length=true needs a memory: set mem_len"),
+    ({"distance_encoding": "rotary", "d_head": 5}, "d_head=5 must be even.*use 6"),
+    ({"distance_encoding": "sinusoidal", "d_model": 7}, "d_model=7 must be even.*use 8"),
+    ({"distance_encoding": "shaw"}, "set clamp_len"),
+    ({"distance_encoding": "rotary", "clamp_len": 4}, "clamp_len=4 .*use null"),
+    ({"distance_encoding": "absolute", "mem_len": 3}, "mem_len=3 .*use 0"),
+    ({"distance_encoding": "alibi", "untie_r": True}, "untie_r=true .*use false"),
+    ({"div_val": 2}, "div_val=2 must be 1"),
+    ({"d_embed": 4, "div_val": 8, "cutoffs": (3,)}, "div_val=8 narrows width 4 to 0"),
+    ({"dropout": 1.0}, r"dropout=1.0 must be in \[0, 0.99\]"),
+    ({"clamp_len": 0}, "clamp_len=0 must be at least 1, or null"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), INVALID, ids=lambda value: str(value)[:40])
+def test_invalid_options_are_refused_with_a_valid_value(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**options)
+
+
+@pytest.mark.parametrize("name", DISTANCE_ENCODINGS)
+def test_only_an_encoding_that_fills_d_model_with_sines_needs_it_even(name: str) -> None:
+    facts = DISTANCE_ENCODINGS[name]
+    options = {"clamp_len": 4} if facts.needs_clamp_len else {}
+    options |= {} if facts.allows_memory else {"mem_len": 0}
+    d_model = 8 if facts.even_size == "d_model" else 7
+    assert ModelConfig(distance_encoding=name, d_model=d_model, **options).d_model == d_model
+
+
+@pytest.mark.parametrize("option", ["distance_encoding", "attention"])
+def test_an_unknown_name_is_refused_with_the_known_ones(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}='none' must be one of .*, "):
+        ModelConfig(**{option: "none"})

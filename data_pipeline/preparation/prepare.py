@@ -1,9 +1,10 @@
-"""Preparing: a corpus to a directory of shards with a manifest.
+"""Preparing: the input to a directory of shards with a manifest.
 
 Four steps: scan every range of the input once and keep where documents stand; decide from that
-which document goes into which shard (`assignment.py`); make the tokenizer if the corpus decides it
-(`build_tokenizer.py`); read the documents again in their order, shard by shard, tokenize and write.
-So the whole corpus is shuffled and split without holding its text. What reads much is cut into work
+which document goes into which shard (`shard_assignment.py`); make the tokenizer if the input
+decides it
+(`tokenizer_training.py`); read the documents again in their order, shard by shard, and write them.
+So the whole input is shuffled and split without holding its text. What reads much is cut into work
 units that any number of workers share (`work_units.py`), and the same input and settings give the
 same bytes for any number of them; only bpe trains in this process.
 
@@ -21,21 +22,21 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.errors import printable
-from data_pipeline.preparation.assignment import assign
-from data_pipeline.preparation.build_tokenizer import (
+from data_pipeline.preparation.document_batch import DocumentBatch
+from data_pipeline.preparation.fixed_splits import cut_into_splits
+from data_pipeline.preparation.input_checks import require_usable
+from data_pipeline.preparation.input_index import InputIndex, first_of_each_text
+from data_pipeline.preparation.output_checks import find_existing, require_same_input
+from data_pipeline.preparation.scan import Scan, plan_scan, scan
+from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.preparation.shard_assignment import assign
+from data_pipeline.preparation.staging_fingerprint import claim_staging, fingerprint_of
+from data_pipeline.preparation.tokenizer_training import (
     keep_tokenizer,
     train_on_beginning,
     train_on_counts,
     trained_tokenizer,
 )
-from data_pipeline.preparation.corpus import Corpus, first_of_each_text
-from data_pipeline.preparation.existing_dataset import find_existing, require_same_input
-from data_pipeline.preparation.fixed_parts import cut_into_splits
-from data_pipeline.preparation.scan import Scan, plan_scan, scan
-from data_pipeline.preparation.settings import PrepareSettings
-from data_pipeline.preparation.staged_work import claim_staging, fingerprint_of
-from data_pipeline.preparation.texts import Documents
-from data_pipeline.preparation.usable import require_usable
 from data_pipeline.preparation.work_units import (
     CountUnit,
     ShardUnit,
@@ -167,20 +168,20 @@ class _Run:
     def write(self, max_reject_rate: float) -> ShardManifest:
         """Scan, assign, write, publish."""
         out, staging = self._staged.directory, self._staging
-        corpus = self._scan()
-        require_usable(corpus, staging, out, max_reject_rate)
+        index = self._scan()
+        require_usable(index, staging, out, max_reject_rate)
         self._progress("ordering", 0, 0)
         if recipe_of(self._settings.recipe).fixed_split:
-            shards = cut_into_splits(corpus, self._settings, staging)
+            shards = cut_into_splits(index, self._settings, staging)
         else:
-            shards = assign(corpus, self._settings)
-        tokenizer = self._tokenizer(corpus, shards["train"])
+            shards = assign(index, self._settings)
+        tokenizer = self._tokenizer(index, shards["train"])
         keep_loaded(tokenizer)
-        header = _header(tokenizer, corpus, self._settings)
-        splits = self._write_shards(corpus, shards, header)
+        header = _header(tokenizer, index, self._settings)
+        splits = self._write_shards(index, shards, header)
         manifest = ShardManifest(**dict(header), splits=splits)
         names = [*manifest.file_names()]
-        if corpus.rejected:
+        if index.rejected:
             names.append(REJECTS_NAME)
         else:
             (out / REJECTS_NAME).unlink(missing_ok=True)  # of an earlier, failed run
@@ -188,52 +189,52 @@ class _Run:
         self._staged.publish(names)
         return manifest
 
-    def _scan(self) -> Corpus:
+    def _scan(self) -> InputIndex:
         units = plan_scan(self._files, self._settings.text_key)
         results = self._do("reading", units, sum(unit.size for unit in units))
         places = {number: str(result["scan"]) for number, result in results}
         with (self._staging / REJECTS_NAME).open("wb") as rejects:
-            corpus = Corpus(self._files, units, rejects)
-            corpus.fill(lambda number: Scan.load(self._staging / places[number]))
+            index = InputIndex(self._files, units, rejects)
+            index.fill(lambda number: Scan.load(self._staging / places[number]))
             rejects.flush()
             os.fsync(rejects.fileno())
-        return corpus
+        return index
 
-    def _tokenizer(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
+    def _tokenizer(self, index: InputIndex, train: list[np.ndarray]) -> Tokenizer:
         """The dataset's tokenizer, which is then in the staging folder."""
         if self._ready:
             keep_tokenizer(self._ready, self._staging)
             return self._ready
         tokenizer, reused = trained_tokenizer(
-            self._staging, corpus.digest, lambda: self._train(corpus, train)
+            self._staging, index.digest, lambda: self._train(index, train)
         )
         self.units += 1
         self.reused += reused
         self._staged.worth_keeping = True
         return tokenizer
 
-    def _train(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
-        shards = (Documents.of(corpus, numbers) for numbers in train)
+    def _train(self, index: InputIndex, train: list[np.ndarray]) -> Tokenizer:
+        shards = (DocumentBatch.of(index, numbers) for numbers in train)
         if self._settings.tokenizer == "bpe":
             self._progress("training the tokenizer", 0, 0)
             return train_on_beginning(self._settings, shards, self._staging)
         settings = self._settings.model_dump_json()
         units = (CountUnit(number, settings, some) for number, some in enumerate(shards))
-        total = sum(int(corpus.text_bytes[numbers].sum()) for numbers in train)
+        total = sum(int(index.text_bytes[numbers].sum()) for numbers in train)
         found = [result["counts"] for _, result in self._do("counting", units, total)]
         return train_on_counts(self._settings, [self._staging / place for place in sorted(found)])
 
     def _write_shards(
-        self, corpus: Corpus, shards: dict[str, list[np.ndarray]], header: DatasetHeader
+        self, index: InputIndex, shards: dict[str, list[np.ndarray]], header: DatasetHeader
     ) -> dict[str, SplitEntry]:
         places = [(split, number) for split in shards for number in range(len(shards[split]))]
         known = IndexHeader(dataset=header, shards={split: len(shards[split]) for split in shards})
         about = known.model_dump_json()
         units = (
-            ShardUnit(split, number, about, Documents.of(corpus, shards[split][number]))
+            ShardUnit(split, number, about, DocumentBatch.of(index, shards[split][number]))
             for split, number in places
         )
-        total = sum(int(corpus.text_bytes[n].sum()) for some in shards.values() for n in some)
+        total = sum(int(index.text_bytes[n].sum()) for some in shards.values() for n in some)
         entries = {
             places[done]: ShardEntry.model_validate(result)
             for done, result in self._do("writing", units, total)
@@ -269,14 +270,14 @@ class _Run:
             yield number, outcome.result
 
 
-def _header(tokenizer: Tokenizer, corpus: Corpus, settings: PrepareSettings) -> DatasetHeader:
+def _header(tokenizer: Tokenizer, index: InputIndex, settings: PrepareSettings) -> DatasetHeader:
     return DatasetHeader(
         tokenizer_digest=tokenizer.digest,
         vocab_size=tokenizer.vocab_size,
         end_of_document=tokenizer.end_of_document,
         dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
         settings=settings,
-        input=corpus.summary(),
+        input=index.summary(),
     )
 
 
@@ -291,8 +292,8 @@ def _summary(
         scans[number] = found
         done += units[number].size
         progress("reading", done, total)
-    corpus = Corpus(files, units)
-    corpus.fill(scans.__getitem__)
+    index = InputIndex(files, units)
+    index.fill(scans.__getitem__)
     if settings.dedup == "exact":
-        first_of_each_text(corpus)
-    return corpus.summary()
+        first_of_each_text(index)
+    return index.summary()

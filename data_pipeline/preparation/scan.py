@@ -2,7 +2,7 @@
 
 A unit depends on the input alone, so whoever reads it, and whenever, finds the same. Its result is
 arrays and no text: about 70 bytes a document on disk. Line numbers count from the range's start;
-`corpus.py` adds the lines before.
+`input_index.py` adds the lines before.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.preparation.build_tokenizer import counted_pieces, token_pieces
+from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.finished_units import (
     FINGERPRINT,
     RECORDS,
@@ -26,11 +26,11 @@ from data_pipeline.preparation.finished_units import (
 )
 from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
 from data_pipeline.preparation.settings import PrepareSettings
-from data_pipeline.preparation.texts import Documents
+from data_pipeline.preparation.tokenizer_training import counted_pieces, token_pieces
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, shard_name
 from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
-from data_pipeline.tokenizers import TokenCounter, Tokenizer, load_tokenizer
+from data_pipeline.tokenizers import SymbolCounter, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class CountUnit:
     number: int
     settings: str
     """JSON of the PrepareSettings."""
-    documents: Documents
+    documents: DocumentBatch
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class ShardUnit:
     number: int
     header: str
     """JSON of the IndexHeader."""
-    documents: Documents
+    documents: DocumentBatch
 
     @property
     def name(self) -> str:
@@ -170,7 +170,7 @@ def _count(unit: CountUnit, staging: Path, folder: Path) -> tuple[dict[str, Any]
         for text in counted_pieces(settings, documents.texts(number, staging))
     )
     path = folder / f"{unit.name}s"
-    write_synced(path, TokenCounter(settings).count(texts).to_bytes())
+    write_synced(path, SymbolCounter(settings).count(texts).to_bytes())
     place = f"{RECORDS}/{path.name}"
     return {"counts": place}, [_moved(path, staging, place)]
 

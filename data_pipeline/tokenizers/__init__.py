@@ -8,9 +8,9 @@ the text is ordinary text. The digest of its canonical JSON ties shards and chec
 """
 
 from data_pipeline.tokenizers.byte import ByteTokenizer
-from data_pipeline.tokenizers.counts import Counts, TokenCounter
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer, token_dtype
 from data_pipeline.tokenizers.loading import load_tokenizer
+from data_pipeline.tokenizers.symbol_counts import SymbolCounter, SymbolCounts
 from data_pipeline.tokenizers.training import (
     cuts_of,
     needs_training,
@@ -20,9 +20,9 @@ from data_pipeline.tokenizers.training import (
 
 __all__ = [
     "ByteTokenizer",
-    "Counts",
     "Cuts",
-    "TokenCounter",
+    "SymbolCounter",
+    "SymbolCounts",
     "Tokenizer",
     "cuts_of",
     "load_tokenizer",

@@ -11,12 +11,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data_pipeline.errors import DataError
-from data_pipeline.tokenizers.pieces import text_pieces
 from data_pipeline.tokenizers.pretrained import (
     PretrainedDescription,
     PretrainedTokenizer,
     require_same_ids,
 )
+from data_pipeline.tokenizers.text_parts import text_parts
 
 DEFAULT_MIN_FREQ = 2
 _PIECE_CHARS = 2**16
@@ -78,7 +78,7 @@ class _Beginning:
 
     def _pieces(self) -> Iterator[str]:
         for text in self._texts:
-            for piece in text_pieces([text], max_chars=_PIECE_CHARS):
+            for piece in text_parts([text], max_chars=_PIECE_CHARS):
                 encoded = piece.encode("utf-8")
                 if len(encoded) > self._left:
                     if beginning := encoded[: self._left].decode("utf-8", errors="ignore"):

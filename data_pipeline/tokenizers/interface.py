@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 Cuts = Literal["anywhere", "space", "line", "never"]
-"""Where a text may be cut without changing its tokens: `pieces.py` has the exact places."""
+"""Where a text may be cut without changing its tokens: `text_parts.py` has the exact places."""
 
 
 class Tokenizer(Protocol):

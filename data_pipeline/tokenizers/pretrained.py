@@ -17,8 +17,8 @@ from pydantic import Field
 from data_pipeline.errors import DataError
 from data_pipeline.storage.strict_json import canonical, sha256_of
 from data_pipeline.storage.strict_model import StrictModel
-from data_pipeline.tokenizers.byte_pairs import GPT2_PATTERN, ranked_bytes
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
+from data_pipeline.tokenizers.tiktoken_ranks import GPT2_PATTERN, ranked_bytes
 
 UNUSED_SPECIAL = "<|unused|>"
 HARD_STRINGS = (

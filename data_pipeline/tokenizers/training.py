@@ -8,9 +8,9 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import UNKNOWN as UNKNOWN_CHARACTER
 from data_pipeline.tokenizers.char import CharTokenizer
-from data_pipeline.tokenizers.counts import Counts, TokenCounter
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer
 from data_pipeline.tokenizers.recipes import recipe_of
+from data_pipeline.tokenizers.symbol_counts import SymbolCounter, SymbolCounts
 from data_pipeline.tokenizers.vocabulary import rank_symbols
 from data_pipeline.tokenizers.word import LINE_END, WordTokenizer
 from data_pipeline.tokenizers.word import UNKNOWN as UNKNOWN_WORD
@@ -33,14 +33,14 @@ def cuts_of(settings: "PrepareSettings") -> Cuts:
     return "line" if recipe_of(settings.recipe).lines == "both" else "space"
 
 
-def train_tokenizer(settings: "PrepareSettings", source: Texts | Counts) -> Tokenizer:
+def train_tokenizer(settings: "PrepareSettings", source: Texts | SymbolCounts) -> Tokenizer:
     """The tokenizer of a training text; the same text and settings give the same tokenizer.
 
-    `source` gives the texts in the corpus' order; char and word also take their merged `Counts`.
+    `source` gives the texts in input order; char and word also take their merged `SymbolCounts`.
     Raises DataError if the text gives none, ValueError for a kind that needs no training.
     """
     if settings.tokenizer == "bpe":
-        if isinstance(source, Counts):
+        if isinstance(source, SymbolCounts):
             raise ValueError("bpe is trained on texts, not on counts of symbols")
         from data_pipeline.tokenizers.bpe import train_bpe
 
@@ -50,7 +50,7 @@ def train_tokenizer(settings: "PrepareSettings", source: Texts | Counts) -> Toke
             min_freq=settings.min_freq,
             max_bytes=settings.train_bytes,
         )
-    counts = source if isinstance(source, Counts) else TokenCounter(settings).count(source())
+    counts = source if isinstance(source, SymbolCounts) else SymbolCounter(settings).count(source())
     recipe, opens = recipe_of(settings.recipe), recipe_of(settings.recipe).opens_documents
     words = settings.tokenizer == "word"
     symbols = rank_symbols(

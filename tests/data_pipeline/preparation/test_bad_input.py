@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from data_pipeline.preparation.corpus import Corpus
+from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.preparation.scan import plan_scan, scan
 from data_pipeline.readers import find_files
 from data_pipeline.shards.inspection import excerpts
@@ -175,7 +175,7 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
     (found,) = (scan(unit) for unit in units)
     with (tmp_path / "rejects").open("wb") as listed:
         tracemalloc.start()
-        corpus = Corpus(files, units, listed)
+        corpus = InputIndex(files, units, listed)
         corpus.fill(lambda _: found)
         kept, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()

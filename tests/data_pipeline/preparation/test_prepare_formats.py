@@ -24,7 +24,7 @@ from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.streams.cursor import read_range
-from data_pipeline.tokenizers import TokenCounter, load_tokenizer, train_tokenizer
+from data_pipeline.tokenizers import SymbolCounter, load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.test_prepare import files_of
 from tests.data_pipeline.preparation.test_work_units import Backwards, StopsAfter, prepare
 
@@ -119,8 +119,8 @@ def test_a_trained_tokenizer_is_not_trained_again_by_a_rerun(
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "in", out, 10**6, settings=options, workers=StopsAfter(units))
     assert (out / ".staging.tmp" / RECORDS / "tokenizer.json").is_file()
-    monkeypatch.setattr(TokenCounter, "count", None)
-    monkeypatch.setattr("data_pipeline.preparation.build_tokenizer.train_tokenizer", None)
+    monkeypatch.setattr(SymbolCounter, "count", None)
+    monkeypatch.setattr("data_pipeline.preparation.tokenizer_training.train_tokenizer", None)
     done = prepare(tmp_path / "in", out, 10**6, settings=options)
     assert done.reused_units == 2, "the scan and the tokenizer"
     assert files_of(out) == files_of(tmp_path / "whole")
@@ -160,7 +160,7 @@ def test_a_corpus_of_one_document_is_split_by_its_tokens(
 
     reading = formats.read_pieces
     monkeypatch.setattr(
-        "data_pipeline.preparation.texts.read_pieces",
+        "data_pipeline.preparation.document_batch.read_pieces",
         lambda *about, **more: reading(*about, piece_bytes=piece_bytes, **more),
     )
     text = "".join(chr(97 + n % 25) + "ä" * (n % 3 == 0) for n in range(301))

@@ -312,12 +312,12 @@ def test_a_worker_that_does_not_see_the_staging_folder_is_refused(
 
 
 def test_memory_for_a_document_is_what_its_columns_say(lines: Path, tmp_path: Path) -> None:
-    from data_pipeline.preparation.corpus import Corpus
+    from data_pipeline.preparation.input_index import InputIndex
     from data_pipeline.preparation.scan import plan_scan, scan
 
     files = find_files([str(lines)], format="auto", exclude=tmp_path / "out").files
     units = plan_scan(files, "text")
-    corpus = Corpus(files, units)
+    corpus = InputIndex(files, units)
     corpus.fill(lambda number: scan(units[number]))
     columns = [value for value in vars(corpus).values() if isinstance(value, np.ndarray)]
     per_document = [array.nbytes for array in columns if len(array) == len(corpus)]

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.preparation.build_tokenizer import token_pieces
 from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.preparation.tokenizer_training import token_pieces
 from data_pipeline.tokenizers import load_tokenizer, ready_tokenizer, train_tokenizer
-from data_pipeline.tokenizers.byte_pairs import ranked_bytes
 from data_pipeline.tokenizers.pretrained import (
     HARD_STRINGS,
     PretrainedTokenizer,
     adopt,
     require_same_ids,
 )
+from data_pipeline.tokenizers.tiktoken_ranks import ranked_bytes
 
 SETTINGS = PrepareSettings(tokenizer="bpe", vocab_size=500)
 FILE = PrepareSettings(tokenizer="file")

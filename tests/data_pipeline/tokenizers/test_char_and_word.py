@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.settings import PrepareSettings
-from data_pipeline.tokenizers import Counts, TokenCounter, load_tokenizer, train_tokenizer
+from data_pipeline.tokenizers import SymbolCounter, SymbolCounts, load_tokenizer, train_tokenizer
 from data_pipeline.tokenizers.recipes import RECIPES, fixed_split
 from data_pipeline.tokenizers.word import symbols_of
 
@@ -85,11 +85,11 @@ def test_special_tokens_written_in_the_text_are_words() -> None:
 def test_merged_counts_are_the_counts_of_the_whole(
     settings: PrepareSettings, texts: list[str], cut: int
 ) -> None:
-    counter = TokenCounter(settings)
+    counter = SymbolCounter(settings)
     parts = [counter.count(texts[:cut]), counter.count(texts[cut:])]
-    merged = Counts.merge(Counts.from_bytes(part.to_bytes()) for part in parts)
+    merged = SymbolCounts.merge(SymbolCounts.from_bytes(part.to_bytes()) for part in parts)
     assert merged == counter.count(iter(texts))
-    assert merged.to_bytes() == Counts.merge(reversed(parts)).to_bytes()
+    assert merged.to_bytes() == SymbolCounts.merge(reversed(parts)).to_bytes()
     from_texts = train_tokenizer(settings, lambda: iter(texts))
     assert train_tokenizer(settings, merged).digest == from_texts.digest
 
@@ -97,7 +97,7 @@ def test_merged_counts_are_the_counts_of_the_whole(
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"a":0}', b'{"a":true}', b'{"a":1,"a":2}', b"\xff"])
 def test_damaged_counts_are_refused(data: bytes) -> None:
     with pytest.raises(DataError, match="count"):
-        Counts.from_bytes(data)
+        SymbolCounts.from_bytes(data)
 
 
 @pytest.mark.parametrize("settings", [CHAR, WORD, LM1B])

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import DataError, UnfinishedError
-from data_pipeline.preparation.corpus import CHECK_BYTES, Corpus, document_id
 from data_pipeline.preparation.finished_units import RECORDS
+from data_pipeline.preparation.input_index import CHECK_BYTES, InputIndex, document_id
 from data_pipeline.preparation.scan import spill_name
 from data_pipeline.readers import InputFile, read_pieces
 from data_pipeline.storage.urls import shown
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Documents:
+class DocumentBatch:
     """Where D documents stand, in order."""
 
     text_key: str
@@ -39,18 +39,18 @@ class Documents:
     """uint8 [D, CHECK_BYTES] of the text's sha256."""
 
     @classmethod
-    def of(cls, corpus: Corpus, numbers: np.ndarray) -> "Documents":
-        used, file = np.unique(corpus.file[numbers], return_inverse=True)
-        files = tuple(corpus.files[place] for place in used.tolist())
+    def of(cls, index: InputIndex, numbers: np.ndarray) -> "DocumentBatch":
+        used, file = np.unique(index.file[numbers], return_inverse=True)
+        files = tuple(index.files[place] for place in used.tolist())
         spilled = np.array([not each.rereadable for each in files], bool)[file]
         return cls(
-            text_key=corpus.text_key,
+            text_key=index.text_key,
             files=files,
             file=file,
-            spill=np.where(spilled, corpus.unit_of(numbers), -1),
-            place=corpus.place[numbers],
-            text_bytes=corpus.text_bytes[numbers],
-            check=corpus.check[numbers],
+            spill=np.where(spilled, index.unit_of(numbers), -1),
+            place=index.place[numbers],
+            text_bytes=index.text_bytes[numbers],
+            check=index.check[numbers],
         )
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ def _spill_file(path: Path) -> InputFile:
 def _changed(file: InputFile) -> DataError:
     return DataError(
         f"{shown(file.path)} changed while it was being read. Nothing was "
-        "written; run this again when nobody writes to the corpus."
+        "written; run this again when nobody writes to the input."
     )
 
 

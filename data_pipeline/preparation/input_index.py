@@ -1,8 +1,8 @@
-"""The corpus after one reading: where every document stands, what was rejected, one digest of all.
+"""The input after one reading: where every document stands, what was rejected, one digest of all.
 
 Put together from the scans of all units in input order, as columns: 52 bytes a document and no
-text, so a corpus larger than memory can be ordered at will and read again document by document.
-What is in a unit is `scan.py`'s business, which documents go where `assignment.py`'s.
+text, so a index larger than memory can be ordered at will and read again document by document.
+What is in a unit is `scan.py`'s business, which documents go where `shard_assignment.py`'s.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ CHECK_BYTES = 16
 """Of a text's sha256, kept to find duplicates and files that change between the readings."""
 
 FIRST = 5
-"""Rejects held for a message: a corpus of another format has one for every line."""
+"""Rejects held for a message: input of another format has one for every line."""
 
 
-class Corpus:
+class InputIndex:
     """Documents by number, in input order, and what else the input held.
 
     Rejects go to `reject_list`, if given, as the lines of `rejects.jsonl`; few are held.
@@ -170,12 +170,12 @@ def document_id(name: str, line: int) -> str:
     return f"{name}:{line}" if line else name
 
 
-def first_of_each_text(corpus: Corpus) -> np.ndarray:
+def first_of_each_text(index: InputIndex) -> np.ndarray:
     """The numbers of the documents whose text no earlier one has, rising; counts the others."""
-    words = np.ascontiguousarray(corpus.check).view("<u8")
+    words = np.ascontiguousarray(index.check).view("<u8")
     order = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal texts stay in input order
     repeats = np.zeros(len(order), bool)
     repeats[1:] = (words[order[1:]] == words[order[:-1]]).all(axis=1)
     kept = np.sort(order[~repeats])
-    corpus.duplicates = len(corpus) - len(kept)
+    index.duplicates = len(index) - len(kept)
     return kept

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data_pipeline.preparation.assignment import _cut
+from data_pipeline.preparation.shard_assignment import _cut
 
 
 def test_shards_are_cut_at_the_byte_where_no_float_is_exact_any_more() -> None:

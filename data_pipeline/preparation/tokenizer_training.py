@@ -9,13 +9,19 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
+from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.finished_units import FileSum, finish, finished
 from data_pipeline.preparation.settings import PrepareSettings
-from data_pipeline.preparation.texts import Documents
 from data_pipeline.shards.manifest import TOKENIZER_NAME
 from data_pipeline.storage.atomic_files import sha256_file, write_synced
-from data_pipeline.tokenizers import Counts, Tokenizer, cuts_of, load_tokenizer, train_tokenizer
-from data_pipeline.tokenizers.pieces import text_pieces
+from data_pipeline.tokenizers import (
+    SymbolCounts,
+    Tokenizer,
+    cuts_of,
+    load_tokenizer,
+    train_tokenizer,
+)
+from data_pipeline.tokenizers.text_parts import text_parts
 
 PIECE_CHARS = 2**19
 """Longer texts are tokenized in pieces. Where a text has no place to be cut this decides tokens.
@@ -46,7 +52,7 @@ def keep_tokenizer(tokenizer: Tokenizer, staging: Path) -> None:
 
 
 def train_on_beginning(
-    settings: PrepareSettings, shards: Iterable[Documents], staging: Path
+    settings: PrepareSettings, shards: Iterable[DocumentBatch], staging: Path
 ) -> Tokenizer:
     """bpe, of the first `train_bytes` of these documents."""
 
@@ -55,20 +61,20 @@ def train_on_beginning(
             for number in range(len(documents)):
                 # Cut where bpe may be cut, so that a giant document is not held.
                 pieces = documents.texts(number, staging)
-                yield from text_pieces(pieces, max_chars=PIECE_CHARS, cuts="space")
+                yield from text_parts(pieces, max_chars=PIECE_CHARS, cuts="space")
 
     return train_tokenizer(settings, texts)
 
 
 def counted_pieces(settings: PrepareSettings, texts: Iterable[str]) -> Iterator[str]:
     """A document in the pieces that its symbols are counted in."""
-    return text_pieces(texts, max_chars=PIECE_CHARS, cuts=cuts_of(settings))
+    return text_parts(texts, max_chars=PIECE_CHARS, cuts=cuts_of(settings))
 
 
 def train_on_counts(settings: PrepareSettings, counts: Iterable[Path]) -> Tokenizer:
     """char or word, of the counts in these files."""
-    parts = (Counts.from_bytes(path.read_bytes()) for path in counts)
-    return train_tokenizer(settings, Counts.merge(parts))
+    parts = (SymbolCounts.from_bytes(path.read_bytes()) for path in counts)
+    return train_tokenizer(settings, SymbolCounts.merge(parts))
 
 
 def token_pieces(
@@ -82,7 +88,7 @@ def token_pieces(
     empty = not tokenizer.opens_documents
     if tokenizer.opens_documents:
         yield np.array([tokenizer.end_of_document])
-    for text in text_pieces(texts, max_chars=PIECE_CHARS, cuts=tokenizer.cuts):
+    for text in text_parts(texts, max_chars=PIECE_CHARS, cuts=tokenizer.cuts):
         tokens = tokenizer.encode(text)
         empty = empty and not tokens.size
         if tokenizer.opens_documents and (tokens == tokenizer.end_of_document).any():

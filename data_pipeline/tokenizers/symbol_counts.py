@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class SymbolCounts:
     """How often each symbol occurs: characters, or words and line ends."""
 
     of: Counter[str]
 
     @classmethod
-    def merge(cls, parts: Iterable["Counts"]) -> "Counts":
+    def merge(cls, parts: Iterable["SymbolCounts"]) -> "SymbolCounts":
         """The counts of all parts together; the order of the parts changes nothing."""
         total: Counter[str] = Counter()
         for part in parts:
@@ -34,7 +34,7 @@ class Counts:
         return strict_json.canonical(self.of).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Counts":
+    def from_bytes(cls, data: bytes) -> "SymbolCounts":
         """Raises DataError for anything `to_bytes` does not write."""
         try:
             content = strict_json.parse(data)
@@ -48,10 +48,10 @@ class Counts:
         return cls(Counter(content))
 
 
-class TokenCounter:
-    """Counts what a vocabulary of kind char or word is made of.
+class SymbolCounter:
+    """SymbolCounts what a vocabulary of kind char or word is made of.
 
-    Texts may be pieces of documents, cut by `text_pieces` where the tokenizer `cuts`.
+    Texts may be pieces of documents, cut by `text_parts` where the tokenizer `cuts`.
     """
 
     def __init__(self, settings: "PrepareSettings") -> None:
@@ -60,7 +60,7 @@ class TokenCounter:
         self._words = settings.tokenizer == "word"
         self._lines = recipe_of(settings.recipe).lines
 
-    def count(self, texts: Iterable[str]) -> Counts:
+    def count(self, texts: Iterable[str]) -> SymbolCounts:
         """Raises UnicodeEncodeError for lone surrogates."""
         counts: Counter[str] = Counter()
         for text in texts:
@@ -70,4 +70,4 @@ class TokenCounter:
                     counts.update(symbols)
             else:
                 counts.update(text)
-        return Counts(counts)
+        return SymbolCounts(counts)

@@ -21,7 +21,7 @@ from data_pipeline.tokenizers.interface import Cuts
 _BLANKS = frozenset(" \t\n\r")
 
 
-def text_pieces(pieces: Iterable[str], *, max_chars: int, cuts: Cuts = "space") -> Iterator[str]:
+def text_parts(pieces: Iterable[str], *, max_chars: int, cuts: Cuts = "space") -> Iterator[str]:
     """Non-empty pieces of at most `max_chars` characters (`never`: one of any length).
 
     They depend on the joined text alone, not on how it came in `pieces`. Holds the longer of

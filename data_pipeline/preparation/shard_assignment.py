@@ -1,6 +1,6 @@
 """Assignment: which documents go into which shard of which split, in which order.
 
-Decided from the whole corpus at once, but from arrays alone. The outcome depends on input and
+Decided from the whole input at once, but from arrays alone. The outcome depends on input and
 settings only, so any number of workers can then write the shards, each by itself.
 
 Splits and shuffle come from a fixed 64-bit hash, not from a library's generator whose stream may
@@ -13,24 +13,26 @@ import itertools
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.corpus import Corpus, first_of_each_text
+from data_pipeline.preparation.input_index import InputIndex, first_of_each_text
 from data_pipeline.preparation.settings import PrepareSettings
 
 
-def assign(corpus: Corpus, settings: PrepareSettings) -> dict[str, list[np.ndarray]]:
+def assign(index: InputIndex, settings: PrepareSettings) -> dict[str, list[np.ndarray]]:
     """Per split, its shards: the numbers of each one's documents, in order."""
-    kept = first_of_each_text(corpus) if settings.dedup == "exact" else np.arange(len(corpus))
-    orders = _orders(corpus, kept, settings)
+    kept = first_of_each_text(index) if settings.dedup == "exact" else np.arange(len(index))
+    orders = _orders(index, kept, settings)
     return {
-        name: _cut(order, corpus.text_bytes[order], settings.shard_bytes)
+        name: _cut(order, index.text_bytes[order], settings.shard_bytes)
         for name, order in orders.items()
     }
 
 
-def _orders(corpus: Corpus, kept: np.ndarray, settings: PrepareSettings) -> dict[str, np.ndarray]:
+def _orders(
+    index: InputIndex, kept: np.ndarray, settings: PrepareSettings
+) -> dict[str, np.ndarray]:
     """Per split, the numbers of its documents in their final order.
 
-    A document's split depends on its id alone, so it stays where it is when the corpus grows. A
+    A document's split depends on its id alone, so it stays where it is when the input grows. A
     split that would be empty takes the document with the smallest hash from the largest one.
     """
     held_out = sorted(settings.split)  # by name: the order they were given in decides nothing
@@ -42,8 +44,8 @@ def _orders(corpus: Corpus, kept: np.ndarray, settings: PrepareSettings) -> dict
         )
     part = np.zeros(len(kept), np.int8)
     if held_out:
-        ids = (id_.encode() for id_ in corpus.document_ids())
-        hashes = np.fromiter((_hash64(b"txl-split", id_) for id_ in ids), np.uint64, len(corpus))
+        ids = (id_.encode() for id_ in index.document_ids())
+        hashes = np.fromiter((_hash64(b"txl-split", id_) for id_ in ids), np.uint64, len(index))
         part = _parts(hashes[kept], [settings.split[name] for name in held_out])
     order = kept
     if settings.shuffle is not None:

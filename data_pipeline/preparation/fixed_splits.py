@@ -11,24 +11,24 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.preparation.corpus import Corpus
+from data_pipeline.preparation.document_batch import DocumentBatch
+from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.preparation.settings import PrepareSettings
-from data_pipeline.preparation.texts import Documents
 from data_pipeline.storage.urls import shown
 from data_pipeline.tokenizers.recipes import fixed_split
 
 
 def cut_into_splits(
-    corpus: Corpus, settings: PrepareSettings, staging: Path
+    index: InputIndex, settings: PrepareSettings, staging: Path
 ) -> dict[str, list[np.ndarray]]:
-    """Have the parts in place of the corpus' only document. Per split, its shards, as `assign`.
+    """Have the parts in place of the only document. Per split, its shards, as `assign`.
 
     Reads the document once for characters, to count them, and once to hash the parts. A cut inside
     a character, which only bytes as tokens can ask for, moves to where it begins. Raises DataError
-    for a corpus of several documents or too short a one.
+    for an input of several documents or too short a one.
     """
-    _require_one_text(corpus, settings)
-    document, characters = Documents.of(corpus, np.array([0])), settings.tokenizer == "char"
+    _require_one_text(index, settings)
+    document, characters = DocumentBatch.of(index, np.array([0])), settings.tokenizer == "char"
     length = document.size
     if characters:
         length = sum(map(len, document.texts(0, staging)))
@@ -38,23 +38,23 @@ def cut_into_splits(
         sizes, checks = _parts(document.texts(0, staging), cuts, characters=characters)
     except ValueError as error:
         raise DataError(
-            f"{corpus.document_id(0)}: {error}. Give the whole text of {settings.recipe}."
+            f"{index.document_id(0)}: {error}. Give the whole text of {settings.recipe}."
         ) from error
-    corpus.cut_only_document(sizes, checks)
+    index.cut_only_document(sizes, checks)
     return {name: [np.array([number])] for number, name in enumerate(places)}
 
 
-def _require_one_text(corpus: Corpus, settings: PrepareSettings) -> None:
-    if len(corpus) != 1:
+def _require_one_text(index: InputIndex, settings: PrepareSettings) -> None:
+    if len(index) != 1:
         names = ", ".join(
-            printable(corpus.document_id(number)) for number in range(min(len(corpus), 3))
+            printable(index.document_id(number)) for number in range(min(len(index), 3))
         )
         raise DataError(
             f"recipe {settings.recipe} takes one document, whose last parts become valid and test; "
-            f"the input has {len(corpus)}: {names}{', ...' if len(corpus) > 3 else ''}. Give the "
+            f"the input has {len(index)}: {names}{', ...' if len(index) > 3 else ''}. Give the "
             "one file, with --format text if it is not read as that, or leave the recipe out."
         )
-    (file,) = {corpus.files[number] for number in corpus.file}
+    (file,) = {index.files[number] for number in index.file}
     if file.rereadable and not file.holds_plain_texts:
         raise DataError(
             f"{shown(file.path)} is read as {file.kind}; recipe {settings.recipe} takes a file of "

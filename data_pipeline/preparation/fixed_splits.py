@@ -1,7 +1,7 @@
-"""Corpora of one document whose parts are the splits: enwik8 and text8 of the paper.
+"""Fixed splits of a single document: enwik8 and text8 of the paper.
 
-The parts are documents by themselves, places inside the one that was scanned, so all that follows
-treats them as any other. Where they end is `tokenizers/recipes.py`'s business.
+The document is replaced by three documents, one per split. Each is a byte range of the original, so
+the later stages treat it like any other document. `tokenizers/recipes.py` defines the boundaries.
 """
 
 import hashlib
@@ -18,72 +18,71 @@ from data_pipeline.storage.urls import shown
 from data_pipeline.tokenizers.recipes import fixed_split
 
 
-def cut_into_splits(
+def split_only_document(
     index: InputIndex, settings: PrepareSettings, staging: Path
 ) -> dict[str, list[np.ndarray]]:
-    """Have the parts in place of the only document. Per split, its shards, as `assign`.
+    """Replace the only document by one document per split. Return the shards like `assign_shards`.
 
-    Reads the document once for characters, to count them, and once to hash the parts. A cut inside
-    a character, which only bytes as tokens can ask for, moves to where it begins. Raises DataError
-    for an input of several documents or too short a one.
+    Reads the text once to hash the three parts, and with character tokens once more before that to
+    count characters. With byte tokens, a boundary inside a character moves to its first byte.
+    Raises DataError if the input is not one document or is too short.
     """
     _require_one_text(index, settings)
-    document, characters = DocumentBatch.of(index, np.array([0])), settings.tokenizer == "char"
+    document, in_characters = DocumentBatch.of(index, np.array([0])), settings.tokenizer == "char"
     length = document.size
-    if characters:
-        length = sum(map(len, document.texts(0, staging)))
+    if in_characters:
+        length = sum(map(len, document.read_text(0, staging)))
     try:
-        places = fixed_split(length)
-        cuts = [stop for _, stop in places.values()][:-1]
-        sizes, checks = _parts(document.texts(0, staging), cuts, characters=characters)
+        bounds = fixed_split(length)
+        cuts = [stop for _, stop in bounds.values()][:-1]
+        text = document.read_text(0, staging)
+        sizes, hashes = _measure_splits(text, cuts, in_characters=in_characters)
     except ValueError as error:
         raise DataError(
             f"{index.document_id(0)}: {error}. Give the whole text of {settings.recipe}."
         ) from error
-    index.cut_only_document(sizes, checks)
-    return {name: [np.array([number])] for number, name in enumerate(places)}
+    index.replace_only_document(sizes, hashes)
+    return {name: [np.array([number])] for number, name in enumerate(bounds)}
 
 
 def _require_one_text(index: InputIndex, settings: PrepareSettings) -> None:
     if len(index) != 1:
-        names = ", ".join(
-            printable(index.document_id(number)) for number in range(min(len(index), 3))
-        )
+        names = ", ".join(printable(index.document_id(n)) for n in range(min(len(index), 3)))
         raise DataError(
             f"recipe {settings.recipe} takes one document, whose last parts become valid and test; "
-            f"the input has {len(index)}: {names}{', ...' if len(index) > 3 else ''}. Give the "
-            "one file, with --format text if it is not read as that, or leave the recipe out."
+            f"the input has {len(index)}: {names}{', ...' if len(index) > 3 else ''}. Give one "
+            "file, with --format text if it is read as another format, or omit the recipe."
         )
     (file,) = {index.files[number] for number in index.file}
     if file.rereadable and not file.holds_plain_texts:
         raise DataError(
-            f"{shown(file.path)} is read as {file.kind}; recipe {settings.recipe} takes a file of "
-            "text, also compressed."
+            f"{shown(file.path)} is read as {file.kind}; recipe {settings.recipe} takes a text "
+            "file, which may be compressed."
         )
 
 
-def _parts(
-    texts: Iterable[str], cuts: list[int], *, characters: bool
+def _measure_splits(
+    texts: Iterable[str], cuts: list[int], *, in_characters: bool
 ) -> tuple[list[int], list[bytes]]:
-    """UTF-8 bytes and sha256 of every part of a text, cut at these characters or bytes of it."""
-    sizes, digests, at = [0], [hashlib.sha256()], 0
-    left = [*cuts]
+    """UTF-8 bytes and sha256 of every split of a text; `cuts` are in characters or in bytes."""
+    sizes, digests, position = [0], [hashlib.sha256()], 0
+    cuts_left = [*cuts]
     for text in texts:
         rest = text
         while rest:
-            wanted = left[0] - at if left else len(rest)
-            taken = rest[:wanted]
-            if left and not characters:
-                taken = rest.encode()[:wanted].decode(errors="ignore")
-            raw = taken.encode()
+            room = cuts_left[0] - position if cuts_left else len(rest)
+            head = rest[:room]
+            if cuts_left and not in_characters:
+                head = rest.encode()[:room].decode(errors="ignore")  # drops half a character
+            raw = head.encode()
             digests[-1].update(raw)
             sizes[-1] += len(raw)
-            at += len(taken) if characters else len(raw)
-            rest = rest[len(taken) :]
-            if left and rest:
-                del left[0]
+            position += len(head) if in_characters else len(raw)
+            rest = rest[len(head) :]
+            if cuts_left and rest:
+                del cuts_left[0]
                 sizes.append(0)
                 digests.append(hashlib.sha256())
-    if left or not all(sizes):
+    if cuts_left or not all(sizes):
         raise ValueError("it is too short for three splits")
     return sizes, [digest.digest() for digest in digests]

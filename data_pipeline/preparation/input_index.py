@@ -1,8 +1,8 @@
-"""The input after one reading: where every document stands, what was rejected, one digest of all.
+"""The index of the input: location and hash of every document, counts of rejects, one digest.
 
-Put together from the scans of all units in input order, as columns: 52 bytes a document and no
-text, so a index larger than memory can be ordered at will and read again document by document.
-What is in a unit is `scan.py`'s business, which documents go where `shard_assignment.py`'s.
+It joins the scans of all units in input order, as NumPy columns: 52 bytes per document and no text.
+An input larger than memory can therefore be deduplicated, split and shuffled in one process, and
+its documents read again one by one.
 """
 
 import hashlib
@@ -12,21 +12,21 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data_pipeline.preparation.scan import DOCUMENT, EMPTY, REJECT, Scan, ScanUnit
+from data_pipeline.preparation.scan import DOCUMENT, EMPTY, REJECT, ScanResult, ScanUnit
 from data_pipeline.readers import InputFile, Reject
 from data_pipeline.shards.manifest import InputSummary
 
-CHECK_BYTES = 16
-"""Of a text's sha256, kept to find duplicates and files that change between the readings."""
+TEXT_HASH_BYTES = 16
+"""Bytes of a text's sha256 to keep. They identify duplicates and files that changed."""
 
-FIRST = 5
-"""Rejects held for a message: input of another format has one for every line."""
+MAX_SHOWN_REJECTS = 5
+"""Rejects kept in memory for an error message. An input of another format has one per line."""
 
 
 class InputIndex:
-    """Documents by number, in input order, and what else the input held.
+    """The D documents with text, numbered in input order, and counts of everything else.
 
-    Rejects go to `reject_list`, if given, as the lines of `rejects.jsonl`; few are held.
+    Rejects are written to `reject_list`, if it is given, as the lines of `rejects.jsonl`.
     """
 
     def __init__(
@@ -39,21 +39,25 @@ class InputIndex:
         self.units = units
         self.text_key = units[0].text_key if units else "text"
         self.documents = 0
-        """With text, as they stand in the input."""
-        self.rejected = 0
-        self.first_rejects: list[Reject] = []
-        """FIRST at most."""
-        self.broken_files = 0
-        """Those with a Reject that loses the rest."""
-        self.first_broken: list[Reject] = []
-        """One of each of them, FIRST at most."""
+        """Documents with text in the input. `len(self)` differs after `replace_only_document`."""
         self.empty = 0
         self.duplicates = 0
+        """Set by `deduplicate.py`."""
+        self.rejected = 0
+        self.first_rejects: list[Reject] = []
+        """At most MAX_SHOWN_REJECTS."""
+        self.broken_files = 0
+        """Files with a Reject that loses the rest of the file."""
+        self.first_broken: list[Reject] = []
+        """The first such Reject of each file, at most MAX_SHOWN_REJECTS."""
         self.file = np.empty(0, np.uint32)
-        self.place = np.empty((0, 3), np.uint64)
-        """[D, 3]: offset, size, line; the line counts from the file's start, 0 for whole files."""
+        """uint32 [D]: position in `files`."""
+        self.location = np.empty((0, 3), np.uint64)
+        """uint64 [D, 3]: offset, size, line. Lines count from the file's start; 0: whole file."""
         self.text_bytes = np.empty(0, np.uint64)
-        self.check = np.empty((0, CHECK_BYTES), np.uint8)
+        """uint64 [D]: UTF-8 bytes of the text."""
+        self.text_hash = np.empty((0, TEXT_HASH_BYTES), np.uint8)
+        """uint8 [D, TEXT_HASH_BYTES]: the first bytes of the text's sha256."""
         self._first_of_unit = np.zeros(len(units) + 1, np.int64)
         self._digest = hashlib.sha256()
         self._reject_list = reject_list
@@ -63,20 +67,20 @@ class InputIndex:
         return len(self.file)
 
     def document_id(self, number: int) -> str:
-        return document_id(self.files[self.file[number]].name, int(self.place[number, 2]))
+        return document_id(self.files[self.file[number]].name, int(self.location[number, 2]))
 
     def document_ids(self) -> Iterator[str]:
         names = [file.name for file in self.files]
-        for file, line in zip(self.file, self.place[:, 2], strict=True):
+        for file, line in zip(self.file, self.location[:, 2], strict=True):
             yield document_id(names[file], int(line))
 
     def unit_of(self, numbers: np.ndarray) -> np.ndarray:
-        """The scan unit that each of these documents is from."""
+        """The scan unit of each of these documents."""
         return np.searchsorted(self._first_of_unit, numbers, side="right") - 1
 
     @property
     def digest(self) -> str:
-        """Over every document's id and the sha256 of its text, and every reject."""
+        """Digest of the id and the text's sha256 of every document, and of every reject."""
         return self._digest.hexdigest()
 
     def summary(self) -> InputSummary:
@@ -89,78 +93,86 @@ class InputIndex:
             duplicates=self.duplicates,
         )
 
-    def fill(self, scans: Callable[[int], Scan]) -> None:
-        """Take all units in; `scans(number)` gives the scan of one, and is called twice for each.
+    def fill(self, scans: Callable[[int], ScanResult]) -> None:
+        """Add the results of all units. `scans(number)` is called twice per unit.
 
-        Twice, because columns that are made in their final size need no second copy.
+        The first pass counts documents, so that the columns are allocated once in their final size.
         """
         counts = [int((scans(n).kind == DOCUMENT).sum()) for n in range(len(self.units))]
         np.cumsum(counts, out=self._first_of_unit[1:])
         self.documents = total = sum(counts)
         self.file = np.empty(total, np.uint32)
-        self.place = np.empty((total, 3), np.uint64)
+        self.location = np.empty((total, 3), np.uint64)
         self.text_bytes = np.empty(total, np.uint64)
-        self.check = np.empty((total, CHECK_BYTES), np.uint8)
-        lines = np.zeros(len(self.files), np.uint64)
+        self.text_hash = np.empty((total, TEXT_HASH_BYTES), np.uint8)
+        file_lines = np.zeros(len(self.files), np.uint64)
         for number, unit in enumerate(self.units):
-            here = slice(self._first_of_unit[number], self._first_of_unit[number + 1])
-            self._take(unit, scans(number), here, lines)
+            rows = slice(self._first_of_unit[number], self._first_of_unit[number + 1])
+            self._add_scan(unit, scans(number), rows, file_lines)
 
-    def cut_only_document(self, sizes: list[int], sha256: list[bytes]) -> None:
-        """Have parts in place of the one document, one behind the other, of `sizes` bytes each."""
-        offset, _, line = self.place[0].tolist()
+    def replace_only_document(self, sizes: list[int], sha256: list[bytes]) -> None:
+        """Replace the only document by consecutive parts of it, of `sizes` UTF-8 bytes."""
+        offset, _, line = self.location[0].tolist()
         starts = offset + np.cumsum([0, *sizes[:-1]])
         self._first_of_unit[self._first_of_unit > 0] = len(sizes)
         self.file = np.repeat(self.file, len(sizes))
-        self.place = np.array(
+        self.location = np.array(
             [(start, size, line) for start, size in zip(starts, sizes, strict=True)], np.uint64
         )
         self.text_bytes = np.array(sizes, np.uint64)
-        checks = b"".join(digest[:CHECK_BYTES] for digest in sha256)
-        self.check = np.frombuffer(checks, np.uint8).reshape(-1, CHECK_BYTES)
+        hashes = b"".join(digest[:TEXT_HASH_BYTES] for digest in sha256)
+        self.text_hash = np.frombuffer(hashes, np.uint8).reshape(-1, TEXT_HASH_BYTES)
 
-    def _take(self, unit: ScanUnit, scan: Scan, here: slice, lines: np.ndarray) -> None:
-        """Fill the rows `here`; `lines` [files] counts every file's lines before this unit."""
-        file_of_part = np.array([part.number for part in unit.parts], np.uint32)
-        lines_before = lines[file_of_part]
-        np.add.at(lines, file_of_part, scan.part_lines.astype(np.uint64))
-        place, file = scan.place.copy(), file_of_part[scan.part]
-        has_line = place[:, 2] > 0
-        place[has_line, 2] += lines_before[scan.part[has_line]]
-        self._update_digest(scan, file, place, lines_before)
-        kept = scan.kind == DOCUMENT
+    def _add_scan(
+        self, unit: ScanUnit, scan: ScanResult, rows: slice, file_lines: np.ndarray
+    ) -> None:
+        """Fill `rows` with the documents of one unit.
+
+        `file_lines` is uint64 [files], the lines of each file in earlier units; it is updated.
+        """
+        file_of_range = np.array([each.number for each in unit.ranges], np.uint32)
+        lines_before = file_lines[file_of_range]
+        # np.add.at, because one file may have several ranges in the unit.
+        np.add.at(file_lines, file_of_range, scan.range_lines.astype(np.uint64))
+        location, file = scan.location.copy(), file_of_range[scan.range_index]
+        has_line = location[:, 2] > 0
+        location[has_line, 2] += lines_before[scan.range_index[has_line]]
+        self._update_digest(scan, file, location, lines_before)
+        is_document = scan.kind == DOCUMENT
         self.empty += int((scan.kind == EMPTY).sum())
-        self.file[here] = file[kept]
-        self.place[here] = place[kept]
-        self.text_bytes[here] = scan.text_bytes[kept]
-        self.check[here] = scan.text_sha256[kept, :CHECK_BYTES]
+        self.file[rows] = file[is_document]
+        self.location[rows] = location[is_document]
+        self.text_bytes[rows] = scan.text_bytes[is_document]
+        self.text_hash[rows] = scan.text_sha256[is_document, :TEXT_HASH_BYTES]
 
     def _update_digest(
-        self, scan: Scan, file: np.ndarray, place: np.ndarray, lines_before: np.ndarray
+        self, scan: ScanResult, file: np.ndarray, location: np.ndarray, lines_before: np.ndarray
     ) -> None:
         rejects = iter(scan.rejects)
         hashes = scan.text_sha256.tobytes()
-        rows = zip(scan.kind.tolist(), file.tolist(), place[:, 2].tolist(), strict=True)
+        rows = zip(scan.kind.tolist(), file.tolist(), location[:, 2].tolist(), strict=True)
         for row, (kind, number, line) in enumerate(rows):
             if kind == REJECT:
-                found = next(rejects)
-                shift = int(lines_before[scan.part[row]]) if found.line else 0
-                reject = replace(found, line=found.line + shift)
-                self._digest.update(b"rejected\0" + self._add(reject))
+                reject = next(rejects)
+                if reject.line:
+                    shift = int(lines_before[scan.range_index[row]])
+                    reject = replace(reject, line=reject.line + shift)
+                self._digest.update(b"rejected\0" + self._add_reject(reject))
             else:
                 id_ = document_id(self.files[number].name, line).encode()
-                text = hashes[32 * row : 32 * row + 32]
-                self._digest.update(b"document\0" + id_ + b"\0" + text + b"\n")
+                sha256 = hashes[32 * row : 32 * row + 32]
+                self._digest.update(b"document\0" + id_ + b"\0" + sha256 + b"\n")
 
-    def _add(self, reject: Reject) -> bytes:
-        """Count and list a reject; its line."""
+    def _add_reject(self, reject: Reject) -> bytes:
+        """Count a reject and write it to the reject list. Return its line."""
         line = reject.to_json().encode() + b"\n"
         self.rejected += 1
-        self.first_rejects = [*self.first_rejects, reject][:FIRST]
-        if reject.loses_rest and reject.file != self._last_broken:  # a file's stand together
+        self.first_rejects = [*self.first_rejects, reject][:MAX_SHOWN_REJECTS]
+        # The rejects of one file are consecutive: the last name is enough to count files.
+        if reject.loses_rest and reject.file != self._last_broken:
             self._last_broken = reject.file
             self.broken_files += 1
-            self.first_broken = [*self.first_broken, reject][:FIRST]
+            self.first_broken = [*self.first_broken, reject][:MAX_SHOWN_REJECTS]
         if self._reject_list:
             self._reject_list.write(line)
         return line
@@ -168,14 +180,3 @@ class InputIndex:
 
 def document_id(name: str, line: int) -> str:
     return f"{name}:{line}" if line else name
-
-
-def first_of_each_text(index: InputIndex) -> np.ndarray:
-    """The numbers of the documents whose text no earlier one has, rising; counts the others."""
-    words = np.ascontiguousarray(index.check).view("<u8")
-    order = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal texts stay in input order
-    repeats = np.zeros(len(order), bool)
-    repeats[1:] = (words[order[1:]] == words[order[:-1]]).all(axis=1)
-    kept = np.sort(order[~repeats])
-    index.duplicates = len(index) - len(kept)
-    return kept

@@ -1,4 +1,4 @@
-"""What is in the output directory already: nothing, the dataset asked for, or something else."""
+"""Check the output directory: it is free, holds this dataset already, or holds something else."""
 
 import json
 import re
@@ -19,30 +19,28 @@ from data_pipeline.storage.staged_directory import STAGING
 def find_existing(
     out: Path, settings: PrepareSettings, tokenizer_digest: str | None
 ) -> ShardManifest | None:
-    """The manifest of a complete dataset with these settings; None for a free directory.
+    """The manifest of a complete dataset with these settings, or None for a free directory.
 
-    `tokenizer_digest` None: the corpus decides it. Raises DataError for what else is there. What a
-    killed run left of its reject list is removed, so the caller must hold `out`.
+    `tokenizer_digest` is None if the tokenizer is trained. Raises DataError if the directory holds
+    anything else. Removes temporary reject lists of killed runs, so the caller must hold the lock
+    of `out`.
     """
-    names = sorted(entry.name for entry in out.iterdir() if entry.name != STAGING)
-    if MANIFEST_NAME not in names:
-        unfinished = [out / name for name in names if _is_unfinished_list(out / name)]
-        ours = {path.name for path in unfinished}
-        foreign = [name for name in names if name not in ours and not _is_reject_list(out / name)]
-        if foreign:
-            shown = ", ".join(printable(name) for name in foreign[:5])
-            more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
+    paths = sorted(path for path in out.iterdir() if path.name != STAGING)
+    if out / MANIFEST_NAME not in paths:
+        temporary = [path for path in paths if _is_temporary_reject_list(path)]
+        others = [path for path in paths if path not in temporary and not _is_reject_list(path)]
+        if others:
+            shown = ", ".join(printable(path.name) for path in others[:5])
+            more = f" and {len(others) - 5} more" if len(others) > 5 else ""
             raise DataError(
-                f"{out} holds files that are not of a dataset: {shown}{more}. Nothing was "
-                "touched; choose an empty or new directory for --out."
+                f"{out} holds files that do not belong to a dataset: {shown}{more}. Nothing was "
+                "changed; choose an empty or new directory for --out."
             )
-        for path in unfinished:
+        for path in temporary:
             path.unlink()
         return None
     manifest = load_manifest(out)
-    before, now = manifest.settings.model_dump(), settings.model_dump()
-    changes = [f"{key}: {before[key]!r} there, {now[key]!r} now" for key in now]
-    changes = [text for text, key in zip(changes, now, strict=True) if before[key] != now[key]]
+    changes = _differences("", manifest.settings.model_dump(), settings.model_dump())
     if tokenizer_digest and manifest.tokenizer_digest != tokenizer_digest:
         changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer_digest} now")
     if changes:
@@ -50,15 +48,12 @@ def find_existing(
     return manifest
 
 
-def require_same_input(existing: ShardManifest, now: InputSummary, out: Path) -> None:
-    """The same input and settings give the same tokenizer and shards: only they are compared."""
-    before = existing.input
-    if before != now:
-        changes = [
-            f"input {name}: {getattr(before, name)} there, {getattr(now, name)} now"
-            for name in type(now).model_fields
-            if getattr(before, name) != getattr(now, name)
-        ]
+def require_same_input(existing: ShardManifest, summary: InputSummary, out: Path) -> None:
+    """Raise DataError if `existing` was made from another input, or a file of it is missing.
+
+    Input and settings determine tokenizer and shards, so those are not compared.
+    """
+    if changes := _differences("input ", existing.input.model_dump(), summary.model_dump()):
         raise _other_dataset(out, changes)
     missing = [name for name in existing.file_names() if not (out / name).is_file()]
     if missing:
@@ -68,21 +63,29 @@ def require_same_input(existing: ShardManifest, now: InputSummary, out: Path) ->
         )
 
 
+def _differences(prefix: str, old: dict[str, object], new: dict[str, object]) -> list[str]:
+    return [
+        f"{prefix}{key}: {old[key]!r} there, {value!r} now"
+        for key, value in new.items()
+        if old[key] != value
+    ]
+
+
 def _other_dataset(out: Path, changes: list[str]) -> DataError:
     return DataError(
-        f"{out} holds another dataset: {'; '.join(changes)}. Nothing was touched; choose another "
-        f"--out, or remove {out} and run this again. To look inside: txl data inspect {out}"
+        f"{out} holds another dataset: {'; '.join(changes)}. Nothing was changed; choose another "
+        f"--out, or remove {out} and run this again. To see its content: txl data inspect {out}"
     )
 
 
-def _is_unfinished_list(path: Path) -> bool:
-    """Whether `write_file` was killed while it wrote the reject list here aside."""
-    aside = rf"\.{re.escape(REJECTS_NAME)}\.[0-9]+\.tmp"
-    return re.fullmatch(aside, path.name) is not None and path.is_file()
+def _is_temporary_reject_list(path: Path) -> bool:
+    """Whether `write_file` was killed before it renamed this file to the reject list."""
+    pattern = rf"\.{re.escape(REJECTS_NAME)}\.[0-9]+\.tmp"
+    return re.fullmatch(pattern, path.name) is not None and path.is_file()
 
 
 def _is_reject_list(path: Path) -> bool:
-    """Whether this is the list a failed run left; someone else's file of that name is not."""
+    """Whether this is the reject list of a failed run, not an unrelated file with its name."""
     if path.name != REJECTS_NAME or not path.is_file():
         return False
     with path.open("rb") as file:

@@ -1,10 +1,10 @@
-"""Assignment: which documents go into which shard of which split, in which order.
+"""Shard assignment: which documents go into which shard of which split, and in which order.
 
-Decided from the whole input at once, but from arrays alone. The outcome depends on input and
-settings only, so any number of workers can then write the shards, each by itself.
+One process decides this for the whole input, from arrays without text. The result depends on input
+and settings only, so any number of workers can then write the shards independently.
 
-Splits and shuffle come from a fixed 64-bit hash, not from a library's generator whose stream may
-change: the same input and settings give the same bytes, always.
+Splits and shuffles use a fixed 64-bit hash (BLAKE2b) instead of a library's random generator,
+because a generator's stream may change between versions of the library.
 """
 
 import hashlib
@@ -13,71 +13,75 @@ import itertools
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.input_index import InputIndex, first_of_each_text
+from data_pipeline.preparation.deduplicate import first_of_each_text
+from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.preparation.settings import PrepareSettings
 
 
-def assign(index: InputIndex, settings: PrepareSettings) -> dict[str, list[np.ndarray]]:
-    """Per split, its shards: the numbers of each one's documents, in order."""
-    kept = first_of_each_text(index) if settings.dedup == "exact" else np.arange(len(index))
-    orders = _orders(index, kept, settings)
+def assign_shards(index: InputIndex, settings: PrepareSettings) -> dict[str, list[np.ndarray]]:
+    """Split -> its shards; a shard is the numbers of its documents, in their final order."""
+    numbers = first_of_each_text(index) if settings.dedup == "exact" else np.arange(len(index))
+    orders = _order_splits(index, numbers, settings)
     return {
-        name: _cut(order, index.text_bytes[order], settings.shard_bytes)
+        name: _cut_into_shards(order, index.text_bytes[order], settings.shard_bytes)
         for name, order in orders.items()
     }
 
 
-def _orders(
-    index: InputIndex, kept: np.ndarray, settings: PrepareSettings
+def _order_splits(
+    index: InputIndex, numbers: np.ndarray, settings: PrepareSettings
 ) -> dict[str, np.ndarray]:
-    """Per split, the numbers of its documents in their final order.
+    """Split -> the numbers of its documents in their final order. `numbers` are the candidates.
 
-    A document's split depends on its id alone, so it stays where it is when the input grows. A
-    split that would be empty takes the document with the smallest hash from the largest one.
+    The split of a document depends on its id alone, so it does not change when documents are added
+    to the input. An empty split takes the document with the smallest hash from the largest split.
     """
-    held_out = sorted(settings.split)  # by name: the order they were given in decides nothing
+    held_out = sorted(settings.split)  # sorted: the order of the options has no effect
     names = ["train", *held_out]
-    if len(kept) < len(names):
+    if len(numbers) < len(names):
         raise DataError(
-            f"{len(kept)} documents cannot fill {len(names)} splits ({', '.join(names)}). Give "
-            "more documents, or ask for fewer splits with --split."
+            f"{len(numbers)} documents cannot fill {len(names)} splits ({', '.join(names)}). Give "
+            "more documents, or fewer splits with --split."
         )
-    part = np.zeros(len(kept), np.int8)
+    split_of = np.zeros(len(numbers), np.int8)
     if held_out:
         ids = (id_.encode() for id_ in index.document_ids())
         hashes = np.fromiter((_hash64(b"txl-split", id_) for id_ in ids), np.uint64, len(index))
-        part = _parts(hashes[kept], [settings.split[name] for name in held_out])
-    order = kept
+        split_of = _choose_splits(hashes[numbers], [settings.split[name] for name in held_out])
+    order = numbers
     if settings.shuffle is not None:
+        # Keys of document numbers, not of ranks among `numbers`: deduplication keeps the order.
         seed = settings.shuffle.to_bytes(8, "little")
-        keys = (_hash64(b"txl-shuffle", seed + int(n).to_bytes(8, "little")) for n in kept)
-        shuffled = np.argsort(np.fromiter(keys, np.uint64, len(kept)), kind="stable")
-        order, part = kept[shuffled], part[shuffled]
-    return {name: order[part == number] for number, name in enumerate(names)}
+        keys = (_hash64(b"txl-shuffle", seed + int(n).to_bytes(8, "little")) for n in numbers)
+        shuffled = np.argsort(np.fromiter(keys, np.uint64, len(numbers)), kind="stable")
+        order, split_of = numbers[shuffled], split_of[shuffled]
+    return {name: order[split_of == number] for number, name in enumerate(names)}
 
 
-def _parts(hashes: np.ndarray, fractions: list[float]) -> np.ndarray:
-    """int [D]: 0 for train, i for the i-th fraction's split."""
+def _choose_splits(hashes: np.ndarray, fractions: list[float]) -> np.ndarray:
+    """int [D]: 0 for train, i for the split of the i-th fraction."""
     bounds = np.array(list(itertools.accumulate(int(f * 2**64) for f in fractions)), np.uint64)
-    num_parts = len(fractions) + 1
-    part = (np.searchsorted(bounds, hashes, side="right") + 1) % num_parts
-    for empty in range(num_parts):
-        sizes = np.bincount(part, minlength=num_parts)
-        if not sizes[empty]:
-            donors = np.flatnonzero(part == sizes.argmax())
-            part[donors[hashes[donors].argmin()]] = empty
-    return part
+    num_splits = len(fractions) + 1
+    split_of = (np.searchsorted(bounds, hashes, side="right") + 1) % num_splits
+    for split in range(num_splits):
+        sizes = np.bincount(split_of, minlength=num_splits)
+        if not sizes[split]:
+            donors = np.flatnonzero(split_of == sizes.argmax())
+            split_of[donors[hashes[donors].argmin()]] = split
+    return split_of
 
 
-def _cut(order: np.ndarray, text_bytes: np.ndarray, shard_bytes: int) -> list[np.ndarray]:
-    """Consecutive runs of documents of at most `shard_bytes` of text, or of one larger document."""
+def _cut_into_shards(
+    order: np.ndarray, text_bytes: np.ndarray, shard_bytes: int
+) -> list[np.ndarray]:
+    """Greedy: consecutive documents with at most `shard_bytes` of text, or one larger document."""
     ends = np.cumsum(text_bytes)
     shards, first = [], 0
     while first < len(order):
         before = int(ends[first]) - int(text_bytes[first])
-        limit = np.uint64(before + shard_bytes)  # a Python int would have all `ends` made floats
-        stop = int(np.searchsorted(ends, limit, side="right"))
-        stop = max(stop, first + 1)
+        # A uint64 limit: with a Python int, NumPy compares `ends` as float64, exact below 2**53.
+        limit = np.uint64(before + shard_bytes)
+        stop = max(int(np.searchsorted(ends, limit, side="right")), first + 1)
         shards.append(order[first:stop])
         first = stop
     return shards

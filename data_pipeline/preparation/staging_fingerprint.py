@@ -1,8 +1,8 @@
-"""The staging folder of one `txl prepare`: whose work is in it, and whether it can be gone on with.
+"""The fingerprint of a staging directory: decides whether its finished units can be reused.
 
-Its fingerprint holds everything that the work in it depends on: settings, format version, a
-tokenizer brought along, and path, name, size and version mark (local: modification time) of every
-input file. With another fingerprint the folder is discarded.
+The fingerprint contains everything that the units depend on: settings, format version, digest of a
+given tokenizer file, and path, name, size and version mark (local files: modification time) of
+every input file. A run with a different fingerprint discards the staging directory.
 """
 
 import hashlib
@@ -10,9 +10,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from data_pipeline.preparation.finished_units import FINGERPRINT, RECORDS, discard_attempts
+from data_pipeline.preparation.finished_units import (
+    FINGERPRINT,
+    RECORDS,
+    remove_scratch_directories,
+)
 from data_pipeline.preparation.scan import UNIT_BYTES
 from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.readers import InputFile
@@ -25,7 +28,7 @@ from data_pipeline.storage.urls import local_path
 def fingerprint_of(
     files: list[InputFile], settings: PrepareSettings, tokenizer_digest: str | None
 ) -> str:
-    """JSON of what the work depends on. `tokenizer_digest` None: it is still to be trained."""
+    """The fingerprint as JSON. `tokenizer_digest` is None if the tokenizer is trained."""
     digest = hashlib.sha256()
     for file in files:
         local = local_path(file.path)
@@ -43,42 +46,42 @@ def fingerprint_of(
 
 
 def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str], None]) -> Path:
-    """The staging folder, with the finished units of a run that had this fingerprint, or empty.
+    """The staging directory, empty or with finished units of an earlier run to reuse.
 
-    `note` is told when work is discarded and why.
+    Calls `note` with the reason if it discards finished units.
     """
     path = staged.path / RECORDS / FINGERPRINT
     if staged.path.exists():
         try:
-            before = path.read_text("utf-8")
-        except (OSError, ValueError):
-            before = ""
-        if before != fingerprint:
+            previous = path.read_text("utf-8")
+        except (OSError, ValueError):  # killed before it was written, or damaged
+            previous = ""
+        if previous != fingerprint:
             if any((staged.path / RECORDS).glob("*.json")):
-                changed = _difference(before, fingerprint)
-                note(f"{staged.path}: unfinished work is discarded, for {changed}")
+                reason = _describe_changes(previous, fingerprint)
+                note(f"{staged.path}: discarding unfinished work: {reason}")
             staged.discard()
     staging = staged.stage(fresh=False)
     (staging / RECORDS).mkdir(exist_ok=True)
     if not path.exists():
         write_file(path, fingerprint.encode())
-    discard_attempts(staging)
+    remove_scratch_directories(staging)
     return staging
 
 
-def _difference(before: str, now: str) -> str:
+def _describe_changes(previous: str, current: str) -> str:
+    new = json.loads(current)
     try:
-        old, new = json.loads(before), json.loads(now)
-        settings: dict[str, Any] = old["settings"]
+        old = json.loads(previous)
         changes = [
-            f"{key} was {settings.get(key)!r} and is {value!r}"
+            f"{key} was {old['settings'].get(key)!r} and is {value!r}"
             for key, value in new["settings"].items()
-            if settings.get(key) != value
+            if old["settings"].get(key) != value
         ]
         if old["tokenizer"] != new["tokenizer"]:
-            changes.append("the tokenizer given is another one")
+            changes.append("the tokenizer file changed")
         if (old["files"], old["input"]) != (new["files"], new["input"]):
-            changes.append("input files changed since")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "it is damaged"
-    return "; ".join(changes) or "another version of txl wrote it"
+            changes.append("input files changed")
+    except (ValueError, KeyError, TypeError):
+        return "its fingerprint is damaged"
+    return "; ".join(changes) or "it is from another version of txl"

@@ -1,4 +1,4 @@
-"""Counting symbols in parts that can be merged: one count per unit of work, in any process."""
+"""Count symbols, and merge the counts of several processes, for char and word vocabularies."""
 
 import json
 from collections import Counter
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SymbolCounts:
-    """How often each symbol occurs: characters, or words and line ends."""
+    """The number of occurrences of each symbol: a character, a word or a line end."""
 
     of: Counter[str]
 
     @classmethod
     def merge(cls, parts: Iterable["SymbolCounts"]) -> "SymbolCounts":
-        """The counts of all parts together; the order of the parts changes nothing."""
+        """The sum of all counts. The order of `parts` does not matter."""
         total: Counter[str] = Counter()
         for part in parts:
             total.update(part.of)
         return cls(total)
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON: equal counts, equal bytes."""
+        """Canonical JSON: equal counts have equal bytes."""
         return strict_json.canonical(self.of).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "SymbolCounts":
-        """Raises DataError for anything `to_bytes` does not write."""
+        """Raises DataError for anything that `to_bytes` does not write."""
         try:
             content = strict_json.parse(data)
         except (ValueError, RecursionError) as error:
@@ -49,15 +49,12 @@ class SymbolCounts:
 
 
 class SymbolCounter:
-    """SymbolCounts what a vocabulary of kind char or word is made of.
-
-    Texts may be pieces of documents, cut by `text_parts` where the tokenizer `cuts`.
-    """
+    """Counts the symbols of texts, or of parts of texts cut where the tokenizer's `cuts` allow."""
 
     def __init__(self, settings: "PrepareSettings") -> None:
         if settings.tokenizer not in ("char", "word"):
-            raise ValueError(f"tokenizer {settings.tokenizer!r} is not made of counted symbols")
-        self._words = settings.tokenizer == "word"
+            raise ValueError(f"tokenizer {settings.tokenizer!r} has no vocabulary of symbols")
+        self._is_word = settings.tokenizer == "word"
         self._lines = recipe_of(settings.recipe).lines
 
     def count(self, texts: Iterable[str]) -> SymbolCounts:
@@ -65,7 +62,7 @@ class SymbolCounter:
         counts: Counter[str] = Counter()
         for text in texts:
             text.encode("utf-8")
-            if self._words:
+            if self._is_word:
                 for symbols in symbols_of(text, self._lines):
                     counts.update(symbols)
             else:

@@ -204,7 +204,7 @@ def test_a_list_of_rejects_that_was_being_written_is_removed_and_nothing_else(
     foreign.write_text("")
     ended = txl("prepare", source, "--out", out)
     assert ended.code == 3
-    assert "not of a dataset: .rejects.jsonl.mine.tmp." in ended.err
+    assert "do not belong to a dataset: .rejects.jsonl.mine.tmp." in ended.err
     assert left.exists(), "nothing was touched"
     foreign.unlink()
     assert txl("prepare", source, "--out", out).code == 0

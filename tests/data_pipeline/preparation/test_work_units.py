@@ -20,12 +20,12 @@ from data_pipeline.errors import DataError
 from data_pipeline.preparation.finished_units import (
     FINGERPRINT,
     RECORDS,
-    FileSum,
-    finish,
-    finished,
+    FinishedFile,
+    load_finished,
+    record_finished,
 )
-from data_pipeline.preparation.prepare import Prepared, prepare_dataset
-from data_pipeline.preparation.scan import Part, ScanUnit
+from data_pipeline.preparation.prepare import PrepareReport, prepare_dataset
+from data_pipeline.preparation.scan import FileRange, ScanUnit
 from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.preparation.work_units import Task, run_task
 from data_pipeline.processes.workers import ProcessWorkers
@@ -53,7 +53,7 @@ class Backwards:
             yield number, function(unit)
 
 
-def prepare(source: Path, out: Path, unit_bytes: int, **options: Any) -> Prepared:
+def prepare(source: Path, out: Path, unit_bytes: int, **options: Any) -> PrepareReport:
     """Prepare with units of about `unit_bytes` to scan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_pipeline.preparation.scan.UNIT_BYTES", unit_bytes)
@@ -265,7 +265,7 @@ def test_a_scan_of_texts_that_are_spilled_is_reused_only_with_a_version_mark(
     file = InputFile(str(source), "a.txt.gz", "text", "gz", source.stat().st_size, mark)
     (tmp_path / RECORDS).mkdir()
     (tmp_path / RECORDS / FINGERPRINT).write_text("same")
-    task = Task(ScanUnit(0, (Part(0, file, 0, file.size),), "text"), tmp_path, "same")
+    task = Task(ScanUnit(0, (FileRange(0, file, 0, file.size),), "text"), tmp_path, "same")
     assert [run_task(task).reused for _ in range(2)] == [False, bool(mark)]
 
 
@@ -290,12 +290,12 @@ def test_a_finished_file_that_was_damaged_is_made_again(
 def test_a_record_counts_only_for_the_unit_that_it_was_written_for(tmp_path: Path) -> None:
     (tmp_path / RECORDS).mkdir()
     (tmp_path / "a").write_bytes(b"abc")
-    sums = [FileSum("a", 3, hashlib.sha256(b"abc").hexdigest())]
-    finish(tmp_path, "unit", "key", result={"tokens": 1}, files=sums)
-    assert finished(tmp_path, "unit", "key") == {"tokens": 1}
-    assert finished(tmp_path, "unit", "another key") is None
+    sums = [FinishedFile("a", 3, hashlib.sha256(b"abc").hexdigest())]
+    record_finished(tmp_path, "unit", "key", result={"tokens": 1}, files=sums)
+    assert load_finished(tmp_path, "unit", "key") == {"tokens": 1}
+    assert load_finished(tmp_path, "unit", "another key") is None
     (tmp_path / RECORDS / "unit.json").write_text('{"key": "key", "files": [')
-    assert finished(tmp_path, "unit", "key") is None
+    assert load_finished(tmp_path, "unit", "key") is None
 
 
 def test_a_worker_that_does_not_see_the_staging_folder_is_refused(
@@ -328,8 +328,8 @@ def test_input_that_is_nothing_but_rejects_ends_before_they_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in.txt").write_bytes(b"\xff\n" * 20)
-    monkeypatch.setattr("data_pipeline.preparation.scan.MOST_REJECTS", 19)
-    with pytest.raises(DataError, match=r"in\.txt: more than 19 records .* hardly lines"):
+    monkeypatch.setattr("data_pipeline.preparation.scan.MAX_REJECTS", 19)
+    with pytest.raises(DataError, match=r"more than 19 records near byte 0 .* not lines"):
         prepare_dataset(
             [tmp_path / "in.txt"],
             tmp_path / "out",

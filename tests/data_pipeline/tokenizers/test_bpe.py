@@ -14,12 +14,12 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.preparation.settings import PrepareSettings
-from data_pipeline.preparation.tokenizer_training import token_pieces
+from data_pipeline.preparation.tokenization import tokenize_document
 from data_pipeline.tokenizers import load_tokenizer, ready_tokenizer, train_tokenizer
 from data_pipeline.tokenizers.pretrained import (
     HARD_STRINGS,
     PretrainedTokenizer,
-    adopt,
+    from_library_json,
     require_same_ids,
 )
 from data_pipeline.tokenizers.tiktoken_ranks import ranked_bytes
@@ -160,7 +160,7 @@ def damaged(name: str) -> dict[str, object]:
 def test_a_damaged_vocabulary_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(damaged(name)))
-    with pytest.raises(DataError, match=r"tokenizer\.json describes no tokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(path)
 
 
@@ -180,7 +180,7 @@ def test_merges_on_which_tiktoken_would_differ_go_through_the_library() -> None:
     content = byte_level(("b", "c"), ("a", "b"), ("ab", "c"))
     with pytest.raises(ValueError, match="abc"):
         ranked_bytes(content, leave_out=None)
-    tokenizer = adopt(content, "x.json")
+    tokenizer = from_library_json(content, "x.json")
     assert tokenizer.cuts == "never"
     assert not tokenizer.lossless
     assert tokenizer.encode("abc").tolist() == tokenizer.library_ids("abc")
@@ -262,9 +262,9 @@ def test_a_document_that_holds_the_end_of_document_token_is_refused_by_name() ->
     content = json.loads(with_unknown_as_only_special("bpe").to_str())
     description = {"type": "file", "end_of_document": 0, "tokenizer": content}
     tokenizer = PretrainedTokenizer.from_description(description)
-    assert len(list(token_pieces(tokenizer, ["the cat sat"], document_id="a.txt"))) == 2
-    with pytest.raises(DataError, match=r"b\.txt holds text .* end-of-document token, id 0"):
-        list(token_pieces(tokenizer, ["the cat 漢 sat"], document_id="b.txt"))
+    assert len(list(tokenize_document(tokenizer, ["the cat sat"], document_id="a.txt"))) == 2
+    with pytest.raises(DataError, match=r"b\.txt contains text .* end-of-document token, id 0"):
+        list(tokenize_document(tokenizer, ["the cat 漢 sat"], document_id="b.txt"))
 
 
 @pytest.mark.parametrize("damage", ["dropout", "no unknown word", "a panic"])
@@ -278,7 +278,7 @@ def test_a_tokenizer_that_cannot_encode_every_text_one_way_is_refused(damage: st
     else:
         content["model"]["continuing_subword_prefix"] = "####"
     with pytest.raises(DataError, match=r"x\.json|no tokens for"):
-        adopt(content, "x.json")
+        from_library_json(content, "x.json")
 
 
 def test_a_datasets_own_file_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -26,18 +26,12 @@ class DocumentBatch:
     """Locations and hashes of B documents, in order. Sent to workers instead of their texts."""
 
     text_key: str
-    files: tuple[InputFile, ...]
-    """The files that contain the documents."""
-    file: np.ndarray
-    """int64 [B]: position in `files`."""
-    spill_unit: np.ndarray
-    """int64 [B]: the scan unit with the spill file of the text; -1: read the input file."""
-    location: np.ndarray
-    """uint64 [B, 3]: offset, size, line."""
-    text_bytes: np.ndarray
-    """uint64 [B]."""
-    text_hash: np.ndarray
-    """uint8 [B, TEXT_HASH_BYTES]: the first bytes of the text's sha256."""
+    files: tuple[InputFile, ...]  # the files that contain the documents
+    file: np.ndarray  # int64 [B]: position in `files`
+    spill_unit: np.ndarray  # int64 [B]: scan unit with the text's spill file; -1: the input file
+    location: np.ndarray  # uint64 [B, 3]: offset, size, line
+    text_bytes: np.ndarray  # uint64 [B]
+    text_hash: np.ndarray  # uint8 [B, TEXT_HASH_BYTES]: the first bytes of the text's sha256
 
     @classmethod
     def of(cls, index: InputIndex, numbers: np.ndarray) -> "DocumentBatch":

@@ -38,26 +38,19 @@ class InputIndex:
         self.files = files
         self.units = units
         self.text_key = units[0].text_key if units else "text"
-        self.documents = 0
-        """Documents with text in the input. `len(self)` differs after `replace_only_document`."""
+        self.documents = 0  # with text; differs from len(self) after `replace_only_document`
         self.empty = 0
-        self.duplicates = 0
-        """Set by `deduplicate.py`."""
+        self.duplicates = 0  # set by `deduplicate.py`
         self.rejected = 0
-        self.first_rejects: list[Reject] = []
-        """At most MAX_SHOWN_REJECTS."""
-        self.broken_files = 0
-        """Files with a Reject that loses the rest of the file."""
-        self.first_broken: list[Reject] = []
-        """The first such Reject of each file, at most MAX_SHOWN_REJECTS."""
-        self.file = np.empty(0, np.uint32)
-        """uint32 [D]: position in `files`."""
+        self.first_rejects: list[Reject] = []  # at most MAX_SHOWN_REJECTS
+        self.broken_files = 0  # files with a Reject that loses the rest of the file
+        self.first_broken: list[Reject] = []  # the first of each file, at most MAX_SHOWN_REJECTS
+        self.file = np.empty(0, np.uint32)  # uint32 [D]: position in `files`
+        # uint64 [D, 3]: offset, size, line. Lines count from the file's start; 0 is a whole file.
         self.location = np.empty((0, 3), np.uint64)
-        """uint64 [D, 3]: offset, size, line. Lines count from the file's start; 0: whole file."""
-        self.text_bytes = np.empty(0, np.uint64)
-        """uint64 [D]: UTF-8 bytes of the text."""
+        self.text_bytes = np.empty(0, np.uint64)  # uint64 [D]: UTF-8 bytes of the text
+        # uint8 [D, TEXT_HASH_BYTES]: the first bytes of the text's sha256.
         self.text_hash = np.empty((0, TEXT_HASH_BYTES), np.uint8)
-        """uint8 [D, TEXT_HASH_BYTES]: the first bytes of the text's sha256."""
         self._first_of_unit = np.zeros(len(units) + 1, np.int64)
         self._digest = hashlib.sha256()
         self._reject_list = reject_list
@@ -98,7 +91,8 @@ class InputIndex:
 
         The first pass counts documents, so that the columns are allocated once in their final size.
         """
-        counts = [int((scans(n).kind == DOCUMENT).sum()) for n in range(len(self.units))]
+        kinds = (scans(number).records["kind"] for number in range(len(self.units)))
+        counts = [int((kind == DOCUMENT).sum()) for kind in kinds]
         np.cumsum(counts, out=self._first_of_unit[1:])
         self.documents = total = sum(counts)
         self.file = np.empty(total, np.uint32)
@@ -134,29 +128,29 @@ class InputIndex:
         lines_before = file_lines[file_of_range]
         # np.add.at, because one file may have several ranges in the unit.
         np.add.at(file_lines, file_of_range, scan.range_lines.astype(np.uint64))
-        location, file = scan.location.copy(), file_of_range[scan.range_index]
-        has_line = location[:, 2] > 0
-        location[has_line, 2] += lines_before[scan.range_index[has_line]]
-        self._update_digest(scan, file, location, lines_before)
-        is_document = scan.kind == DOCUMENT
-        self.empty += int((scan.kind == EMPTY).sum())
+        records = scan.records
+        location, file = records["location"].copy(), file_of_range[records["range_index"]]
+        shift = lines_before[records["range_index"]]
+        location[:, 2] += np.where(location[:, 2] > 0, shift, 0).astype(np.uint64)
+        self._update_digest(scan, file, location, shift)
+        self.empty += int((records["kind"] == EMPTY).sum())
+        is_document = records["kind"] == DOCUMENT
         self.file[rows] = file[is_document]
         self.location[rows] = location[is_document]
-        self.text_bytes[rows] = scan.text_bytes[is_document]
-        self.text_hash[rows] = scan.text_sha256[is_document, :TEXT_HASH_BYTES]
+        self.text_bytes[rows] = records["text_bytes"][is_document]
+        self.text_hash[rows] = records["text_sha256"][is_document, :TEXT_HASH_BYTES]
 
     def _update_digest(
-        self, scan: ScanResult, file: np.ndarray, location: np.ndarray, lines_before: np.ndarray
+        self, scan: ScanResult, file: np.ndarray, location: np.ndarray, shift: np.ndarray
     ) -> None:
         rejects = iter(scan.rejects)
-        hashes = scan.text_sha256.tobytes()
-        rows = zip(scan.kind.tolist(), file.tolist(), location[:, 2].tolist(), strict=True)
+        kinds, hashes = scan.records["kind"].tolist(), scan.records["text_sha256"].tobytes()
+        rows = zip(kinds, file.tolist(), location[:, 2].tolist(), strict=True)
         for row, (kind, number, line) in enumerate(rows):
             if kind == REJECT:
                 reject = next(rejects)
                 if reject.line:
-                    shift = int(lines_before[scan.range_index[row]])
-                    reject = replace(reject, line=reject.line + shift)
+                    reject = replace(reject, line=reject.line + int(shift[row]))
                 self._digest.update(b"rejected\0" + self._add_reject(reject))
             else:
                 id_ = document_id(self.files[number].name, line).encode()

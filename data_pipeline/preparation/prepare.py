@@ -66,17 +66,12 @@ class PrepareReport:
 
     manifest: ShardManifest
     already_complete: bool
-    ignored: dict[str, int]
-    """Number of files in input folders that were ignored, by suffix."""
-    read_as: dict[str, dict[str, int]]
-    """Number of files read, by format and then by suffix."""
+    ignored: dict[str, int]  # number of files in input folders that were ignored, by suffix
+    read_as: dict[str, dict[str, int]]  # number of files read, by format and then by suffix
     workers: int
-    units: int
-    """Work units of the dataset: scans, counts, shards and a trained tokenizer."""
-    reused_units: int
-    """Units that an earlier, interrupted run had finished."""
-    peak_memory_bytes: int
-    """The largest resident set of this process or of one worker."""
+    units: int  # work units of the dataset: scans, counts, shards and a trained tokenizer
+    reused_units: int  # units that an earlier, interrupted run had finished
+    peak_memory_bytes: int  # the largest resident set of this process or of one worker
     seconds: float
 
 
@@ -198,7 +193,7 @@ def _train_tokenizer(
             runner.progress("training the tokenizer", 0, 0)
             return train_on_texts(settings, batches, runner.staging)
         context = settings.model_dump_json()
-        units = (CountUnit(number, context, batch) for number, batch in enumerate(batches))
+        units = (CountUnit("train", number, context, batch) for number, batch in enumerate(batches))
         total_bytes = sum(int(index.text_bytes[numbers].sum()) for numbers in train)
         results = runner.run("counting", units, total_bytes)
         paths = sorted(result["counts"] for _, result in results)

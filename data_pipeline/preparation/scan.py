@@ -8,7 +8,7 @@ the start of a range; `input_index.py` adds the lines of the ranges before it.
 
 import hashlib
 import json
-from array import array
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,16 @@ MAX_PARTS = 4096
 MAX_REJECTS = 1_000_000
 """Maximum number of rejects per unit. A reject takes up to 1 kB of memory."""
 DOCUMENT, EMPTY, REJECT = 0, 1, 2
-_ARRAYS = ("range_index", "kind", "location", "text_bytes", "text_sha256", "range_lines")
+RECORD = np.dtype(
+    [
+        ("range_index", "<u4"),  # the unit's file range that contains the record
+        ("kind", "u1"),  # DOCUMENT, EMPTY or REJECT; for a reject, the fields below are 0
+        ("location", "<u8", 3),  # offset, size, line
+        ("text_bytes", "<u8"),  # UTF-8 bytes of the text
+        ("text_sha256", "u1", 32),
+    ]
+)
+_ROW = struct.Struct("<IB3QQ32s")  # the same layout, without padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +68,9 @@ class ScanUnit:
     def key(self) -> str:
         """Digest of everything that determines the result, except the content of the files."""
         ranges = [(each.number, each.file.name, each.start, each.stop) for each in self.ranges]
-        # The array names are included so that a scan with other columns is not reused.
-        return hashlib.sha256(json.dumps([_ARRAYS, self.text_key, ranges]).encode()).hexdigest()
+        # The row format is included so that a scan with other fields is not reused.
+        content = json.dumps([_ROW.format, self.text_key, ranges])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def __str__(self) -> str:
         more = f" and {len(self.ranges) - 1} more files" if len(self.ranges) > 1 else ""
@@ -72,32 +82,26 @@ class ScanUnit:
 class ScanResult:
     """The N records of a unit in input order, R of them rejects. The unit has F file ranges."""
 
-    range_index: np.ndarray
-    """uint32 [N]: the file range of each record."""
-    kind: np.ndarray
-    """uint8 [N]: DOCUMENT, EMPTY or REJECT. For a reject, all columns below are 0."""
-    location: np.ndarray
-    """uint64 [N, 3]: offset, size, line."""
-    text_bytes: np.ndarray
-    """uint64 [N]: UTF-8 bytes of the text."""
-    text_sha256: np.ndarray
-    """uint8 [N, 32]."""
-    range_lines: np.ndarray
-    """int64 [F]: number of lines in each file range."""
-    rejects: tuple[Reject, ...]
-    """[R]."""
+    records: np.ndarray  # RECORD [N]
+    range_lines: np.ndarray  # int64 [F]: number of lines in each file range
+    rejects: tuple[Reject, ...]  # [R]
 
     def to_bytes(self) -> bytes:
         fields = [(r.file, r.line, r.byte, r.reason, r.loses_rest) for r in self.rejects]
         rejects = np.frombuffer(json.dumps(fields).encode(), dtype=np.uint8)
-        return save({**{name: getattr(self, name) for name in _ARRAYS}, "rejects": rejects})
+        records = self.records.view(np.uint8)
+        return save({"records": records, "range_lines": self.range_lines, "rejects": rejects})
 
     @classmethod
     def load(cls, path: Path) -> "ScanResult":
         """Load a scan. `finished_units.py` has checked its sha256."""
         arrays = load_file(path)
-        rejects = json.loads(arrays.pop("rejects").tobytes())
-        return cls(**arrays, rejects=tuple(Reject(*fields) for fields in rejects))
+        rejects = json.loads(arrays["rejects"].tobytes())
+        return cls(
+            records=arrays["records"].view(RECORD),
+            range_lines=arrays["range_lines"],
+            rejects=tuple(Reject(*fields) for fields in rejects),
+        )
 
 
 def plan_scan(files: list[InputFile], text_key: str) -> list[ScanUnit]:
@@ -131,40 +135,6 @@ def spill_name(number: int) -> str:
     return f"spill-{number:06d}"
 
 
-class _Columns:
-    """The columns of a ScanResult while it grows: compact arrays, no Python object per record."""
-
-    def __init__(self) -> None:
-        self.range_index, self.kind = array("I"), array("B")
-        self.location, self.text_bytes = array("Q"), array("Q")
-        self.text_sha256 = bytearray()
-
-    def add(
-        self,
-        range_index: int,
-        kind: int,
-        location: tuple[int, int, int] = (0, 0, 0),
-        text_bytes: int = 0,
-        sha256: bytes = bytes(32),
-    ) -> None:
-        self.range_index.append(range_index)
-        self.kind.append(kind)
-        self.location.extend(location)
-        self.text_bytes.append(text_bytes)
-        self.text_sha256 += sha256
-
-    def result(self, range_lines: list[int], rejects: list[Reject]) -> ScanResult:
-        return ScanResult(
-            range_index=np.array(self.range_index, dtype=np.uint32),
-            kind=np.array(self.kind, dtype=np.uint8),
-            location=np.array(self.location, dtype=np.uint64).reshape(-1, 3),
-            text_bytes=np.array(self.text_bytes, dtype=np.uint64),
-            text_sha256=np.frombuffer(self.text_sha256, dtype=np.uint8).reshape(-1, 32),
-            range_lines=np.array(range_lines, dtype=np.int64),
-            rejects=tuple(rejects),
-        )
-
-
 def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     """Read a unit. Records that cannot be used become rejects.
 
@@ -172,7 +142,8 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     then refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
     for more than MAX_REJECTS rejects: such an input has another format.
     """
-    columns, rejects, range_lines = _Columns(), list[Reject](), list[int]()
+    # Packed bytes instead of a Python object per record: a unit may have millions of records.
+    rows, rejects, range_lines = bytearray(), list[Reject](), list[int]()
     for range_index, each in enumerate(unit.ranges):
         target = None if each.file.rereadable else spill
         reading = read_records(each.file, unit.text_key, each.start, each.stop)
@@ -183,15 +154,20 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
                 rejects.append(record)
                 if len(rejects) > MAX_REJECTS:
                     raise _too_many_rejects(each, rejects)
-                columns.add(range_index, REJECT)
+                rows += _ROW.pack(range_index, REJECT, 0, 0, 0, 0, b"")
                 continue
             offset, size, text_bytes = _locate(record, target)
             kind = DOCUMENT if text_bytes else EMPTY
-            columns.add(range_index, kind, (offset, size, record.line), text_bytes, record.sha256)
+            location = (offset, size, record.line)
+            rows += _ROW.pack(range_index, kind, *location, text_bytes, record.sha256)
         # `reading.lines` is 0 after a read error. The line numbers of the next range must still
         # differ from those of this range, because document ids are made of them.
         range_lines.append(reading.lines or last_line)
-    return columns.result(range_lines, rejects)
+    return ScanResult(
+        records=np.frombuffer(rows, RECORD),
+        range_lines=np.array(range_lines, dtype=np.int64),
+        rejects=tuple(rejects),
+    )
 
 
 def _too_many_rejects(file_range: FileRange, rejects: list[Reject]) -> DataError:

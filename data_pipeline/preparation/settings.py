@@ -69,9 +69,9 @@ class PrepareSettings(StrictModel):
     @model_validator(mode="after")
     def _check_splits(self) -> Self:
         if "train" in self.split:
-            raise ValueError("train gets all documents of no other split; omit its fraction")
+            raise ValueError("split: train gets the remaining documents; omit its fraction")
         if self.split and recipe_of(self.recipe).fixed_split:
-            raise ValueError(f"recipe {self.recipe} has its own valid and test; omit the option")
+            raise ValueError(f"split: recipe {self.recipe} has its own valid and test; omit it")
         if sum(self.split.values()) >= 1:
-            raise ValueError(f"the fractions sum to {sum(self.split.values())}, train gets none")
+            raise ValueError(f"split: the sum {sum(self.split.values())} leaves none for train")
         return self

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.preparation.finished_units import (
     FINGERPRINT,
@@ -52,13 +53,11 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
     """
     path = staged.path / RECORDS / FINGERPRINT
     if staged.path.exists():
-        try:
-            previous = path.read_text("utf-8")
-        except (OSError, ValueError):  # killed before it was written, or damaged
-            previous = ""
+        # It is the first file in staging, so a directory without it has no finished units.
+        previous = path.read_text("utf-8") if path.exists() else "{}"
         if previous != fingerprint:
-            if any((staged.path / RECORDS).glob("*.json")):
-                reason = _describe_changes(previous, fingerprint)
+            if path.exists():
+                reason = _describe_changes(json.loads(previous), json.loads(fingerprint))
                 note(f"{staged.path}: discarding unfinished work: {reason}")
             staged.discard()
     staging = staged.stage(fresh=False)
@@ -69,19 +68,14 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
     return staging
 
 
-def _describe_changes(previous: str, current: str) -> str:
-    new = json.loads(current)
-    try:
-        old = json.loads(previous)
-        changes = [
-            f"{key} was {old['settings'].get(key)!r} and is {value!r}"
-            for key, value in new["settings"].items()
-            if old["settings"].get(key) != value
-        ]
-        if old["tokenizer"] != new["tokenizer"]:
-            changes.append("the tokenizer file changed")
-        if (old["files"], old["input"]) != (new["files"], new["input"]):
-            changes.append("input files changed")
-    except (ValueError, KeyError, TypeError):
-        return "its fingerprint is damaged"
+def _describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    changes = [
+        f"{key} was {old['settings'].get(key)!r} and is {value!r}"
+        for key, value in new["settings"].items()
+        if old["settings"].get(key) != value
+    ]
+    if old["tokenizer"] != new["tokenizer"]:
+        changes.append("the tokenizer file changed")
+    if (old["files"], old["input"]) != (new["files"], new["input"]):
+        changes.append("input files changed")
     return "; ".join(changes) or "it is from another version of txl"

@@ -13,7 +13,13 @@ from data_pipeline.preparation.finished_units import FinishedFile, load_finished
 from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import TOKENIZER_NAME
 from data_pipeline.storage.atomic_files import sha256_file, write_synced
-from data_pipeline.tokenizers import SymbolCounts, Tokenizer, load_tokenizer, train_tokenizer
+from data_pipeline.tokenizers import (
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_of_counts,
+    train_tokenizer,
+)
+from data_pipeline.tokenizers.symbol_counts import counts_from_bytes, merge_counts
 from data_pipeline.tokenizers.text_parts import MAX_PART_CHARS, text_parts
 
 _UNIT = "tokenizer"
@@ -58,5 +64,5 @@ def train_on_texts(
 
 def train_on_counts(settings: PrepareSettings, paths: Iterable[Path]) -> Tokenizer:
     """Train char or word on the symbol counts in these files."""
-    counts = (SymbolCounts.from_bytes(path.read_bytes()) for path in paths)
-    return train_tokenizer(settings, SymbolCounts.merge(counts))
+    counts = merge_counts(counts_from_bytes(path.read_bytes()) for path in paths)
+    return tokenizer_of_counts(settings, counts)

@@ -30,43 +30,18 @@ from data_pipeline.preparation.tokenization import load_cached_tokenizer, tokeni
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader
 from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.storage.atomic_files import explain_disk_errors, sha256_file, write_synced
-from data_pipeline.tokenizers import SymbolCounter, cuts_of
+from data_pipeline.tokenizers import cuts_of
+from data_pipeline.tokenizers.symbol_counts import count_symbols, counts_to_bytes
 from data_pipeline.tokenizers.text_parts import MAX_PART_CHARS, text_parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CountUnit:
-    """Count symbols for a vocabulary in the documents of one shard of train."""
-
-    number: int
-    settings: str
-    """PrepareSettings as JSON."""
-    documents: DocumentBatch
-
-    @property
-    def name(self) -> str:
-        return f"train-{self.number:06d}.count"  # the suffix keeps it distinct from other units
-
-    @property
-    def size(self) -> int:
-        return self.documents.size
-
-    @property
-    def key(self) -> str:
-        return self.documents.digest([self.name, self.settings])
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.documents}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardUnit:
-    """Tokenize documents and write them as one shard."""
+class _BatchUnit:
+    """A unit that reads the documents of one shard again."""
 
     split: str
     number: int
-    header: str
-    """IndexHeader as JSON."""
+    context: str  # JSON of all else that determines the result
     documents: DocumentBatch
 
     @property
@@ -79,10 +54,26 @@ class ShardUnit:
 
     @property
     def key(self) -> str:
-        return self.documents.digest([self.name, self.header])
+        return self.documents.digest([self.name, self.context])
 
     def __str__(self) -> str:
         return f"{self.name}, {self.documents}"
+
+
+class CountUnit(_BatchUnit):
+    """Count symbols for a vocabulary. `context` is the PrepareSettings."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:06d}.count"  # distinct from the name of the shard
+
+
+class ShardUnit(_BatchUnit):
+    """Tokenize documents and write them as one shard. `context` is the IndexHeader."""
+
+    __slots__ = ()
 
 
 Unit = ScanUnit | CountUnit | ShardUnit
@@ -107,6 +98,10 @@ class Outcome:
 
     result: dict[str, Any]
     reused: bool
+
+
+_Executed = tuple[dict[str, Any], list[FinishedFile]]
+"""The result of a unit and its files, which are then in the staging directory."""
 
 
 def run_task(task: Task) -> Outcome:
@@ -152,9 +147,7 @@ def _require_shared_staging(task: Task) -> None:
         )
 
 
-def _scan(
-    unit: ScanUnit, staging: Path, scratch: Path
-) -> tuple[dict[str, Any], list[FinishedFile]]:
+def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
     files = []
     if all(each.file.rereadable for each in unit.ranges):
         data = scan(unit).to_bytes()
@@ -171,10 +164,8 @@ def _scan(
     return {"scan": files[-1].path}, files
 
 
-def _count_symbols(
-    unit: CountUnit, staging: Path, scratch: Path
-) -> tuple[dict[str, Any], list[FinishedFile]]:
-    settings, documents = PrepareSettings.model_validate_json(unit.settings), unit.documents
+def _count_symbols(unit: CountUnit, staging: Path, scratch: Path) -> _Executed:
+    settings, documents = PrepareSettings.model_validate_json(unit.context), unit.documents
 
     def parts() -> Iterator[str]:
         for number in range(len(documents)):
@@ -182,15 +173,13 @@ def _count_symbols(
             yield from text_parts(text, max_chars=MAX_PART_CHARS, cuts=cuts_of(settings))
 
     path = scratch / f"{unit.name}s"
-    write_synced(path, SymbolCounter(settings).count(parts()).to_bytes())
+    write_synced(path, counts_to_bytes(count_symbols(settings, parts())))
     file = _move_to_staging(path, staging)
     return {"counts": file.path}, [file]
 
 
-def _write_shard(
-    unit: ShardUnit, staging: Path, scratch: Path
-) -> tuple[dict[str, Any], list[FinishedFile]]:
-    header, documents = IndexHeader.model_validate_json(unit.header).dataset, unit.documents
+def _write_shard(unit: ShardUnit, staging: Path, scratch: Path) -> _Executed:
+    header, documents = IndexHeader.model_validate_json(unit.context).dataset, unit.documents
     tokenizer = load_cached_tokenizer(staging / TOKENIZER_NAME, header.tokenizer_digest)
     writer = ShardWriter(
         scratch,
@@ -199,7 +188,7 @@ def _write_shard(
         dtype=np.dtype(header.dtype),
         vocab_size=header.vocab_size,
         block_bytes=header.settings.block_bytes,
-        header=unit.header,
+        header=unit.context,
     )
     try:
         for number, text_bytes in enumerate(documents.text_bytes.tolist()):

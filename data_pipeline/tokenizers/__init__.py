@@ -22,24 +22,23 @@ Example:
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer, token_dtype
 from data_pipeline.tokenizers.loading import load_tokenizer
-from data_pipeline.tokenizers.symbol_counts import SymbolCounter, SymbolCounts
 from data_pipeline.tokenizers.training import (
     cuts_of,
     needs_training,
     ready_tokenizer,
+    tokenizer_of_counts,
     train_tokenizer,
 )
 
 __all__ = [
     "ByteTokenizer",
     "Cuts",
-    "SymbolCounter",
-    "SymbolCounts",
     "Tokenizer",
     "cuts_of",
     "load_tokenizer",
     "needs_training",
     "ready_tokenizer",
     "token_dtype",
+    "tokenizer_of_counts",
     "train_tokenizer",
 ]

@@ -51,13 +51,7 @@ def train_bpe(
         end_of_document=library.get_vocab_size(),
         tokenizer=json.loads(library.to_str()),
     )
-    try:
-        tokenizer = PretrainedTokenizer(description)
-    except ValueError as error:
-        raise DataError(
-            f"tiktoken cannot encode the trained bpe ({error}). The versions of tokenizers and "
-            "tiktoken are incompatible: install those of constraints.txt."
-        ) from error
+    tokenizer = PretrainedTokenizer(description)
     require_same_ids(tokenizer, training_text.samples)
     return tokenizer
 

@@ -1,5 +1,6 @@
 """Train or load the tokenizer that the settings of a dataset select."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from data_pipeline.tokenizers.char import UNKNOWN as UNKNOWN_CHARACTER
 from data_pipeline.tokenizers.char import CharTokenizer
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer
 from data_pipeline.tokenizers.recipes import recipe_of
-from data_pipeline.tokenizers.symbol_counts import SymbolCounter, SymbolCounts
+from data_pipeline.tokenizers.symbol_counts import count_symbols
 from data_pipeline.tokenizers.vocabulary import rank_symbols
 from data_pipeline.tokenizers.word import LINE_END, WordTokenizer
 from data_pipeline.tokenizers.word import UNKNOWN as UNKNOWN_WORD
@@ -33,27 +34,29 @@ def cuts_of(settings: "PrepareSettings") -> Cuts:
     return "line" if recipe_of(settings.recipe).lines == "both" else "space"
 
 
-def train_tokenizer(settings: "PrepareSettings", source: Texts | SymbolCounts) -> Tokenizer:
+def train_tokenizer(settings: "PrepareSettings", texts: Texts) -> Tokenizer:
     """Train char, word or bpe. The same texts and settings give the same tokenizer.
 
-    `source` returns the texts in order; char and word also accept merged `SymbolCounts`. Raises
-    DataError if bpe cannot be trained on the text, ValueError for a kind that is not trained.
+    Raises DataError if bpe cannot be trained on the texts, ValueError for a kind that is not
+    trained.
     """
     if settings.tokenizer == "bpe":
-        if isinstance(source, SymbolCounts):
-            raise ValueError("bpe is trained on texts, not on counts of symbols")
         from data_pipeline.tokenizers.bpe import train_bpe
 
         return train_bpe(
-            source(),
+            texts(),
             vocab_size=settings.vocab_size or 0,
             min_freq=settings.min_freq,
             max_bytes=settings.train_bytes,
         )
-    counts = source if isinstance(source, SymbolCounts) else SymbolCounter(settings).count(source())
+    return tokenizer_of_counts(settings, count_symbols(settings, texts()))
+
+
+def tokenizer_of_counts(settings: "PrepareSettings", counts: Counter[str]) -> Tokenizer:
+    """The char or word tokenizer of a text with these symbol counts."""
     recipe, is_word = recipe_of(settings.recipe), settings.tokenizer == "word"
     symbols = rank_symbols(
-        counts.of,
+        counts,
         unknown=UNKNOWN_WORD if is_word else UNKNOWN_CHARACTER,
         always=(LINE_END,) if is_word else (),
         vocab_size=settings.vocab_size,

@@ -24,7 +24,7 @@ from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.streams.cursor import read_range
-from data_pipeline.tokenizers import SymbolCounter, load_tokenizer, train_tokenizer
+from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.test_prepare import files_of
 from tests.data_pipeline.preparation.test_work_units import Backwards, StopsAfter, prepare
 
@@ -119,7 +119,7 @@ def test_a_trained_tokenizer_is_not_trained_again_by_a_rerun(
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "in", out, 10**6, settings=options, workers=StopsAfter(units))
     assert (out / ".staging.tmp" / RECORDS / "tokenizer.json").is_file()
-    monkeypatch.setattr(SymbolCounter, "count", None)
+    monkeypatch.setattr("data_pipeline.preparation.work_units.count_symbols", None)
     monkeypatch.setattr("data_pipeline.preparation.tokenizer_training.train_tokenizer", None)
     done = prepare(tmp_path / "in", out, 10**6, settings=options)
     assert done.reused_units == 2, "the scan and the tokenizer"

@@ -16,7 +16,7 @@ import pytest
 
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.processes.workers import ProcessWorkers
-from tests.data_pipeline.preparation.test_prepare import files_of
+from tests.data_pipeline.preparation.preparing import files_of
 from tests.support.commands import children_of, is_alive, start_txl, txl, wait_until
 
 OPTIONS = ("--shuffle", 1, "--split", "valid=0.1", "--shard-size", 1, "--workers", 2, "--json")

@@ -122,7 +122,7 @@ def test_rejects_below_the_limit_are_listed_and_left_out(txl: Txl, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
-def test_a_file_that_breaks_off_is_accepted_by_no_rate_but_1(
+def test_a_file_that_ends_early_is_accepted_only_with_rate_1(
     txl: Txl, tmp_path: Path, kind: str
 ) -> None:
     source, out = tmp_path / "in", tmp_path / "out"

@@ -28,7 +28,7 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
     assert len((tmp_path / "rejects").read_bytes().splitlines()) == number
 
 
-def test_memory_for_a_document_is_what_its_columns_say(lines: Path, tmp_path: Path) -> None:
+def test_the_index_takes_52_bytes_per_document(lines: Path, tmp_path: Path) -> None:
     from data_pipeline.preparation.input_index import InputIndex
     from data_pipeline.preparation.scan import plan_scan, scan
 

@@ -38,7 +38,7 @@ def test_a_second_run_finds_the_dataset_complete(txl: Txl, corpus: Path, tmp_pat
     assert before == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
 
 
-def test_another_dataset_in_the_way_is_refused_with_what_differs(
+def test_another_dataset_in_the_output_is_refused_with_the_differences(
     txl: Txl, corpus: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -55,7 +55,7 @@ def test_another_dataset_in_the_way_is_refused_with_what_differs(
     assert files_of(out) == before
 
 
-def test_foreign_files_in_the_way_are_refused_and_left_alone(
+def test_other_files_in_the_output_are_refused_and_unchanged(
     txl: Txl, corpus: Path, tmp_path: Path
 ) -> None:
     for name in ("notes.md", "train-000000.tar.zst", "rejects.jsonl"):

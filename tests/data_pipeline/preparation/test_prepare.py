@@ -1,4 +1,4 @@
-"""Preparing: the same bytes always, whatever happened before; splits and shuffles that stay put."""
+"""Preparing gives the same bytes every time, also after kills and errors."""
 
 import fcntl
 import os

@@ -66,7 +66,7 @@ def test_lines_are_counted_from_the_file_when_a_range_is_blank(tmp_path: Path) -
     assert [excerpt.document_id for excerpt in shown] == ["in.txt:4", "in.txt:5"]
 
 
-def test_input_that_is_nothing_but_rejects_ends_before_they_fill_the_memory(
+def test_an_input_of_rejects_only_ends_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in.txt").write_bytes(b"\xff\n" * 20)

@@ -1,4 +1,4 @@
-"""Work units: who does them, how often and in which order changes no byte of the dataset."""
+"""The bytes of a dataset do not depend on which worker executes a unit, how often, or the order."""
 
 import shutil
 import tempfile

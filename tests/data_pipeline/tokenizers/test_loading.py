@@ -57,7 +57,7 @@ def test_the_tokenizer_of_a_dataset_must_have_the_manifests_digest(dataset) -> N
 
 
 @pytest.mark.parametrize("settings", [CHAR, WORD, LM1B])
-def test_what_is_saved_loads_the_same(settings: PrepareSettings) -> None:
+def test_a_saved_tokenizer_loads_unchanged(settings: PrepareSettings) -> None:
     tokenizer = train_tokenizer(settings, lambda: iter([LINES]))
     loaded = load_tokenizer(json.loads(tokenizer.to_json()))
     assert loaded.digest == tokenizer.digest
@@ -87,7 +87,7 @@ def test_what_is_saved_loads_the_same(settings: PrepareSettings) -> None:
         (WORD, ["\n", "a"], "missing"),
     ],
 )
-def test_a_vocabulary_that_is_none_is_refused(
+def test_an_invalid_vocabulary_is_refused(
     settings: PrepareSettings, symbols: object, why: str
 ) -> None:
     content = json.loads(train_tokenizer(settings, lambda: iter(["a"])).to_json())

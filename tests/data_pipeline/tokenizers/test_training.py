@@ -10,7 +10,7 @@ from data_pipeline.tokenizers import ready_tokenizer
 from tests.data_pipeline.tokenizers.sample_tokenizers import FILE, TOKENIZER
 
 
-def test_a_datasets_own_file_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_the_tokenizer_file_of_a_dataset_is_used_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(TOKENIZER.to_json())
     assert ready_tokenizer(FILE, path).digest == TOKENIZER.digest
@@ -20,7 +20,7 @@ def test_a_datasets_own_file_is_taken_as_it_is(tmp_path: Path) -> None:
     "content",
     ["[]", '{"model": {}}', '{"model": {"type": "BPE", "vocab": {"a": 4}, "merges": []}}'],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
     with pytest.raises(DataError):

@@ -6,7 +6,7 @@ from data_pipeline.tokenizers import train_tokenizer
 from tests.data_pipeline.tokenizers.sample_tokenizers import CHAR, WORD
 
 
-def test_symbols_stand_by_falling_count_and_ties_by_code_point() -> None:
+def test_symbols_are_ordered_by_count_and_then_by_code_point() -> None:
     characters = train_tokenizer(CHAR, lambda: iter(["bba", "cc€"]))
     assert characters.decode(range(5)) == "bca€\ufffd"
     ties = train_tokenizer(WORD, lambda: iter(["! <unk> a\n"]))
@@ -16,7 +16,7 @@ def test_symbols_stand_by_falling_count_and_ties_by_code_point() -> None:
 
 
 @pytest.mark.parametrize("limit", [{"vocab_size": 5}, {"min_freq": 2}])
-def test_what_is_cut_becomes_the_unknown_and_counts_for_its_place(limit: dict[str, int]) -> None:
+def test_excluded_symbols_become_unknown_and_add_to_its_count(limit: dict[str, int]) -> None:
     text = "a a a a b b c d e\n\n"
     tokenizer = train_tokenizer(WORD.model_copy(update=limit), lambda: iter([text]))
     assert tokenizer.vocab_size == 5

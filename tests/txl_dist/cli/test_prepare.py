@@ -47,14 +47,14 @@ def test_the_output_inside_the_input_is_not_read_as_input(txl: Txl, tmp_path: Pa
     assert texts_of(tmp_path / "out") == {"a.txt": "a"}
 
 
-def test_a_file_name_that_is_no_unicode_becomes_an_escaped_id(txl: Txl, tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_unicode_becomes_an_escaped_id(txl: Txl, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     Path(os.fsdecode(os.fsencode(tmp_path / "in") + b"/caf\xe9.txt")).write_text("a")
     assert txl("prepare", tmp_path / "in", "--out", tmp_path / "out").code == 0
     assert list(texts_of(tmp_path / "out")) == ["caf\\xe9.txt"]
 
 
-def test_a_dataset_whose_path_is_no_unicode_is_made_and_looked_at(txl: Txl, tmp_path: Path) -> None:
+def test_a_dataset_path_that_is_not_unicode_works(txl: Txl, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a")
     out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     for ended in (
@@ -123,9 +123,7 @@ def test_the_format_decides_what_lines_are(txl: Txl, tmp_path: Path) -> None:
         ("--on", "the-moon"),
     ],
 )
-def test_an_option_that_cannot_be_meant_exits_with_2(
-    txl: Txl, tmp_path: Path, options: tuple[str, str]
-) -> None:
+def test_an_invalid_option_exits_with_2(txl: Txl, tmp_path: Path, options: tuple[str, str]) -> None:
     (tmp_path / "in.txt").write_text("text")
     ended = txl("prepare", tmp_path / "in.txt", "--out", tmp_path / "out", *options)
     assert ended.code == 2

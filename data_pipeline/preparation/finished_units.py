@@ -1,8 +1,9 @@
-"""Finished work units: what was done stays done, also when the program is killed.
+"""Records of finished work units, with which a rerun after a kill reuses their files.
 
-A unit writes its files in a folder of its own, moves them to their names and then writes a record:
-its key, its result and the size and sha256 of every file. Only what has a record counts, and only
-if key and bytes are still the record's. Files of a killed unit have none and are overwritten.
+A unit writes its files in a scratch directory, moves them to their final names and then writes a
+record: its key, its result, and the size and sha256 of every file. A unit counts as finished only
+if its record exists and the key and the files' content match. A killed unit has no record; its next
+execution overwrites its files.
 """
 
 import contextlib
@@ -10,65 +11,70 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.storage.atomic_files import sha256_file, write_file
 
 RECORDS = "units"
-"""The folder in staging for records and for what is not part of the dataset."""
+"""Directory in staging for the records, and for files that are not part of the dataset."""
 FINGERPRINT = "fingerprint.json"
 
 
 @dataclass(frozen=True, slots=True)
-class FileSum:
-    """What a finished file must be. `place` is relative to the staging folder."""
+class FinishedFile:
+    """Expected content of a file. `path` is relative to the staging directory."""
 
-    place: str
+    path: str
     size: int
     sha256: str
 
 
-def finished(staging: Path, name: str, key: str) -> dict[str, Any] | None:
-    """The result of a unit that was finished before; None if it must be done (again)."""
+def load_finished(staging: Path, name: str, key: str) -> dict[str, Any] | None:
+    """The result of a finished unit, or None if the unit must run (again).
+
+    Reads and hashes all files of the unit.
+    """
     try:
         record = json.loads((staging / RECORDS / f"{name}.json").read_bytes())
-        sums = [FileSum(**fields) for fields in record["files"]]
-        if record["key"] != key or not all(_is_whole(staging, file) for file in sums):
+        files = [FinishedFile(**fields) for fields in record["files"]]
+        if record["key"] != key or not all(_is_intact(staging, file) for file in files):
             return None
         result: dict[str, Any] = record["result"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: run the unit again
         return None
     return result
 
 
-def finish(
-    staging: Path, name: str, key: str, *, result: Mapping[str, Any], files: list[FileSum]
+def record_finished(
+    staging: Path, name: str, key: str, *, result: Mapping[str, Any], files: list[FinishedFile]
 ) -> None:
-    """Record a unit whose synced files have their names."""
-    fields = [{"place": f.place, "size": f.size, "sha256": f.sha256} for f in files]
-    record = {"key": key, "result": dict(result), "files": fields}
+    """Record a unit. Its files must be synced and have their final names."""
+    record = {"key": key, "result": dict(result), "files": [asdict(file) for file in files]}
     write_file(staging / RECORDS / f"{name}.json", json.dumps(record).encode())
 
 
 @contextlib.contextmanager
-def attempt(staging: Path, name: str) -> Iterator[Path]:
-    """A folder for one attempt at a unit, removed at the end: two at once never mix their files."""
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=staging / RECORDS))
+def scratch_directory(staging: Path, name: str) -> Iterator[Path]:
+    """A new directory for one execution of a unit, removed at the end.
+
+    Two executions of the same unit at the same time never share files.
+    """
+    path = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=staging / RECORDS))
     try:
-        yield folder
+        yield path
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def discard_attempts(staging: Path) -> None:
-    """Remove what killed attempts left."""
+def remove_scratch_directories(staging: Path) -> None:
+    """Remove the scratch directories of killed units."""
     for entry in (staging / RECORDS).iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _is_whole(staging: Path, file: FileSum) -> bool:
-    path = staging / file.place
+def _is_intact(staging: Path, file: FinishedFile) -> bool:
+    path = staging / file.path
     return path.stat().st_size == file.size and sha256_file(path) == file.sha256

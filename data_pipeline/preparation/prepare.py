@@ -1,49 +1,43 @@
-"""Preparing: a corpus to a directory of shards with a manifest.
+"""`txl prepare`: the stages from input files to a published dataset, in order.
 
-Four steps: scan every range of the input once and keep where documents stand; decide from that
-which document goes into which shard (`assignment.py`); make the tokenizer if the corpus decides it
-(`build_tokenizer.py`); read the documents again in their order, shard by shard, tokenize and write.
-So the whole corpus is shuffled and split without holding its text. What reads much is cut into work
-units that any number of workers share (`work_units.py`), and the same input and settings give the
-same bytes for any number of them; only bpe trains in this process.
+Each document is read twice: once to locate and hash it, and once to tokenize it into its shard. In
+between, one process assigns all documents to shards from their locations alone, so an input larger
+than memory can be shuffled and split. Scanning, counting and writing are work units that any
+number of workers share (`work_units.py`); training bpe is not divided. The same input and settings
+give the same bytes for any number of workers.
 
-What is finished stays in the staging folder when the program is killed, and the same command goes
-on from it. Appearing all at once is `atomic_files.py`'s business.
+Finished units stay in the staging directory when the program is stopped or killed, and a rerun of
+the same command reuses them. `storage/staged_directory.py` publishes the dataset in one step.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data_pipeline.errors import printable
-from data_pipeline.preparation.assignment import assign
-from data_pipeline.preparation.build_tokenizer import (
-    keep_tokenizer,
-    train_on_beginning,
-    train_on_counts,
-    trained_tokenizer,
-)
-from data_pipeline.preparation.corpus import Corpus, first_of_each_text
-from data_pipeline.preparation.existing_dataset import find_existing, require_same_input
-from data_pipeline.preparation.fixed_parts import cut_into_splits
-from data_pipeline.preparation.scan import Scan, plan_scan, scan
+from data_pipeline.preparation.deduplicate import first_of_each_text
+from data_pipeline.preparation.document_batch import DocumentBatch
+from data_pipeline.preparation.fixed_splits import split_only_document
+from data_pipeline.preparation.input_checks import require_usable_input
+from data_pipeline.preparation.input_index import InputIndex
+from data_pipeline.preparation.output_checks import find_existing, require_same_input
+from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
 from data_pipeline.preparation.settings import PrepareSettings
-from data_pipeline.preparation.staged_work import claim_staging, fingerprint_of
-from data_pipeline.preparation.texts import Documents
-from data_pipeline.preparation.usable import require_usable
-from data_pipeline.preparation.work_units import (
-    CountUnit,
-    ShardUnit,
-    Task,
-    Unit,
-    keep_loaded,
-    run_task,
+from data_pipeline.preparation.shard_assignment import assign_shards
+from data_pipeline.preparation.staging_fingerprint import claim_staging, fingerprint_of
+from data_pipeline.preparation.tokenization import cache_tokenizer
+from data_pipeline.preparation.tokenizer_training import (
+    save_tokenizer,
+    train_on_counts,
+    train_on_texts,
+    train_or_reuse,
 )
+from data_pipeline.preparation.unit_runner import UnitRunner
+from data_pipeline.preparation.work_units import CountUnit, ShardUnit
 from data_pipeline.processes.progress import Progress
 from data_pipeline.processes.workers import InProcess, Workers, peak_memory_bytes
 from data_pipeline.readers import InputFile, find_files
@@ -67,22 +61,17 @@ _SUFFIXES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What `prepare_dataset` did."""
+class PrepareReport:
+    """The dataset that `prepare_dataset` wrote or found, and the work it took."""
 
     manifest: ShardManifest
     already_complete: bool
-    ignored: dict[str, int]
-    """Files of the input folders that were left out, by suffix."""
-    read_as: dict[str, dict[str, int]]
-    """Files read, by format and in it by suffix."""
+    ignored: dict[str, int]  # number of files in input folders that were ignored, by suffix
+    read_as: dict[str, dict[str, int]]  # number of files read, by format and then by suffix
     workers: int
-    units: int
-    """Scans, counts and shards of the dataset."""
-    reused_units: int
-    """Those found finished by an earlier run that did not end."""
-    peak_memory_bytes: int
-    """The largest resident set of this process or of one worker."""
+    units: int  # work units of the dataset: scans, counts, shards and a trained tokenizer
+    reused_units: int  # units that an earlier, interrupted run had finished
+    peak_memory_bytes: int  # the largest resident set of this process or of one worker
     seconds: float
 
 
@@ -94,47 +83,183 @@ def prepare_dataset(
     tokenizer_file: Path | None = None,
     max_reject_rate: float = DEFAULT_MAX_REJECT_RATE,
     workers: Workers | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda phase, done, total: None,
     note: Callable[[str], None] = lambda line: None,
-) -> Prepared:
-    """Write the dataset of `inputs` to `out`, or find it there already complete.
+) -> PrepareReport:
+    """Write the dataset of `inputs` to `out`, or return the complete one that is already there.
 
-    `max_reject_rate` is the fraction of records that may be unusable; they are listed in
-    `rejects.jsonl` either way. Files that break off are accepted only with 1, for nobody knows how
-    many records they lose. `tokenizer_file` belongs to `settings.tokenizer` file. `workers` None:
-    in this process. `note` receives lines for people. Raises DataError for input without usable
-    text, too many rejects, an `out` that holds something else; UnfinishedError, with finished units
-    kept, for a disk that is full, disks and servers that cannot be read and dead workers.
+    Args:
+        tokenizer_file: required if and only if `settings.tokenizer` is "file".
+        max_reject_rate: fraction of records that may be unusable. They are listed in
+            `rejects.jsonl`. Files that end early are accepted only with 1, because the number of
+            records they lose is unknown.
+        workers: None runs everything in this process.
+        note: receives messages for the user, one line each.
+
+    Raises DataError for an input without usable text, for too many rejects and for an `out` that
+    holds something else. Raises UnfinishedError for a full or failing disk, a failing server and
+    dead workers; finished units are then kept.
     """
     started = time.monotonic()
     workers = workers or InProcess()
-    found = find_files([str(given) for given in inputs], format=settings.format, exclude=out)
-    note(f"reading {list_read_as(found.read_as)}")
-    ready = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
+    inputs_found = find_files([str(path) for path in inputs], format=settings.format, exclude=out)
+    files = inputs_found.files
+    note(f"reading {list_read_as(inputs_found.read_as)}")
+    tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
+    digest = tokenizer.digest if tokenizer else None
+    runner = None
     with StagedDirectory(out, last=MANIFEST_NAME) as staged:
-        existing = find_existing(out, settings, ready.digest if ready else None)
-        if existing:
-            manifest, run = existing, None
-            require_same_input(existing, _summary(found.files, settings, workers, progress), out)
+        manifest = find_existing(out, settings, digest)
+        if manifest:
+            summary = _summarize_input(files, settings, workers, progress)
+            require_same_input(manifest, summary, out)
         else:
             with explain_disk_errors("writing shards", out):
-                run = _Run(found.files, settings, ready, staged, workers, progress, note)
-                manifest = run.write(max_reject_rate)
-    return Prepared(
+                fingerprint = fingerprint_of(files, settings, digest)
+                staging = claim_staging(staged, fingerprint, note).absolute()
+                runner = UnitRunner(staged, staging, fingerprint, workers, progress)
+                manifest = _write_dataset(files, settings, tokenizer, runner, max_reject_rate)
+    return PrepareReport(
         manifest=manifest,
-        already_complete=run is None,
-        ignored=dict(+found.ignored),
-        read_as=found.read_as,
+        already_complete=runner is None,
+        ignored=dict(+inputs_found.ignored),
+        read_as=inputs_found.read_as,
         workers=workers.num_workers,
-        units=run.units if run else 0,
-        reused_units=run.reused if run else 0,
+        units=runner.finished if runner else 0,
+        reused_units=runner.reused if runner else 0,
         peak_memory_bytes=max(peak_memory_bytes(), workers.peak_memory_bytes),
         seconds=time.monotonic() - started,
     )
 
 
+def _write_dataset(
+    files: list[InputFile],
+    settings: PrepareSettings,
+    tokenizer: Tokenizer | None,
+    runner: UnitRunner,
+    max_reject_rate: float,
+) -> ShardManifest:
+    """Run all stages. `tokenizer` is None if it is trained on the input."""
+    index = _scan_input(files, settings, runner)
+    require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
+    runner.progress("ordering", 0, 0)
+    if recipe_of(settings.recipe).fixed_split:
+        shards = split_only_document(index, settings, runner.staging)
+    else:
+        shards = assign_shards(index, settings)
+    if tokenizer:
+        save_tokenizer(tokenizer, runner.staging)
+    else:
+        tokenizer = _train_tokenizer(index, shards["train"], settings, runner)
+    header = DatasetHeader(
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=tokenizer.end_of_document,
+        dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
+        settings=settings,
+        input=index.summary(),
+    )
+    cache_tokenizer(tokenizer)
+    splits = _write_shards(index, shards, header, runner)
+    manifest = ShardManifest(**dict(header), splits=splits)
+    _publish(manifest, runner)
+    return manifest
+
+
+def _scan_input(
+    files: list[InputFile], settings: PrepareSettings, runner: UnitRunner
+) -> InputIndex:
+    """Scan all units and join the results. Writes the list of rejects to staging."""
+    units = plan_scan(files, settings.text_key)
+    results = runner.run("reading", units, sum(unit.size for unit in units))
+    paths = {number: runner.staging / result["scan"] for number, result in results}
+    with (runner.staging / REJECTS_NAME).open("wb") as rejects:
+        index = InputIndex(files, units, rejects)
+        # From disk, because all scans in memory would take another 70 bytes per document.
+        index.fill(lambda number: ScanResult.load(paths[number]))
+        rejects.flush()
+        os.fsync(rejects.fileno())
+    return index
+
+
+def _train_tokenizer(
+    index: InputIndex, train: list[np.ndarray], settings: PrepareSettings, runner: UnitRunner
+) -> Tokenizer:
+    """Train on the shards of the train split, or reuse the tokenizer of an interrupted run."""
+    batches = (DocumentBatch.of(index, numbers) for numbers in train)
+
+    def run_training() -> Tokenizer:
+        if settings.tokenizer == "bpe":
+            runner.progress("training the tokenizer", 0, 0)
+            return train_on_texts(settings, batches, runner.staging)
+        context = settings.model_dump_json()
+        units = (CountUnit("train", number, context, batch) for number, batch in enumerate(batches))
+        total_bytes = sum(int(index.text_bytes[numbers].sum()) for numbers in train)
+        results = runner.run("counting", units, total_bytes)
+        paths = sorted(result["counts"] for _, result in results)
+        return train_on_counts(settings, [runner.staging / path for path in paths])
+
+    tokenizer, reused = train_or_reuse(runner.staging, index.digest, run_training)
+    runner.count(reused=reused)
+    return tokenizer
+
+
+def _write_shards(
+    index: InputIndex,
+    shards: dict[str, list[np.ndarray]],
+    header: DatasetHeader,
+    runner: UnitRunner,
+) -> dict[str, SplitEntry]:
+    """Tokenize and write all shards. Return the manifest's entry of every split."""
+    counts = {split: len(shards[split]) for split in shards}
+    index_header = IndexHeader(dataset=header, shards=counts).model_dump_json()
+    names = [(split, number) for split in shards for number in range(counts[split])]
+    units = (
+        ShardUnit(split, number, index_header, DocumentBatch.of(index, shards[split][number]))
+        for split, number in names
+    )
+    all_shards = [numbers for split in shards.values() for numbers in split]
+    total_bytes = sum(int(index.text_bytes[numbers].sum()) for numbers in all_shards)
+    entries = {
+        names[unit]: ShardEntry.model_validate(result)
+        for unit, result in runner.run("writing", units, total_bytes)
+    }
+    return {
+        split: SplitEntry.of([entries[split, number] for number in range(count)])
+        for split, count in counts.items()
+    }
+
+
+def _publish(manifest: ShardManifest, runner: UnitRunner) -> None:
+    names = manifest.file_names()
+    if manifest.input.rejected:
+        names.append(REJECTS_NAME)
+    else:  # an earlier, failed run may have left its list
+        (runner.staged.directory / REJECTS_NAME).unlink(missing_ok=True)
+    write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes())
+    runner.staged.publish(names)
+
+
+def _summarize_input(
+    files: list[InputFile], settings: PrepareSettings, workers: Workers, progress: Progress
+) -> InputSummary:
+    """Scan the input without writing anything, to compare it with an existing dataset."""
+    units = plan_scan(files, settings.text_key)
+    total_bytes, done_bytes = sum(unit.size for unit in units), 0
+    scans: dict[int, ScanResult] = {}
+    for number, result in workers.map(scan, units):
+        scans[number] = result
+        done_bytes += units[number].size
+        progress("reading", done_bytes, total_bytes)
+    index = InputIndex(files, units)
+    index.fill(scans.__getitem__)
+    if settings.dedup == "exact":
+        first_of_each_text(index)
+    return index.summary()
+
+
 def list_read_as(read_as: dict[str, dict[str, int]]) -> str:
-    """`Prepared.read_as` in words, the most frequent suffixes of every format."""
+    """`PrepareReport.read_as` as text, with the most frequent suffixes of every format."""
     formats = []
     for kind, counts in read_as.items():
         frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -142,157 +267,3 @@ def list_read_as(read_as: dict[str, dict[str, int]]) -> str:
         more = sum(count for _, count in frequent[_SUFFIXES_SHOWN:])
         formats.append(f"{kind}: {', '.join(listed)}" + (f" and {more:,} others" if more else ""))
     return f"as {'; '.join(formats)}"
-
-
-class _Run:
-    """One run over a claimed staging folder: its steps, and the count of its units."""
-
-    def __init__(
-        self,
-        files: list[InputFile],
-        settings: PrepareSettings,
-        ready: Tokenizer | None,
-        staged: StagedDirectory,
-        workers: Workers,
-        progress: Progress,
-        note: Callable[[str], None],
-    ) -> None:
-        self._files, self._settings, self._staged = files, settings, staged
-        self._workers, self._progress = workers, progress
-        self._ready = ready
-        self._fingerprint = fingerprint_of(files, settings, ready.digest if ready else None)
-        self._staging = claim_staging(staged, self._fingerprint, note).absolute()
-        self.units = self.reused = 0
-
-    def write(self, max_reject_rate: float) -> ShardManifest:
-        """Scan, assign, write, publish."""
-        out, staging = self._staged.directory, self._staging
-        corpus = self._scan()
-        require_usable(corpus, staging, out, max_reject_rate)
-        self._progress("ordering", 0, 0)
-        if recipe_of(self._settings.recipe).fixed_split:
-            shards = cut_into_splits(corpus, self._settings, staging)
-        else:
-            shards = assign(corpus, self._settings)
-        tokenizer = self._tokenizer(corpus, shards["train"])
-        keep_loaded(tokenizer)
-        header = _header(tokenizer, corpus, self._settings)
-        splits = self._write_shards(corpus, shards, header)
-        manifest = ShardManifest(**dict(header), splits=splits)
-        names = [*manifest.file_names()]
-        if corpus.rejected:
-            names.append(REJECTS_NAME)
-        else:
-            (out / REJECTS_NAME).unlink(missing_ok=True)  # of an earlier, failed run
-        write_synced(staging / MANIFEST_NAME, manifest.to_bytes())
-        self._staged.publish(names)
-        return manifest
-
-    def _scan(self) -> Corpus:
-        units = plan_scan(self._files, self._settings.text_key)
-        results = self._do("reading", units, sum(unit.size for unit in units))
-        places = {number: str(result["scan"]) for number, result in results}
-        with (self._staging / REJECTS_NAME).open("wb") as rejects:
-            corpus = Corpus(self._files, units, rejects)
-            corpus.fill(lambda number: Scan.load(self._staging / places[number]))
-            rejects.flush()
-            os.fsync(rejects.fileno())
-        return corpus
-
-    def _tokenizer(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
-        """The dataset's tokenizer, which is then in the staging folder."""
-        if self._ready:
-            keep_tokenizer(self._ready, self._staging)
-            return self._ready
-        tokenizer, reused = trained_tokenizer(
-            self._staging, corpus.digest, lambda: self._train(corpus, train)
-        )
-        self.units += 1
-        self.reused += reused
-        self._staged.worth_keeping = True
-        return tokenizer
-
-    def _train(self, corpus: Corpus, train: list[np.ndarray]) -> Tokenizer:
-        shards = (Documents.of(corpus, numbers) for numbers in train)
-        if self._settings.tokenizer == "bpe":
-            self._progress("training the tokenizer", 0, 0)
-            return train_on_beginning(self._settings, shards, self._staging)
-        settings = self._settings.model_dump_json()
-        units = (CountUnit(number, settings, some) for number, some in enumerate(shards))
-        total = sum(int(corpus.text_bytes[numbers].sum()) for numbers in train)
-        found = [result["counts"] for _, result in self._do("counting", units, total)]
-        return train_on_counts(self._settings, [self._staging / place for place in sorted(found)])
-
-    def _write_shards(
-        self, corpus: Corpus, shards: dict[str, list[np.ndarray]], header: DatasetHeader
-    ) -> dict[str, SplitEntry]:
-        places = [(split, number) for split in shards for number in range(len(shards[split]))]
-        known = IndexHeader(dataset=header, shards={split: len(shards[split]) for split in shards})
-        about = known.model_dump_json()
-        units = (
-            ShardUnit(split, number, about, Documents.of(corpus, shards[split][number]))
-            for split, number in places
-        )
-        total = sum(int(corpus.text_bytes[n].sum()) for some in shards.values() for n in some)
-        entries = {
-            places[done]: ShardEntry.model_validate(result)
-            for done, result in self._do("writing", units, total)
-        }
-        return {
-            split: SplitEntry.of([entries[split, number] for number in range(len(shards[split]))])
-            for split in shards
-        }
-
-    def _do(
-        self, what: str, units: Iterable[Unit], total: int
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(number, result) of every unit as it is done."""
-        sizes: dict[int, int] = {}
-
-        def tasks() -> Iterator[Task]:
-            for number, unit in enumerate(units):
-                sizes[number] = unit.size
-                yield Task(unit, self._staging, self._fingerprint)
-
-        done = 0
-        self._progress(what, done, total)
-        for number, outcome in self._workers.map(run_task, tasks()):
-            self._staged.worth_keeping = True
-            self.units += 1
-            self.reused += outcome.reused
-            size = sizes.pop(number)
-            if outcome.reused:
-                total -= size
-            else:
-                done += size
-            self._progress(what, done, total)
-            yield number, outcome.result
-
-
-def _header(tokenizer: Tokenizer, corpus: Corpus, settings: PrepareSettings) -> DatasetHeader:
-    return DatasetHeader(
-        tokenizer_digest=tokenizer.digest,
-        vocab_size=tokenizer.vocab_size,
-        end_of_document=tokenizer.end_of_document,
-        dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
-        settings=settings,
-        input=corpus.summary(),
-    )
-
-
-def _summary(
-    files: list[InputFile], settings: PrepareSettings, workers: Workers, progress: Progress
-) -> InputSummary:
-    """What the input is, read without writing anything."""
-    units = plan_scan(files, settings.text_key)
-    total, done = sum(unit.size for unit in units), 0
-    scans: dict[int, Scan] = {}
-    for number, found in workers.map(scan, units):
-        scans[number] = found
-        done += units[number].size
-        progress("reading", done, total)
-    corpus = Corpus(files, units)
-    corpus.fill(scans.__getitem__)
-    if settings.dedup == "exact":
-        first_of_each_text(corpus)
-    return corpus.summary()

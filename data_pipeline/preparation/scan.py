@@ -1,13 +1,14 @@
-"""Scan units: ranges of input files, each read once to note where every document stands.
+"""Scan units: ranges of the input files, read once to locate and hash every document.
 
-A unit depends on the input alone, so whoever reads it, and whenever, finds the same. Its result is
-arrays and no text: about 70 bytes a document on disk. Line numbers count from the range's start;
-`corpus.py` adds the lines before.
+The result of a scan unit depends on the input alone. It holds arrays and no text: location, size
+and sha256 of every document, about 70 bytes per document on disk. The reader computes the sha256 of
+a text while it reads the text (`Record.sha256` in `data_pipeline/readers`). Line numbers count from
+the start of a range; `input_index.py` adds the lines of the ranges before it.
 """
 
 import hashlib
 import json
-from array import array
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +21,26 @@ from data_pipeline.errors import DataError, printable
 from data_pipeline.readers import InputFile, Record, Reject, read_records, scan_ranges
 
 UNIT_BYTES = 64 * 2**20
-MAX_PARTS = 4096
-"""Small files of one unit at most."""
-MOST_REJECTS = 1_000_000
-"""Of one unit; each takes most of a kilobyte of memory."""
+MAX_RANGES_PER_UNIT = 4096
+"""Maximum number of file ranges per unit. Limits the size of a unit of many small files."""
+MAX_REJECTS = 1_000_000
+"""Maximum number of rejects per unit. A reject takes up to 1 kB of memory."""
 DOCUMENT, EMPTY, REJECT = 0, 1, 2
+RECORD = np.dtype(
+    [
+        ("range_index", "<u4"),  # the unit's file range that contains the record
+        ("kind", "u1"),  # DOCUMENT, EMPTY or REJECT; for a reject, the fields below are 0
+        ("location", "<u8", 3),  # offset, size, line
+        ("text_bytes", "<u8"),  # UTF-8 bytes of the text
+        ("text_sha256", "u1", 32),
+    ]
+)
+_ROW = struct.Struct("<IB3QQ32s")  # the same layout, without padding
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A range of one file. `number` is the file's place in the input."""
+class FileRange:
+    """The bytes [start, stop) of one file. `number` is the position of the file in the input."""
 
     number: int
     file: InputFile
@@ -39,158 +50,144 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ScanUnit:
+    """File ranges that one worker scans."""
+
     number: int
-    parts: tuple[Part, ...]
+    ranges: tuple[FileRange, ...]
     text_key: str
 
     @property
     def name(self) -> str:
-        return f"input-{self.number:06d}.scan"  # no shard can have this name
+        return f"input-{self.number:06d}.scan"  # the dot keeps it distinct from shard names
 
     @property
     def size(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
+        return sum(each.stop - each.start for each in self.ranges)
 
     @property
     def key(self) -> str:
-        """Digest of all that decides the result, but for the files' content."""
-        parts = [(part.number, part.file.name, part.start, part.stop) for part in self.parts]
-        return hashlib.sha256(json.dumps([self.text_key, parts]).encode()).hexdigest()
+        """Digest of everything that determines the result, except the content of the files."""
+        ranges = [(each.number, each.file.name, each.start, each.stop) for each in self.ranges]
+        # The row format is included so that a scan with other fields is not reused.
+        content = json.dumps([_ROW.format, self.text_key, ranges])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def __str__(self) -> str:
-        more = f" and {len(self.parts) - 1} more files" if len(self.parts) > 1 else ""
-        part = self.parts[0]
-        return f"{self.name}, bytes {part.start:,} to {part.stop:,} of {part.file.name}{more}"
+        more = f" and {len(self.ranges) - 1} more files" if len(self.ranges) > 1 else ""
+        first = self.ranges[0]
+        return f"{self.name}, bytes {first.start:,} to {first.stop:,} of {first.file.name}{more}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scan:
-    """What one unit found: N records in order, R of them rejects, P parts."""
+class ScanResult:
+    """The N records of a unit in input order, R of them rejects. The unit has F file ranges."""
 
-    part: np.ndarray
-    """uint32 [N]: the unit's part each record is in."""
-    kind: np.ndarray
-    """uint8 [N]: DOCUMENT, EMPTY or REJECT. Of a reject all columns below are 0."""
-    place: np.ndarray
-    """uint64 [N, 3]: offset, size, line."""
-    text_bytes: np.ndarray
-    text_sha256: np.ndarray
-    """uint8 [N, 32]."""
-    part_lines: np.ndarray
-    """int64 [P]: lines of every part."""
-    rejects: tuple[Reject, ...]
+    records: np.ndarray  # RECORD [N]
+    range_lines: np.ndarray  # int64 [F]: number of lines in each file range
+    rejects: tuple[Reject, ...]  # [R]
 
     def to_bytes(self) -> bytes:
         fields = [(r.file, r.line, r.byte, r.reason, r.loses_rest) for r in self.rejects]
-        rejects = json.dumps(fields)
-        arrays = {name: getattr(self, name) for name in _ARRAYS}
-        return save({**arrays, "rejects": np.frombuffer(rejects.encode(), dtype=np.uint8)})
+        rejects = np.frombuffer(json.dumps(fields).encode(), dtype=np.uint8)
+        records = self.records.view(np.uint8)
+        return save({"records": records, "range_lines": self.range_lines, "rejects": rejects})
 
     @classmethod
-    def load(cls, path: Path) -> "Scan":
-        """A scan of ours, checked by its digest before (`finished_units.py`)."""
+    def load(cls, path: Path) -> "ScanResult":
+        """Load a scan. `finished_units.py` has checked its sha256."""
         arrays = load_file(path)
-        rejects = json.loads(arrays.pop("rejects").tobytes())
-        return cls(**arrays, rejects=tuple(Reject(*fields) for fields in rejects))
-
-
-_ARRAYS = ("part", "kind", "place", "text_bytes", "text_sha256", "part_lines")
+        rejects = json.loads(arrays["rejects"].tobytes())
+        return cls(
+            records=arrays["records"].view(RECORD),
+            range_lines=arrays["range_lines"],
+            rejects=tuple(Reject(*fields) for fields in rejects),
+        )
 
 
 def plan_scan(files: list[InputFile], text_key: str) -> list[ScanUnit]:
-    """Cut the input into units of about UNIT_BYTES: ranges of large files, groups of small ones."""
-    return [
-        ScanUnit(number, parts, text_key) for number, parts in enumerate(_grouped(_parts(files)))
-    ]
+    """Divide the input into units of about UNIT_BYTES: ranges of large files, groups of small."""
+    groups = _group(_file_ranges(files))
+    return [ScanUnit(number, ranges, text_key) for number, ranges in enumerate(groups)]
 
 
-def _parts(files: list[InputFile]) -> Iterator[Part]:
+def _file_ranges(files: list[InputFile]) -> Iterator[FileRange]:
     for number, file in enumerate(files):
         for start, stop in scan_ranges(file, UNIT_BYTES):
-            yield Part(number, file, start, stop)
+            yield FileRange(number, file, start, stop)
 
 
-def _grouped(parts: Iterable[Part]) -> Iterator[tuple[Part, ...]]:
-    group: list[Part] = []
-    size = 0
-    for part in parts:
-        part_size = part.stop - part.start
-        if group and (size + part_size > UNIT_BYTES or len(group) == MAX_PARTS):
+def _group(ranges: Iterable[FileRange]) -> Iterator[tuple[FileRange, ...]]:
+    group: list[FileRange] = []
+    group_bytes = 0
+    for each in ranges:
+        size = each.stop - each.start
+        if group and (group_bytes + size > UNIT_BYTES or len(group) == MAX_RANGES_PER_UNIT):
             yield tuple(group)
-            group, size = [], 0
-        group.append(part)
-        size += part_size
+            group, group_bytes = [], 0
+        group.append(each)
+        group_bytes += size
     if group:
         yield tuple(group)
 
 
 def spill_name(number: int) -> str:
-    """The file with the texts of unit `number` that cannot be read again where they are."""
+    """Name of the file with the texts of unit `number` that cannot be read from their input."""
     return f"spill-{number:06d}"
 
 
-def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> Scan:
-    """Read a unit. What cannot be used is among its rejects.
+def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
+    """Read a unit. Records that cannot be used become rejects.
 
-    Raises UnfinishedError for a disk or server that fails and may be well another time, DataError
-    for more than MOST_REJECTS, which would fill the memory: such input is of another format.
-    Texts of files that are not rereadable go to `spill`, if given, and their places are in it.
+    Texts of files that are not rereadable are written to `spill` if it is given; their locations
+    then refer to it. Raises UnfinishedError when a disk or server fails temporarily, and DataError
+    for more than MAX_REJECTS rejects: such an input has another format.
     """
-    part_of, kind, places, text_sizes = array("I"), array("B"), array("Q"), array("Q")
-    sha256 = bytearray()
-    rejects: list[Reject] = []
-    lines = []
-    for number, part in enumerate(unit.parts):
-        target = None if part.file.rereadable else spill
-        reading = read_records(part.file, unit.text_key, part.start, part.stop)
+    # Packed bytes instead of a Python object per record: a unit may have millions of records.
+    rows, rejects, range_lines = bytearray(), list[Reject](), list[int]()
+    for range_index, each in enumerate(unit.ranges):
+        target = None if each.file.rereadable else spill
+        reading = read_records(each.file, unit.text_key, each.start, each.stop)
         last_line = 0
-        for found in reading:
-            last_line = found.line
-            part_of.append(number)
-            if isinstance(found, Reject):
-                rejects.append(found)
-                if len(rejects) > MOST_REJECTS:
-                    raise _no_text(part, rejects)
-                kind.append(REJECT)
-                places.extend((0, 0, 0))
-                text_sizes.append(0)
-                sha256 += bytes(32)
+        for record in reading:
+            last_line = record.line
+            if isinstance(record, Reject):
+                rejects.append(record)
+                if len(rejects) > MAX_REJECTS:
+                    raise _too_many_rejects(each, rejects)
+                rows += _ROW.pack(range_index, REJECT, 0, 0, 0, 0, b"")
                 continue
-            offset, size, text_bytes = _place(found, target)
-            kind.append(DOCUMENT if text_bytes else EMPTY)
-            places.extend((offset, size, found.line))
-            text_sizes.append(text_bytes)
-            sha256 += found.sha256
-        # Where reading broke off no lines are counted; the next part's must differ all the same.
-        lines.append(reading.lines or last_line)
-    return Scan(
-        part=np.array(part_of, dtype=np.uint32),
-        kind=np.array(kind, dtype=np.uint8),
-        place=np.array(places, dtype=np.uint64).reshape(-1, 3),
-        text_bytes=np.array(text_sizes, dtype=np.uint64),
-        text_sha256=np.frombuffer(sha256, dtype=np.uint8).reshape(-1, 32),
-        part_lines=np.array(lines, dtype=np.int64),
+            offset, size, text_bytes = _locate(record, target)
+            kind = DOCUMENT if text_bytes else EMPTY
+            location = (offset, size, record.line)
+            rows += _ROW.pack(range_index, kind, *location, text_bytes, record.sha256)
+        # `reading.lines` is 0 after a read error. The line numbers of the next range must still
+        # differ from those of this range, because document ids are made of them.
+        range_lines.append(reading.lines or last_line)
+    return ScanResult(
+        records=np.frombuffer(rows, RECORD),
+        range_lines=np.array(range_lines, dtype=np.int64),
         rejects=tuple(rejects),
     )
 
 
-def _no_text(part: Part, rejects: list[Reject]) -> DataError:
+def _too_many_rejects(file_range: FileRange, rejects: list[Reject]) -> DataError:
+    file = file_range.file
     shown = "".join(f"\n  {reject}" for reject in rejects[:5])
     return DataError(
-        f"{printable(part.file.name)}: more than {MOST_REJECTS:,} records near byte {part.start:,} "
-        f"cannot be used, so it is hardly {part.file.kind}.{shown}\nNo dataset was written. "
-        "Give its format with --format, or leave it out."
+        f"{printable(file.name)}: more than {MAX_REJECTS:,} records near byte "
+        f"{file_range.start:,} cannot be used; the file is probably not {file.kind}.{shown}\n"
+        "No dataset was written. Set its format with --format, or remove the file from the input."
     )
 
 
-def _place(record: Record, spill: BinaryIO | None) -> tuple[int, int, int]:
-    """(offset, size, UTF-8 bytes of the text), the first two in `spill` if that is given."""
+def _locate(record: Record, spill: BinaryIO | None) -> tuple[int, int, int]:
+    """Return (offset, size, UTF-8 bytes of the text). Offset and size refer to `spill` if given."""
     text = record.text
     if text is None:
         return record.offset, record.size, record.size
     if spill is None:
         return record.offset, record.size, len(text) if text.isascii() else len(text.encode())
-    raw = text.encode()
+    encoded = text.encode()
     offset = spill.tell()
-    spill.write(raw)
-    return offset, len(raw), len(raw)
+    spill.write(encoded)
+    return offset, len(encoded), len(encoded)

@@ -1,4 +1,4 @@
-"""What decides the bytes of a dataset, checked as a whole before anything is read."""
+"""The settings that determine the bytes of a dataset, validated before any input is read."""
 
 from typing import Annotated, Literal, Self
 
@@ -14,64 +14,64 @@ DEFAULT_TRAIN_BYTES = 256 * 2**20
 MIN_BPE_VOCAB_SIZE = 258
 
 
-def _format(name: str) -> str:
+def _require_known_format(name: str) -> str:
     if name != "auto" and name not in FORMATS:
-        raise ValueError(f"legal are auto, {', '.join(FORMATS)}")
+        raise ValueError(f"supported are auto, {', '.join(FORMATS)}")
     return name
 
 
 class PrepareSettings(StrictModel):
-    """Every setting that decides the bytes of a dataset."""
+    """All settings that determine the bytes of a dataset. The manifest contains them."""
 
-    format: Annotated[str, AfterValidator(_format)] = "auto"
+    format: Annotated[str, AfterValidator(_require_known_format)] = "auto"
     text_key: str = "text"
-    """Key of a JSON line's object that holds the text."""
+    """Key of the text in a JSON line, or column in Parquet."""
     tokenizer: Literal["byte", "char", "word", "bpe", "file"] = "byte"
-    """`file` is one brought along: the manifest's digest says which."""
+    """`file`: an existing tokenizer file. The digest in the manifest identifies it."""
     recipe: RecipeName | None = None
-    """Conventions of one of the paper's corpora; null is documents as they are."""
+    """Conventions of one of the paper's datasets; null adds none."""
     vocab_size: Annotated[int, Field(ge=4, le=2**20)] | None = None
-    """Most ids, the end of a document included; null keeps every symbol of the training text."""
+    """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
     min_freq: Annotated[int, Field(ge=1)] | None = None
-    """How often a symbol, or a pair to be merged, must occur to get an id."""
+    """Minimum count of a symbol, or of a pair to merge, to get an id."""
     train_bytes: int = Field(default=DEFAULT_TRAIN_BYTES, ge=1)
-    """Bytes of the training text's beginning that bpe is trained on."""
+    """bpe is trained on this many bytes from the beginning of train."""
     split: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = Field(default={})
-    """Fraction of the documents held out per split; the rest is `train`."""
+    """Fraction of the documents per held-out split; the rest is `train`."""
     shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of the document-level shuffle; null keeps the order of the input."""
     dedup: Literal["none", "exact"] = "none"
-    """exact: of documents with the same text, the first in input order stays."""
+    """exact: of the documents with the same text, keep the first in input order."""
     shard_bytes: int = Field(default=64 * 2**20, ge=1)
-    """UTF-8 bytes of text of a shard at most; a larger document is alone in its shard."""
+    """Maximum UTF-8 bytes of text per shard. A larger document gets its own shard."""
     block_bytes: int = Field(default=512 * 2**10, ge=512, le=8 * 2**20)
-    """Raw token bytes of a block of documents, and of a zstd frame."""
+    """Token bytes per block of documents, and per zstd frame."""
 
     @model_validator(mode="after")
-    def _tokenizer_options_go_together(self) -> Self:
-        kind, legal = self.tokenizer, recipe_of(self.recipe).tokenizers
-        trained = kind in ("char", "word", "bpe")
-        if kind not in legal:
-            raise ValueError(f"recipe: {self.recipe} is for tokenizer {' or '.join(legal)}")
+    def _check_tokenizer_options(self) -> Self:
+        kind, allowed = self.tokenizer, recipe_of(self.recipe).tokenizers
+        is_trained = kind in ("char", "word", "bpe")
+        if kind not in allowed:
+            raise ValueError(f"recipe: {self.recipe} is for tokenizer {' or '.join(allowed)}")
         if kind == "bpe" and (self.vocab_size or 0) < MIN_BPE_VOCAB_SIZE:
             raise ValueError(
-                f"vocab_size: tokenizer bpe needs one of at least {MIN_BPE_VOCAB_SIZE} (256 bytes, "
-                "a merge, the end of a document), such as 32768"
+                f"vocab_size: tokenizer bpe needs at least {MIN_BPE_VOCAB_SIZE} (256 bytes, one "
+                "merge, end-of-document), for example 32768"
             )
-        if not trained and self.vocab_size is not None:
-            raise ValueError(f"vocab_size: tokenizer {kind} has its own; leave it out")
-        if not trained and self.min_freq is not None:
-            raise ValueError(f"min_freq: tokenizer {kind} counts nothing; leave it out")
+        if not is_trained and self.vocab_size is not None:
+            raise ValueError(f"vocab_size: tokenizer {kind} has a fixed vocabulary; omit it")
+        if not is_trained and self.min_freq is not None:
+            raise ValueError(f"min_freq: tokenizer {kind} is not trained; omit it")
         if kind != "bpe" and self.train_bytes != DEFAULT_TRAIN_BYTES:
-            raise ValueError(f"train_bytes: is for tokenizer bpe, not {kind}; leave it out")
+            raise ValueError(f"train_bytes: is for tokenizer bpe, not {kind}; omit it")
         return self
 
     @model_validator(mode="after")
-    def _leaves_train(self) -> Self:
+    def _check_splits(self) -> Self:
         if "train" in self.split:
-            raise ValueError("train is what the other splits leave; do not give it a fraction")
+            raise ValueError("split: train gets the remaining documents; omit its fraction")
         if self.split and recipe_of(self.recipe).fixed_split:
-            raise ValueError(f"recipe {self.recipe} has its own valid and test; leave it out")
+            raise ValueError(f"split: recipe {self.recipe} has its own valid and test; omit it")
         if sum(self.split.values()) >= 1:
-            raise ValueError(f"the fractions sum to {sum(self.split.values())}, nothing is left")
+            raise ValueError(f"split: the sum {sum(self.split.values())} leaves none for train")
         return self

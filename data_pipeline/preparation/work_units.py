@@ -1,13 +1,13 @@
-"""Work units of `txl prepare`: what a worker is given, does and hands back.
+"""Work units of `txl prepare`, and how a worker executes one.
 
-A unit is a range of the input to scan (`scan.py`), a shard's documents to count symbols in, for
-vocabularies that are counted, or a shard to write. It depends on input and settings alone, so units
-can be done by any worker, in any order, twice, and by a later run: the outcome is the same files.
-Who runs them is `workers.py`'s business.
+Three kinds: scan ranges of the input (`scan.py`); count the symbols in the documents of one shard,
+for char and word vocabularies; write one shard. A unit depends on input and settings alone.
+Any worker can execute it, in any order, more than once, and in a later run: the files are the same.
+`data_pipeline/processes/workers.py` has the workers.
 """
 
-import hashlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,58 +15,34 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.preparation.build_tokenizer import counted_pieces, token_pieces
+from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.finished_units import (
     FINGERPRINT,
     RECORDS,
-    FileSum,
-    attempt,
-    finish,
-    finished,
+    FinishedFile,
+    load_finished,
+    record_finished,
+    scratch_directory,
 )
 from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
 from data_pipeline.preparation.settings import PrepareSettings
-from data_pipeline.preparation.texts import Documents
-from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, shard_name
+from data_pipeline.preparation.tokenization import load_cached_tokenizer, tokenize_document
+from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader
 from data_pipeline.shards.shard_writer import ShardWriter
-from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
-from data_pipeline.tokenizers import TokenCounter, Tokenizer, load_tokenizer
+from data_pipeline.storage.atomic_files import explain_disk_errors, sha256_file, write_synced
+from data_pipeline.tokenizers import cuts_of
+from data_pipeline.tokenizers.symbol_counts import count_symbols, counts_to_bytes
+from data_pipeline.tokenizers.text_parts import MAX_PART_CHARS, text_parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CountUnit:
-    """Symbols to be counted for a vocabulary, in the documents of one shard of train."""
-
-    number: int
-    settings: str
-    """JSON of the PrepareSettings."""
-    documents: Documents
-
-    @property
-    def name(self) -> str:
-        return f"train-{self.number:06d}.count"  # no shard and no scan can have this name
-
-    @property
-    def size(self) -> int:
-        return self.documents.size
-
-    @property
-    def key(self) -> str:
-        return self.documents.digest([self.name, self.settings])
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.documents}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardUnit:
-    """One shard to write."""
+class _BatchUnit:
+    """A unit that reads the documents of one shard again."""
 
     split: str
     number: int
-    header: str
-    """JSON of the IndexHeader."""
-    documents: Documents
+    context: str  # JSON of all else that determines the result
+    documents: DocumentBatch
 
     @property
     def name(self) -> str:
@@ -78,10 +54,26 @@ class ShardUnit:
 
     @property
     def key(self) -> str:
-        return self.documents.digest([self.name, self.header])
+        return self.documents.digest([self.name, self.context])
 
     def __str__(self) -> str:
         return f"{self.name}, {self.documents}"
+
+
+class CountUnit(_BatchUnit):
+    """Count symbols for a vocabulary. `context` is the PrepareSettings."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:06d}.count"  # distinct from the name of the shard
+
+
+class ShardUnit(_BatchUnit):
+    """Tokenize documents and write them as one shard. `context` is the IndexHeader."""
+
+    __slots__ = ()
 
 
 Unit = ScanUnit | CountUnit | ShardUnit
@@ -89,55 +81,65 @@ Unit = ScanUnit | CountUnit | ShardUnit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """A unit and where its files go."""
+    """A unit and the staging directory for its files."""
 
     unit: Unit
     staging: Path
     fingerprint: str
-    """Content of the staging folder's fingerprint: proof that a worker sees the same folder."""
+    """Expected fingerprint in `staging`: shows that a worker sees the same directory."""
 
     def __str__(self) -> str:
         return printable(str(self.unit))
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Outcome:
+    """The result of a unit, and whether an earlier run had finished it."""
+
     result: dict[str, Any]
     reused: bool
 
 
-def run_task(task: Task) -> Done:
-    """Do a unit, or find it finished. Raises DataError for input that changed, and disk errors."""
+_Executed = tuple[dict[str, Any], list[FinishedFile]]
+"""The result of a unit and its files, which are then in the staging directory."""
+
+
+def run_task(task: Task) -> Outcome:
+    """Execute a unit, or reuse it if it is finished.
+
+    Raises DataError for an input that changed since the scan, and UnfinishedError for disk errors.
+    """
     unit, staging = task.unit, task.staging
-    _require_same_folder(task)
-    # Without a mark nothing tells whether the file is still what a scan took its texts from.
-    again = isinstance(unit, ScanUnit) and any(
-        not part.file.rereadable and not part.file.mark for part in unit.parts
+    _require_shared_staging(task)
+    # Without a version mark (a URL without time and tag), a changed file is not detected, and the
+    # spill file of an earlier scan could hold outdated texts. Such files are always scanned again.
+    unmarked = isinstance(unit, ScanUnit) and any(
+        not each.file.rereadable and not each.file.mark for each in unit.ranges
     )
-    result = None if again else finished(staging, unit.name, unit.key)
+    result = None if unmarked else load_finished(staging, unit.name, unit.key)
     if result is not None:
-        return Done(result, reused=True)
+        return Outcome(result, reused=True)
     with (
         explain_disk_errors(f"writing {unit.name}", staging.parent),
-        attempt(staging, unit.name) as folder,
+        scratch_directory(staging, unit.name) as scratch,
     ):
         if isinstance(unit, ScanUnit):
-            result, files = _scan(unit, staging, folder)
+            result, files = _scan(unit, staging, scratch)
         elif isinstance(unit, CountUnit):
-            result, files = _count(unit, staging, folder)
+            result, files = _count_symbols(unit, staging, scratch)
         else:
-            result, files = _write_shard(unit, staging, folder)
-        finish(staging, unit.name, unit.key, result=result, files=files)
-    return Done(result, reused=False)
+            result, files = _write_shard(unit, staging, scratch)
+        record_finished(staging, unit.name, unit.key, result=result, files=files)
+    return Outcome(result, reused=False)
 
 
-def _require_same_folder(task: Task) -> None:
+def _require_shared_staging(task: Task) -> None:
     path = task.staging / RECORDS / FINGERPRINT
     try:
-        same = path.read_text("utf-8") == task.fingerprint
+        is_same = path.read_text("utf-8") == task.fingerprint
     except OSError:
-        same = False
-    if not same:
+        is_same = False
+    if not is_same:
         raise DataError(
             f"a worker on {os.uname().nodename} does not see {path} as the main process does. On a "
             "cluster --out and the input must be on a path that all machines share; or run on this "
@@ -145,92 +147,70 @@ def _require_same_folder(task: Task) -> None:
         )
 
 
-def _scan(unit: ScanUnit, staging: Path, folder: Path) -> tuple[dict[str, Any], list[FileSum]]:
+def _scan(unit: ScanUnit, staging: Path, scratch: Path) -> _Executed:
     files = []
-    name = f"{unit.name}.safetensors"
-    if all(part.file.rereadable for part in unit.parts):
+    if all(each.file.rereadable for each in unit.ranges):
         data = scan(unit).to_bytes()
     else:
-        spill = folder / spill_name(unit.number)
+        spill = scratch / spill_name(unit.number)
         with spill.open("wb") as file:
             data = scan(unit, file).to_bytes()
             file.flush()
             os.fsync(file.fileno())
-        files.append(_moved(spill, staging, f"{RECORDS}/{spill.name}"))
-    write_synced(folder / name, data)
-    files.append(_moved(folder / name, staging, f"{RECORDS}/{name}"))
-    return {"scan": f"{RECORDS}/{name}"}, files
+        files.append(_move_to_staging(spill, staging))
+    path = scratch / f"{unit.name}.safetensors"
+    write_synced(path, data)
+    files.append(_move_to_staging(path, staging))
+    return {"scan": files[-1].path}, files
 
 
-def _count(unit: CountUnit, staging: Path, folder: Path) -> tuple[dict[str, Any], list[FileSum]]:
-    settings, documents = PrepareSettings.model_validate_json(unit.settings), unit.documents
-    texts = (
-        text
-        for number in range(len(documents))
-        for text in counted_pieces(settings, documents.texts(number, staging))
-    )
-    path = folder / f"{unit.name}s"
-    write_synced(path, TokenCounter(settings).count(texts).to_bytes())
-    place = f"{RECORDS}/{path.name}"
-    return {"counts": place}, [_moved(path, staging, place)]
+def _count_symbols(unit: CountUnit, staging: Path, scratch: Path) -> _Executed:
+    settings, documents = PrepareSettings.model_validate_json(unit.context), unit.documents
+
+    def parts() -> Iterator[str]:
+        for number in range(len(documents)):
+            text = documents.read_text(number, staging)
+            yield from text_parts(text, max_chars=MAX_PART_CHARS, cuts=cuts_of(settings))
+
+    path = scratch / f"{unit.name}s"
+    write_synced(path, counts_to_bytes(count_symbols(settings, parts())))
+    file = _move_to_staging(path, staging)
+    return {"counts": file.path}, [file]
 
 
-def _write_shard(
-    unit: ShardUnit, staging: Path, folder: Path
-) -> tuple[dict[str, Any], list[FileSum]]:
-    header, documents = IndexHeader.model_validate_json(unit.header).dataset, unit.documents
-    tokenizer = _tokenizer(staging / TOKENIZER_NAME, header.tokenizer_digest)
+def _write_shard(unit: ShardUnit, staging: Path, scratch: Path) -> _Executed:
+    header, documents = IndexHeader.model_validate_json(unit.context).dataset, unit.documents
+    tokenizer = load_cached_tokenizer(staging / TOKENIZER_NAME, header.tokenizer_digest)
     writer = ShardWriter(
-        folder,
+        scratch,
         unit.split,
         unit.number,
         dtype=np.dtype(header.dtype),
         vocab_size=header.vocab_size,
         block_bytes=header.settings.block_bytes,
-        header=unit.header,
+        header=unit.context,
     )
     try:
         for number, text_bytes in enumerate(documents.text_bytes.tolist()):
             id_ = documents.document_id(number)
-            tokens = token_pieces(tokenizer, documents.texts(number, staging), document_id=id_)
+            text = documents.read_text(number, staging)
+            tokens = tokenize_document(tokenizer, text, document_id=id_)
             writer.add(id_, tokens, text_bytes=text_bytes)
         entry = writer.close()
     except BaseException:
         writer.abandon()
         raise
-    assert entry.name == shard_name(unit.split, unit.number)
+    # The writer has hashed both files while writing them, so they are not read again here.
     for name in (entry.name, entry.index_name):
-        (folder / name).replace(staging / name)
+        (scratch / name).replace(staging / name)
     return entry.model_dump(mode="json"), [
-        FileSum(entry.name, entry.bytes, entry.sha256),
-        FileSum(entry.index_name, entry.index_bytes, entry.index_sha256),
+        FinishedFile(entry.name, entry.bytes, entry.sha256),
+        FinishedFile(entry.index_name, entry.index_bytes, entry.index_sha256),
     ]
 
 
-def _moved(path: Path, staging: Path, place: str) -> FileSum:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    size = path.stat().st_size
-    path.replace(staging / place)
-    return FileSum(place, size, digest)
-
-
-_loaded: dict[str, Tokenizer] = {}
-"""The tokenizer of this process, by digest."""
-
-
-def keep_loaded(tokenizer: Tokenizer) -> None:
-    """Have shards written by this process use `tokenizer` instead of loading it again."""
-    _loaded.clear()
-    _loaded[tokenizer.digest] = tokenizer
-
-
-def _tokenizer(path: Path, digest: str) -> Tokenizer:
-    if digest not in _loaded:
-        tokenizer = load_tokenizer(path)
-        if tokenizer.digest != digest:
-            raise DataError(
-                f"{path} has digest {tokenizer.digest}, expected {digest}. Run this again."
-            )
-        keep_loaded(tokenizer)
-    return _loaded[digest]
+def _move_to_staging(path: Path, staging: Path) -> FinishedFile:
+    """Move a synced file from a scratch directory to `staging / RECORDS`."""
+    file = FinishedFile(f"{RECORDS}/{path.name}", path.stat().st_size, sha256_file(path))
+    path.replace(staging / file.path)
+    return file

@@ -1,33 +1,44 @@
-"""Tokenizers: text to token ids and back, saved as strict JSON (never pickle).
+"""Tokenizers: text to token ids and back. They are saved as strict JSON, never as pickles.
 
-Every tokenizer has one id that no text can produce, `end_of_document`; a special token written in
-the text is ordinary text. The digest of its canonical JSON ties shards and checkpoints to it.
+    interface.py    the Tokenizer protocol: the methods that all kinds have
+    byte.py         256 bytes
+    char.py         characters of the training text
+    word.py         words of the training text, with line ends
+    pretrained.py   byte-level BPE (trained by bpe.py), or a file of the `tokenizers` library
+    training.py     choose and train the tokenizer of a dataset
+    loading.py      read a tokenizer.json
+    recipes.py      the paper's datasets: which tokenizer, which conventions
 
-`byte.py`, `char.py`, `word.py` and `pretrained.py` are the kinds, `recipes.py` the paper's corpora,
-`training.py` makes a tokenizer from a corpus, `loading.py` reads one back.
+Every tokenizer has an id that no text encodes to, `end_of_document`. Special tokens that occur in
+the text are encoded as ordinary text. The digest of a tokenizer's canonical JSON identifies it in
+shards and checkpoints.
+
+Example:
+
+    tokenizer = train_tokenizer(PrepareSettings(tokenizer="char"), lambda: iter(["some text"]))
+    tokenizer.decode(tokenizer.encode("text"))
 """
 
 from data_pipeline.tokenizers.byte import ByteTokenizer
-from data_pipeline.tokenizers.counts import Counts, TokenCounter
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer, token_dtype
 from data_pipeline.tokenizers.loading import load_tokenizer
 from data_pipeline.tokenizers.training import (
     cuts_of,
     needs_training,
     ready_tokenizer,
+    tokenizer_of_counts,
     train_tokenizer,
 )
 
 __all__ = [
     "ByteTokenizer",
-    "Counts",
     "Cuts",
-    "TokenCounter",
     "Tokenizer",
     "cuts_of",
     "load_tokenizer",
     "needs_training",
     "ready_tokenizer",
     "token_dtype",
+    "tokenizer_of_counts",
     "train_tokenizer",
 ]

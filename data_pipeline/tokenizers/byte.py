@@ -1,4 +1,4 @@
-"""Bytes as tokens: nothing to train, nothing lost."""
+"""Bytes as tokens: needs no training and is lossless."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from data_pipeline.tokenizers.interface import Cuts, checked_ids
 
 
 class ByteDescription(StrictModel):
-    """`tokenizer.json`."""
+    """Content of `tokenizer.json`."""
 
     type: Literal["byte"] = "byte"
     version: Literal[1] = 1
@@ -33,7 +33,7 @@ class ByteTokenizer:
 
     @classmethod
     def from_description(cls, content: dict[str, Any]) -> "ByteTokenizer":
-        """Raises ValueError for any other content than `to_json` writes."""
+        """Raises ValueError for content that `to_json` does not write."""
         description = ByteDescription.model_validate(content)
         return cls(opens_documents=description.opens_documents)
 

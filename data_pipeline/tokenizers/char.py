@@ -1,4 +1,4 @@
-"""Characters as tokens, the frequent ones first."""
+"""Characters as tokens. Frequent characters have low ids."""
 
 from functools import cached_property
 from typing import Any, Literal
@@ -12,13 +12,13 @@ from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
 from data_pipeline.tokenizers.vocabulary import require_distinct
 
 UNKNOWN = ""
-"""The symbol of every character without an id; read back as U+FFFD."""
+"""The symbol for all characters without an id. It is decoded as U+FFFD."""
 _NUM_CODE_POINTS = 0x110000
 _REPLACEMENT = 0xFFFD
 
 
 class CharDescription(StrictModel):
-    """`tokenizer.json`."""
+    """Content of `tokenizer.json`."""
 
     type: Literal["char"] = "char"
     version: Literal[1] = 1
@@ -27,14 +27,14 @@ class CharDescription(StrictModel):
 
 
 class CharTokenizer:
-    """Ids are the places of `symbols`: characters, and one `UNKNOWN` for all others.
+    """The id of a symbol is its position in `symbols`: characters, and `UNKNOWN` for all others.
 
-    The end of a document is the id after them. Raises ValueError for symbols that are no characters
-    or there twice.
+    The next id is end-of-document. Raises ValueError for symbols that are not single characters or
+    occur twice.
     """
 
     cuts: Cuts = "anywhere"
-    lossless = False  # an unknown character's length is unknown
+    lossless = False  # the number of bytes of an unknown character is lost
 
     def __init__(self, symbols: list[str], *, opens_documents: bool = True) -> None:
         require_distinct(symbols)
@@ -50,7 +50,7 @@ class CharTokenizer:
 
     @classmethod
     def from_description(cls, content: dict[str, Any]) -> "CharTokenizer":
-        """Raises ValueError for any other content than `to_json` writes."""
+        """Raises ValueError for content that `to_json` does not write."""
         description = CharDescription.model_validate(content)
         return cls(description.symbols, opens_documents=description.opens_documents)
 
@@ -66,7 +66,7 @@ class CharTokenizer:
 
     @cached_property
     def _id_of(self) -> np.ndarray:
-        """[code points]: the id of each character."""
+        """[code points]: the id of each character. 2.2 MB of uint16, so `encode` is one lookup."""
         table = np.full(_NUM_CODE_POINTS, self._unknown, dtype=token_dtype(self.vocab_size))
         known = np.flatnonzero(np.arange(len(self.symbols)) != self._unknown)
         table[self._code_points[known]] = known
@@ -85,7 +85,7 @@ class CharTokenizer:
         return self.decode(ids).encode()
 
     def token_bytes(self) -> np.ndarray:
-        """As the interface says; an unknown character counts as U+FFFD, three bytes."""
+        """See `Tokenizer.token_bytes`. An unknown character counts as U+FFFD, three bytes."""
         lengths = [len(chr(point).encode()) for point in self._code_points]
         return np.array([*lengths, 0], dtype=np.int32)
 

@@ -1,4 +1,4 @@
-"""What shards, evaluation and generation need of a tokenizer, and what all tokenizers share."""
+"""The interface that shards, evaluation and generation use, and helpers for all tokenizers."""
 
 from typing import Literal, Protocol
 
@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 Cuts = Literal["anywhere", "space", "line", "never"]
-"""Where a text may be cut without changing its tokens: `pieces.py` has the exact places."""
+"""Where a text may be cut without changing its tokens. `text_parts.py` defines the positions."""
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. A special token written in the text is ordinary text."""
+    """Text to ids and back. Special tokens that occur in the text are ordinary text."""
 
     @property
     def vocab_size(self) -> int:
@@ -18,15 +18,15 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int:
-        """An id that no text encodes to; it opens every document if `opens_documents`."""
+        """An id that no text encodes to. The first token of a document if `opens_documents`."""
 
     @property
     def opens_documents(self) -> bool:
-        """Whether documents begin with `end_of_document`: yes, but for some recipes."""
+        """Whether documents begin with `end_of_document`. False for some recipes."""
 
     @property
     def cuts(self) -> Cuts:
-        """Where a text may be cut so that its pieces' ids are the whole text's."""
+        """Where a text may be cut so that the ids of its parts are those of the whole text."""
 
     @property
     def lossless(self) -> bool:
@@ -37,19 +37,19 @@ class Tokenizer(Protocol):
         """Hex sha256 of the canonical JSON."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`, 1-D, unsigned, without `end_of_document`.
+        """Token ids of `text`: 1-D, unsigned, without `end_of_document`.
 
-        Raises UnicodeEncodeError for lone surrogates: they are no text.
+        Raises UnicodeEncodeError for lone surrogates, which UTF-8 cannot represent.
         """
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD, `end_of_document` is dropped."""
+        """Text of `ids`, without `end_of_document`. Invalid UTF-8 becomes U+FFFD."""
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         """The bytes of `ids`. Raises ValueError for an id outside the vocabulary."""
 
     def token_bytes(self) -> np.ndarray:
-        """int32 [vocab_size]: UTF-8 bytes of text that each id stands for, 0 for the end."""
+        """int32 [vocab_size]: UTF-8 bytes of text per id, 0 for `end_of_document`."""
 
     def to_json(self) -> str:
         """Canonical JSON, the content of `tokenizer.json`."""
@@ -58,15 +58,15 @@ class Tokenizer(Protocol):
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest of uint16 and uint32, little-endian, that holds every id."""
     if not 1 <= vocab_size <= 2**32:
-        raise ValueError(f"vocab_size={vocab_size} must lie in [1, 2**32]")
+        raise ValueError(f"vocab_size={vocab_size} must be in [1, 2**32]")
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def checked_ids(ids: npt.ArrayLike, vocab_size: int) -> np.ndarray:
-    """`ids` as int64, 1-D. Raises ValueError for one outside the vocabulary."""
+    """`ids` as int64, 1-D. Raises ValueError for an id outside the vocabulary."""
     array = np.asarray(ids, dtype=np.int64).reshape(-1)
     if array.size and not 0 <= array.min() <= array.max() < vocab_size:
         raise ValueError(
-            f"token ids must lie in [0, {vocab_size}), got {array.min()}..{array.max()}"
+            f"token ids must be in [0, {vocab_size}), got {array.min()}..{array.max()}"
         )
     return array

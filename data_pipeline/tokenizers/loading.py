@@ -1,4 +1,4 @@
-"""Reading `tokenizer.json`: strict, and refused by name. Every kind has its line in KINDS."""
+"""Load `tokenizer.json` and validate it. KINDS lists all kinds of tokenizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,8 @@ MAX_TOKENIZER_BYTES = 256 * 2**20
 
 
 def _pretrained(content: dict[str, Any]) -> Tokenizer:
-    from data_pipeline.tokenizers.pretrained import PretrainedTokenizer  # two libraries, 0.1 s
+    # Imported here: tiktoken and tokenizers take 0.1 s to import.
+    from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
 
     return PretrainedTokenizer.from_description(content)
 
@@ -33,9 +34,9 @@ KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
 
 
 def load_tokenizer(source: str | DatasetPath | dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json` or of its parsed content.
+    """Load the tokenizer from the path or URL of a `tokenizer.json`, or from its parsed content.
 
-    Raises DataError when it is missing, damaged, or of a kind or version unknown here.
+    Raises DataError if it is missing, damaged, or of an unknown kind or version.
     """
     if isinstance(source, dict):
         return _from_description(source, "the tokenizer description")
@@ -44,47 +45,49 @@ def load_tokenizer(source: str | DatasetPath | dict[str, Any]) -> Tokenizer:
 
 
 def read_description(path: DatasetPath) -> Any:
-    """The JSON of a tokenizer's file, whatever it holds. Raises DataError."""
+    """Parse the JSON of a tokenizer file without validating it. Raises DataError."""
     try:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise DataError(f"{path} is larger than {MAX_TOKENIZER_BYTES:,} bytes: no tokenizer.")
+            raise DataError(
+                f"{path} is larger than {MAX_TOKENIZER_BYTES:,} bytes, too large for a tokenizer."
+            )
         return strict_json.parse(path.read_text("utf-8"))
     except OSError as error:
         advice = (
-            "Run it again when the disk or network is well."
+            "Check the disk or network and run this again."
             if is_unread(error)
-            else "A complete dataset has one; re-create it with txl prepare INPUT --out DIR."
+            else "A complete dataset has one; create it again: txl prepare INPUT --out DIR."
         )
         raise DataError(
             f"{path}: the tokenizer cannot be read ({error.strerror}). {advice}"
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} is not valid JSON ({error}). It was edited or damaged; re-create the dataset "
-            "with txl prepare INPUT --out DIR."
+            f"{path} is not valid JSON ({error}). It was edited or damaged; create the dataset "
+            "again: txl prepare INPUT --out DIR."
         ) from error
 
 
-def _from_description(content: object, where: str) -> Tokenizer:
+def _from_description(content: object, source: str) -> Tokenizer:
     if not isinstance(content, dict):
-        raise _refused(where, f"it is {type(content).__name__}, not an object")
+        raise _invalid(source, f"it is {type(content).__name__}, not an object")
     kind, version = content.get("type"), content.get("version")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise _refused(where, f"its type is {kind!r}, known are {', '.join(KINDS)}")
+        raise _invalid(source, f"its type is {kind!r}, supported are {', '.join(KINDS)}")
     if type(version) is not int or version != 1:
-        raise _refused(where, f"its version is {version!r}, this txl reads 1")
+        raise _invalid(source, f"its version is {version!r}, this version of txl reads 1")
     try:
         return KINDS[kind](content)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise _refused(where, f"{place}: {first['msg']}") from error
+        field = ".".join(str(part) for part in first["loc"])
+        raise _invalid(source, f"{field}: {first['msg']}") from error
     except ValueError as error:
-        raise _refused(where, str(error)) from error
+        raise _invalid(source, str(error)) from error
 
 
-def _refused(where: str, why: str) -> DataError:
+def _invalid(source: str, reason: str) -> DataError:
     return DataError(
-        f"{where} describes no tokenizer that this version knows: {why[:300]}. It was edited, "
+        f"{source} is not a tokenizer that this version can read: {reason[:300]}. It was edited, "
         "damaged, or written by a newer txl. Restore it from a copy."
     )

@@ -1,8 +1,8 @@
-"""Tokenizers of the `tokenizers` library: trained here as bpe, or brought as a file.
+"""Tokenizers of the `tokenizers` library: trained bpe, or an existing file.
 
-Byte-level BPE split by GPT-2's pattern is encoded by tiktoken's core: the same ids in less time.
-Everything else goes through `tokenizers` itself. Special tokens are taken out of the file before
-it encodes, because the library turns their names in a text into the real tokens.
+tiktoken encodes byte-level BPE with GPT-2's pattern: the same ids in less time. `tokenizers`
+encodes all others. Special tokens are removed from the file first, because the library would
+encode their names in a text as the special tokens.
 """
 
 from functools import cached_property
@@ -17,8 +17,8 @@ from pydantic import Field
 from data_pipeline.errors import DataError
 from data_pipeline.storage.strict_json import canonical, sha256_of
 from data_pipeline.storage.strict_model import StrictModel
-from data_pipeline.tokenizers.byte_pairs import GPT2_PATTERN, ranked_bytes
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
+from data_pipeline.tokenizers.tiktoken_ranks import GPT2_PATTERN, ranked_bytes
 
 UNUSED_SPECIAL = "<|unused|>"
 HARD_STRINGS = (
@@ -33,23 +33,24 @@ HARD_STRINGS = (
     "<|endoftext|> <unk><s></s> [CLS] <eos> ĠĊ Ġthe",
     "snake_case->x+=1;//!!??...---***===" + "a" * 300 + " " * 300 + "." * 300,
 )
-"""Where implementations of byte-level BPE have differed; whole tokenizers are compared on them."""
+"""Texts on which implementations of byte-level BPE have differed, to compare two of them."""
 
 
 class PretrainedDescription(StrictModel):
-    """`tokenizer.json` of a dataset."""
+    """Content of `tokenizer.json`."""
 
     type: Literal["bpe", "file"]
     version: Literal[1] = 1
     end_of_document: int = Field(ge=0)
     tokenizer: dict[str, Any]
-    """The library's own JSON, without special tokens, truncation, padding and templates."""
+    """The JSON of the library, without special tokens, truncation, padding and templates."""
 
 
 class PretrainedTokenizer:
-    """A tokenizer of the library behind this project's interface.
+    """A tokenizer of the library with the interface of this project.
 
-    Raises ValueError for content that is none, and for ids that are not 0 to vocab_size - 1.
+    Raises ValueError for content that is not a tokenizer, for ids other than 0 to vocab_size - 1,
+    and for a model with dropout.
     """
 
     opens_documents = True
@@ -64,7 +65,7 @@ class PretrainedTokenizer:
         if ids != [*range(len(ids))] or len({*tokens.values()}) != len(tokens):
             raise ValueError(f"its ids are not 0 to {len(tokens) - 1}, each once")
         if content["model"].get("dropout"):
-            raise ValueError("its model drops merges at random: the same text has many encodings")
+            raise ValueError("its model has dropout: the same text has several encodings")
         self.vocab_size = len(ids)
         end = next((token for token, id_ in tokens.items() if id_ == self.end_of_document), None)
         self._core: tiktoken.Encoding | None = None
@@ -72,11 +73,11 @@ class PretrainedTokenizer:
             ranks = ranked_bytes(content, leave_out=end)
         except ValueError as reason:
             if description.type == "bpe":
-                raise ValueError(f"it is no byte-level BPE of this version: {reason}") from reason
+                raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason
         else:
             self._bytes_of = {id_: token for token, id_ in ranks.items()}
-            # Never encoded to, but without any special token tiktoken looks for one, the empty one,
-            # at every character.
+            # No text encodes to it. Without any special token, tiktoken would search for an empty
+            # one at every character.
             unused = {UNUSED_SPECIAL: max(ranks.values()) + 1}
             self._core = tiktoken.Encoding(
                 "txl", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=unused
@@ -84,7 +85,7 @@ class PretrainedTokenizer:
 
     @classmethod
     def from_description(cls, content: dict[str, Any]) -> Self:
-        """Raises ValueError for any other content than `to_json` writes."""
+        """Raises ValueError for content that `to_json` does not write."""
         return cls(PretrainedDescription.model_validate(content))
 
     @property
@@ -107,36 +108,36 @@ class PretrainedTokenizer:
             text.encode("utf-8")
             try:
                 ids = np.array(self.library_ids(text), dtype=np.uint32)
-            except Exception as error:  # the library raises nothing narrower
+            except Exception as error:  # the library raises no narrower type
                 raise DataError(
-                    f"the tokenizer has no tokens for {text[:40]!r}: {error}. Give it a token for "
-                    "what it does not know, or use another tokenizer."
+                    f"the tokenizer has no tokens for {text[:40]!r}: {error}. Add an unknown token "
+                    "to it, or use another tokenizer."
                 ) from error
         return ids.astype(token_dtype(self.vocab_size))
 
     def library_ids(self, text: str) -> list[int]:
-        """What `tokenizers` makes of a text."""
+        """The ids that `tokenizers` gives a text."""
         return self._library.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
         if self._core:
             return self.decode_bytes(ids).decode("utf-8", errors="replace")
         array = checked_ids(ids, self.vocab_size)
-        kept = array[array != self.end_of_document].tolist()
-        return self._library.decode(kept, skip_special_tokens=False)
+        ids_of_text = array[array != self.end_of_document].tolist()
+        return self._library.decode(ids_of_text, skip_special_tokens=False)
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
         if not self._core:
             return self.decode(ids).encode()
         array = checked_ids(ids, self.vocab_size)
-        kept = array[array != self.end_of_document].tolist()
-        return b"".join(map(self._bytes_of.__getitem__, kept))
+        ids_of_text = array[array != self.end_of_document].tolist()
+        return b"".join(map(self._bytes_of.__getitem__, ids_of_text))
 
     def token_bytes(self) -> np.ndarray:
-        """As the interface says; if not `lossless`, what the token adds to the text behind itself.
+        """See `Tokenizer.token_bytes`. An estimate unless `lossless`, and so are bits per byte.
 
-        A tokenizer may drop a word's blank at the start of a text, or normalise: then the sum is an
-        estimate, and so are bits per byte.
+        Such a tokenizer may normalize the text, or drop a word's space at the start of a text. The
+        estimate is the number of bytes that a token adds after itself.
         """
         lengths = np.zeros(self.vocab_size, dtype=np.int32)
         for id_ in range(self.vocab_size):
@@ -145,8 +146,8 @@ class PretrainedTokenizer:
             if self._core:
                 lengths[id_] = len(self._bytes_of[id_])
             else:
-                one, two = self.decode_bytes([id_]), self.decode_bytes([id_, id_])
-                lengths[id_] = max(0, len(two) - len(one))
+                once, twice = self.decode_bytes([id_]), self.decode_bytes([id_, id_])
+                lengths[id_] = max(0, len(twice) - len(once))
         return lengths
 
     def to_json(self) -> str:
@@ -154,37 +155,37 @@ class PretrainedTokenizer:
 
 
 def library_tokenizer(content: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Raises ValueError for what the library cannot read."""
+    """Raises ValueError for content that the library cannot read."""
     try:
         return tokenizers.Tokenizer.from_str(canonical(content))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # bare Exception, and a panic of its Rust that is not even that
+    except BaseException as error:  # Exception, or a Rust panic, which is a BaseException only
         raise ValueError(f"tokenizers cannot read it: {error}") from error
 
 
-def is_foreign(content: object) -> bool:
-    """Whether this is the library's JSON, not a `tokenizer.json` of this project."""
+def is_library_json(content: object) -> bool:
+    """Whether this is the JSON of the library, not a `tokenizer.json` of this project."""
     return isinstance(content, dict) and "model" in content and "type" not in content
 
 
-def adopt(content: dict[str, Any], where: str) -> PretrainedTokenizer:
-    """The tokenizer of the library's JSON.
+def from_library_json(content: dict[str, Any], source: str) -> PretrainedTokenizer:
+    """The tokenizer of the library's JSON. `source` names it in errors.
 
-    The end of a document is a new id behind its vocabulary; or, if the file has exactly one special
-    token, this is not what the model gives for text it does not know, and no text gives it, this
-    token's own id. Raises DataError.
+    End-of-document is a new id after the vocabulary. There is one exception: if the file has
+    exactly one special token, and no text encodes to it, end-of-document is the id of that token.
+    Raises DataError.
     """
     try:
-        return _adopted(content)
+        return _convert(content)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{where} is no tokenizer that can be used: {error}. Give a tokenizer.json as the "
-            "tokenizers library saves it, or of a dataset or checkpoint of this project."
+            f"{source} is not a usable tokenizer: {error}. Give a tokenizer.json as the tokenizers "
+            "library saves it, or that of a dataset or checkpoint of this project."
         ) from error
 
 
-def _adopted(content: dict[str, Any]) -> PretrainedTokenizer:
+def _convert(content: dict[str, Any]) -> PretrainedTokenizer:
     added = content.get("added_tokens") or []
     special = [entry["content"] for entry in added if entry["special"]]
     plain = {
@@ -197,33 +198,33 @@ def _adopted(content: dict[str, Any]) -> PretrainedTokenizer:
     before = library_tokenizer(content).get_vocab(with_added_tokens=True)
     after = library_tokenizer(plain).get_vocab(with_added_tokens=True)
     if moved := sorted(token for token, id_ in after.items() if before.get(token) != id_):
-        raise ValueError(f"its special tokens stand before others, such as {moved[0][:40]!r}")
-    new = max(after.values(), default=-1) + 1
-    given = before[special[0]] if len(special) == 1 else new
-    if given == _unknown(content["model"], before):
-        given = new
-    description = PretrainedDescription(type="file", end_of_document=new, tokenizer=plain)
-    if given < new:  # in the vocabulary itself: see whether a text can give it
+        raise ValueError(f"its special tokens precede other tokens, such as {moved[0][:40]!r}")
+    new_id = max(after.values(), default=-1) + 1
+    end = before[special[0]] if len(special) == 1 else new_id
+    if end == _unknown_id(content["model"], before):  # text with unknown characters encodes to it
+        end = new_id
+    description = PretrainedDescription(type="file", end_of_document=new_id, tokenizer=plain)
+    if end < new_id:  # it is in the vocabulary of the model: check whether a text can encode to it
         tokenizer = PretrainedTokenizer(description)
-        if given in tokenizer.encode(f"{special[0]} x{special[0]}"):
+        if end in tokenizer.encode(f"{special[0]} x{special[0]}"):
             return tokenizer
-        description = description.model_copy(update={"end_of_document": given})
+        description = description.model_copy(update={"end_of_document": end})
     tokenizer = PretrainedTokenizer(description)
     require_same_ids(tokenizer, [])
     return tokenizer
 
 
-def _unknown(model: dict[str, Any], ids: dict[str, int]) -> int | None:
-    """The id for text that the model does not know: Unigram has its number, others its token."""
-    by_number: int | None = model.get("unk_id")
-    return ids.get(model.get("unk_token") or "") if by_number is None else by_number
+def _unknown_id(model: dict[str, Any], ids: dict[str, int]) -> int | None:
+    """The id of the unknown token: Unigram stores the id, other models the token."""
+    unk_id: int | None = model.get("unk_id")
+    return ids.get(model.get("unk_token") or "") if unk_id is None else unk_id
 
 
 def require_same_ids(tokenizer: PretrainedTokenizer, texts: list[str]) -> None:
-    """Raises DataError for a text without ids, or whose ids differ from those of `tokenizers`."""
+    """Raises DataError if tiktoken and `tokenizers` give different ids, or none, for a text."""
     for text in [*HARD_STRINGS, *texts]:
         if tokenizer.encode(text).tolist() != tokenizer.library_ids(text):
             raise DataError(
-                f"tiktoken and tokenizers differ on {text[:60]!r}. Their versions do not go "
-                "together: install those of constraints.txt and run this again."
+                f"tiktoken and tokenizers differ on {text[:60]!r}. Their versions are "
+                "incompatible: install those of constraints.txt and run this again."
             )

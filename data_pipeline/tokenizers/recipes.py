@@ -1,8 +1,8 @@
-"""The paper's corpora as data: which tokens, what a line becomes, whether documents are opened.
+"""Recipes of the paper's datasets: tokenizers, line tokens, and whether documents are marked.
 
-Follows the conventions of the paper's published code, with these differences: every symbol, the
-end of a line too, has its place by frequency; vocabularies are counted over train alone; case is
-kept in ptb as well; line breaks of enwik8 are bytes like any other.
+They follow the published code of the paper (arXiv:1901.02860) with these differences: all symbols,
+including the end of a line, are ordered by frequency; vocabularies are counted on train alone; ptb
+keeps upper and lower case; line breaks of enwik8 are ordinary bytes.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,16 @@ RecipeName = Literal["wt103", "wt2", "ptb", "lm1b", "enwik8", "text8"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How one corpus becomes tokens."""
+    """How one dataset is tokenized."""
 
     tokenizers: tuple[str, ...]
-    """The kinds it is for; the first is the paper's."""
+    """Allowed tokenizers. The paper uses the first."""
     lines: Lines = "end"
-    """For words: the token that ends a line, or opens and ends it."""
+    """word only: a token at the end of each line, or at both ends."""
     opens_documents: bool = False
+    """Whether documents begin with the end-of-document token."""
     fixed_split: bool = False
-    """Whether the corpus is one document whose parts are the splits."""
+    """Whether the dataset is one document whose parts are the splits."""
 
 
 NO_RECIPE = Recipe(tokenizers=("byte", "char", "word", "bpe", "file"), opens_documents=True)
@@ -47,10 +48,10 @@ def recipe_of(name: RecipeName | None) -> Recipe:
 
 
 def fixed_split(length: int) -> dict[str, tuple[int, int]]:
-    """Split -> [start, stop) of a corpus of `length` tokens: the last 5% test, 5% before valid.
+    """Split -> [start, stop) in a document of `length` tokens: 90 % train, 5 % valid, 5 % test.
 
-    For the 100,000,000 bytes of enwik8 and characters of text8 that is the paper's 90M, 5M and 5M.
-    Raises ValueError below 20 tokens.
+    enwik8 (bytes) and text8 (characters) have 100,000,000: the paper's 90M, 5M and 5M. Raises
+    ValueError below 20 tokens.
     """
     held_out = length // 20
     if not held_out:

@@ -1,5 +1,6 @@
-"""Making the tokenizer that the settings of a dataset ask for."""
+"""Train or load the tokenizer that the settings of a dataset select."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,9 +9,9 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import UNKNOWN as UNKNOWN_CHARACTER
 from data_pipeline.tokenizers.char import CharTokenizer
-from data_pipeline.tokenizers.counts import Counts, TokenCounter
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer
 from data_pipeline.tokenizers.recipes import recipe_of
+from data_pipeline.tokenizers.symbol_counts import count_symbols
 from data_pipeline.tokenizers.vocabulary import rank_symbols
 from data_pipeline.tokenizers.word import LINE_END, WordTokenizer
 from data_pipeline.tokenizers.word import UNKNOWN as UNKNOWN_WORD
@@ -22,64 +23,67 @@ Texts = Callable[[], Iterator[str]]
 
 
 def needs_training(settings: "PrepareSettings") -> bool:
-    """Whether the corpus decides the tokenizer: char, word and bpe."""
+    """Whether the tokenizer is trained on the input: char, word and bpe."""
     return settings.tokenizer in ("char", "word", "bpe")
 
 
 def cuts_of(settings: "PrepareSettings") -> Cuts:
-    """Where texts may be cut for a tokenizer that is still to be trained."""
+    """The `cuts` of a char or word tokenizer, known before it is trained."""
     if settings.tokenizer == "char":
         return "anywhere"
     return "line" if recipe_of(settings.recipe).lines == "both" else "space"
 
 
-def train_tokenizer(settings: "PrepareSettings", source: Texts | Counts) -> Tokenizer:
-    """The tokenizer of a training text; the same text and settings give the same tokenizer.
+def train_tokenizer(settings: "PrepareSettings", texts: Texts) -> Tokenizer:
+    """Train char, word or bpe. The same texts and settings give the same tokenizer.
 
-    `source` gives the texts in the corpus' order; char and word also take their merged `Counts`.
-    Raises DataError if the text gives none, ValueError for a kind that needs no training.
+    Raises DataError if bpe cannot be trained on the texts, ValueError for a kind that is not
+    trained.
     """
     if settings.tokenizer == "bpe":
-        if isinstance(source, Counts):
-            raise ValueError("bpe is trained on texts, not on counts of symbols")
         from data_pipeline.tokenizers.bpe import train_bpe
 
         return train_bpe(
-            source(),
+            texts(),
             vocab_size=settings.vocab_size or 0,
             min_freq=settings.min_freq,
             max_bytes=settings.train_bytes,
         )
-    counts = source if isinstance(source, Counts) else TokenCounter(settings).count(source())
-    recipe, opens = recipe_of(settings.recipe), recipe_of(settings.recipe).opens_documents
-    words = settings.tokenizer == "word"
+    return tokenizer_of_counts(settings, count_symbols(settings, texts()))
+
+
+def tokenizer_of_counts(settings: "PrepareSettings", counts: Counter[str]) -> Tokenizer:
+    """The char or word tokenizer of a text with these symbol counts."""
+    recipe, is_word = recipe_of(settings.recipe), settings.tokenizer == "word"
     symbols = rank_symbols(
-        counts.of,
-        unknown=UNKNOWN_WORD if words else UNKNOWN_CHARACTER,
-        always=(LINE_END,) if words else (),
+        counts,
+        unknown=UNKNOWN_WORD if is_word else UNKNOWN_CHARACTER,
+        always=(LINE_END,) if is_word else (),
         vocab_size=settings.vocab_size,
         min_freq=settings.min_freq,
     )
-    if words:
-        return WordTokenizer(symbols, lines=recipe.lines, opens_documents=opens)
-    return CharTokenizer(symbols, opens_documents=opens)
+    if is_word:
+        return WordTokenizer(symbols, lines=recipe.lines, opens_documents=recipe.opens_documents)
+    return CharTokenizer(symbols, opens_documents=recipe.opens_documents)
 
 
 def ready_tokenizer(settings: "PrepareSettings", file: Path | None = None) -> Tokenizer:
-    """The tokenizer of kind byte, or that of `file` for kind file.
+    """The byte tokenizer, or for kind "file" the tokenizer of `file`.
 
     `file` is a `tokenizer.json` of the `tokenizers` library, of a dataset or of a checkpoint.
-    Raises ConfigError when kind and file do not go together, DataError for a file that is none.
+    Raises ConfigError if a file is missing or not allowed, DataError if it is not a tokenizer.
     """
     if (settings.tokenizer == "file") != (file is not None):
         raise ConfigError(
-            f"tokenizer {settings.tokenizer!r} goes with {file or 'no file'}: a file is given "
-            "exactly when the tokenizer is one. Use --tokenizer PATH"
+            f"tokenizer {settings.tokenizer!r} with tokenizer file {file}: tokenizer 'file' needs "
+            "a file, and other tokenizers take none. Use --tokenizer PATH"
         )
     if file is None:
         return ByteTokenizer(opens_documents=recipe_of(settings.recipe).opens_documents)
     from data_pipeline.tokenizers.loading import load_tokenizer, read_description
-    from data_pipeline.tokenizers.pretrained import adopt, is_foreign
+    from data_pipeline.tokenizers.pretrained import from_library_json, is_library_json
 
     content = read_description(file)
-    return adopt(content, str(file)) if is_foreign(content) else load_tokenizer(file)
+    if is_library_json(content):
+        return from_library_json(content, str(file))
+    return load_tokenizer(file)

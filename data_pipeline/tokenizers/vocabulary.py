@@ -1,4 +1,4 @@
-"""Vocabularies of counted symbols: the frequent ones first, as an adaptive softmax wants them."""
+"""Vocabularies of counted symbols: frequent symbols first, as the adaptive softmax expects."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -11,28 +11,28 @@ def rank_symbols(
     vocab_size: int | None = None,
     min_freq: int | None = None,
 ) -> list[str]:
-    """Symbols by falling count, ties by text (code points); a symbol's place is its id.
+    """Symbols by descending count, ties by code points. The position of a symbol is its id.
 
-    `unknown` and `always` are in whatever their counts, and are placed by them like any other. What
-    `min_freq` and `vocab_size` cut counts as `unknown`. `vocab_size` is the number of all ids: one
-    is left for the end of a document, which is not among the symbols.
+    `unknown` and `always` are always included, and sorted by count like all others.
+    Occurrences of symbols that `min_freq` or `vocab_size` exclude count as `unknown`. `vocab_size`
+    includes the id of end-of-document, which is not among the symbols.
     """
-    placed = {symbol: counts.get(symbol, 0) for symbol in (unknown, *always)}
-    others = [(-count, symbol) for symbol, count in counts.items() if symbol not in placed]
+    ranked = {symbol: counts.get(symbol, 0) for symbol in (unknown, *always)}
+    others = [(-count, symbol) for symbol, count in counts.items() if symbol not in ranked]
     others.sort()
-    room = len(others) if vocab_size is None else vocab_size - 1 - len(placed)
-    for number, (negative, symbol) in enumerate(others):
-        if number < room and -negative >= (min_freq or 1):
-            placed[symbol] = -negative
+    room = len(others) if vocab_size is None else vocab_size - 1 - len(ranked)
+    for number, (negative_count, symbol) in enumerate(others):
+        if number < room and -negative_count >= (min_freq or 1):
+            ranked[symbol] = -negative_count
         else:
-            placed[unknown] -= negative
-    return sorted(placed, key=lambda symbol: (-placed[symbol], symbol))
+            ranked[unknown] -= negative_count
+    return sorted(ranked, key=lambda symbol: (-ranked[symbol], symbol))
 
 
 def require_distinct(symbols: Sequence[str]) -> None:
-    """Raises ValueError naming a symbol that is there twice."""
+    """Raises ValueError with the name of a repeated symbol."""
     seen: set[str] = set()
     for symbol in symbols:
         if symbol in seen:
-            raise ValueError(f"symbol {symbol!r} is there twice")
+            raise ValueError(f"symbol {symbol!r} occurs twice")
         seen.add(symbol)

@@ -1,9 +1,9 @@
-r"""Words between whitespace as tokens, and a token for the ends of lines, as the paper has them.
+r"""Words as tokens, and a token for the end of a line, as in the paper. Whitespace separates words.
 
-The end of a line is the character "\n" itself, so blank lines have one, and a text that does not
-end in "\n" (a prompt) is not closed. `<eos>` is only how people call it: `<eos>` written in the
-text is a word. Words without an id become the word `<unk>`, which is how corpora write them.
-What is lost is the kind and number of blanks: reading back gives one space between two words.
+The end of a line is the character "\n". A blank line has one, and a text that does not end in "\n",
+such as a prompt, has none at its end. Papers call this token `<eos>`; the characters `<eos>` in a
+text are an ordinary word. Words without an id are encoded as `<unk>`, the word that prepared
+datasets use for it. Decoding writes one space between two words: the original whitespace is lost.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ from data_pipeline.tokenizers.vocabulary import require_distinct
 UNKNOWN = "<unk>"
 LINE_END = "\n"
 Lines = Literal["end", "both"]
-"""`end`: a token closes each line (`<eos>`). `both`: it also opens it (`<S>` of lm1b)."""
+"""`end`: a token ends each line (`<eos>`). `both`: it also begins each line (`<S>` of lm1b)."""
 
 
 class WordDescription(StrictModel):
-    """`tokenizer.json`."""
+    """Content of `tokenizer.json`."""
 
     type: Literal["word"] = "word"
     version: Literal[1] = 1
@@ -39,7 +39,7 @@ class _Ids(dict[str, int]):
 
 
 def symbols_of(text: str, lines: Lines) -> Iterator[list[str]]:
-    """The symbols of each line, the last one without its end if the text does not end in one."""
+    """The symbols of each line. The last line has no end symbol unless `text` ends in "\\n"."""
     *closed, last = text.split("\n")
     opening = [LINE_END] if lines == "both" else []
     for line in closed:
@@ -49,9 +49,9 @@ def symbols_of(text: str, lines: Lines) -> Iterator[list[str]]:
 
 
 class WordTokenizer:
-    """Ids are the places of `symbols`; the end of a document is the id after them.
+    """The id of a symbol is its position in `symbols`. The next id is end-of-document.
 
-    Raises ValueError for symbols that are no words or there twice.
+    Raises ValueError for symbols that are not words or occur twice.
     """
 
     lossless = False
@@ -74,9 +74,9 @@ class WordTokenizer:
 
     @classmethod
     def from_description(cls, content: dict[str, Any]) -> "WordTokenizer":
-        """Raises ValueError for any other content than `to_json` writes."""
-        given = WordDescription.model_validate(content)
-        return cls(given.symbols, lines=given.lines, opens_documents=given.opens_documents)
+        """Raises ValueError for content that `to_json` does not write."""
+        fields = WordDescription.model_validate(content)
+        return cls(fields.symbols, lines=fields.lines, opens_documents=fields.opens_documents)
 
     @property
     def digest(self) -> str:
@@ -91,7 +91,7 @@ class WordTokenizer:
         return np.array(ids, dtype=token_dtype(self.vocab_size))
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Words of a line joined by spaces. With `lines` both, blank lines vanish."""
+        """Joins the words of a line with spaces. With `lines` "both", blank lines are lost."""
         text, after_word = [], False
         for id_ in checked_ids(ids, self.vocab_size).tolist():
             if id_ == self.end_of_document:
@@ -108,11 +108,9 @@ class WordTokenizer:
         return self.decode(ids).encode()
 
     def token_bytes(self) -> np.ndarray:
-        """A convention: a word counts with one blank behind it, and the end of a line one byte.
-
-        With `lines` both, the ends of lines count nothing: the last word's blank is the line end.
-        """
+        """By convention, a word counts with one space after it, and a line end counts one byte."""
         lengths = [len(symbol.encode()) + 1 for symbol in self.symbols]
+        # With "both", the space counted after the last word of a line is the line end.
         lengths[self._id_of[LINE_END]] = 1 if self.lines == "end" else 0
         return np.array([*lengths, 0], dtype=np.int32)
 

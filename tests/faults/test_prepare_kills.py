@@ -16,7 +16,7 @@ import pytest
 
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.processes.workers import ProcessWorkers
-from tests.data_pipeline.preparation.test_prepare import files_of
+from tests.data_pipeline.preparation.preparing import files_of
 from tests.support.commands import children_of, is_alive, start_txl, txl, wait_until
 
 OPTIONS = ("--shuffle", 1, "--split", "valid=0.1", "--shard-size", 1, "--workers", 2, "--json")
@@ -116,7 +116,7 @@ def test_a_signal_to_the_group_ends_with_75_and_keeps_finished_units(
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 75, output
-    assert "the same command goes on" in output
+    assert "run the same command to continue" in output
     assert "Traceback" not in output
     wait_until(lambda: not any(map(is_alive, children)), timeout_seconds=10)
     assert rerun(lines, out)["reused_units"] >= 3

@@ -1,4 +1,4 @@
-"""`txl prepare`: a corpus to shards."""
+"""`txl prepare`: turn input files into a dataset of shards."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ from txl_dist.cli.workers import NumWorkers, On, open_workers
 from txl_dist.errors import PreemptedError
 
 if TYPE_CHECKING:
+    from data_pipeline.preparation.prepare import PrepareReport
     from data_pipeline.preparation.settings import PrepareSettings
 
 _MIB = 2**20
-_DEFAULT_BPE = 32768
 _PUSH = (
-    "Write to a local directory, and copy that there when it is complete: txl prepare INPUT "
-    "--out DIR, then txl data push DIR {url}"
+    "Write to a local directory and copy it when it is complete: txl prepare INPUT --out DIR, "
+    "then txl data push DIR {url}"
 )
 
 
@@ -35,14 +35,14 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files, folders, patterns ('data/**/*.jsonl'), and URLs (s3, gs, http, https).",
+            help="Files, folders, patterns ('data/**/*.jsonl') and URLs (s3, gs, http, https).",
         ),
     ],
     out: Annotated[
         Path,
         typer.Option(
             metavar="DIR",
-            help="New or empty directory to write.",
+            help="Output directory: new, empty, or that of an interrupted run.",
             parser=local_path_parser(_PUSH),
         ),
     ],
@@ -50,7 +50,7 @@ def prepare(
     format: Annotated[
         str,
         typer.Option(
-            help="auto (each file by its suffix; .json must hold JSON lines), or one of "
+            help="auto (by the suffix of each file; .json must hold JSON lines), or one of "
             f"{', '.join(FORMATS)}."
         ),
     ] = "auto",
@@ -61,58 +61,58 @@ def prepare(
         str,
         typer.Option(
             metavar="byte|char|word|bpe|PATH",
-            help="Tokens; PATH is a tokenizer.json, also of a dataset or checkpoint.",
+            help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint.",
         ),
     ] = "byte",
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="One of the paper's corpora: wt103, wt2, ptb, lm1b (words), or enwik8, text8 (one "
-            "document that has its own valid and test)."
+            help="Conventions of a dataset of the paper: wt103, wt2, ptb, lm1b (words), or enwik8, "
+            "text8 (one document with fixed splits)."
         ),
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Most ids; bpe: 32768 if not given, else no limit.")
+        int | None, typer.Option(help="Maximum number of ids. Default for bpe: 32768, else none.")
     ] = None,
     min_freq: Annotated[
-        int | None, typer.Option(help="Occurrences that give a symbol, or a merge, an id.")
+        int | None, typer.Option(help="Minimum count of a symbol, or of a pair to merge.")
     ] = None,
     split: Annotated[
         str,
         typer.Option(
             metavar="NAME=FRACTION,...",
-            help="Documents to hold out, such as valid=0.01,test=0.01; without it all is train.",
+            help="Fractions to hold out, such as valid=0.01,test=0.01. The rest is train.",
         ),
     ] = "",
     shuffle: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Shuffle the documents by this seed.")
+        int | None, typer.Option(metavar="SEED", help="Shuffle the documents with this seed.")
     ] = None,
     max_reject_rate: Annotated[
         float,
-        typer.Option(help="Fraction of records that may be unusable; 1: broken files too."),
+        typer.Option(help="Fraction of records that may be unusable. 1 also allows broken files."),
     ] = 0.001,
     dedup: Annotated[
-        str, typer.Option(help="exact: of documents with the same text keep the first. Or none.")
+        str, typer.Option(help="none, or exact: keep the first of documents with the same text.")
     ] = "none",
     shard_size: Annotated[
-        int, typer.Option(metavar="MIB", help="MiB of text in a shard, at most.")
+        int, typer.Option(metavar="MIB", help="Maximum MiB of text per shard.")
     ] = 64,
     workers: NumWorkers = 1,
     on: On = "local",
     as_json: AsJson = False,
 ) -> None:
-    """Turn a corpus into checksummed shards. The same input and options give the same bytes,
-    for any number of workers. What is finished when it is stopped is kept: run it again.
+    """Turn input files into checksummed shards. The same input and options give the same bytes for
+    any number of workers. If the command is stopped, run it again to continue.
 
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
     """
-    file = _tokenizer_file(tokenizer)
+    tokenizer_file = _tokenizer_file(tokenizer)
     settings = _settings(
         format=format,
         text_key=text_key,
-        tokenizer=tokenizer if file is None else "file",
+        tokenizer=tokenizer if tokenizer_file is None else "file",
         recipe=recipe,
-        vocab_size=_DEFAULT_BPE if tokenizer == "bpe" and vocab_size is None else vocab_size,
+        vocab_size=32768 if tokenizer == "bpe" and vocab_size is None else vocab_size,
         min_freq=min_freq,
         split=_fractions(split),
         shuffle=shuffle,
@@ -120,55 +120,59 @@ def prepare(
         shard_bytes=shard_size * _MIB,
     )
     if not 0 <= max_reject_rate <= 1:
-        raise ConfigError(f"--max-reject-rate {max_reject_rate} must lie in [0, 1]")
-    from data_pipeline.preparation.prepare import list_read_as, prepare_dataset
+        raise ConfigError(f"--max-reject-rate {max_reject_rate} must be in [0, 1]")
+    from data_pipeline.preparation.prepare import prepare_dataset
 
     with _stoppable(out), open_workers(on, workers) as pool, progress_in_bytes() as progress:
-        done = prepare_dataset(
-            inputs if on == "local" else [_absolute(given) for given in inputs],
+        report = prepare_dataset(
+            inputs if on == "local" else [_absolute(source) for source in inputs],
             out,
             settings,
-            tokenizer_file=file,
+            tokenizer_file=tokenizer_file,
             max_reject_rate=max_reject_rate,
             workers=pool,
             progress=progress,
             note=lambda line: print(line, file=sys.stderr),
         )
-    status = "already complete" if done.already_complete else "complete"
-    if as_json:
-        facts = {
-            "status": status,
-            "workers": done.workers,
-            "units": done.units,
-            "reused_units": done.reused_units,
-            "peak_memory_bytes": done.peak_memory_bytes,
-            "seconds": done.seconds,
-            "formats": {kind: sum(of.values()) for kind, of in done.read_as.items()},
-            "read_as": done.read_as,
-            "ignored": done.ignored,
-        }
-        print(json.dumps({**facts, **totals(out, done.manifest)}))
-        return
-    reused = f", {done.reused_units} of {done.units} parts reused" if done.reused_units else ""
+    (_print_json if as_json else _print_report)(out, report)
+
+
+def _print_json(out: Path, report: "PrepareReport") -> None:
+    counts = ("workers", "units", "reused_units", "peak_memory_bytes", "seconds")
+    content = {
+        "status": _status(report),
+        **{name: getattr(report, name) for name in counts},
+        "formats": {kind: sum(files.values()) for kind, files in report.read_as.items()},
+        "read_as": report.read_as,
+        "ignored": report.ignored,
+    }
+    print(json.dumps({**content, **totals(out, report.manifest)}))
+
+
+def _print_report(out: Path, report: "PrepareReport") -> None:
+    from data_pipeline.preparation.prepare import list_read_as
+
+    reused = f", {report.reused_units} of {report.units} units reused" * bool(report.reused_units)
     print(
-        f"{printable(str(out))}: {status} in {done.seconds:,.1f} s{reused}; "
-        f"at most {done.peak_memory_bytes / _MIB:,.0f} MiB a process"
+        f"{printable(str(out))}: {_status(report)} in {report.seconds:,.1f} s{reused}; "
+        f"at most {report.peak_memory_bytes / _MIB:,.0f} MiB per process"
     )
-    print_totals(done.manifest)
-    print(f"  read {list_read_as(done.read_as)}")
-    if done.ignored:
-        counts = ", ".join(f"{n} {printable(suffix)}" for suffix, n in sorted(done.ignored.items()))
-        print(f"ignored, not text by their suffix: {counts}", file=sys.stderr)
-    if done.manifest.input.rejected:
-        print(
-            f"{done.manifest.input.rejected} records could not be used: "
-            f"{printable(str(out / 'rejects.jsonl'))}",
-            file=sys.stderr,
-        )
+    print_totals(report.manifest)
+    print(f"  read {list_read_as(report.read_as)}")
+    if report.ignored:
+        counts = (f"{n} {printable(suffix)}" for suffix, n in sorted(report.ignored.items()))
+        print(f"ignored because of their suffix: {', '.join(counts)}", file=sys.stderr)
+    if rejected := report.manifest.input.rejected:
+        rejects = printable(str(out / "rejects.jsonl"))
+        print(f"{rejected} records could not be used: {rejects}", file=sys.stderr)
+
+
+def _status(report: "PrepareReport") -> str:
+    return "already complete" if report.already_complete else "complete"
 
 
 def _fractions(split: str) -> dict[str, float]:
-    """`valid=0.01,test=0.01` as a dict."""
+    """Parse `valid=0.01,test=0.01`."""
     fractions: dict[str, float] = {}
     for part in filter(None, split.split(",")):
         name, _, number = part.partition("=")
@@ -180,13 +184,13 @@ def _fractions(split: str) -> dict[str, float]:
                 f"--split {split!r}: {part!r} is not NAME=FRACTION; write valid=0.01,test=0.01"
             ) from None
         if name in fractions:
-            raise ConfigError(f"--split {split!r} gives {name!r} twice")
+            raise ConfigError(f"--split {split!r} has {name!r} twice")
         fractions[name] = fraction
     return fractions
 
 
 def _tokenizer_file(tokenizer: str) -> Path | None:
-    """The file that `--tokenizer` names, or None for a kind."""
+    """The file of `--tokenizer PATH`, or None for a kind of tokenizer."""
     if tokenizer in ("byte", "char", "word", "bpe"):
         return None
     if not Path(require_local(tokenizer)).is_file():
@@ -198,6 +202,7 @@ def _tokenizer_file(tokenizer: str) -> Path | None:
 
 
 def _settings(**values: Any) -> "PrepareSettings":
+    """Validate the options. Raises ConfigError with the name of the wrong option."""
     from pydantic import ValidationError
 
     from data_pipeline.preparation.settings import PrepareSettings
@@ -206,33 +211,31 @@ def _settings(**values: Any) -> "PrepareSettings":
         return PrepareSettings(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        told = first["msg"].removeprefix("Value error, ")
-        field, _, rest = told.partition(": ")
-        if first["loc"]:
-            field, rest = str(first["loc"][0]), told
-        elif field not in values:
-            field, rest = "split", told
+        # Validators of one field set `loc`; validators of the model write "FIELD: reason".
+        reason = first["msg"].removeprefix("Value error, ")
+        field = str(first["loc"][0]) if first["loc"] else reason.partition(": ")[0]
+        reason = reason.removeprefix(f"{field}: ")
         option = {"shard_bytes": "shard-size"}.get(field, field.replace("_", "-"))
-        given = "" if values[field] is None else f" {values[field]!r}"
+        value = "" if values[field] is None else f" {values[field]!r}"
         raise ConfigError(
-            f"--{option}{given}: {rest}. See txl prepare --help for what is supported."
+            f"--{option}{value}: {reason}. See txl prepare --help for what is supported."
         ) from None
 
 
-def _absolute(given: str) -> str:
-    """An input as other machines find it, whatever their working directory."""
-    local = local_path(given)
-    return given if local is None else str(Path(local).absolute())
+def _absolute(source: str) -> str:
+    """Make a local path absolute: workers of a cluster have another working directory."""
+    local = local_path(source)
+    return source if local is None else str(Path(local).absolute())
 
 
 @contextlib.contextmanager
 def _stoppable(out: Path) -> Iterator[None]:
-    """Ends with PreemptedError on SIGTERM and Ctrl-C, after everything inside was cleaned up."""
+    """Turn SIGTERM and Ctrl-C into PreemptedError, after everything inside has cleaned up."""
     try:
         with sigterm_interrupts():
             yield
-    except (KeyboardInterrupt, SystemExit):  # Ray exits for a SIGTERM while it starts
+    except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's reaction to SIGTERM while it starts
         raise PreemptedError(
-            f"stopped on request; no dataset was written. What was finished is kept in {out}: the "
-            "same command goes on from there"
+            f"stopped on request; no dataset was written. Finished work is kept in {out}: run the "
+            "same command to continue"
         ) from None

@@ -1,4 +1,4 @@
-"""What may not be written is refused at once (2); what may not be read is not called damaged."""
+"""An output that is not writable exits with 2 at the start. An unreadable shard is not damaged."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def as_a_user(*words: object) -> subprocess.CompletedProcess[str]:
     ],
     ids=["file", "below a file", "too long", "no place for files"],
 )
-def test_prepare_refuses_an_output_that_cannot_be(
+def test_prepare_refuses_an_impossible_output_path(
     txl: Txl, corpus: Path, tmp_path: Path, place: str, reason: str
 ) -> None:
     (tmp_path / "file").write_text("mine")
@@ -49,7 +49,7 @@ def test_prepare_refuses_an_output_that_cannot_be(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_no_set_of_files_is_begun_where_there_is_a_file(tmp_path: Path) -> None:
+def test_a_staged_directory_cannot_be_created_at_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for place in ("file", "file/below"):
         with (
@@ -72,7 +72,7 @@ def test_a_read_only_directory_is_refused_before_anything_is_read(
     assert list(place.iterdir()) == []
 
 
-def test_a_complete_dataset_in_a_read_only_directory_is_found(
+def test_a_complete_dataset_in_a_read_only_directory_is_reused(
     txl: Txl, corpus: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "data"
@@ -89,7 +89,7 @@ def test_a_complete_dataset_in_a_read_only_directory_is_found(
     assert "Permission denied" in ended.stderr
 
 
-def test_a_shard_that_may_not_be_read_is_not_called_damaged(
+def test_a_shard_without_read_permission_is_not_reported_as_damaged(
     dataset: tuple[Path, ShardManifest],
 ) -> None:
     directory, _ = dataset

@@ -51,7 +51,7 @@ def test_verify_lists_every_problem(dataset: Dataset, txl: Callable[..., Any]) -
         "spare.tar.zst: is train-000001.tar.zst under another name",
         "valid-000007.tar.zst: extra",
         "train-000002.index.safetensors: is",
-        "tokenizer.json describes no tokenizer",
+        "tokenizer.json is not a tokenizer",
         "txl prepare",
     ):
         assert problem in ended.err

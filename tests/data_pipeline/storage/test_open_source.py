@@ -280,7 +280,7 @@ def test_a_store_that_stops_answering_stops_the_run_and_keeps_what_is_finished(
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # with waits of its own
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr("data_pipeline.preparation.scan.MAX_PARTS", 1)
+    monkeypatch.setattr("data_pipeline.preparation.scan.MAX_RANGES_PER_UNIT", 1)
     (tmp_path / "a.jsonl").write_bytes(WEB_JSONL)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(WEB_JSONL))
     parquet.write_table(pa.table({"text": WEB_LINES}), tmp_path / "c.parquet")

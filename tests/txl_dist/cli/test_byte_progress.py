@@ -10,7 +10,7 @@ import pytest
 from data_pipeline.preparation.finished_units import RECORDS
 from data_pipeline.shards.push import push_dataset
 from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # noqa: F401 - fixtures
-from tests.data_pipeline.preparation.test_work_units import StopsAfter, prepare
+from tests.data_pipeline.preparation.preparing import StopsAfter, prepare
 from txl_dist.cli import byte_progress
 from txl_dist.cli.byte_progress import progress_in_bytes
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, cuts_of, train_tokenizer
-from data_pipeline.tokenizers.pieces import text_pieces
 from data_pipeline.tokenizers.pretrained import HARD_STRINGS
+from data_pipeline.tokenizers.text_parts import text_parts
 
 SAMPLE = "The cat's mat; don't  sit!!\n\n  99 cats,\tΩméga 潮は !\x1c\r\n" * 9
 SETTINGS = {
@@ -33,7 +33,7 @@ def test_joined_tokens_of_pieces_are_the_tokens_of_the_whole(
     name: str, text: str, max_chars: int
 ) -> None:
     tokenizer = TOKENIZERS[name]
-    pieces = list(text_pieces([text], max_chars=max_chars, cuts=tokenizer.cuts))
+    pieces = list(text_parts([text], max_chars=max_chars, cuts=tokenizer.cuts))
     assert "".join(pieces) == text
     assert all(0 < len(piece) <= max_chars for piece in pieces)
     if not any(
@@ -59,17 +59,17 @@ def is_harmless(piece: str, following: str, cuts: str) -> bool:
 def test_pieces_do_not_depend_on_how_the_text_came(
     cuts: str, chunks: list[str], max_chars: int
 ) -> None:
-    pieces = list(text_pieces(iter(chunks), max_chars=max_chars, cuts=cuts))
-    assert pieces == list(text_pieces(["".join(chunks)], max_chars=max_chars, cuts=cuts))
-    assert pieces == list(text_pieces("".join(chunks), max_chars=max_chars, cuts=cuts))
+    pieces = list(text_parts(iter(chunks), max_chars=max_chars, cuts=cuts))
+    assert pieces == list(text_parts(["".join(chunks)], max_chars=max_chars, cuts=cuts))
+    assert pieces == list(text_parts("".join(chunks), max_chars=max_chars, cuts=cuts))
 
 
 def test_the_last_harmless_place_is_taken_and_else_the_limit() -> None:
-    assert list(text_pieces(["ab cd  efghij"], max_chars=7)) == ["ab cd", "  efghi", "j"]
-    assert list(text_pieces(["a\nb\ncdef"], max_chars=5, cuts="line")) == ["a\nb\n", "cdef"]
-    assert list(text_pieces(["", ""], max_chars=5)) == []
+    assert list(text_parts(["ab cd  efghij"], max_chars=7)) == ["ab cd", "  efghi", "j"]
+    assert list(text_parts(["a\nb\ncdef"], max_chars=5, cuts="line")) == ["a\nb\n", "cdef"]
+    assert list(text_parts(["", ""], max_chars=5)) == []
     with pytest.raises(ValueError, match="max_chars"):
-        list(text_pieces(["a"], max_chars=0))
+        list(text_parts(["a"], max_chars=0))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,19 +1,20 @@
-"""Byte-level BPE as ranked byte strings, for tiktoken's core, out of a file of `tokenizers`.
+"""Convert byte-level BPE from a file of `tokenizers` to the ranked byte strings of tiktoken.
 
-tiktoken merges the adjacent pair whose joined bytes have the lowest rank; `tokenizers` merges the
-pair that its list of merges names first. The two agree on every text exactly when merging a token's
-own bytes ends in the pair its merge names, for every token: inside the bytes of a token nothing
-outside can interfere. That is checked here, so equal ids do not hang on samples.
+tiktoken merges the adjacent pair with the lowest rank of the joined bytes. `tokenizers` merges the
+pair that comes first in its list of merges. Both give the same ids for every text if and only if,
+for every token, merging the token's own bytes ends with the pair that its merge names: nothing
+outside a token affects the merges inside it. `ranked_bytes` checks this for every token, so equal
+ids do not depend on samples of text.
 """
 
 from itertools import pairwise
 from typing import Any
 
 MAX_TOKEN_BYTES = 1024
-"""Merging a token's bytes takes quadratic time; tokens of real vocabularies have at most 128."""
+"""Merging a token's bytes takes quadratic time. Tokens of real vocabularies have at most 128."""
 
-# GPT-2's pattern. What needs no look ahead is one group, which makes it a finite automaton: half
-# the time of the same alternatives side by side.
+# GPT-2's pattern. The alternatives without lookahead are one group, which compiles to a finite
+# automaton and takes half the time of separate alternatives.
 GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?(?:\p{L}+|\p{N}+|[^\s\p{L}\p{N}]+)|\s+\z)|\s+(?!\S)|\s"
 _GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _PLAIN_MODEL = {
@@ -28,7 +29,7 @@ _PLAIN_MODEL = {
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The characters that write bytes in such files: printable ones as themselves, then 256 on."""
+    """The character for each byte in such files: itself if printable, else chr(256), chr(257)..."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     moved = {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -39,17 +40,18 @@ BYTE_OF = _byte_of_character()
 
 
 def ranked_bytes(content: dict[str, Any], *, leave_out: str | None) -> dict[bytes, int]:
-    """Bytes of each token -> its id, for a tokenizer file that tiktoken encodes alike.
+    """Token bytes -> id, if tiktoken gives the same ids as `tokenizers` for this file's content.
 
-    `leave_out` is the vocabulary's end-of-text token. Raises ValueError saying what stands against.
+    `leave_out` is the vocabulary's end-of-text token. Raises ValueError with the reason if the two
+    libraries would differ.
     """
-    _require_plain(content)
+    _require_plain_bpe(content)
     vocab = {token: id_ for token, id_ in content["model"]["vocab"].items() if token != leave_out}
     for token in vocab:
         if not token or not BYTE_OF.keys() >= {*token}:
             raise ValueError(f"token {token[:40]!r} is not written in bytes")
     ranks = {bytes(map(BYTE_OF.__getitem__, token)): id_ for token, id_ in vocab.items()}
-    pairs = [_pair(merge) for merge in content["model"]["merges"]]
+    pairs = [_parse_merge(merge) for merge in content["model"]["merges"]]
     merged = [left + right for left, right in pairs]
     if sorted([*merged, *(bytes([byte]) for byte in range(256))]) != sorted(ranks):
         raise ValueError("the tokens are not the 256 bytes and one token per merge")
@@ -62,7 +64,7 @@ def ranked_bytes(content: dict[str, Any], *, leave_out: str | None) -> dict[byte
     return ranks
 
 
-def _require_plain(content: dict[str, Any]) -> None:
+def _require_plain_bpe(content: dict[str, Any]) -> None:
     if content.get("normalizer") is not None or content.get("added_tokens"):
         raise ValueError("it has a normalizer or added tokens")
     split = content.get("pre_tokenizer") or {}
@@ -73,25 +75,30 @@ def _require_plain(content: dict[str, Any]) -> None:
         raise ValueError("its model is not plain BPE")
 
 
-def _pair(merge: str | list[str]) -> tuple[bytes, bytes]:
-    parts = merge.split(" ") if isinstance(merge, str) else merge
+def _parse_merge(merge: str | list[str]) -> tuple[bytes, bytes]:
+    # Older versions of the library write "left right", newer ones ["left", "right"].
+    sides = merge.split(" ") if isinstance(merge, str) else merge
     try:
-        left, right = (bytes(map(BYTE_OF.__getitem__, part)) for part in parts)
+        left, right = (bytes(map(BYTE_OF.__getitem__, side)) for side in sides)
     except KeyError:
         raise ValueError(f"merge {merge!r} is not written in bytes") from None
     return left, right
 
 
 def _last_pair(token: bytes, order: dict[bytes, int]) -> tuple[bytes, ...]:
-    """What merging leaves of a token's bytes before the token itself is made."""
+    """Merge a token's bytes until only merges into the token itself remain; return the rest.
+
+    `order` is token -> position of its merge.
+    """
     if len(token) > MAX_TOKEN_BYTES:
-        raise ValueError(f"a token has {len(token)} bytes, at most {MAX_TOKEN_BYTES} are taken")
-    parts, own = [token[place : place + 1] for place in range(len(token))], order[token]
-    ranks = [order.get(left + right, own) for left, right in pairwise(parts)]
-    while ranks and (lowest := min(ranks)) < own:
-        place = ranks.index(lowest)
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-        del ranks[place]
-        for left in range(max(place - 1, 0), min(place + 1, len(ranks))):
-            ranks[left] = order.get(parts[left] + parts[left + 1], own)
-    return tuple(parts)
+        raise ValueError(f"a token has {len(token)} bytes, the maximum is {MAX_TOKEN_BYTES}")
+    symbols, own_rank = [token[i : i + 1] for i in range(len(token))], order[token]
+    ranks = [order.get(left + right, own_rank) for left, right in pairwise(symbols)]
+    while ranks and (lowest := min(ranks)) < own_rank:
+        position = ranks.index(lowest)
+        symbols[position : position + 2] = [symbols[position] + symbols[position + 1]]
+        del ranks[position]
+        # Only the pairs with the left and the right neighbour of the new symbol have changed.
+        for left in range(max(position - 1, 0), min(position + 1, len(ranks))):
+            ranks[left] = order.get(symbols[left] + symbols[left + 1], own_rank)
+    return tuple(symbols)

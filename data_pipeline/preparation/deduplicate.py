@@ -1,0 +1,20 @@
+"""Deduplication: of the documents with the same text, keep the first in input order."""
+
+import numpy as np
+
+from data_pipeline.preparation.input_index import InputIndex
+
+
+def first_of_each_text(index: InputIndex) -> np.ndarray:
+    """Numbers of the documents to keep, ascending. Sets `index.duplicates` to the others' count.
+
+    Texts are equal if the first 16 bytes of their sha256 are equal. Sorting these needs no hash
+    table of Python objects, so memory stays at a few words per document.
+    """
+    words = np.ascontiguousarray(index.text_hash).view("<u8")  # [D, 2]
+    order = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal texts stay in input order
+    is_repeat = np.zeros(len(order), bool)
+    is_repeat[1:] = (words[order[1:]] == words[order[:-1]]).all(axis=1)
+    first = np.sort(order[~is_repeat])
+    index.duplicates = len(index) - len(first)
+    return first

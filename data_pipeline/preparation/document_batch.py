@@ -1,0 +1,116 @@
+"""The documents of one work unit: their locations, and reading their texts again.
+
+Input files that cannot be read from the middle (compressed files, Parquet, URLs) are not read
+twice. The scan writes their texts to a spill file in the staging directory, and the texts are read
+from there.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.errors import DataError, UnfinishedError
+from data_pipeline.preparation.finished_units import RECORDS
+from data_pipeline.preparation.input_index import TEXT_HASH_BYTES, InputIndex, document_id
+from data_pipeline.preparation.scan import spill_name
+from data_pipeline.readers import InputFile, read_text_chunks
+from data_pipeline.storage.urls import shown
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DocumentBatch:
+    """Locations and hashes of B documents, in order. Sent to workers instead of their texts."""
+
+    text_key: str
+    files: tuple[InputFile, ...]  # the files that contain the documents
+    file: np.ndarray  # int64 [B]: position in `files`
+    spill_unit: np.ndarray  # int64 [B]: scan unit with the text's spill file; -1: the input file
+    location: np.ndarray  # uint64 [B, 3]: offset, size, line
+    text_bytes: np.ndarray  # uint64 [B]
+    text_hash: np.ndarray  # uint8 [B, TEXT_HASH_BYTES]: the first bytes of the text's sha256
+
+    @classmethod
+    def of(cls, index: InputIndex, numbers: np.ndarray) -> "DocumentBatch":
+        used, file = np.unique(index.file[numbers], return_inverse=True)
+        files = tuple(index.files[position] for position in used.tolist())
+        is_spilled = np.array([not each.rereadable for each in files], bool)[file]
+        return cls(
+            text_key=index.text_key,
+            files=files,
+            file=file,
+            spill_unit=np.where(is_spilled, index.unit_of(numbers), -1),
+            location=index.location[numbers],
+            text_bytes=index.text_bytes[numbers],
+            text_hash=index.text_hash[numbers],
+        )
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __str__(self) -> str:
+        more = f" and {len(self.files) - 1} more files" if len(self.files) > 1 else ""
+        return f"{len(self):,} documents of {self.files[0].name}{more}"
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of all texts."""
+        return int(self.text_bytes.sum())
+
+    def digest(self, context: object) -> str:
+        """Digest of the batch and of `context`, which must be JSON-serializable."""
+        names = [file.name for file in self.files]
+        digest = hashlib.sha256(json.dumps([context, self.text_key, names]).encode())
+        arrays = (self.file, self.spill_unit, self.location, self.text_bytes, self.text_hash)
+        for array in arrays:
+            digest.update(array.tobytes())
+        return digest.hexdigest()
+
+    def document_id(self, number: int) -> str:
+        return document_id(self.files[self.file[number]].name, int(self.location[number, 2]))
+
+    def read_text(self, number: int, staging: Path) -> Iterator[str]:
+        """Yield the text of a document in consecutive fragments: it may be larger than memory.
+
+        Raises DataError if the text differs from the scanned one, and UnfinishedError if it cannot
+        be read now or its spill file is damaged.
+        """
+        file = self.files[self.file[number]]
+        unit = int(self.spill_unit[number])
+        source, mismatch = file, _changed(file)
+        if unit >= 0:
+            path = staging / RECORDS / spill_name(unit)
+            source = InputFile(str(path), path.name, kind="text", compression="", size=0)
+            mismatch = _unreadable(path, "the file is damaged")
+        offset, size, line = self.location[number].tolist()
+        digest = hashlib.sha256()
+        try:
+            for text in read_text_chunks(source, (offset, size, line), text_key=self.text_key):
+                digest.update(text.encode("utf-8", errors="replace"))
+                yield text
+        except ValueError:
+            raise mismatch from None
+        except OSError as error:
+            if unit < 0 and isinstance(error, FileNotFoundError):
+                raise mismatch from None
+            raise _unreadable(source.path, error.strerror or type(error).__name__) from error
+        # The last check, and the only one for a change that kept size and modification time.
+        if digest.digest()[:TEXT_HASH_BYTES] != self.text_hash[number].tobytes():
+            raise mismatch
+
+
+def _changed(file: InputFile) -> DataError | UnfinishedError:
+    return DataError(
+        f"{shown(file.path)} changed while it was being read. Nothing was written. Run the command "
+        "again when no other process writes to the input."
+    )
+
+
+def _unreadable(path: str | Path, reason: str) -> UnfinishedError:
+    return UnfinishedError(
+        f"{shown(str(path))} cannot be read again: {reason}. Finished work is kept. Repair the "
+        "disk or network, then run the same command to continue."
+    )

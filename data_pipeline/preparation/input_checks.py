@@ -1,0 +1,67 @@
+"""Check the scanned input before anything is written: it has text, few rejects, no broken file."""
+
+from pathlib import Path
+
+from data_pipeline.errors import DataError
+from data_pipeline.preparation.input_index import InputIndex
+from data_pipeline.readers import Reject
+from data_pipeline.shards.manifest import REJECTS_NAME
+from data_pipeline.storage.atomic_files import explain_disk_errors, fsync_directory
+
+
+def require_usable_input(
+    index: InputIndex, staging: Path, out: Path, max_reject_rate: float
+) -> None:
+    """Raise DataError for an input without text, too many rejects, or a file that ends early.
+
+    Before it raises for rejects or broken files, it moves the list of rejects from `staging` to
+    `out`.
+    """
+    _require_complete_files(index, staging, out, max_reject_rate)
+    rejected = index.rejected
+    records = len(index) + index.empty + rejected
+    if rejected and (rejected > max_reject_rate * records or not len(index)):
+        _publish_reject_list(staging, out)
+        advice = (
+            ", or skip them with a higher --max-reject-rate"
+            if len(index)
+            else "; the input has no other document with text"
+        )
+        raise DataError(
+            f"{rejected:,} of {records:,} records cannot be used, the limit is "
+            f"{max_reject_rate:.4%}; no dataset was written."
+            f"{_list_rejects(index.first_rejects, rejected)}\nAll are listed in "
+            f"{out / REJECTS_NAME}. Repair them and run this again{advice}."
+        )
+    if not len(index):
+        raise DataError(
+            f"the input holds no text: {len(index.files)} files, {index.empty} empty documents "
+            f"and no other. Give files with text in them: txl prepare INPUT --out {out}"
+        )
+
+
+def _require_complete_files(
+    index: InputIndex, staging: Path, out: Path, max_reject_rate: float
+) -> None:
+    # A file that ends early counts as one reject but loses an unknown number of records, so a
+    # reject rate below 1 cannot accept it.
+    if index.broken_files and max_reject_rate < 1:
+        _publish_reject_list(staging, out)
+        advice = ", or accept the loss with --max-reject-rate 1" if len(index) else ""
+        raise DataError(
+            f"{index.broken_files:,} of {len(index.files):,} files cannot be read to their end, "
+            "which loses the rest of each; no dataset was written."
+            f"{_list_rejects(index.first_broken, index.broken_files)}\nAll are listed in "
+            f"{out / REJECTS_NAME}. Repair these files or remove them from the input{advice}."
+        )
+
+
+def _publish_reject_list(staging: Path, out: Path) -> None:
+    with explain_disk_errors("writing the list of rejects", out):
+        (staging / REJECTS_NAME).replace(out / REJECTS_NAME)
+        fsync_directory(out)
+
+
+def _list_rejects(first: list[Reject], count: int) -> str:
+    more = f"\n  and {count - len(first):,} more" if count > len(first) else ""
+    return "".join(f"\n  {reject}" for reject in first) + more

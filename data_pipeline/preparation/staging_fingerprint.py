@@ -1,0 +1,81 @@
+"""The fingerprint of a staging directory: decides whether its finished units can be reused.
+
+The fingerprint contains everything that the units depend on: settings, format version, digest of a
+given tokenizer file, and path, name, size and version mark (local files: modification time) of
+every input file. A run with a different fingerprint discards the staging directory.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.preparation.finished_units import (
+    FINGERPRINT,
+    RECORDS,
+    remove_scratch_directories,
+)
+from data_pipeline.preparation.scan import UNIT_BYTES
+from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.readers import InputFile
+from data_pipeline.shards.manifest import VERSION
+from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.storage.staged_directory import StagedDirectory
+from data_pipeline.storage.urls import local_path
+
+
+def fingerprint_of(
+    files: list[InputFile], settings: PrepareSettings, tokenizer_digest: str | None
+) -> str:
+    """The fingerprint as JSON. `tokenizer_digest` is None if the tokenizer is trained."""
+    digest = hashlib.sha256()
+    for file in files:
+        local = local_path(file.path)
+        path = file.path if local is None else os.path.abspath(local)  # noqa: PTH100
+        digest.update(json.dumps([path, file.name, file.kind, file.size, file.mark]).encode())
+    content = {
+        "version": VERSION,
+        "unit_bytes": UNIT_BYTES,
+        "settings": settings.model_dump(mode="json"),
+        "tokenizer": tokenizer_digest,
+        "files": len(files),
+        "input": digest.hexdigest(),
+    }
+    return json.dumps(content, sort_keys=True)
+
+
+def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str], None]) -> Path:
+    """The staging directory, empty or with finished units of an earlier run to reuse.
+
+    Calls `note` with the reason if it discards finished units.
+    """
+    path = staged.path / RECORDS / FINGERPRINT
+    if staged.path.exists():
+        # It is the first file in staging, so a directory without it has no finished units.
+        previous = path.read_text("utf-8") if path.exists() else "{}"
+        if previous != fingerprint:
+            if path.exists():
+                reason = _describe_changes(json.loads(previous), json.loads(fingerprint))
+                note(f"{staged.path}: discarding unfinished work: {reason}")
+            staged.discard()
+    staging = staged.stage(fresh=False)
+    (staging / RECORDS).mkdir(exist_ok=True)
+    if not path.exists():
+        write_file(path, fingerprint.encode())
+    remove_scratch_directories(staging)
+    return staging
+
+
+def _describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    changes = [
+        f"{key} was {old['settings'].get(key)!r} and is {value!r}"
+        for key, value in new["settings"].items()
+        if old["settings"].get(key) != value
+    ]
+    if old["tokenizer"] != new["tokenizer"]:
+        changes.append("the tokenizer file changed")
+    if (old["files"], old["input"]) != (new["files"], new["input"]):
+        changes.append("input files changed")
+    return "; ".join(changes) or "it is from another version of txl"

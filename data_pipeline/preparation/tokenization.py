@@ -1,0 +1,61 @@
+"""Tokenize one document, and the tokenizer that each process keeps for it."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.errors import DataError, printable
+from data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from data_pipeline.tokenizers.text_parts import MAX_PART_CHARS, text_parts
+
+_cache: dict[str, Tokenizer] = {}
+"""The last tokenizer of this process, by digest. A worker loads it once, not once per shard."""
+
+
+def cache_tokenizer(tokenizer: Tokenizer) -> None:
+    """Use `tokenizer` for all shards that this process writes, without loading it."""
+    _cache.clear()
+    _cache[tokenizer.digest] = tokenizer
+
+
+def load_cached_tokenizer(path: Path, digest: str) -> Tokenizer:
+    """The tokenizer with this digest, loaded from `path` unless cached."""
+    if digest not in _cache:
+        tokenizer = load_tokenizer(path)
+        if tokenizer.digest != digest:
+            raise DataError(
+                f"{path} has digest {tokenizer.digest}, expected {digest}. Run this again."
+            )
+        cache_tokenizer(tokenizer)
+    return _cache[digest]
+
+
+def tokenize_document(
+    tokenizer: Tokenizer, texts: Iterable[str], *, document_id: str
+) -> Iterator[np.ndarray]:
+    """Yield the tokens of a document in consecutive arrays.
+
+    The first token is end-of-document if the tokenizer opens documents with it. `texts` is the text
+    in fragments cut anywhere. Raises DataError for a document without tokens, or one that
+    contains the end-of-document token.
+    """
+    is_empty = not tokenizer.opens_documents
+    if tokenizer.opens_documents:
+        yield np.array([tokenizer.end_of_document])
+    for part in text_parts(texts, max_chars=MAX_PART_CHARS, cuts=tokenizer.cuts):
+        tokens = tokenizer.encode(part)
+        is_empty = is_empty and not tokens.size
+        # Lanes reset the memory at this token, so it must not occur inside a document.
+        if tokenizer.opens_documents and (tokens == tokenizer.end_of_document).any():
+            raise DataError(
+                f"{printable(document_id)} contains text that this tokenizer encodes as its "
+                f"end-of-document token, id {tokenizer.end_of_document}. Use another tokenizer, or "
+                "remove the document from the input, and run this again."
+            )
+        yield tokens
+    if is_empty:
+        raise DataError(
+            f"{printable(document_id)} has no tokens: it contains only whitespace, and this recipe "
+            "adds no end-of-document token. Remove it from the input and run this again."
+        )

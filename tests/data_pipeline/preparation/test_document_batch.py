@@ -1,0 +1,77 @@
+"""Texts are read twice: a file that changed or is lost in between is reported."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import DataError, UnfinishedError
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.readers import InputFile
+from tests.data_pipeline.preparation.preparing import files_of, prepare
+
+SPLIT_AND_SHUFFLED = PrepareSettings(
+    split={"valid": 0.2, "test": 0.2}, shuffle=3, shard_bytes=12_000, block_bytes=2_000
+)
+
+
+def test_a_file_that_changes_between_the_passes_is_refused(corpus: Path, tmp_path: Path) -> None:
+    def change(what: str, done: int, total: int) -> None:
+        if what == "writing":
+            (corpus / "sub" / "09.txt").write_text("rewritten")
+            (corpus / "10.txt").write_text("rewritten")
+
+    with pytest.raises(DataError, match="changed while it was being read"):
+        prepare_dataset([corpus], tmp_path / "out", SPLIT_AND_SHUFFLED, progress=change)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fails_on_the_second_reading_is_named_and_costs_no_finished_work(
+    corpus: Path, tmp_path: Path
+) -> None:
+    path, aside, out = corpus / "10.txt", tmp_path / "aside", tmp_path / "out"
+
+    def fail(what: str, done: int, total: int) -> None:
+        if what == "writing" and not done:
+            path.rename(aside)
+            path.symlink_to("/proc/self/mem")  # reading there is an EIO
+
+    with pytest.raises(UnfinishedError, match=r"10\.txt cannot be read again: Input/output error"):
+        prepare_dataset([corpus], out, SPLIT_AND_SHUFFLED, progress=fail)
+    path.unlink()
+    aside.rename(path)
+    assert prepare_dataset([corpus], out, SPLIT_AND_SHUFFLED).reused_units
+
+
+@pytest.mark.parametrize("damage", ["cut", "replaced", "gone", "failing"])
+def test_a_spill_file_that_is_lost_is_not_blamed_on_the_input(
+    corpus: Path, tmp_path: Path, damage: str
+) -> None:
+    out = tmp_path / "out"
+    for path in corpus.rglob("*.txt"):
+        path.with_suffix(".txt.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+
+    def lose(what: str, done: int, total: int) -> None:
+        if what == "writing" and not done:
+            (spill,) = out.glob(".staging.tmp/units/spill-??????")
+            size = spill.stat().st_size
+            spill.unlink()
+            if damage == "failing":
+                spill.symlink_to("/proc/self/mem")
+            elif damage != "gone":
+                spill.write_bytes(b"x" * (size if damage == "replaced" else 10))
+
+    with pytest.raises(UnfinishedError, match="spill-000000 cannot be read again"):
+        prepare_dataset([corpus], out, SPLIT_AND_SHUFFLED, progress=lose)
+    prepare_dataset([corpus], out, SPLIT_AND_SHUFFLED)  # its scan is done again
+
+
+def test_texts_that_must_be_spilled_give_the_same_bytes(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(lines, tmp_path / "plain", 10**6)
+    monkeypatch.setattr(InputFile, "rereadable", property(lambda file: file.name != "b.jsonl"))
+    prepare(lines, tmp_path / "spilled", 10**6)
+    assert files_of(tmp_path / "spilled") == files_of(tmp_path / "plain")

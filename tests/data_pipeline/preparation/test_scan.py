@@ -1,0 +1,80 @@
+"""No byte depends on how the input is cut into scan units."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.errors import DataError
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.inspection import excerpts
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.verify import verify_dataset
+from tests.data_pipeline.preparation.preparing import Backwards, files_of, prepare, write_corpus
+
+TEXTS = st.sampled_from(["one", "two words", "täler 潮", "a\nline\n\nor two", "long " * 90, " = x"])
+
+
+OPTIONS = {"shuffle": 5, "split": {"valid": 0.3}, "shard_bytes": 700, "block_bytes": 512}
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=8),
+    unit_bytes=st.integers(20, 900),
+    kind=st.sampled_from(["byte", "char", "word"]),
+    format=st.sampled_from(["auto", "lines"]),
+)
+def test_no_byte_depends_on_how_files_of_any_format_are_cut(
+    texts: list[str], unit_bytes: int, kind: Any, format: str
+) -> None:
+    options = PrepareSettings(tokenizer=kind, format=format, **OPTIONS)
+    with tempfile.TemporaryDirectory() as folder:
+        source, whole, cut = (Path(folder) / name for name in ("in", "whole", "cut"))
+        write_corpus(source, texts)
+        prepare(source, whole, 10**7, settings=options)
+        prepare(source, cut, unit_bytes, settings=options, workers=Backwards())
+        assert files_of(cut) == files_of(whole)
+        assert verify_dataset(cut).problems == []
+        ids = [shown.document_id for shown in excerpts(cut, documents=10**6)]
+        assert len(set(ids)) == len(ids)
+
+
+def test_every_format_gives_the_texts_that_were_put_in(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", ["one", "täler 潮", "a\nb"])
+    prepare(tmp_path / "in", tmp_path / "out", 30, settings=PrepareSettings())
+    shown = {each.document_id: each.text for each in excerpts(tmp_path / "out", documents=99)}
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "g.parquet"):
+        assert [shown[f"{name}:{line}"] for line in (1, 2)] == ["one", "täler 潮"]
+    assert shown["f.txt.zst"].startswith("one|täler 潮|a")
+    assert "e.txt.gz" not in shown, "it is truncated"
+    assert load_manifest(tmp_path / "out").input.rejected == 3
+
+
+def test_lines_are_counted_from_the_file_when_a_range_is_blank(tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text(" \n \n \nwords\n = Title = \n x \n")
+    options = PrepareSettings(format="wikitext")
+    prepare(source, tmp_path / "out", 2, settings=options)
+    shown = excerpts(tmp_path / "out", documents=9)
+    assert [excerpt.document_id for excerpt in shown] == ["in.txt:4", "in.txt:5"]
+
+
+def test_an_input_of_rejects_only_ends_at_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.txt").write_bytes(b"\xff\n" * 20)
+    monkeypatch.setattr("data_pipeline.preparation.scan.MAX_REJECTS", 19)
+    with pytest.raises(DataError, match=r"more than 19 records near byte 0 .* not lines"):
+        prepare_dataset(
+            [tmp_path / "in.txt"],
+            tmp_path / "out",
+            PrepareSettings(format="lines"),
+            max_reject_rate=1,
+        )

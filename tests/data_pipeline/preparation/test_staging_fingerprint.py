@@ -1,0 +1,72 @@
+"""Unfinished work is reused only with the same input, settings and tokenizer."""
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.inspection import excerpts
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
+from tests.data_pipeline.preparation.preparing import (
+    SETTINGS,
+    StopsAfter,
+    compressed,
+    prepare,
+    stop_after,
+    write_corpus,
+)
+
+OPTIONS = {"shuffle": 5, "split": {"valid": 0.3}, "shard_bytes": 700, "block_bytes": 512}
+
+
+def test_finished_work_of_another_tokenizer_file_is_not_used(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", ["one", "two"] * 9)
+    given = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, text in zip(given, ("one two", "three four"), strict=True):
+        char = train_tokenizer(PrepareSettings(tokenizer="char"), lambda text=text: iter([text]))
+        path.write_text(char.to_json())
+    options = {"settings": PrepareSettings(tokenizer="file", **OPTIONS)}
+    out, notes = tmp_path / "out", []
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "in", out, 99, tokenizer_file=given[0], workers=StopsAfter(5), **options)
+    done = prepare(tmp_path / "in", out, 99, tokenizer_file=given[1], note=notes.append, **options)
+    assert "the tokenizer file changed" in notes[1]
+    assert done.reused_units == 0
+    assert load_manifest(out).tokenizer_digest == load_tokenizer(given[1]).digest
+    with pytest.raises(DataError, match="holds another dataset: tokenizer: "):
+        prepare(tmp_path / "in", out, 99, tokenizer_file=given[0], **options)
+    assert prepare(tmp_path / "in", out, 99, tokenizer_file=given[1], **options).already_complete
+
+
+def test_finished_work_of_other_settings_or_input_is_discarded_with_the_reason(
+    lines: Path, tmp_path: Path
+) -> None:
+    out, notes = tmp_path / "out", []
+    stop_after(7, lines, out)
+    other = SETTINGS.model_copy(update={"shuffle": 4})
+    with pytest.raises(KeyboardInterrupt):
+        prepare(lines, out, 500, settings=other, note=notes.append, workers=StopsAfter(5))
+    (lines / "small.txt").write_text("another")
+    done = prepare(lines, out, 500, settings=other, note=notes.append)
+    assert done.reused_units == 0
+    assert "shuffle was 3 and is 4" in notes[1]
+    assert "input files changed" in notes[3]
+
+
+def text_of(out: Path) -> str:
+    return excerpts(out, documents=1)[0].text
+
+
+def test_finished_work_of_files_of_the_same_name_size_and_time_elsewhere_is_not_reused(
+    tmp_path: Path,
+) -> None:
+    one = compressed(tmp_path / "one" / "a.txt.gz", "abcd")
+    two = compressed(tmp_path / "two" / "a.txt.gz", "dcba")
+    assert one.stat().st_size == two.stat().st_size
+    out, settings = tmp_path / "out", PrepareSettings()
+    with pytest.raises(KeyboardInterrupt):
+        prepare(one, out, 500, settings=settings, workers=StopsAfter(1))
+    assert prepare(two, out, 500, settings=settings).reused_units == 0
+    assert text_of(out) == "dcba"

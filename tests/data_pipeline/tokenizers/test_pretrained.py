@@ -1,0 +1,100 @@
+"""Tokenizers from files of the `tokenizers` library."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from data_pipeline.errors import DataError
+from data_pipeline.tokenizers import load_tokenizer, ready_tokenizer
+from data_pipeline.tokenizers.pretrained import (
+    HARD_STRINGS,
+    PretrainedTokenizer,
+    from_library_json,
+    require_same_ids,
+)
+from tests.data_pipeline.tokenizers.sample_tokenizers import (
+    FILE,
+    SAMPLE,
+    TOKENIZER,
+    byte_level,
+    with_unknown_as_only_special,
+)
+
+
+def saved(tmp_path: Path, library: tokenizers.Tokenizer) -> Path:
+    path = tmp_path / "library.json"
+    library.save(str(path))
+    return path
+
+
+def test_a_file_of_byte_level_bpe_keeps_its_end_of_text_which_texts_cannot_write(
+    tmp_path: Path,
+) -> None:
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(SAMPLE, trainer)
+    tokenizer = ready_tokenizer(FILE, saved(tmp_path, library))
+    text = "a <|endoftext|> b"
+    assert 0 in library.encode(text).ids, "the library makes it the real token"
+    assert tokenizer.end_of_document == 0
+    assert tokenizer.vocab_size == 400
+    assert 0 not in tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.cuts == "space"
+    for sample in SAMPLE[:1] + list(HARD_STRINGS[:6]):
+        assert tokenizer.encode(sample).tolist() == library.encode(sample).ids
+    assert load_tokenizer(json.loads(tokenizer.to_json())).digest == tokenizer.digest
+
+
+def test_another_kind_of_tokenizer_goes_through_the_library(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2}, "[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["[UNK]", "[CLS]"])
+    tokenizer = ready_tokenizer(FILE, saved(tmp_path, library))
+    assert tokenizer.encode("the cat [CLS] the").tolist() == [1, 2, 0, 1]
+    assert tokenizer.end_of_document == 3, "two special tokens: the end is a new id"
+    assert tokenizer.vocab_size == 4
+    assert tokenizer.cuts == "never"
+    assert tokenizer.token_bytes()[:3].tolist() == [6, 4, 4]
+    with pytest.raises(UnicodeEncodeError, match="surrogates"):
+        tokenizer.encode("the \ud800")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_the_token_for_what_is_unknown_never_ends_a_document(tmp_path: Path, kind: str) -> None:
+    tokenizer = ready_tokenizer(FILE, saved(tmp_path, with_unknown_as_only_special(kind)))
+    ids = tokenizer.encode("the cat 漢 sat")
+    assert 0 in ids, "the unknown token"
+    assert tokenizer.end_of_document == tokenizer.vocab_size - 1
+    assert tokenizer.end_of_document not in ids
+
+
+@pytest.mark.parametrize("damage", ["dropout", "no unknown word", "a panic"])
+def test_a_tokenizer_that_cannot_encode_every_text_one_way_is_refused(damage: str) -> None:
+    content = byte_level(("b", "c"))
+    if damage == "dropout":
+        content["model"]["dropout"] = 0.5
+    elif damage == "no unknown word":
+        library = tokenizers.Tokenizer(models.WordLevel({"the": 0}, "[UNK]"))
+        content = json.loads(library.to_str())
+    else:
+        content["model"]["continuing_subword_prefix"] = "####"
+    with pytest.raises(DataError, match=r"x\.json|no tokens for"):
+        from_library_json(content, "x.json")
+
+
+def test_ids_that_differ_between_the_libraries_are_an_error() -> None:
+    other = PretrainedTokenizer.from_description(json.loads(TOKENIZER.to_json()))
+    other._library = tokenizers.Tokenizer.from_str(json.dumps(byte_level(("a", "b"))))
+    with pytest.raises(DataError, match="differ on"):
+        require_same_ids(other, [])

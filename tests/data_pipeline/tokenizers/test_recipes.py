@@ -1,0 +1,24 @@
+"""Recipes of the paper's datasets."""
+
+import pytest
+
+from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.tokenizers.recipes import RECIPES, fixed_split
+
+
+def test_the_fixed_split_is_the_papers_for_a_hundred_million() -> None:
+    parts = fixed_split(100_000_000)
+    assert parts["train"] == (0, 90_000_000)
+    assert parts["valid"] == (90_000_000, 95_000_000)
+    assert parts["test"] == (95_000_000, 100_000_000)
+    assert fixed_split(20)["test"] == (19, 20)
+    with pytest.raises(ValueError, match="20"):
+        fixed_split(19)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_refuses_other_tokenizers(name: str) -> None:
+    legal = RECIPES[name].tokenizers
+    assert PrepareSettings(tokenizer=legal[0], recipe=name).recipe == name
+    with pytest.raises(ValueError, match=f"{name} is for tokenizer {legal[0]}"):
+        PrepareSettings(tokenizer="bpe", vocab_size=300, recipe=name)

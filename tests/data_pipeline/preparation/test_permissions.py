@@ -53,7 +53,7 @@ def test_a_staged_directory_cannot_be_created_at_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for place in ("file", "file/below"):
         with (
-            pytest.raises(ConfigError, match="choose another directory"),
+            pytest.raises(ConfigError, match="Choose another directory"),
             StagedDirectory(tmp_path / place, last="manifest.json"),
         ):
             pass

@@ -1,4 +1,18 @@
-"""The errors of training, beside those of the data (`data_pipeline/errors.py`)."""
+"""The errors that this project raises on purpose, and their exit codes.
+
+    TxlError                1   any other failure
+      ConfigError           2   invalid or contradictory command line or configuration
+      DataError             3   input text, shards or a manifest that must not be used
+        UnfinishedError     3   preparation that was interrupted; the same command resumes it
+      UnreadError           1   data that cannot be read now; it may be intact
+      CheckpointError       4   damaged, incomplete or incompatible checkpoint
+      DivergedError         5   loss or gradient that is not finite
+      LostRankError         1   other ranks that do not answer
+      PreemptedError       75   stopped on request; resumable (EX_TEMPFAIL)
+
+`data_pipeline/errors.py` defines those of the data. A message says what was found, what was
+expected, the likely cause and the next command. Only the command line turns one into an exit.
+"""
 
 from data_pipeline.errors import ConfigError, DataError, TxlError
 
@@ -20,13 +34,13 @@ class CheckpointError(TxlError):
 
 
 class DivergedError(TxlError):
-    """The loss or a gradient is not finite; every rank stops before the optimizer step."""
+    """The loss or a gradient is not finite. Every rank stops before the optimizer step."""
 
     exit_code = 5
 
 
 class LostRankError(TxlError):
-    """Other ranks did not answer in a collective: a consequence, whose cause is theirs."""
+    """Other ranks did not answer in a collective. Their own error is the cause of the failure."""
 
 
 class PreemptedError(TxlError):
@@ -36,7 +50,7 @@ class PreemptedError(TxlError):
 
 
 def error_of(name: str, message: str) -> TxlError:
-    """The error of that class name, as another process raised it."""
+    """Recreate an error that another process raised, from the name of its class."""
     classes = (
         ConfigError,
         DataError,
@@ -45,4 +59,4 @@ def error_of(name: str, message: str) -> TxlError:
         LostRankError,
         PreemptedError,
     )
-    return {c.__name__: c for c in classes}.get(name, TxlError)(message)
+    return {cls.__name__: cls for cls in classes}.get(name, TxlError)(message)

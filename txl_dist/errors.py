@@ -7,11 +7,11 @@
       UnreadError           1   data that cannot be read now; it may be intact
       CheckpointError       4   damaged, incomplete or incompatible checkpoint
       DivergedError         5   loss or gradient that is not finite
-      LostRankError         1   other ranks that do not answer
+      LostRankError         1   no reply from other ranks in a collective
       PreemptedError       75   stopped on request; resumable (EX_TEMPFAIL)
 
-`data_pipeline/errors.py` defines those of the data. A message says what was found, what was
-expected, the likely cause and the next command. Only the command line turns one into an exit.
+`data_pipeline/errors.py` defines the errors of data. A message has the facts, the expectation, the
+likely cause and the next command. Only the command line turns an error into an exit.
 """
 
 from data_pipeline.errors import ConfigError, DataError, TxlError
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class CheckpointError(TxlError):
-    """A checkpoint that is damaged, incomplete or of another model."""
+    """A checkpoint that is damaged, incomplete or from a different model."""
 
     exit_code = 4
 
@@ -40,11 +40,11 @@ class DivergedError(TxlError):
 
 
 class LostRankError(TxlError):
-    """Other ranks did not answer in a collective. Their own error is the cause of the failure."""
+    """Other ranks did not take part in a collective. The cause is in the logs of those ranks."""
 
 
 class PreemptedError(TxlError):
-    """The run was asked to stop, saved its state and can be resumed (EX_TEMPFAIL)."""
+    """The run received a stop request, saved its state and can be resumed (EX_TEMPFAIL)."""
 
     exit_code = 75
 

@@ -58,7 +58,7 @@ def attention(
         max_tokens=max_tokens,
     )
     with ExitStack() as stack:
-        # Opened before the model runs, so that an unusable --out is an error at once.
+        # Opened first: an unusable --out must be an error before minutes of computing.
         staged = out and stack.enter_context(StagedDirectory(out, last=ATTENTION_NAME))
         if out:
             require_writable(out)

@@ -51,7 +51,7 @@ def data(
 
 
 def _print_figures(figures: Iterable["Figure"], *, as_json: bool) -> None:
-    """Print each figure as soon as it is measured, or all of them as one JSON object."""
+    """Print each figure when it is measured, or all figures as one JSON object."""
     if as_json:
         rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
         print(json.dumps({"figures": rows}))

@@ -103,7 +103,7 @@ def evaluation_job(
 ) -> "EvaluationJob":
     """An evaluation with the settings of training, except for the options that are not None.
 
-    Raises CheckpointError if there is no model, ConfigError if the options do not fit the model.
+    Raises CheckpointError if no model is there, ConfigError if the options do not fit the model.
     """
     from data_pipeline.storage.remote_path import dataset_path
     from txl_dist.convert.stored_model import find_model
@@ -118,6 +118,7 @@ def evaluation_job(
         mode=mode,
         tgt_len=tgt_len or stored.tgt_len,
         mem_len=new_mem_len,
+        # On the command line 0 means no clamping; in a config that is null.
         clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
         # --mem-len 0 on a model trained with same_length: the option needs a memory.
         same_length=same_length or (trained.same_length and new_mem_len > 0),
@@ -128,7 +129,7 @@ def evaluation_job(
     job = EvaluationJob(
         checkpoint=stored.path, data=dataset_path(data), settings=settings, batch_chunks=batch
     )
-    try:
+    try:  # Here, and not on the workers, so that wrong options start nothing.
         job.model_config(trained)
     except ValueError as error:
         raise ConfigError(f"{stored.path}: {error}") from None

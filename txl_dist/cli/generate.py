@@ -43,7 +43,7 @@ def generate(
 
     try:
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        prompt.encode("utf-8")
+        prompt.encode("utf-8")  # Bytes that are not UTF-8 reach Python as lone surrogates.
     except UnicodeEncodeError:
         raise ConfigError("--prompt is not valid text in this terminal's encoding") from None
     except ValueError as error:

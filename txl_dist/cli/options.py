@@ -26,6 +26,7 @@ Checkpoint = Annotated[
         parser=local_path_parser(),
     ),
 ]
+# For commands that need what exported models lack: the manifest, hashes, the state of training.
 SavedCheckpoint = Annotated[
     Path,
     typer.Argument(
@@ -45,6 +46,7 @@ TgtLen = Annotated[
 MemLen = Annotated[
     int | None, typer.Option(min=0, help="Tokens of memory; default: as in training.")
 ]
+# Not named Precision: that is the type of the value, in config/run_config.py.
 PrecisionOption = Annotated[
     Literal["fp32", "bf16"],
     typer.Option("--precision", help="Precision of matrix products; sums are always fp32."),

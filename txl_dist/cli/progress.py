@@ -38,6 +38,7 @@ def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], Non
 
     from txl_dist.training.follow import step_of
 
+    # 75 of 80 columns are left for the step line: loss, perplexity, speed and time left fit.
     console = Console()
     bar = [BarColumn(BAR_COLUMNS)] if console.width >= COLUMNS_WITH_BAR else []
     columns = (TextColumn("{task.percentage:>3.0f}%"), *bar, TextColumn("{task.description}"))

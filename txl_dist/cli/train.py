@@ -89,6 +89,7 @@ def _launch(
             f"ignored {', '.join(stray)} of the environment: torchrun did not set them",
             file=sys.stderr,
         )
+    # In this process first: one message, instead of one from every rank after a slow start.
     launcher = find_launcher(on)
     data = TrainingData.open(job.config, num_ranks=num_ranks)
     if dry_run:
@@ -110,6 +111,7 @@ def _require_known_settings(job: "TrainJob") -> None:
     from txl_dist.errors import ConfigError
     from txl_dist.training.compatibility import MIXTURE
 
+    # A misspelt key would allow nothing, and the ranks would refuse the change much later.
     settings = {*flatten_config(job.config), MIXTURE}
     for key in job.allow_change:
         if key not in settings:
@@ -121,7 +123,7 @@ def _require_known_settings(job: "TrainJob") -> None:
 def _train_as_rank(
     job: "TrainJob", *, on: str | None, num_ranks: int | None, dry_run: bool
 ) -> None:
-    """Train in this process, which torchrun started as one rank. Rank 0 prints its own log."""
+    """Train as the rank that torchrun made of this process. Rank 0 prints its log."""
     import logging
     import os
 
@@ -131,6 +133,7 @@ def _train_as_rank(
     from txl_dist.runtime.world import World
     from txl_dist.training.rank import train_rank
 
+    # Options that torchrun decides are refused, not ignored: the run would differ from them.
     world = World.from_environment()
     contradictions = [
         option

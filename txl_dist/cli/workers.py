@@ -1,4 +1,4 @@
-"""Starts the workers that `--workers` and `--on` ask for, and makes SIGTERM stop them."""
+"""Starts the workers for `--workers` and `--on`, and stops them on SIGTERM."""
 
 import contextlib
 import signal

@@ -76,6 +76,7 @@ def default_settings() -> dict[str, Scalar]:
 def _flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
     flat: dict[str, Scalar] = {}
     for name, value in values.items():
+        # Lists stay whole: an index in a name would shift when an entry is added.
         if isinstance(value, Mapping):
             flat |= {f"{name}.{inner}": item for inner, item in _flatten(value).items()}
         else:
@@ -90,7 +91,7 @@ class _Source:
         self.path = path
         self.value: dict[str, Any] = {}
         self.problems: list[tuple[str, str]] = []
-        """(origin, message) of each problem so far."""
+        """(origin, message) of each problem."""
         self._lines: dict[KeyPath, int] = {}
         self._overrides: dict[KeyPath, str] = {}
 
@@ -102,7 +103,7 @@ class _Source:
         return ConfigError("\n  ".join([f"{self.path}: {len(texts)} problems", *texts]))
 
     def read_file(self) -> None:
-        """Load the mapping of the file. Raises ConfigError if there is no mapping."""
+        """Load the mapping of the file. Raises ConfigError if it is not a mapping."""
         try:
             document = read_yaml(_read_text(self.path))
         except yaml.YAMLError as error:
@@ -136,6 +137,7 @@ class _Source:
             self.problems.append((origin, f"not valid YAML: {_first_line(error)}; {quote}"))
             return
         self.problems += [(origin, message) for _, message in document.problems]
+        # A section that is absent or null is created on the way down.
         section = self.value
         for depth, part in enumerate(parts[:-1], start=1):
             if section.get(part) is None:
@@ -146,7 +148,7 @@ class _Source:
                 self.problems.append((origin, message))
                 return
         section[parts[-1]] = document.value
-        for origins in (self._lines, self._overrides):  # Whatever was below `parts` is replaced.
+        for origins in (self._lines, self._overrides):  # The new value replaces all below.
             for path in [path for path in origins if path[: len(parts)] == parts]:
                 del origins[path]
         self._overrides[parts] = origin
@@ -177,7 +179,7 @@ class _Source:
     ) -> set[KeyPath]:
         """Add pydantic's errors to the problems, and return the settings that they concern.
 
-        Skipped are errors about `invalid` settings, whose value is a default by now, and about
+        Skipped are errors about `invalid` settings, which have their default now, and about
         origins in `reported`: a number that is too large is not a valid value either.
         """
         settings: set[KeyPath] = set()
@@ -263,7 +265,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}: no such config file{_nearest_file(path)}")
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)  # One more, to see that the file is too long.
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}. Check its permissions."
@@ -271,6 +273,7 @@ def _read_text(path: Path) -> str:
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path} is longer than {MAX_BYTES:,} bytes, so it is not a run config.")
     try:
+        # Some Windows editors start a file with a byte order mark; "utf-8-sig" removes it.
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(

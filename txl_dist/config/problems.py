@@ -1,7 +1,7 @@
 """Messages for invalid configs, made from the errors of pydantic.
 
-Each says what was found and what is legal, or the nearest legal name. `config_file.py` adds the
-line of the file or the override that the value came from.
+A message has the value and the legal values, or the nearest legal name. `config_file.py` adds its
+origin: the line of the file, or the override.
 """
 
 import dataclasses
@@ -37,6 +37,7 @@ def _explain_value(error: Mapping[str, Any], path: KeyPath) -> str:
         return f"{name} is missing; give it a value (see configs/quickstart.yaml)"
     if kind in ("model_type", "dataclass_type", "dict_type"):
         return f"{name} is a section; write its keys below it, found {_show(name, value)}"
+    # pydantic's text, such as "Input should be greater than 0", fitted into our sentence.
     rule = str(error["msg"])[:1].lower() + str(error["msg"])[1:]
     return f"{name} is {_show(name, value)}; {rule.replace('input', 'it', 1)}{_hint(error)}"
 
@@ -71,7 +72,7 @@ def _nearest_key(path: KeyPath) -> str:
         return f"did you mean {dotted((*section, nearest[0]))}?"
     last_part = {".".join(key): key[-1] for key in legal}
     same = [full for full, last in last_part.items() if name in (last, full)]
-    if same:
+    if same:  # It is a key of another section, or was written as `a.b: value`.
         return f"did you mean {same[0]}?" + (" Sections are nested." if same[0] == name else "")
     return f"legal here: {', '.join(siblings)}"
 

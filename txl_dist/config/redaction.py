@@ -1,6 +1,6 @@
 """Redaction: no password, token or key is written to a log, a dump, MLflow or a `repr`.
 
-Two things count as secret: the value of a field whose *name* says so (`api_key`, `authToken`), and
+Two things count as secret: the value of a field with a secret *name* (`api_key`, `authToken`), and
 credentials inside text (the user part of a URL, `?token=...`, `password=...`, a bearer token).
 Numbers and booleans are never hidden, so `max_tokens: 5` stays readable. Neither are corpora: the
 keys of `data.mixture` are names that the user chose, so a corpus may be called `secret-garden`.
@@ -19,9 +19,11 @@ _SECRET_WORDS = frozenset(
     | {"apikey", "apikeys", "credential", "credentials", "authorization"}
 )
 _MAPPING_OF_CORPORA = "mixture"
+# The words of `api_key`, `apiKey` and `APIKey`; so `monkey` and `tokens` are not secret names.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # A password should not contain '/' or '@' unescaped, but some do.
 _URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^/\s?#@]*:[^\s?#]*|[^/\s?#@]*)@")
+# Text has no types, so here the name must end in the word: `token=` but not `tokens=`.
 _SECRET_NAME = r"[\w.-]*(?:key|token|secret|passw(?:or)?d|pwd|passphrase|credentials?|signature)"
 _URL_QUERY = re.compile(rf"(?i)([?&;]{_SECRET_NAME}=)[^&;\s#]+")
 # The value may be on the next line, unless that line is `key: ...`: then the name is that of a
@@ -31,6 +33,7 @@ _ASSIGNMENT = re.compile(
     rf"(?i)\b({_SECRET_NAME}[\"']?\s*[=:]{_SPACE})(?![0-9.]+\b)"
     r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&}]+)"
 )
+# 8 characters or more, so that prose about "bearer tokens" is not hidden.
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
 
 

@@ -51,6 +51,7 @@ CorpusName = Annotated[str, AfterValidator(_require_corpus_name)]
 class DataConfig(Section):
     """The dataset or datasets, and how lanes read them. Set either `path` or `mixture`."""
 
+    # `mixture` comes first, because the validator of `path` needs its value.
     mixture: dict[CorpusName, CorpusConfig] | None = Field(default=None, min_length=1)
     """Several corpora with the same tokenizer, e.g. `{web: {path: data/web, weight: 3}, ...}`."""
     path: str | None = Field(default=None, validate_default=True)
@@ -66,7 +67,7 @@ class DataConfig(Section):
     """`blocks`: shuffle blocks of whole documents, each epoch in another order. `none`: the corpus
     in order, cut into one contiguous part per lane, as in the paper's code."""
     prefetch_segments: int = Field(default=16, ge=1)
-    """Segments that a thread reads ahead of training."""
+    """Size of the queue of segments that a reader thread fills."""
 
     @field_validator("path")
     @classmethod
@@ -89,6 +90,7 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and the schedule of its learning rate."""
 
+    # Defaults are those of the paper's base models: Adam, lr 2.5e-4, clipping at 0.25.
     lr: float = Field(default=2.5e-4, gt=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -212,6 +214,7 @@ class RunConfig(Section):
             )
         return directory
 
+    # "before": otherwise pydantic would only list the legal values, without the reason.
     @field_validator("precision", mode="before")
     @classmethod
     def _reject_fp16(cls, precision: Any) -> Any:
@@ -224,6 +227,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
+        # Collect all contradictions, so that one correction is enough.
         problems = []
         warmup, steps = self.optimizer.warmup_steps, self.training.num_steps
         if warmup > steps:

@@ -23,6 +23,7 @@ MAX_DEPTH = 32
 _NULL, _BOOL, _INT, _FLOAT, _TEXT = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")
 )
+# (tag, pattern, first characters). Text here, but numbers in YAML 1.1: 010, 0x10, 1:30 and .inf.
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _RESOLVERS: tuple[tuple[str, str, str], ...] = (
     (_NULL, r"(?:~|null|Null|NULL|)", "~nN"),
@@ -86,6 +87,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
+# Reader and writer share the patterns, so the writer quotes any text that the reader would convert.
 for _tag, _pattern, _first in _RESOLVERS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(
@@ -113,6 +115,7 @@ def dump_yaml(value: Mapping[str, Any]) -> str:
 
 
 def _build(node: yaml.Node, path: KeyPath, document: YamlDocument) -> Any:
+    # For a mapping's value the line of its key is already there, and is the better one to show.
     document.lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         return _build_mapping(node, path, document)
@@ -126,6 +129,7 @@ def _build_mapping(node: yaml.MappingNode, path: KeyPath, document: YamlDocument
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key = key_node.value
+        # SafeConstructor would keep the last of two equal keys, and silently drop the first.
         if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TEXT:
             document.problems.append((line, f"a key must be text, found {key!r}; quote it"))
         elif key in result:

@@ -29,19 +29,19 @@ with run_progress(200, quiet=False) as on_line:
 
 
 def test_80_columns_show_the_speed_and_the_time_left() -> None:
-    ours, theirs = pty.openpty()
+    reader, terminal = pty.openpty()
     environment = {**ENVIRONMENT, "COLUMNS": "80", "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-c", SHOW], stdout=theirs, env=environment)
-    os.close(theirs)
-    shown = b""
+    process = subprocess.Popen([sys.executable, "-c", SHOW], stdout=terminal, env=environment)
+    os.close(terminal)
+    output = b""
     try:
-        while block := os.read(ours, 4096):
-            shown += block
+        while block := os.read(reader, 4096):
+            output += block
     except OSError:
-        assert shown  # Linux ends a terminal whose other side is closed with an error
-    os.close(ours)
+        assert output  # Linux reports EIO when the other side of a terminal is closed.
+    os.close(reader)
     assert process.wait(timeout=60) == 0
-    plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
+    plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", output).decode()
     assert "50% step 100 | loss 3.4123 | ppl 30.30 | tok/s 12,345 | eta 0:01:40" in plain
 
 
@@ -63,7 +63,7 @@ def shown(
     return lines
 
 
-def test_a_rate_is_of_the_phase_it_is_shown_in(shown: Callable[..., list[str]]) -> None:
+def test_a_rate_counts_its_own_phase_only(shown: Callable[..., list[str]]) -> None:
     calls = [(0, "reading", 0, 90), (6, "reading", 60, 90), (9, "reading", 90, 90)]
     assert shown([*calls, (13, "writing", 0, 80), (19, "writing", 30, 80)]) == [
         "reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left",
@@ -72,7 +72,9 @@ def test_a_rate_is_of_the_phase_it_is_shown_in(shown: Callable[..., list[str]]) 
     ]
 
 
-def test_what_was_there_when_a_phase_began_is_in_no_rate(shown: Callable[..., list[str]]) -> None:
+def test_bytes_that_were_done_before_a_phase_are_not_in_its_rate(
+    shown: Callable[..., list[str]],
+) -> None:
     calls = [(7, "sending", 10_000, 10_070), (13, "sending", 10_030, 10_070)]
     assert shown(calls) == [
         "sending: 10,000.0 of 10,070.0 MiB (99%)",
@@ -80,14 +82,14 @@ def test_what_was_there_when_a_phase_began_is_in_no_rate(shown: Callable[..., li
     ]
 
 
-def test_time_in_which_finished_work_was_found_is_in_no_rate(
+def test_time_spent_finding_finished_work_is_not_in_the_rate(
     shown: Callable[..., list[str]],
 ) -> None:
-    found = [(second, "writing", 0, 300 - 40 * second) for second in range(6)]
-    assert shown([*found, (11, "writing", 60, 100)])[-1].endswith("10.0 MiB/s, 4 s left")
+    lookups = [(second, "writing", 0, 300 - 40 * second) for second in range(6)]
+    assert shown([*lookups, (11, "writing", 60, 100)])[-1].endswith("10.0 MiB/s, 4 s left")
 
 
-def test_units_found_finished_are_no_work_to_do(tmp_path: Path) -> None:
+def test_finished_units_do_not_count_as_work(tmp_path: Path) -> None:
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     for number in range(9):
@@ -96,20 +98,20 @@ def test_units_found_finished_are_no_work_to_do(tmp_path: Path) -> None:
         prepare(source, out, 2000, workers=StopsAfter(11))
     assert len(list(out.glob(f".staging.tmp/{RECORDS}/*.json"))) > 3
     calls: list[tuple[str, int, int]] = []
-    done = prepare(source, out, 2000, progress=lambda *call: calls.append(call))
-    assert 0 < done.reused_units < done.units
+    result = prepare(source, out, 2000, progress=lambda *call: calls.append(call))
+    assert 0 < result.reused_units < result.units
     for phase in ("reading", "writing"):
-        of_phase = [(at, total) for what, at, total in calls if what == phase]
-        start, whole = of_phase[0]
-        assert start == 0
-        at, left = of_phase[-1]
-        assert at == left <= whole
+        of_phase = [(done, total) for name, done, total in calls if name == phase]
+        first_done, first_total = of_phase[0]
+        assert first_done == 0
+        last_done, last_total = of_phase[-1]
+        assert last_done == last_total <= first_total
         assert all(b[0] - a[0] + a[1] - b[1] > 0 for a, b in pairwise(of_phase))
-    totals = {what: total for what, _, total in calls}
-    assert totals["reading"] == 0, "all of it was found"
+    totals = {phase: total for phase, _, total in calls}
+    assert totals["reading"] == 0, "everything was finished"
 
 
-def test_files_that_are_at_the_url_are_not_sent_nor_counted(
+def test_files_that_are_already_at_the_url_are_neither_sent_nor_counted(
     dataset: tuple[Path, object],  # noqa: F811
     bucket: object,  # noqa: F811
 ) -> None:
@@ -121,4 +123,4 @@ def test_files_that_are_at_the_url_are_not_sent_nor_counted(
     push_dataset(directory, url, progress=lambda *call: calls.append(call))
     size = (directory / "train-000001.tar.zst").stat().st_size
     assert [(done, total) for _, done, total in calls] == [(0, size), (size, size)]
-    assert {re.sub(r"\W.*", "", what) for what, _, _ in calls} == {"sending"}
+    assert {re.sub(r"\W.*", "", phase) for phase, _, _ in calls} == {"sending"}

@@ -32,7 +32,7 @@ def import_(
     out: Out,
     as_json: AsJson = False,
 ) -> None:
-    """Convert weights to this format: write model.safetensors and config.json.
+    """Convert weights of other systems: write model.safetensors and config.json.
 
     No code in the source is executed.
 

@@ -38,8 +38,7 @@ def evaluate(
         int | None,
         typer.Option(
             min=0,
-            help="Largest distance with an encoding of its own; 0: no limit. Default: as in "
-            "training.",
+            help="Larger distances share one encoding; 0: no limit. Default: as in training.",
         ),
     ] = None,
     same_length: Annotated[

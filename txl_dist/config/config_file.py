@@ -66,11 +66,8 @@ def flatten_config(config: RunConfig) -> dict[str, Scalar]:
 def default_settings() -> dict[str, Scalar]:
     """All settings that have a default, by dotted name."""
     settings = flatten_config(RunConfig.model_validate(_REQUIRED))
-    return {
-        key: value
-        for key, value in settings.items()
-        if key not in ("directory", "data.path", "training.num_steps")
-    }
+    required = _flatten(_REQUIRED)
+    return {key: value for key, value in settings.items() if key not in required}
 
 
 def _flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
@@ -238,6 +235,7 @@ def _value_at(value: Any, path: KeyPath) -> Any:
 
 
 def _replace_by_default(value: dict[str, Any], path: KeyPath) -> None:
+    """Give the setting at `path` its default: remove it, or set the value in _REQUIRED."""
     default: Any = _REQUIRED
     for depth, part in enumerate(map(str, path), start=1):
         default = default.get(part) if isinstance(default, dict) else None

@@ -35,7 +35,7 @@ def power_bins(num_distances: int) -> list[int]:
     return [*starts, num_distances]
 
 
-def binned(mass: Tensor, edges: Sequence[int]) -> Tensor:
+def sum_over_bins(mass: Tensor, edges: Sequence[int]) -> Tensor:
     """Sums over [edges[k], edges[k + 1]) of the last dimension."""
     widths = [stop - start for start, stop in pairwise(edges)]
     return torch.stack([part.sum(-1) for part in mass.split(widths, dim=-1)], dim=-1)
@@ -73,8 +73,8 @@ def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
     heads, even = attention.heads, attention.even
     edges = power_bins(heads.by_distance_LHD.shape[-1])
     # X: bins
-    mass_HX = binned(heads.by_distance_LHD[layer], edges).clamp(min=MIN_SHARE).numpy()
-    even_X = binned(even.by_distance_LHD[0, 0], edges).clamp(min=MIN_SHARE).numpy()
+    mass_HX = sum_over_bins(heads.by_distance_LHD[layer], edges).clamp(min=MIN_SHARE).numpy()
+    even_X = sum_over_bins(even.by_distance_LHD[0, 0], edges).clamp(min=MIN_SHARE).numpy()
     mean_H = heads.mean_distance[layer].tolist()
     bin_X = np.arange(len(edges) - 1)
     axes.plot(bin_X, even_X, color="black", linestyle=":", linewidth=1.2, label="even")

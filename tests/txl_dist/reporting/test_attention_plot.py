@@ -11,9 +11,9 @@ from torch import Tensor
 from txl_dist.reporting.attention_by_distance import AttentionByDistance, Mass
 from txl_dist.reporting.attention_plot import (
     PLOT_NAMES,
-    binned,
     plot_attention,
     power_bins,
+    sum_over_bins,
     write_plots,
 )
 
@@ -51,11 +51,13 @@ def test_bins_cover_every_distance_once(num_distances: int) -> None:
     assert (edges[0], edges[-1]) == (0, num_distances)
     assert all(start.bit_count() == 1 for start in edges[1:-1])
     assert len(edges) <= 15
-    assert binned(torch.ones(3, num_distances), edges).sum(-1).tolist() == [num_distances] * 3
+    assert (
+        sum_over_bins(torch.ones(3, num_distances), edges).sum(-1).tolist() == [num_distances] * 3
+    )
 
 
 def test_a_bin_is_the_sum_of_its_distances() -> None:
-    result = binned(torch.arange(7.0), power_bins(7))
+    result = sum_over_bins(torch.arange(7.0), power_bins(7))
     assert result.tolist() == [0, 1, 2 + 3, 4 + 5 + 6]
 
 

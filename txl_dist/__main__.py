@@ -8,6 +8,7 @@ from txl_dist.runtime.stop_signals import StopSignals, end_start_up
 
 def main() -> None:
     """Run one command. A stop signal while `txl train` starts ends it with exit code 75."""
+    # Only training saves its state on a stop signal.
     is_training = sys.argv[1:2] == ["train"]
     with StopSignals(on_request=end_start_up) if is_training else nullcontext():
         from txl_dist.cli.app import main as run_command

@@ -45,6 +45,7 @@ app.command("export")(convert.export)
 def main() -> None:
     """Run `txl`. Exit codes are listed in `txl_dist/errors.py`."""
     try:
+        # The name must be given for `python -m txl_dist`.
         app(prog_name="txl")
     except TxlError as error:
         print_error(error)

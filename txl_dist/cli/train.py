@@ -135,15 +135,9 @@ def _train_as_rank(
 
     # Options that torchrun decides are refused, not ignored: the run would differ from them.
     world = World.from_environment()
-    contradictions = [
-        option
-        for option, contradicts in (
-            (f"--on {on}", on is not None),
-            (f"--ranks {num_ranks}", num_ranks not in (None, world.num_ranks)),
-            ("--dry-run", dry_run),
-        )
-        if contradicts
-    ]
+    contradictions = [f"--on {on}"] if on is not None else []
+    contradictions += [f"--ranks {num_ranks}"] if num_ranks not in (None, world.num_ranks) else []
+    contradictions += ["--dry-run"] if dry_run else []
     if contradictions:
         raise ConfigError(
             f"torchrun started this process as rank {world.rank} of {world.num_ranks}, which "

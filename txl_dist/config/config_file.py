@@ -216,6 +216,7 @@ class _Source:
 
 def _named_in(text: str, section: KeyPath, *, pattern: str) -> list[KeyPath]:
     """Settings that the words of a message may mean: keys of the section, or full names."""
+    # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
     words = [tuple(word.split(".")) for word in re.findall(pattern, text)]
     paths = [path for word in words for path in ((*section, *word), word if len(word) > 1 else ())]
     return list(dict.fromkeys(path for path in paths if len(path) > 1))

@@ -151,7 +151,7 @@ def _build_scalar(node: yaml.Node, document: YamlDocument) -> Any:
         return text.lower() == "true"
     if node.tag not in (_INT, _FLOAT):
         return text
-    try:
+    try:  # int() and float() accept the underscores of 1_000.
         number: int | float = int(text) if node.tag == _INT else float(text)
     except ValueError:  # More digits than Python converts (4,300).
         number = math.inf

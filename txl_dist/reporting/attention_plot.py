@@ -47,6 +47,7 @@ def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
     columns = min(num_layers, MOST_COLUMNS)
     rows = -(-num_layers // columns)
     size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.7)
+    # Figure instead of pyplot, which keeps global state. Equal axes make the panels comparable.
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=10, parse_math=False)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
@@ -62,6 +63,7 @@ def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
 
 def write_plots(figure: Figure, directory: Path) -> None:
     """Write the files PLOT_NAMES. The same figure gives the same bytes."""
+    # Without a salt the ids in the SVG are random. Version and date are left out of the metadata.
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "txl"}):
         # A character of the title that is missing in the font is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph")
@@ -78,6 +80,7 @@ def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
     mean_H = heads.mean_distance[layer].tolist()
     bin_X = np.arange(len(edges) - 1)
     axes.plot(bin_X, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
+    # Up to 0.9 of the colour map: its end is a yellow that is hard to see on white.
     colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, len(mean_H)))
     for rank, head in enumerate(sorted(range(len(mean_H)), key=lambda head: mean_H[head])):
         axes.plot(

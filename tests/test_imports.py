@@ -1,4 +1,4 @@
-"""Who may import what: the house of the design, read off the sources."""
+"""Which package may import which, and which libraries: checked in the sources."""
 
 import ast
 import re
@@ -22,8 +22,8 @@ HEAVY = {"torch", "deepspeed", "ray", "matplotlib", "mlflow", "numpy", "webdatas
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Path of a module -> every module it imports, at its top or inside a function."""
-    found = {}
+    """Path of a module -> all modules that it imports, at the top or inside functions."""
+    names_by_path = {}
     for package in ALLOWED:
         for path in sorted((ROOT / package).rglob("*.py")):
             names = set()
@@ -33,9 +33,9 @@ def imports() -> dict[str, set[str]]:
                 elif isinstance(node, ast.ImportFrom):
                     assert node.level == 0, f"{path}: imports are written out in full"
                     names.add(node.module)
-            found[path.relative_to(ROOT).as_posix()] = names
-    assert len(found) > 40
-    return found
+            names_by_path[path.relative_to(ROOT).as_posix()] = names
+    assert len(names_by_path) > 40
+    return names_by_path
 
 
 def importers_of(library: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_imports_go_one_way(package: str) -> None:
     ("library", "most"),
     [("deepspeed", 2), ("matplotlib", 1), ("mlflow", 1), ("webdataset", 2), ("zstandard", 2)],
 )
-def test_a_library_with_traps_is_imported_in_few_places(library: str, most: int) -> None:
+def test_a_difficult_library_is_imported_in_few_places(library: str, most: int) -> None:
     assert 1 <= len(importers_of(library)) <= most, importers_of(library)
 
 
@@ -80,18 +80,18 @@ def test_ray_is_imported_in_cluster_only() -> None:
     assert {path.split("/")[0] for path in importers_of("ray")} == {"cluster"}
 
 
-def test_pictures_are_drawn_without_global_state() -> None:
-    """pyplot keeps figures and picks a backend that may want a display."""
+def test_plots_have_no_global_state() -> None:
+    """pyplot keeps figures alive, and may choose a backend that needs a display."""
     assert not any("pyplot" in name for names in imports().values() for name in names)
 
 
 def test_the_model_imports_torch_and_itself_only() -> None:
     for path, names in imports().items():
         if path.startswith("txl_dist/model/"):
-            foreign = top_levels(names) - sys.stdlib_module_names - {"torch", "txl_dist"}
-            ours = {name for name in names if name.startswith("txl_dist")}
-            assert not foreign, path
-            assert all(name.startswith("txl_dist.model") for name in ours), path
+            libraries = top_levels(names) - sys.stdlib_module_names - {"torch", "txl_dist"}
+            modules = {name for name in names if name.startswith("txl_dist")}
+            assert not libraries, path
+            assert all(name.startswith("txl_dist.model") for name in modules), path
 
 
 def test_every_library_is_declared() -> None:
@@ -119,6 +119,6 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     )
     loaded = {line.rsplit("|", 1)[-1].strip() for line in ended.stderr.splitlines()}
     assert "Usage" in ended.stdout
-    assert "typer" in loaded, "the list is read rightly"
-    # Typer itself loads pydantic for the arguments of a command, but not for the list of commands.
+    assert "typer" in loaded, "the output of -X importtime was parsed"
+    # Typer imports pydantic for the arguments of a command, but not for the list of commands.
     assert not top_levels(loaded) & (HEAVY | ({"pydantic"} if arguments == ["--help"] else set()))

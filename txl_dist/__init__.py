@@ -1,1 +1,62 @@
-"""Transformer-XL: model, training, evaluation, checkpoint, tracking and the `txl` command line."""
+"""Distributed training of Transformer-XL. `__all__` is the public API; everything else may change.
+
+Train a model, load its newest checkpoint and continue a text:
+
+    job = TrainJob(config=load_run_config("configs/quickstart.yaml", ["training.num_steps=100"]))
+    find_launcher("processes").train(job, num_ranks=2, on_line=print)
+    model, tokenizer = find_model(job.run_path).load_with_tokenizer()
+    prompt = tokenizer.encode("import ").tolist()
+    tokens = generate_tokens(model, prompt, tgt_len=128, sampling=Sampling(), seed=0)
+
+`tokens` is an endless iterator of token ids. `find_launcher("processes").evaluate` scores a split.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from txl_dist.config.config_file import load_run_config
+    from txl_dist.config.run_config import RunConfig
+    from txl_dist.convert.stored_model import find_model
+    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+    from txl_dist.generation.generate import generate_tokens
+    from txl_dist.generation.sampling import Sampling
+    from txl_dist.launch.launcher import find_launcher
+    from txl_dist.model.config import ModelConfig
+    from txl_dist.model.transformer_xl import TransformerXL
+    from txl_dist.training.job import TrainJob
+
+__all__ = [
+    "EvaluationJob",
+    "EvaluationSettings",
+    "ModelConfig",
+    "RunConfig",
+    "Sampling",
+    "TrainJob",
+    "TransformerXL",
+    "find_launcher",
+    "find_model",
+    "generate_tokens",
+    "load_run_config",
+]
+
+# Imported on first use: `txl --help` imports this package, and torch takes seconds.
+_MODULE_OF = {
+    "EvaluationJob": "txl_dist.evaluation.evaluate",
+    "EvaluationSettings": "txl_dist.evaluation.evaluate",
+    "ModelConfig": "txl_dist.model.config",
+    "RunConfig": "txl_dist.config.run_config",
+    "Sampling": "txl_dist.generation.sampling",
+    "TrainJob": "txl_dist.training.job",
+    "TransformerXL": "txl_dist.model.transformer_xl",
+    "find_launcher": "txl_dist.launch.launcher",
+    "find_model": "txl_dist.convert.stored_model",
+    "generate_tokens": "txl_dist.generation.generate",
+    "load_run_config": "txl_dist.config.config_file",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)

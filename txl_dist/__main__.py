@@ -1,4 +1,4 @@
-"""`txl` and `python -m txl_dist`: catches stop signals before anything slow is imported."""
+"""`txl` and `python -m txl_dist`: handle stop signals before the slow imports start."""
 
 import sys
 from contextlib import nullcontext
@@ -8,7 +8,8 @@ from txl_dist.runtime.stop_request import end_start_up
 
 
 def main() -> None:
-    """Run one command. SIGTERM and its kin in the start-up of `txl train` end it with 75."""
+    """Run one command. A stop signal while `txl train` starts ends it with exit code 75."""
+    # Only training saves its state on a stop signal.
     is_training = sys.argv[1:2] == ["train"]
     with StopSignals(on_request=end_start_up) if is_training else nullcontext():
         from txl_dist.cli.app import main as run_command

@@ -1,4 +1,18 @@
-"""The errors of training, beside those of the data (`data_pipeline/errors.py`)."""
+"""The errors that this project raises on purpose, and their exit codes.
+
+    TxlError                1   any other failure
+      ConfigError           2   invalid or contradictory command line or configuration
+      DataError             3   input text, shards or a manifest that must not be used
+        UnfinishedError     3   preparation that was interrupted; the same command resumes it
+      UnreadError           1   data that cannot be read now; it may be intact
+      CheckpointError       4   damaged, incomplete or incompatible checkpoint
+      DivergedError         5   loss or gradient that is not finite
+      LostRankError         1   no reply from other ranks in a collective
+      PreemptedError       75   stopped on request; resumable (EX_TEMPFAIL)
+
+`data_pipeline/errors.py` defines the errors of data. A message has the facts, the expectation, the
+likely cause and the next command. Only the command line turns an error into an exit.
+"""
 
 from data_pipeline.errors import ConfigError, DataError, TxlError
 from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE
@@ -15,29 +29,29 @@ __all__ = [
 
 
 class CheckpointError(TxlError):
-    """A checkpoint that is damaged, incomplete or of another model."""
+    """A checkpoint that is damaged, incomplete or from a different model."""
 
     exit_code = 4
 
 
 class DivergedError(TxlError):
-    """The loss or a gradient is not finite; every rank stops before the optimizer step."""
+    """The loss or a gradient is not finite. Every rank stops before the optimizer step."""
 
     exit_code = 5
 
 
 class LostRankError(TxlError):
-    """Other ranks did not answer in a collective: a consequence, whose cause is theirs."""
+    """Other ranks did not take part in a collective. The cause is in the logs of those ranks."""
 
 
 class PreemptedError(TxlError):
-    """The run was asked to stop, saved its state and can be resumed (EX_TEMPFAIL)."""
+    """The run received a stop request, saved its state and can be resumed (EX_TEMPFAIL)."""
 
     exit_code = STOPPED_EXIT_CODE
 
 
 def error_of(name: str, message: str) -> TxlError:
-    """The error of that class name, as another process raised it."""
+    """Recreate an error that another process raised, from the name of its class."""
     classes = (
         ConfigError,
         DataError,
@@ -46,4 +60,4 @@ def error_of(name: str, message: str) -> TxlError:
         LostRankError,
         PreemptedError,
     )
-    return {c.__name__: c for c in classes}.get(name, TxlError)(message)
+    return {cls.__name__: cls for cls in classes}.get(name, TxlError)(message)

@@ -1,4 +1,4 @@
-"""Running `txl` as a user does, in processes of its own."""
+"""Runs `txl` in child processes, as a user does, or in this process."""
 
 import os
 import signal
@@ -8,13 +8,18 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from txl_dist.cli.app import app
+from txl_dist.errors import TxlError
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 def txl(
     *words: object, timeout_seconds: float = 120, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end; the finished process, with its output as text."""
+    """Run one command to its end. The result holds its output as text."""
     command = [sys.executable, "-m", "txl_dist", *map(str, words)]
     return subprocess.run(
         command,
@@ -27,12 +32,20 @@ def txl(
     )
 
 
+def run_txl(*words: object) -> tuple[int, str]:
+    """Exit code and output of a command that runs in this process; of an error, its message."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if isinstance(result.exception, TxlError):
+        return result.exception.exit_code, str(result.exception)
+    return result.exit_code, result.output
+
+
 def start_txl(
     *words: object, environment: Mapping[str, str] = {}, own_group: bool = False
 ) -> subprocess.Popen[str]:
-    """Start one command, which obeys Ctrl-C whatever started the tests; the caller ends it.
+    """Start one command, which obeys Ctrl-C however the tests were started; the caller ends it.
 
-    `own_group`: in a process group of its own, so that a signal can be sent to all of it.
+    `own_group`: in a new process group, so that a signal can be sent to all its processes.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "txl_dist", *map(str, words)],
@@ -41,11 +54,11 @@ def start_txl(
         text=True,
         env={**ENVIRONMENT, **environment},
         start_new_session=own_group,
-        preexec_fn=_obey_interrupts,  # noqa: PLW1509  # takes no lock
+        preexec_fn=_restore_interrupts,  # noqa: PLW1509  # takes no lock
     )
 
 
-def _obey_interrupts() -> None:
+def _restore_interrupts() -> None:
     # A shell script starts its background jobs with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -54,7 +67,7 @@ def wait_until(condition: Callable[[], bool], *, timeout_seconds: float = 60) ->
     """Poll `condition`; AssertionError if it does not come true in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
+        assert time.monotonic() < deadline, f"the condition did not hold within {timeout_seconds} s"
         time.sleep(0.02)
 
 

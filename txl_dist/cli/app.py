@@ -1,4 +1,4 @@
-"""`txl`: puts the commands together and turns errors into a message and an exit code."""
+"""`txl`: registers the commands, and turns errors into a message and an exit code."""
 
 import sys
 
@@ -22,9 +22,9 @@ from txl_dist.cli.errors import print_error
 
 app = typer.Typer(
     name="txl",
-    help="Train, evaluate and run Transformer-XL language models on many ranks.",
+    help="Train, evaluate and run Transformer-XL language models on one or many machines.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # rich takes a third of the time of `txl --help`
+    rich_markup_mode=None,  # Importing rich takes a third of the time of `txl --help`.
     pretty_exceptions_enable=False,
     add_completion=False,
 )
@@ -43,8 +43,9 @@ app.command("export")(convert.export)
 
 
 def main() -> None:
-    """Run `txl`; exit codes are those of shared errors (2 usage, 3 data, 4 checkpoint, ...)."""
+    """Run `txl`. Exit codes are listed in `txl_dist/errors.py`."""
     try:
+        # The name must be given for `python -m txl_dist`.
         app(prog_name="txl")
     except TxlError as error:
         print_error(error)

@@ -1,4 +1,4 @@
-"""`txl checkpoint list` and `verify`: what a run has saved, and whether it is as it was written."""
+"""`txl checkpoint`: list the checkpoints of a run, and check their files against their hashes."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from txl_dist.cli.options import AsJson, SavedCheckpoint
 from txl_dist.cli.paths import local_path_parser
 
 app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
@@ -13,10 +14,12 @@ app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
 
 @app.command("list")
 def list_(
-    run: Annotated[Path, typer.Argument(help="A run directory.", parser=local_path_parser())],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run directory.", parser=local_path_parser())
+    ],
+    as_json: AsJson = False,
 ) -> None:
-    """Complete checkpoints of a run, oldest first.
+    """List the complete checkpoints of a run, oldest first.
 
     Example: txl checkpoint list runs/quickstart
     """
@@ -40,40 +43,35 @@ def list_(
                 "num_ranks": manifest.num_ranks,
                 "best_so_far": state.best is not None and state.best.step == step,
             }
-        except CheckpointError as error:
+        except CheckpointError as error:  # One damaged checkpoint must not hide the others.
             row["damage"] = str(error)
         rows.append(row)
     if as_json:
         print(json.dumps({"run": str(run), "checkpoints": rows}))
         return
     for row in rows:
-        told = row.get("damage") or (
+        summary = row.get("damage") or (
             f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  {row['num_ranks']} ranks"
             f"{'  best so far' if row['best_so_far'] else ''}"
         )
-        print(f"{row['path']}  {told}")
+        print(f"{row['path']}  {summary}")
     if not rows:
         print(f"{run} has no complete checkpoint yet")
 
 
 @app.command()
-def verify(
-    path: Annotated[
-        Path, typer.Argument(help="A checkpoint, or a run: its newest.", parser=local_path_parser())
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Hash every file against the manifest; exit code 4 names all that is damaged.
+def verify(checkpoint: SavedCheckpoint, as_json: AsJson = False) -> None:
+    """Hash every file and compare it with the manifest. Damage is listed; exit code 4.
 
     Example: txl checkpoint verify runs/quickstart
     """
     from txl_dist.checkpoint.directory import resolve_checkpoint
     from txl_dist.checkpoint.reader import verify_checkpoint
 
-    directory = resolve_checkpoint(path)
-    manifest = verify_checkpoint(directory)
+    path = resolve_checkpoint(checkpoint)
+    manifest = verify_checkpoint(path)
     size = sum(entry.bytes for entry in manifest.files.values())
     if as_json:
-        print(json.dumps({"path": str(directory), "step": manifest.step, "bytes": size}))
+        print(json.dumps({"path": str(path), "step": manifest.step, "bytes": size}))
     else:
-        print(f"{directory}: whole, {len(manifest.files)} files, {size:,} bytes")
+        print(f"{path}: complete, {len(manifest.files)} files, {size:,} bytes, all hashes match")

@@ -1,4 +1,4 @@
-"""`txl import` and `txl export`: models from elsewhere, and models to hand on."""
+"""`txl import` and `txl export`: convert models from and to other formats."""
 
 import json
 from pathlib import Path
@@ -6,31 +6,35 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.paths import SEND, local_path_parser
+from txl_dist.cli.options import AsJson, SavedCheckpoint
+from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
     from txl_dist.model.transformer_xl import TransformerXL
 
 Out = Annotated[
-    Path, typer.Option(help="Directory to write, new or empty.", parser=local_path_parser(SEND))
+    Path,
+    typer.Option(help="New or empty directory to write.", parser=local_path_parser(COPY_TO_URL)),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def import_(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A TransfoXL directory of transformers, the original's state dict as .npz "
-            "(its constructor's arguments inside as config_json, or beside it as .json), or what "
-            "txl export wrote.",
+            metavar="SOURCE",
+            help="A TransfoXL directory of transformers; a state dict of the paper's code as .npz "
+            "(its constructor arguments in it as config_json, or next to it as .json); or a "
+            "directory that txl export wrote.",
             parser=local_path_parser(),
         ),
     ],
     out: Out,
     as_json: AsJson = False,
 ) -> None:
-    """Read foreign weights; write model.safetensors and config.json. Runs no code it finds.
+    """Convert weights of other systems: write model.safetensors and config.json.
+
+    No code in the source is executed.
 
     Example: txl import downloads/transfo-xl-wt103 --out models/wt103
     """
@@ -40,17 +44,11 @@ def import_(
     model, tokenizer, kind = read_model(source)
     reading = describe_exported(source).reading if kind == "exported" else UNKNOWN_READING
     write_exported(out, model, tokenizer, reading)
-    _tell({"source": str(source), "format": kind}, out, model, as_json=as_json)
+    _print_result({"source": str(source), "format": kind}, out, model, as_json=as_json)
 
 
-def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint, or a run: its newest.", parser=local_path_parser())
-    ],
-    out: Out,
-    as_json: AsJson = False,
-) -> None:
-    """Write a checkpoint's model.safetensors, config.json and tokenizer.json, and no more.
+def export(checkpoint: SavedCheckpoint, out: Out, as_json: AsJson = False) -> None:
+    """Write model.safetensors, config.json and tokenizer.json of a checkpoint, and nothing else.
 
     Example: txl export runs/quickstart --out models/quickstart
     """
@@ -60,12 +58,15 @@ def export(
 
     path = resolve_checkpoint(checkpoint)
     model, tokenizer, manifest = load_model(path)
+    # How the model read its training text: txl eval and txl generate take it as their default.
     reading = Reading(tgt_len=manifest.run["data.tgt_len"], reset=manifest.run["data.reset"])
     write_exported(out, model, tokenizer, reading)
-    _tell({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
+    _print_result({"source": str(path), "format": "checkpoint"}, out, model, as_json=as_json)
 
 
-def _tell(origin: dict[str, str], out: Path, model: "TransformerXL", *, as_json: bool) -> None:
+def _print_result(
+    origin: dict[str, str], out: Path, model: "TransformerXL", *, as_json: bool
+) -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if as_json:
         print(json.dumps(origin | {"out": str(out), "parameters": num_parameters}))

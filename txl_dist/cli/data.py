@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.errors import DataError, UnreadError, printable
-from txl_dist.cli.byte_progress import progress_in_bytes
+from txl_dist.cli.options import AsJson, NumWorkers, On
 from txl_dist.cli.paths import local_path_parser
-from txl_dist.cli.workers import NumWorkers, On, open_workers
+from txl_dist.cli.progress import progress_in_bytes
+from txl_dist.cli.workers import open_workers
 
 if TYPE_CHECKING:
     from data_pipeline.shards.manifest import ShardManifest
@@ -27,7 +28,6 @@ Directory = Annotated[
         metavar="DIR", help="Directory that `txl prepare` wrote.", parser=local_path_parser()
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""How an error reaches the person who typed the command."""
+"""How the command line shows an error."""
 
 import sys
 
@@ -6,6 +6,7 @@ from txl_dist.errors import PreemptedError, TxlError
 
 
 def print_error(error: TxlError) -> None:
-    """One message on standard error; a stop on request is no failure and does not read like one."""
+    """Print one message on standard error."""
+    # A stop on request is not a failure, so its message has no error name in front.
     name = "" if isinstance(error, PreemptedError) else f"{type(error).__name__}: "
     print(f"{name}{error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`txl eval`: score a split with a trained model, exactly, on any number of workers."""
+"""`txl eval`: score a split of a dataset with a trained model, on any number of workers."""
 
 import json
 from pathlib import Path
@@ -6,49 +6,56 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import (
+    AsJson,
+    Checkpoint,
+    EvaluationData,
+    MemLen,
+    PrecisionOption,
+    TgtLen,
+)
 
 if TYPE_CHECKING:
     from data_pipeline.storage.remote_path import DatasetPath
     from txl_dist.config.run_config import Precision
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 
-CHECKPOINT = "A checkpoint, a run (its newest), or what txl export or import wrote."
-
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT, parser=local_path_parser())],
-    data: Annotated[
-        str, typer.Argument(help="Directory that txl prepare wrote, or the URL of a copy.")
-    ],
-    split: Annotated[str, typer.Option(help="Which split to score.")] = "valid",
+    checkpoint: Checkpoint,
+    data: EvaluationData,
+    split: Annotated[str, typer.Option(help="Split to score.")] = "valid",
     mode: Annotated[
         Literal["exact", "fast"],
-        typer.Option(help="exact: the sequential score. fast: a shorter warm-up, not exact."),
+        typer.Option(
+            help="exact: the score of one sequential pass. fast: less context before each chunk, "
+            "so the score is approximate."
+        ),
     ] = "exact",
-    tgt_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a segment; default: as trained, else 128.")
-    ] = None,
-    mem_len: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of memory; default: as trained.")
-    ] = None,
+    tgt_len: TgtLen = None,
+    mem_len: MemLen = None,
     clamp_len: Annotated[
-        int | None, typer.Option(min=0, help="Largest distance told apart; 0: all. As trained.")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Larger distances share one encoding; 0: no limit. Default: as in training.",
+        ),
     ] = None,
     same_length: Annotated[
-        bool, typer.Option("--same-length", help="Exactly mem_len keys for every query.")
+        bool, typer.Option("--same-length", help="Every query sees exactly mem_len keys.")
     ] = False,
-    precision: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="Of matrix products; sums are fp32.")
-    ] = "fp32",
-    batch: Annotated[int, typer.Option(min=1, help="Chunks scored side by side.")] = 8,
-    workers: Annotated[int, typer.Option(min=1, help="Workers; more than one run on Ray.")] = 1,
+    precision: PrecisionOption = "fp32",
+    batch: Annotated[int, typer.Option(min=1, help="Chunks per batch.")] = 8,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Number of workers; more than one needs Ray.")
+    ] = 1,
     on: Annotated[
-        str | None, typer.Option(help="processes: here. ray, or an address: on Ray.")
+        str | None,
+        typer.Option(help="processes: in this process. ray, or the address of a cluster: on Ray."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Score a split: every target once, as warm as in one sequential pass.
+    """Score a split. Every target is scored once, with the memory of one sequential pass.
 
     Example: txl eval runs/quickstart data/stdlib --split valid --workers 2
     """
@@ -93,9 +100,9 @@ def evaluation_job(
     precision: "Precision" = "fp32",
     max_tokens: int | None = None,
 ) -> "EvaluationJob":
-    """To read a split as the model was trained to, but for the options given.
+    """An evaluation with the settings of training, except for the options that are not None.
 
-    Raises CheckpointError for what is no model, ConfigError for options that do not suit it.
+    Raises CheckpointError if no model is there, ConfigError if the options do not fit the model.
     """
     from data_pipeline.storage.remote_path import dataset_path
     from txl_dist.convert.stored_model import find_model
@@ -110,7 +117,9 @@ def evaluation_job(
         mode=mode,
         tgt_len=tgt_len or stored.tgt_len,
         mem_len=new_mem_len,
+        # On the command line 0 means no clamping; in a config that is null.
         clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
+        # --mem-len 0 on a model trained with same_length: the option needs a memory.
         same_length=same_length or (trained.same_length and new_mem_len > 0),
         reset=stored.reset,
         precision=precision,
@@ -119,7 +128,7 @@ def evaluation_job(
     job = EvaluationJob(
         checkpoint=stored.path, data=dataset_path(data), settings=settings, batch_chunks=batch
     )
-    try:
+    try:  # Here, and not on the workers, so that wrong options start nothing.
         job.model_config(trained)
     except ValueError as error:
         raise ConfigError(f"{stored.path}: {error}") from None
@@ -127,7 +136,7 @@ def evaluation_job(
 
 
 def _log_to_mlflow(job: "EvaluationJob", result: "EvaluationResult") -> None:
-    """A child run of the training run, if the checkpoint still lies in its run directory."""
+    """Log a child run of the training run, if the checkpoint is in its run directory."""
     from txl_dist.tracking.evaluation import log_evaluation
 
     run = job.checkpoint.resolve().parent.parent
@@ -139,14 +148,16 @@ def _print_table(job: "EvaluationJob", result: "EvaluationResult") -> None:
     sums, settings = result.sums, result.settings
     print(f"{job.checkpoint} on {job.data}, split {settings.split} ({settings.mode})")
     print(f"  targets scored   {sums.num_tokens:,}")
-    print(f"  nats             {sums.nats:.4f}  ({sums.nats_per_token:.4f} a token)")
+    print(f"  nats             {sums.nats:.4f}  ({sums.nats_per_token:.4f} per token)")
     print(f"  perplexity       {sums.perplexity:.4f}")
     if sums.num_bytes:
         print(f"  bits per byte    {sums.bits_per_byte:.4f}")
     print(
         f"  tgt_len {settings.tgt_len}, mem_len {settings.mem_len}, clamp_len "
         f"{settings.clamp_len}, same_length {settings.same_length}, {settings.precision}; "
-        f"{result.num_chunks} chunks, {result.overhead:.1%} more tokens read for warm-up"
+        f"{result.num_chunks} chunks, {result.overhead:.1%} more tokens read as context"
     )
     if settings.mode == "fast":
-        print("  fast: warmed up for one memory length only; the exact score is a little lower")
+        print(
+            "  fast: only one memory length of context per chunk; the exact score is slightly lower"
+        )

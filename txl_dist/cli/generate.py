@@ -1,31 +1,38 @@
-"""`txl generate`: continue a text with a checkpoint."""
+"""`txl generate`: continue a text with a trained model."""
 
 import json
 import sys
 from itertools import islice
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from txl_dist.cli.evaluate import CHECKPOINT
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help=CHECKPOINT, parser=local_path_parser())],
-    prompt: Annotated[str, typer.Option(help="Text to continue; empty: a new document.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from the k likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest of mass p.")] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
-    precision: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="Of matrix products; sums are fp32.")
-    ] = "fp32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    checkpoint: Checkpoint,
+    prompt: Annotated[
+        str, typer.Option(help="Text to continue; empty: start a new document.")
+    ] = "",
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens to write.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 always takes the most likely token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most likely tokens whose probabilities add up to p."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    precision: PrecisionOption = "fp32",
+    as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt; the text streams as it is drawn.
+    """Continue a prompt. The text is printed while it is generated.
 
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
@@ -36,29 +43,31 @@ def generate(
 
     try:
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        prompt.encode("utf-8")
+        prompt.encode("utf-8")  # Bytes that are not UTF-8 reach Python as lone surrogates.
     except UnicodeEncodeError:
         raise ConfigError("--prompt is not valid text in this terminal's encoding") from None
     except ValueError as error:
         raise ConfigError(f"txl generate: {error}") from None
     stored = find_model(checkpoint)
     model, tokenizer = stored.load_with_tokenizer()
-    opening = [tokenizer.end_of_document] if tokenizer.opens_documents else []
-    start = [*opening, *tokenizer.encode(prompt).tolist()]
-    if not start:
+    # Training texts of some tokenizers start each document with the end-of-document id.
+    start_of_document = [tokenizer.end_of_document] if tokenizer.opens_documents else []
+    tokens = [*start_of_document, *tokenizer.encode(prompt).tolist()]
+    if not tokens:
         raise ConfigError(
-            "--prompt is empty, but this model knows no start of a document; give text"
+            "--prompt is empty, and the tokenizer of this model has no token that starts a "
+            "document; give some text"
         )
-    tokens = generate_tokens(
+    new_tokens = generate_tokens(
         model,
-        start,
+        tokens,
         tgt_len=stored.tgt_len,
         sampling=sampling,
         seed=seed,
         end=tokenizer.end_of_document,
         precision=precision,
     )
-    texts = stream_text(islice(tokens, max_tokens), tokenizer, after=start[-1])
+    texts = stream_text(islice(new_tokens, max_tokens), tokenizer, after=tokens[-1])
     if as_json:
         print(
             json.dumps({"checkpoint": str(stored.path), "prompt": prompt, "text": "".join(texts)})

@@ -2,30 +2,11 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import AsJson, ConfigPath, Overrides
 
 
-def mix(
-    config: Annotated[
-        Path,
-        typer.Argument(metavar="CONFIG", help="YAML file of one run.", parser=local_path_parser()),
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[k.e.y=value ...]", help="Settings that replace those of the file."
-        ),
-    ] = None,
-    *,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on standard output.")
-    ] = False,
-) -> None:
+def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = False) -> None:
     """Show the tokens that one epoch reads of each corpus, and its number of passes.
 
     Example: txl data mix run.yaml data.mixture.web.weight=3

@@ -1,7 +1,7 @@
-"""Options that take a path on this machine refuse URLs.
+"""Options that take a local path, and refuse URLs.
 
-pathlib reads `s3://bucket/x` as the folder `s3:/bucket/x` below the working directory: what a
-command writes there looks complete and is gone with the machine.
+pathlib reads `s3://bucket/x` as the directory `s3:/bucket/x` below the working directory. A command
+would write there, look successful, and its output would be lost with the machine.
 """
 
 from collections.abc import Callable
@@ -9,28 +9,28 @@ from pathlib import Path
 
 from data_pipeline.errors import ConfigError
 
-FETCH = "Copy it to this machine with the tools of its store, and give the copy's path."
-SEND = "Give a local directory, and copy that there with the tools of its store."
+COPY_FROM_URL = "Copy it to this machine with the store's own tools, and give the path of the copy."
+COPY_TO_URL = "Give a local directory, and copy it there with the store's own tools."
 
 
-def require_local(given: str, advice: str = FETCH) -> str:
-    """`given` itself; ConfigError if it is a URL, which `advice` has as `{url}`."""
+def require_local(path: str, advice: str = COPY_FROM_URL) -> str:
+    """Return `path`. Raises ConfigError if it is a URL; `{url}` in `advice` is replaced by it."""
     from data_pipeline.storage.urls import is_url, shown
 
-    if is_url(given):
-        if given.lower().startswith("file:///"):
-            advice = f"Write {shown(given)[len('file://') :]}."
+    if is_url(path):
+        if path.lower().startswith("file:///"):
+            advice = f"Write {shown(path)[len('file://') :]}."
         raise ConfigError(
-            f"{shown(given)}: a path on this machine is wanted here, not a URL. "
-            + advice.replace("{url}", shown(given))
+            f"{shown(path)}: expected a path on this machine, not a URL. "
+            + advice.replace("{url}", shown(path))
         )
-    return given
+    return path
 
 
-def local_path_parser(advice: str = FETCH) -> Callable[[str], Path]:
-    """What typer is to make of an option's text (`parser=`)."""
+def local_path_parser(advice: str = COPY_FROM_URL) -> Callable[[str], Path]:
+    """A `parser=` for typer that turns the text of an option into a local path."""
 
-    def path(given: str) -> Path:  # by this name --help shows PATH
-        return Path(require_local(given, advice))
+    def path(text: str) -> Path:  # Typer shows this function's name in --help, as PATH.
+        return Path(require_local(text, advice))
 
     return path

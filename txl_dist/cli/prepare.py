@@ -13,10 +13,11 @@ from data_pipeline.errors import ConfigError, printable
 from data_pipeline.processes.stop_signals import sigterm_interrupts
 from data_pipeline.readers import FORMATS
 from data_pipeline.storage.urls import local_path
-from txl_dist.cli.byte_progress import progress_in_bytes
-from txl_dist.cli.data import AsJson, print_totals, totals
+from txl_dist.cli.data import print_totals, totals
+from txl_dist.cli.options import AsJson, NumWorkers, On
 from txl_dist.cli.paths import local_path_parser, require_local
-from txl_dist.cli.workers import NumWorkers, On, open_workers
+from txl_dist.cli.progress import progress_in_bytes
+from txl_dist.cli.workers import open_workers
 from txl_dist.errors import PreemptedError
 
 if TYPE_CHECKING:

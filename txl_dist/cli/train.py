@@ -1,31 +1,28 @@
-"""`txl train`: start or resume a run, here or on a cluster, and show what it says."""
+"""`txl train`: start or resume a run, on this machine or on a cluster, and show its log."""
 
+import difflib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.paths import local_path_parser, require_local
+from txl_dist.cli.options import ConfigPath, Overrides
+from txl_dist.cli.paths import require_local
 
 if TYPE_CHECKING:
     from txl_dist.training.job import TrainJob
 
 
 def train(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            help="YAML file of the run.", show_default=False, parser=local_path_parser()
-        ),
-    ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to change: k.e.y=value ...")
-    ] = None,
+    config: ConfigPath,
+    overrides: Overrides = None,
     on: Annotated[
         str | None,
         typer.Option(
-            help="ray: a Ray of its own here; an address; or processes.", show_default="ray"
+            help="ray: start Ray on this machine. An address: use a running Ray cluster. "
+            "processes: start processes on this machine, without Ray.",
+            show_default="ray",
         ),
     ] = None,
     ranks: Annotated[
@@ -34,15 +31,18 @@ def train(
     resume: Annotated[
         str,
         typer.Option(
-            help="auto, never, or a checkpoint's path.",
+            help="auto: resume from the newest checkpoint, if there is one. never: refuse a "
+            "directory with checkpoints. Or the path of a checkpoint.",
             parser=require_local,
         ),
     ] = "auto",
     allow_change: Annotated[
-        list[str] | None, typer.Option(help="A setting that may differ from the checkpoint's.")
+        list[str] | None,
+        typer.Option(help="Setting that may differ from the checkpoint's; can be repeated."),
     ] = None,
     allow_data_change: Annotated[
-        bool, typer.Option("--allow-data-change", help="Resume on other data, same tokenizer.")
+        bool,
+        typer.Option("--allow-data-change", help="Resume on other data with the same tokenizer."),
     ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Never fall back to an older checkpoint.")
@@ -52,7 +52,7 @@ def train(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress.")] = False,
 ) -> None:
-    """Train a model, resuming from its newest checkpoint if there is one.
+    """Train a model. Resumes from the newest checkpoint of the run directory, if there is one.
 
     Example: txl train configs/quickstart.yaml --ranks 2 training.num_steps=500
     """
@@ -67,7 +67,7 @@ def train(
         allow_data_change=allow_data_change,
         strict=strict,
     )
-    _check_allowed(job)
+    _require_known_settings(job)
     if is_torchrun():
         _train_as_rank(job, on=on, num_ranks=ranks, dry_run=dry_run)
     else:
@@ -77,7 +77,7 @@ def train(
 def _launch(
     job: "TrainJob", config: Path, *, on: str, num_ranks: int, dry_run: bool, quiet: bool
 ) -> None:
-    """Check what can be checked, then have a launcher start the ranks."""
+    """Open the data to find errors early, then let a launcher start the ranks."""
     from txl_dist.cli.progress import run_progress
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.runtime.torchrun import stray_variables
@@ -86,9 +86,10 @@ def _launch(
 
     if stray := stray_variables():
         print(
-            f"{', '.join(stray)} set in the environment, but not by torchrun: ignored",
+            f"ignored {', '.join(stray)} of the environment: torchrun did not set them",
             file=sys.stderr,
         )
+    # In this process first: one message, instead of one from every rank after a slow start.
     launcher = find_launcher(on)
     data = TrainingData.open(job.config, num_ranks=num_ranks)
     if dry_run:
@@ -104,18 +105,17 @@ def _launch(
         print(f"done: {job.run_path} (checkpoints, metrics.jsonl, logs)")
 
 
-def _check_allowed(job: "TrainJob") -> None:
-    """A misspelt --allow-change would allow nothing, and be noticed only on the ranks."""
-    import difflib
-
+def _require_known_settings(job: "TrainJob") -> None:
+    """Raises ConfigError if `--allow-change` names a setting that does not exist."""
     from txl_dist.config.config_file import flatten_config
     from txl_dist.errors import ConfigError
     from txl_dist.training.compatibility import MIXTURE
 
-    legal = {*flatten_config(job.config), MIXTURE}
+    # A misspelt key would allow nothing, and the ranks would refuse the change much later.
+    settings = {*flatten_config(job.config), MIXTURE}
     for key in job.allow_change:
-        if key not in legal:
-            nearest = difflib.get_close_matches(key, legal, n=1)
+        if key not in settings:
+            nearest = difflib.get_close_matches(key, settings, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "see txl config show CONFIG"
             raise ConfigError(f"--allow-change {key}: there is no such setting; {hint}")
 
@@ -123,7 +123,7 @@ def _check_allowed(job: "TrainJob") -> None:
 def _train_as_rank(
     job: "TrainJob", *, on: str | None, num_ranks: int | None, dry_run: bool
 ) -> None:
-    """Under torchrun this process is one rank; rank 0 prints its own lines."""
+    """Train as the rank that torchrun made of this process. Rank 0 prints its log."""
     import logging
     import os
 
@@ -133,16 +133,11 @@ def _train_as_rank(
     from txl_dist.runtime.world import World
     from txl_dist.training.rank import train_rank
 
+    # Options that torchrun decides are refused, not ignored: the run would differ from them.
     world = World.from_environment()
-    contradictions = [
-        option
-        for option, contradicts in (
-            (f"--on {on}", on is not None),
-            (f"--ranks {num_ranks}", num_ranks not in (None, world.num_ranks)),
-            ("--dry-run", dry_run),
-        )
-        if contradicts
-    ]
+    contradictions = [f"--on {on}"] if on is not None else []
+    contradictions += [f"--ranks {num_ranks}"] if num_ranks not in (None, world.num_ranks) else []
+    contradictions += ["--dry-run"] if dry_run else []
     if contradictions:
         raise ConfigError(
             f"torchrun started this process as rank {world.rank} of {world.num_ranks}, which "
@@ -159,4 +154,5 @@ def _train_as_rank(
     except TxlError as error:
         print_error(error)
         exit_without_teardown(error.exit_code)
+    # Native threads abort a normal exit about once in 60 runs (runtime/process_exit.py).
     exit_without_teardown(0)

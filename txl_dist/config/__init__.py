@@ -1,1 +1,1 @@
-"""Config: what a run is (`run_config.py`) and how it is read from YAML (`config_file.py`)."""
+"""Config: the settings of a run (`run_config.py`) and how YAML is read (`config_file.py`)."""

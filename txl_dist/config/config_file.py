@@ -1,8 +1,8 @@
-"""Run configs as files: read strictly, overridden from the command line, written back.
+"""Run configs as files: read, changed by overrides, checked, and written.
 
-`load_run_config` reads one YAML file, puts `a.b.c=value` overrides over it and checks the whole
-against the schema of `config.py`. All problems are reported together, each with the line or the
-override it came from. The YAML rules are in `strict_yaml.py`, the wording in `config_problems.py`.
+`load_run_config` reads one YAML file, applies `a.b.c=value` overrides and validates the result as a
+`RunConfig`. It reports all problems together, each with its line or override. `strict_yaml.py` has
+the YAML rules, `problems.py` the text of the messages.
 """
 
 import copy
@@ -24,20 +24,20 @@ from txl_dist.errors import ConfigError
 
 __all__ = ["dump_run_config", "flatten_config", "load_run_config", "redact"]
 
-_NONE = object()
+_ABSENT = object()
 MAX_BYTES = 256 * 1024
-"""A config longer than this is something else."""
+"""A longer file is not a run config, and is not read into memory."""
 
 _REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
-"""The settings without a default, and values for them that are legal."""
+"""The settings without a default, with some legal value for each."""
 
 Scalar = str | int | float | bool | None
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The checked config of the YAML file `path`, with `a.b.c=value` overrides put over it.
+    """Load and check the YAML file `path`, with `a.b.c=value` overrides.
 
-    Raises ConfigError naming every problem found, with its line or override.
+    Raises ConfigError, which lists every problem with its line or override.
     """
     source = _Source(Path(path))
     source.read_file()
@@ -50,32 +50,30 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def dump_run_config(config: RunConfig) -> str:
-    """The resolved config as YAML, in the schema's order; `load_run_config` reads it back equal.
+    """The resolved config as YAML, in schema order. `load_run_config` of it gives an equal config.
 
-    Secrets are left out (`***`): a run's directory is copied and uploaded. Give them by environment
-    (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_PASSWORD`, `MLFLOW_TRACKING_TOKEN`).
+    Secrets become `***`, because run directories are copied and uploaded. Set them in the
+    environment (`MLFLOW_TRACKING_USERNAME`, `MLFLOW_TRACKING_PASSWORD`, `MLFLOW_TRACKING_TOKEN`).
     """
     return dump_yaml(redact(config.model_dump(mode="json")))
 
 
 def flatten_config(config: RunConfig) -> dict[str, Scalar]:
-    """Every setting by its dotted name, e.g. `optimizer.lr`; lists as JSON text, secrets `***`."""
+    """All settings by dotted name, e.g. `optimizer.lr`. Lists are JSON text, secrets are `***`."""
     return _flatten(redact(config.model_dump(mode="json")))
 
 
 def default_settings() -> dict[str, Scalar]:
-    """Every setting that has a default, by dotted key."""
+    """All settings that have a default, by dotted name."""
     settings = flatten_config(RunConfig.model_validate(_REQUIRED))
-    return {
-        key: value
-        for key, value in settings.items()
-        if key not in ("directory", "data.path", "training.num_steps")
-    }
+    required = _flatten(_REQUIRED)
+    return {key: value for key, value in settings.items() if key not in required}
 
 
 def _flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
     flat: dict[str, Scalar] = {}
     for name, value in values.items():
+        # Lists stay whole: an index in a name would shift when an entry is added.
         if isinstance(value, Mapping):
             flat |= {f"{name}.{inner}": item for inner, item in _flatten(value).items()}
         else:
@@ -84,131 +82,130 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Scalar]:
 
 
 class _Source:
-    """A config on its way in: the raw value, where each part came from, and what is wrong."""
+    """A config that is being read: its raw value, the origin of each part, and the problems."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.value: dict[str, Any] = {}
         self.problems: list[tuple[str, str]] = []
-        """(where, message) of everything wrong so far."""
+        """(origin, message) of each problem."""
         self._lines: dict[KeyPath, int] = {}
         self._overrides: dict[KeyPath, str] = {}
 
     def error(self) -> ConfigError:
-        """One error that says every problem."""
-        texts = list(dict.fromkeys(f"{where}: {message}" for where, message in self.problems))
+        """One error that lists all problems."""
+        texts = list(dict.fromkeys(f"{origin}: {message}" for origin, message in self.problems))
         if len(texts) == 1:
             return ConfigError(texts[0])
         return ConfigError("\n  ".join([f"{self.path}: {len(texts)} problems", *texts]))
 
     def read_file(self) -> None:
-        """Take the file's mapping. Raises ConfigError where there is nothing to go on with."""
+        """Load the mapping of the file. Raises ConfigError if it is not a mapping."""
         try:
             document = read_yaml(_read_text(self.path))
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            where = f"{self.path}:{mark.line + 1}" if mark else f"{self.path}"
+            origin = f"{self.path}:{mark.line + 1}" if mark else f"{self.path}"
             raise ConfigError(
-                f"{where}: not valid YAML: {_syntax(error)}. Quote text that holds ': ', '#' or "
-                "brackets, and indent with spaces."
+                f"{origin}: not valid YAML: {_first_line(error)}. Quote text that contains ': ', "
+                "'#' or brackets, and indent with spaces."
             ) from None
         self.problems += [(f"{self.path}:{line}", text) for line, text in document.problems]
         if not isinstance(document.value, dict):
-            found = "nothing" if document.value is None else kind_of(document.value)
+            kind = "nothing" if document.value is None else kind_of(document.value)
             raise ConfigError(
                 f"{self.path}: a config is a mapping of sections (data, model, training, ...), "
-                f"found {found}. See configs/quickstart.yaml for a complete one."
+                f"found {kind}. See configs/quickstart.yaml for an example."
             )
         self.value, self._lines = document.value, document.lines
 
     def override(self, text: str) -> None:
-        """Put one `a.b.c=value` over the file."""
+        """Apply one `a.b.c=value`."""
         name, equals, value_text = text.partition("=")
         parts = tuple(name.strip().split("."))
-        where = f"override {redact(text) if not equals else name}"
+        origin = f"override {redact(text) if not equals else name}"
         if not equals or not all(parts):
-            self.problems.append((where, "write it as section.key=value, e.g. optimizer.lr=1e-3"))
+            self.problems.append((origin, "write it as section.key=value, e.g. optimizer.lr=1e-3"))
             return
         try:
             document = read_yaml(value_text)
         except yaml.YAMLError as error:
-            quote = f"quote text that holds ': ', '#' or brackets: {name}='\"...\"'"
-            self.problems.append((where, f"not valid YAML: {_syntax(error)}; {quote}"))
+            quote = f"quote text that contains ': ', '#' or brackets: {name}='\"...\"'"
+            self.problems.append((origin, f"not valid YAML: {_first_line(error)}; {quote}"))
             return
-        self.problems += [(where, message) for _, message in document.problems]
+        self.problems += [(origin, message) for _, message in document.problems]
+        # A section that is absent or null is created on the way down.
         section = self.value
         for depth, part in enumerate(parts[:-1], start=1):
             if section.get(part) is None:
                 section[part] = {}
             section = section[part]
             if not isinstance(section, dict):
-                wrong = f"{dotted(parts[:depth])} is {kind_of(section)}, not a section"
-                self.problems.append((where, wrong))
+                message = f"{dotted(parts[:depth])} is {kind_of(section)}, not a section"
+                self.problems.append((origin, message))
                 return
         section[parts[-1]] = document.value
-        self._forget_origins(parts)
-        self._overrides[parts] = where
-
-    def _forget_origins(self, path: KeyPath) -> None:
-        """What stood below `path` before is replaced."""
-        for origins in (self._lines, self._overrides):
-            for below in [key for key in origins if key[: len(path)] == path]:
-                del origins[below]
+        for origins in (self._lines, self._overrides):  # The new value replaces all below.
+            for path in [path for path in origins if path[: len(parts)] == parts]:
+                del origins[path]
+        self._overrides[parts] = origin
 
     def validated(self) -> RunConfig | None:
-        """The config, or None; what is wrong with it is added to the problems.
+        """The config, or None if it is invalid; then `problems` has all reasons.
 
-        Checks that compare settings run only if each of these is legal by itself. So what was
-        refused is replaced by its default, and the rest is checked again, until nothing new comes.
+        pydantic compares settings with each other only when each one is valid. So invalid settings
+        are replaced by their defaults and validation runs again, until it finds no new problem.
         """
-        value, refused = copy.deepcopy(self.value), set[KeyPath]()
-        known = {where for where, _ in self.problems}
+        value, invalid = copy.deepcopy(self.value), set[KeyPath]()
+        reported = {origin for origin, _ in self.problems}
         while True:
             try:
-                # By way of JSON: its strict mode takes mappings for dataclasses, lists for tuples.
+                # As JSON, because only there strict mode accepts mappings for dataclasses and
+                # lists for tuples.
                 return RunConfig.model_validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
-                found = self._add_schema_problems(error, refused, known)
-            if found <= refused:
+                settings = self._add_schema_problems(error, invalid, reported)
+            if settings <= invalid:
                 return None
-            refused |= found
-            for path in found:
+            invalid |= settings
+            for path in settings:
                 _replace_by_default(value, path)
 
     def _add_schema_problems(
-        self, error: ValidationError, refused: set[KeyPath], known: set[str]
+        self, error: ValidationError, invalid: set[KeyPath], reported: set[str]
     ) -> set[KeyPath]:
-        """Add pydantic's findings, except those about a refused setting, which has its default now.
+        """Add pydantic's errors to the problems, and return the settings that they concern.
 
-        Returns the settings they are about. `known` are places that have a problem already: a
-        refused alias is no value either.
+        Skipped are errors about `invalid` settings, which have their default now, and about
+        origins in `reported`: a number that is too large is not a valid value either.
         """
         settings: set[KeyPath] = set()
-        for found in error.errors(include_url=False):
-            path = tuple(found["loc"])
-            for text in explain(dict(found), path):
-                about = self._settings_of(path, text)
-                settings.update(about)
+        for details in error.errors(include_url=False):
+            path = tuple(details["loc"])
+            for text in explain(dict(details), path):
+                concerned = self._settings_of(path, text)
+                settings.update(concerned)
                 named = [path, *_named_in(text, path, pattern=r"[a-z][\w.]*\w")]
-                if any(_is_in(setting, refused) for setting in named):
+                if any(_is_in(setting, invalid) for setting in named):
                     continue
-                where = ", ".join(dict.fromkeys(map(self._where, about)))
-                if where not in known:
-                    self.problems.append((where, text))
+                origin = ", ".join(dict.fromkeys(map(self._origin, concerned)))
+                if origin not in reported:
+                    self.problems.append((origin, text))
         return settings
 
     def _settings_of(self, path: KeyPath, text: str) -> list[KeyPath]:
-        """What a finding at `path` is about: that setting, or those of a section that it names."""
+        """The settings that an error at `path` concerns: if it is a section, those in the text."""
         if not isinstance(_value_at(self.value, path), dict):
             return [path]
-        for pattern in (r"[a-z][\w.]*(?==)", r"[a-z][\w.]*\w"):  # `lr=1` rather than just `lr`
+        for pattern in (r"[a-z][\w.]*(?==)", r"[a-z][\w.]*\w"):  # Prefer `lr=1` to just `lr`.
             named = _named_in(text, path, pattern=pattern)
-            given = [setting for setting in named if _value_at(self.value, setting) is not _NONE]
-            if given:
-                return given
+            present = [key for key in named if _value_at(self.value, key) is not _ABSENT]
+            if present:
+                return present
         return [path]
 
-    def _where(self, path: KeyPath) -> str:
+    def _origin(self, path: KeyPath) -> str:
+        """The override or the line that set `path`, or the nearest section above it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self._overrides:
                 return self._overrides[path[:length]]
@@ -218,7 +215,8 @@ class _Source:
 
 
 def _named_in(text: str, section: KeyPath, *, pattern: str) -> list[KeyPath]:
-    """The settings that the words of a message may mean: of the section, or by their full names."""
+    """Settings that the words of a message may mean: keys of the section, or full names."""
+    # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
     words = [tuple(word.split(".")) for word in re.findall(pattern, text)]
     paths = [path for word in words for path in ((*section, *word), word if len(word) > 1 else ())]
     return list(dict.fromkeys(path for path in paths if len(path) > 1))
@@ -229,15 +227,16 @@ def _is_in(path: KeyPath, sections: set[KeyPath]) -> bool:
 
 
 def _value_at(value: Any, path: KeyPath) -> Any:
-    """The value at `path`, or _NONE."""
+    """The value at `path`, or _ABSENT."""
     for part in path:
         if not isinstance(value, dict) or part not in value:
-            return _NONE
+            return _ABSENT
         value = value[part]
     return value
 
 
 def _replace_by_default(value: dict[str, Any], path: KeyPath) -> None:
+    """Give the setting at `path` its default: remove it, or set the value in _REQUIRED."""
     default: Any = _REQUIRED
     for depth, part in enumerate(map(str, path), start=1):
         default = default.get(part) if isinstance(default, dict) else None
@@ -251,7 +250,7 @@ def _replace_by_default(value: dict[str, Any], path: KeyPath) -> None:
             return
 
 
-def _syntax(error: yaml.YAMLError) -> str:
+def _first_line(error: yaml.YAMLError) -> str:
     return str(getattr(error, "problem", None) or error).splitlines()[0]
 
 
@@ -265,16 +264,15 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}: no such config file{_nearest_file(path)}")
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)  # One more, to see that the file is too long.
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}. Check its permissions."
         ) from None
     if len(data) > MAX_BYTES:
-        raise ConfigError(
-            f"{path} is longer than {MAX_BYTES:,} bytes; a run config is a page of YAML."
-        )
+        raise ConfigError(f"{path} is longer than {MAX_BYTES:,} bytes, so it is not a run config.")
     try:
+        # Some Windows editors start a file with a byte order mark; "utf-8-sig" removes it.
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -286,11 +284,11 @@ def _nearest_file(path: Path) -> str:
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
     except OSError:
-        return f", and {path.parent} is no directory that can be read."
+        return f", and {path.parent} is not a readable directory."
     nearest = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    if not nearest:  # `quickstart` for `quickstart.yaml`
+    if not nearest:  # `quickstart` is too different from `quickstart.yaml` for difflib.
         nearest = [name for name in names if Path(name).stem == path.stem][:1]
     if nearest:
         return f"; did you mean {path.parent / nearest[0]}?"
     choices = [name for name in names if name.endswith((".yaml", ".yml"))]
-    return f". {path.parent} holds: {', '.join(choices) or 'no YAML file'}"
+    return f". {path.parent} contains: {', '.join(choices) or 'no YAML file'}"

@@ -1,4 +1,12 @@
-"""The top-level keys of DeepSpeed's JSON: those this project decides, and those it passes on."""
+"""Which keys of DeepSpeed's JSON `deepspeed.extra` may set, and why others are refused.
+
+DeepSpeed ignores top-level keys that it does not know, so a typo would be silent. The lists are
+those of DeepSpeed 0.19.8.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 DECIDED_BY = {
     "optimizer": "optimizer",
@@ -11,63 +19,71 @@ DECIDED_BY = {
     "gradient_allreduce_op": "data.num_lanes",
     "fp16": "precision",
     "bf16": "precision",
-    "bfloat16": "precision",  # DeepSpeed still reads the old name
+    "bfloat16": "precision",  # Old name of bf16, which DeepSpeed still reads.
     "data_types": "precision",
     "torch_autocast": "precision",
     "checkpoint": "training",
 }
-"""Keys of DeepSpeed's JSON, and the setting of ours that decides each."""
+"""Keys that are refused, because a setting of RunConfig decides their value."""
 
-READ_BY_DEEPSPEED = frozenset(
-    {
-        "activation_checkpointing",
-        "aio",
-        "amp",
-        "autotuning",
-        "comet",
-        "comms_logger",
-        "communication_data_type",
-        "compile",
-        "compression_training",
-        "csv_monitor",
-        "curriculum_learning",
-        "data_efficiency",
-        "dataloader_drop_last",
-        "datastates_ckpt",
-        "disable_allgather",
-        "disable_python_gc",
-        "dump_state",
-        "eigenvalue",
-        "elasticity",
-        "expert_parallel",
-        "flops_profiler",
-        "gradient_predivide_factor",
-        "graph_harvesting",
-        "hybrid_engine",
-        "log_level",
-        "memory_breakdown",
-        "nebula",
-        "pipeline",
-        "prescale_gradients",
-        "progressive_layer_drop",
-        "quantize_training",
-        "seq_parallel_communication_data_type",
-        "sparse_attention",
-        "sparse_gradients",
-        "steps_per_print",
-        "tensor_parallel",
-        "tensorboard",
-        "timers",
-        "use_data_before_expert_parallelism",
-        "vocabulary_size",
-        "wall_clock_breakdown",
-        "wandb",
-        "weight_quantization",
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        "zero_optimization",
-    }
-)
-"""Every other key that DeepSpeed 0.19.8 reads, removed ones that it refuses by name included. It
-ignores all others without a word.
-"""
+READ_BY_DEEPSPEED = frozenset({
+    "activation_checkpointing", "aio", "amp", "autotuning", "comet", "comms_logger",
+    "communication_data_type", "compile", "compression_training", "csv_monitor",
+    "curriculum_learning", "data_efficiency", "dataloader_drop_last", "datastates_ckpt",
+    "disable_allgather", "disable_python_gc", "dump_state", "eigenvalue", "elasticity",
+    "expert_parallel", "flops_profiler", "gradient_predivide_factor", "graph_harvesting",
+    "hybrid_engine", "log_level", "memory_breakdown", "nebula", "pipeline",
+    "prescale_gradients", "progressive_layer_drop", "quantize_training",
+    "seq_parallel_communication_data_type", "sparse_attention", "sparse_gradients",
+    "steps_per_print", "tensor_parallel", "tensorboard", "timers",
+    "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb",
+    "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+})  # fmt: skip
+"""Every other top-level key that DeepSpeed reads, including removed ones that it refuses itself."""
+
+
+def refused_keys(extra: Mapping[str, Any]) -> Iterator[str]:
+    """A message for every key of `deepspeed.extra` that is owned elsewhere or unknown."""
+    for key in extra:
+        if key in DECIDED_BY:
+            yield (
+                f"extra.{key} would contradict {DECIDED_BY[key]}, which decides it; remove it "
+                f"and set {DECIDED_BY[key]}"
+            )
+        elif key not in READ_BY_DEEPSPEED:
+            nearest = difflib.get_close_matches(key, READ_BY_DEEPSPEED, n=1)
+            hint = f"did you mean extra.{nearest[0]}?" if nearest else "remove it"
+            yield f"extra.{key} is not a key of DeepSpeed, which would ignore it; {hint}"
+    zero = extra.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        yield f"extra.zero_optimization={zero!r} must be a mapping"
+    elif "stage" in zero:
+        yield "extra.zero_optimization.stage would contradict deepspeed.zero_stage; remove it"
+
+
+def refused_offload(extra: Mapping[str, Any], *, zero_stage: int) -> Iterator[str]:
+    """A message if DeepSpeed would ignore or refuse the offload, or a checkpoint would be lost."""
+    zero = extra.get("zero_optimization", {})
+    offloads = sorted(key for key in zero if key.startswith("offload_"))
+    stage = f"at zero_stage={zero_stage}"
+    if zero_stage == 3 and offloads:
+        yield (
+            f"extra.zero_optimization.{offloads[0]} {stage} is not supported: a checkpoint would "
+            "be loaded into copies. Remove it, or use zero_stage 1 or 2"
+        )
+    elif "offload_param" in offloads:
+        yield (
+            f"extra.zero_optimization.offload_param {stage} would be ignored: DeepSpeed moves "
+            "parameters at stage 3 only, where this is not supported. Remove it"
+        )
+    elif "offload_optimizer" in offloads and zero_stage == 0:
+        yield (
+            f"extra.zero_optimization.offload_optimizer {stage} would be ignored: there is no "
+            "partition to move. Remove it, or use zero_stage 1 or 2"
+        )
+    elif "offload_optimizer" in offloads and extra.get("zero_force_ds_cpu_optimizer") is not False:
+        yield (
+            "extra.zero_optimization.offload_optimizer is refused by DeepSpeed with the AdamW "
+            "used here; add deepspeed.extra.zero_force_ds_cpu_optimizer=false, or remove it"
+        )

@@ -1,8 +1,11 @@
-"""Redaction: no password, token or key reaches a log, a dump, an MLflow parameter or a `repr`.
+"""Redaction: no password, token or key is written to a log, a dump, MLflow or a `repr`.
 
-Two things are secret: the value of a field whose *name* says so (`api_key`, `authToken`), and
-credentials written into text (a URL's user part, `?token=...`, `password=...`, a bearer token).
-Counts are not secrets: `max_tokens`, `num_keys` and every number or boolean stay as they are.
+Two things count as secret: the value of a field with a secret *name* (`api_key`, `authToken`), and
+credentials inside text (the user part of a URL, `?token=...`, `password=...`, a bearer token).
+Numbers and booleans are never hidden, so `max_tokens: 5` stays readable. Neither are corpora: the
+keys of `data.mixture` are names that the user chose, so a corpus may be called `secret-garden`.
+
+Not covered: a secret in a field with another name, or in free text without a keyword before it.
 """
 
 import re
@@ -15,20 +18,23 @@ _SECRET_WORDS = frozenset(
     {"key", "token", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd"}
     | {"apikey", "apikeys", "credential", "credentials", "authorization"}
 )
+_MAPPING_OF_CORPORA = "mixture"
+# The words of `api_key`, `apiKey` and `APIKey`; so `monkey` and `tokens` are not secret names.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# A password may hold '/' and '@', though it should not.
+# A password should not contain '/' or '@' unescaped, but some do.
 _URL_USER = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^/\s?#@]*:[^\s?#]*|[^/\s?#@]*)@")
+# Text has no types, so here the name must end in the word: `token=` but not `tokens=`.
 _SECRET_NAME = r"[\w.-]*(?:key|token|secret|passw(?:or)?d|pwd|passphrase|credentials?|signature)"
 _URL_QUERY = re.compile(rf"(?i)([?&;]{_SECRET_NAME}=)[^&;\s#]+")
+# The value may be on the next line, unless that line is `key: ...`: then the name is that of a
+# YAML section, such as a corpus `top-secret`.
+_SPACE = r"(?:[ \t]*|\s*\n\s*(?![\w.-]+:(?:\s|$)))"
 _ASSIGNMENT = re.compile(
-    rf"(?i)\b({_SECRET_NAME}[\"']?\s*[=:]\s*)(?![0-9.]+\b)(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&}}]+)"
+    rf"(?i)\b({_SECRET_NAME}[\"']?\s*[=:]{_SPACE})(?![0-9.]+\b)"
+    r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&}]+)"
 )
+# 8 characters or more, so that prose about "bearer tokens" is not hidden.
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether a field of this name holds a secret: one of its words is `key`, `token`, ..."""
-    return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(name))
 
 
 @overload
@@ -36,7 +42,7 @@ def redact(value: str) -> str: ...
 @overload
 def redact(value: Mapping[str, Any]) -> dict[str, Any]: ...
 def redact(value: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """The same text or mapping with every secret replaced by `***`."""
+    """The same text or mapping, with `***` instead of every secret."""
     if isinstance(value, str):
         text = _BEARER.sub(rf"\1{HIDDEN}", _redact_urls(value))
         return _ASSIGNMENT.sub(rf"\1{HIDDEN}", text)
@@ -44,10 +50,21 @@ def redact(value: str | Mapping[str, Any]) -> str | dict[str, Any]:
 
 
 def redact_field(name: str, value: Any) -> Any:
-    """One named value: hidden if the name says so, else with credentials inside it hidden."""
-    if is_secret_name(name) and isinstance(value, (str, bytes, list, tuple, Mapping)) and value:
+    """One named value: hidden if the name is secret, otherwise with credentials inside hidden."""
+    if _is_secret_name(name) and isinstance(value, (str, bytes, list, tuple, Mapping)) and value:
         return HIDDEN
+    if name == _MAPPING_OF_CORPORA and isinstance(value, Mapping):
+        # Only sections are corpora. `data.mixture.api_key=TEXT` is a mistake and stays hidden.
+        return {
+            corpus: redact(item) if isinstance(item, Mapping) else redact_field(str(corpus), item)
+            for corpus, item in value.items()
+        }
     return _redact_inside(value)
+
+
+def _is_secret_name(name: str) -> bool:
+    """Whether one of the words of a field's name is `key`, `token`, ..."""
+    return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(name))
 
 
 def _redact_inside(value: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Looking inside a trained model: what it attends to, as data and as pictures."""
+"""Reports on a trained model: its attention by distance, as data and as plots."""

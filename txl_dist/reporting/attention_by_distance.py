@@ -1,12 +1,13 @@
-"""How far back each head looks: its attention summed by distance, over memory and segment.
+"""Attention by distance: the weights of every head, summed by the distance from query to key.
 
-The text is read as evaluation reads it, so memory is as warm and ages are as they are when a split
-is scored; only queries whose target is scored count, each once. Weights are looked at one segment
-and layer at a time and summed in float64. What the sums are divided by is the number of queries,
-so every head's mass is 1.
+The text is read in the same chunks as in evaluation, so memory and ages are those of a scored
+split. Only queries with a scored target count, each once. Weights are summed in float64, one
+segment and layer at a time, and divided by the number of queries. So the shares of one head add
+up to 1.
 
-Beside them stands what a head would do that takes the same of every key it may see. Near the start
-of a document there is little past to look at, so a share says something only beside that one.
+For comparison the module also computes `even`: the shares if the weights of all visible keys
+were equal. Near the start of a document few keys are visible, so short documents make the shares
+of the memory small for any model.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,55 +24,55 @@ from txl_dist.model.attention import AttentionWeightsCallback
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.visibility import visible_keys
 
-# Shapes: L layers, H heads, D = M + T distances 0 up to M + T - 1, B chunks side by side,
-# T segment tokens, M memory tokens, S = M + T keys
+# Shapes: L layers, H heads, D = M + T distances 0 to M + T - 1, B chunks of a batch, T segment
+# tokens, M memory tokens, S = M + T keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mass:
-    """Where attention falls, as shares of 1; float64, on the CPU."""
+    """Shares of attention, which add up to 1; float64, on the CPU."""
 
     by_distance_LHD: Tensor
-    """Of the key i - j tokens before the query, at i - j = 0, 1, ..."""
+    """Share of the key at each distance 0, 1, ... before the query."""
     memory_LH: Tensor
-    """Of all keys in the memory."""
+    """Share of all keys in the memory."""
     segment_LH: Tensor
-    """Of all keys in the query's own segment."""
+    """Share of all keys in the segment of the query."""
 
     @property
     def mean_distance(self) -> Tensor:
-        """Of every head, in tokens [L, H]."""
+        """Mean distance of every head, in tokens, [L, H]."""
         distance_D = torch.arange(self.by_distance_LHD.shape[-1], dtype=torch.float64)
         return self.by_distance_LHD @ distance_D
 
     def reach(self, share: float) -> Tensor:
-        """The least distance within which `share` of a layer's mass lies, heads averaged [L]."""
+        """Smallest distance that covers `share` of the attention, averaged over heads, [L]."""
         reached_LD = self.by_distance_LHD.mean(1).cumsum(-1) >= share
         return reached_LD.int().argmax(-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionByDistance:
-    """What a model attends to on a text."""
+    """The attention of a model on one text."""
 
     heads: Mass
     even: Mass
-    """One layer, one head: what taking the same of every visible key would give."""
+    """The shares for equal weights on all visible keys, as one layer and one head."""
     num_queries: int
     tgt_len: int
-    """Distances from here on are in memory only; nearer ones may be, depending on the query."""
+    """Keys at this distance or more are in memory. Nearer keys may be in memory or segment."""
 
 
 def attention_by_distance(
     scorer: Scorer, chunks: Sequence[EvaluationChunk], *, on_progress: Callable[[int, int], None]
 ) -> AttentionByDistance:
-    """Read the chunks and sum what every head takes of each distance.
+    """Run the model on the chunks and sum the attention weights of every head by distance.
 
-    `on_progress` is called with chunks done and chunks. Raises CheckpointError if a weight is not
-    a number.
+    Calls `on_progress(chunks done, chunks)`. Raises CheckpointError if a weight is not finite.
     """
     model, tgt_len = scorer.model, scorer.tgt_len
     config, device = model.config, next(model.parameters()).device
+    # float64: the sums of a long text have millions of terms.
     heads = _Sums(config.n_layer, config.n_head, tgt_len, config.mem_len, device)
     even = _Sums(1, 1, tgt_len, config.mem_len, device)
     num_queries = num_done = 0
@@ -97,13 +98,13 @@ def attention_by_distance(
 
 
 def _even_weights(config: ModelConfig, age_BT: Tensor) -> Tensor:
-    """The same of every visible key, [B, 1, T, S]."""
-    seen_BTS = visible_keys(age_BT, mem_len=config.mem_len, same_length=config.same_length)
-    return (seen_BTS.double() / seen_BTS.sum(-1, keepdim=True))[:, None]
+    """Equal weights on all visible keys, [B, 1, T, S]."""
+    visible_BTS = visible_keys(age_BT, mem_len=config.mem_len, same_length=config.same_length)
+    return (visible_BTS.double() / visible_BTS.sum(-1, keepdim=True))[:, None]
 
 
 class _Sums:
-    """Weights added up over queries, by distance and by place."""
+    """Sums of attention weights over queries, by distance and by memory or segment."""
 
     def __init__(
         self, num_layers: int, num_heads: int, tgt_len: int, mem_len: int, device: torch.device
@@ -113,7 +114,7 @@ class _Sums:
         self._by_distance_LHD = zeros[..., None].repeat(1, 1, mem_len + tgt_len)
         position_T = torch.arange(mem_len, mem_len + tgt_len, device=device)
         position_S = torch.arange(mem_len + tgt_len, device=device)
-        # Keys in a query's future have weight exactly 0 and may be counted anywhere.
+        # Future keys get distance 0. Their weight is exactly 0, so they change no sum.
         self._distance_TS = (position_T[:, None] - position_S).clamp(min=0).flatten()
         self._mem_len = mem_len
 
@@ -123,7 +124,8 @@ class _Sums:
         def add(layer: int, weight_BHTS: Tensor) -> None:
             weight_HTS = torch.zeros_like(weight_BHTS[0], dtype=torch.float64)
             for lane_HTS, scored_T in zip(weight_BHTS, scored_BT, strict=True):
-                # One lane at a time: in float64 all of them would be twice what is there already.
+                # One lane at a time: a float64 copy of all lanes needs twice the memory of the
+                # float32 weights.
                 weight_HTS += lane_HTS.double() * scored_T[:, None]
             self._by_distance_LHD[layer].index_add_(1, self._distance_TS, weight_HTS.flatten(1))
             self._memory_LH[layer] += weight_HTS[..., : self._mem_len].sum((1, 2))
@@ -135,8 +137,8 @@ class _Sums:
         if not self._by_distance_LHD.isfinite().all():
             layer = int((~self._by_distance_LHD.isfinite()).any(-1).any(-1).int().argmax())
             raise CheckpointError(
-                f"attention weights of layer {layer} are not numbers: the model's own overflow on "
-                "this text. Look at an earlier checkpoint: txl checkpoint list RUN"
+                f"attention weights of layer {layer} are not finite: the model overflows on this "
+                "text. Try an earlier checkpoint: txl checkpoint list RUN"
             )
         return Mass(
             by_distance_LHD=(self._by_distance_LHD / num_queries).cpu(),

@@ -1,9 +1,9 @@
-"""Attention by distance as a picture: a panel a layer, a line a head.
+"""Plot of attention by distance: one panel per layer, one line per head.
 
-Distances are binned by powers of two (0, 1, 2-3, 4-7, ...), and a point is all the mass of its
-bin, so that a few thousand distances stay readable and the points of a line add up to 1. Heads are
-coloured in the order of their mean distance, by a map whose lightness rises evenly: it reads the
-same to the colour-blind and on grey paper.
+Distances are binned by powers of two (0, 1, 2-3, 4-7, ...), so thousands of distances fit in a
+panel. A point is the sum of its bin, and the points of a line add up to 1. Heads are coloured by
+the rank of their mean distance. The colour map (viridis) has monotonic lightness: it is readable
+in greyscale and with colour vision deficiency.
 """
 
 import warnings
@@ -23,30 +23,31 @@ from txl_dist.reporting.attention_by_distance import AttentionByDistance
 PLOT_NAMES = ("attention.png", "attention.svg")
 MOST_COLUMNS = 3
 PANEL_INCHES = (5.0, 3.1)
-HEADS_A_COLUMN = 22
-"""Of the legend, which stands beside its panel."""
-LEAST_SHOWN = 1e-4
-"""Less than this of a head's mass lies on the floor of its panel."""
+HEADS_PER_COLUMN = 22
+"""Of the legend, to the right of its panel."""
+MIN_SHARE = 1e-4
+"""The y axis is logarithmic and starts here; smaller shares are drawn at this value."""
 
 
 def power_bins(num_distances: int) -> list[int]:
-    """Where the bins begin, 0, 1, 2, 4, ..., and after them where the last one ends."""
+    """Edges of the bins: their starts 0, 1, 2, 4, ..., then the end of the last one."""
     starts = [0, *(2**power for power in range((num_distances - 1).bit_length()))]
     return [*starts, num_distances]
 
 
-def binned(mass: Tensor, edges: Sequence[int]) -> Tensor:
+def sum_over_bins(mass: Tensor, edges: Sequence[int]) -> Tensor:
     """Sums over [edges[k], edges[k + 1]) of the last dimension."""
     widths = [stop - start for start, stop in pairwise(edges)]
     return torch.stack([part.sum(-1) for part in mass.split(widths, dim=-1)], dim=-1)
 
 
 def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
-    """The whole picture; `title` is taken literally."""
+    """Draw all layers. `title` is plain text: `$` and `_` have no special meaning."""
     num_layers = len(attention.heads.by_distance_LHD)
     columns = min(num_layers, MOST_COLUMNS)
     rows = -(-num_layers // columns)
     size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.7)
+    # Figure instead of pyplot, which keeps global state. Equal axes make the panels comparable.
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=10, parse_math=False)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
@@ -61,9 +62,10 @@ def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
 
 
 def write_plots(figure: Figure, directory: Path) -> None:
-    """PLOT_NAMES in a directory; the same picture gives the same bytes."""
+    """Write the files PLOT_NAMES. The same figure gives the same bytes."""
+    # Without a salt the ids in the SVG are random. Version and date are left out of the metadata.
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "txl"}):
-        # A character of the title that the font lacks is drawn as a box; no more to be said of it.
+        # A character of the title that is missing in the font is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(directory / "attention.png", dpi=150, metadata={"Software": None})
         figure.savefig(directory / "attention.svg", metadata={"Date": None, "Creator": None})
@@ -72,15 +74,17 @@ def write_plots(figure: Figure, directory: Path) -> None:
 def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
     heads, even = attention.heads, attention.even
     edges = power_bins(heads.by_distance_LHD.shape[-1])
-    mass_HX = binned(heads.by_distance_LHD[layer], edges).clamp(min=LEAST_SHOWN).numpy()
-    even_X = binned(even.by_distance_LHD[0, 0], edges).clamp(min=LEAST_SHOWN).numpy()
+    # X: bins
+    mass_HX = sum_over_bins(heads.by_distance_LHD[layer], edges).clamp(min=MIN_SHARE).numpy()
+    even_X = sum_over_bins(even.by_distance_LHD[0, 0], edges).clamp(min=MIN_SHARE).numpy()
     mean_H = heads.mean_distance[layer].tolist()
-    place = np.arange(len(edges) - 1)
-    axes.plot(place, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
+    bin_X = np.arange(len(edges) - 1)
+    axes.plot(bin_X, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
+    # Up to 0.9 of the colour map: its end is a yellow that is hard to see on white.
     colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, len(mean_H)))
     for rank, head in enumerate(sorted(range(len(mean_H)), key=lambda head: mean_H[head])):
         axes.plot(
-            place,
+            bin_X,
             mass_HX[head],
             color=colours[rank],
             marker="osD^vP"[rank % 6],
@@ -88,11 +92,11 @@ def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
             linewidth=1,
             label=f"head {head}: mean {mean_H[head]:,.0f}",
         )
-    _mark_border(axes, attention, len(place))
+    _mark_memory(axes, attention, len(bin_X))
     axes.set_yscale("log")
-    axes.set_ylim(LEAST_SHOWN, 1.3)
-    axes.set_xticks(place, [f"{start:,}" for start in edges[:-1]], fontsize=7, rotation=45)
-    axes.tick_params(axis="x", labelbottom=True)  # a panel without one below it has to say it too
+    axes.set_ylim(MIN_SHARE, 1.3)
+    axes.set_xticks(bin_X, [f"{start:,}" for start in edges[:-1]], fontsize=7, rotation=45)
+    axes.tick_params(axis="x", labelbottom=True)  # sharex hides them except in the last row.
     axes.tick_params(axis="y", labelsize=7)
     axes.grid(visible=True, linewidth=0.3, color="0.8")
     axes.set_title(
@@ -105,17 +109,17 @@ def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
         loc="upper left",
         bbox_to_anchor=(1, 1),
         frameon=False,
-        ncols=len(mean_H) // HEADS_A_COLUMN + 1,
+        ncols=len(mean_H) // HEADS_PER_COLUMN + 1,
     )
 
 
-def _mark_border(axes: Axes, attention: AttentionByDistance, num_bins: int) -> None:
-    """A line at the segment's reach; beyond it, shaded, all keys are in memory."""
+def _mark_memory(axes: Axes, attention: AttentionByDistance, num_bins: int) -> None:
+    """Shade the distances of at least `tgt_len`, where all keys are in memory."""
     if attention.heads.by_distance_LHD.shape[-1] == attention.tgt_len:
         return
-    # Bin k begins at distance 2**(k - 1) and is drawn from k - 1/2 to k + 1/2.
+    # Bin k starts at distance 2**(k - 1) and is drawn from k - 1/2 to k + 1/2.
     border = np.log2(attention.tgt_len) + 0.5
     axes.axvline(border, color="0.35", linestyle="--", linewidth=0.9)
     axes.axvspan(border, num_bins - 0.5, color="0.93", zorder=0)
-    axes.text(border + 0.08, 1.3 * LEAST_SHOWN, "memory only", fontsize=6, rotation=90, color="0.3")
+    axes.text(border + 0.08, 1.3 * MIN_SHARE, "memory only", fontsize=6, rotation=90, color="0.3")
     axes.set_xlim(-0.5, num_bins - 0.5)

@@ -1,4 +1,4 @@
-"""`txl config`: what it prints, where, and how light it is."""
+"""`txl config`: its output, and that importing it is cheap."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_show_as_json_is_one_object_without_secrets() -> None:
     assert json.loads(result.stdout)["tracking"]["uri"] == "http://***@h"
 
 
-def test_validate_says_what_it_checked() -> None:
+def test_validate_reports_a_valid_config() -> None:
     result = CliRunner().invoke(app, ["validate", TINY])
     assert (result.exit_code, "is a valid config" in result.stdout) == (0, True)
     result = CliRunner().invoke(app, ["validate", TINY, "--json"])
@@ -37,14 +37,14 @@ def test_validate_says_what_it_checked() -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "validate"])
-def test_a_wrong_config_is_an_error_of_exit_code_2(command: str) -> None:
+def test_an_invalid_config_ends_with_exit_code_2(command: str) -> None:
     result = CliRunner().invoke(app, [command, TINY, "model.n_layers=6"])
     assert isinstance(result.exception, ConfigError)
     assert result.exception.exit_code == 2
     assert result.stdout == ""
 
 
-def test_the_commands_cost_nothing_until_they_run() -> None:
+def test_importing_the_commands_imports_nothing_heavy() -> None:
     code = (
         "import sys, txl_dist.cli.config;"
         "print(*{'torch', 'pydantic', 'yaml', 'mlflow', 'numpy'} & set(sys.modules))"

@@ -1,4 +1,4 @@
-"""Every argument and option that takes a local path refuses a URL, and leaves no folder `s3:`."""
+"""Every argument and option for a local path refuses a URL, and creates no directory `s3:`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ WORDS = {
 
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 @pytest.mark.parametrize("scheme", ["s3", "hdfs", "file"])
-def test_a_url_where_a_path_is_taken_is_refused(
+def test_a_url_is_refused_where_a_local_path_is_expected(
     txl: Callable[..., Any],  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -53,7 +53,7 @@ def test_a_url_where_a_path_is_taken_is_refused(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_prepare_names_the_command_that_puts_a_dataset_behind_a_url(
+def test_prepare_names_the_command_that_uploads_a_dataset(
     txl: Callable[..., Any],  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -62,7 +62,7 @@ def test_prepare_names_the_command_that_puts_a_dataset_behind_a_url(
     assert "secret" not in ended.err
 
 
-def test_the_cache_is_kept_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_directory_cannot_be_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     from data_pipeline.errors import ConfigError
     from data_pipeline.shards.frame_cache import FrameCache
 

@@ -1,12 +1,24 @@
-"""The live display of a run on a terminal of 80 columns."""
+"""Progress: a live display on a terminal, and rates of work done, not of work that was skipped."""
 
 import os
 import pty
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
 
+import pytest
+
+from data_pipeline.preparation.finished_units import RECORDS
+from data_pipeline.shards.push import push_dataset
+from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # noqa: F401 - fixtures
+from tests.data_pipeline.preparation.preparing import StopsAfter, prepare
 from tests.support.commands import ENVIRONMENT
+from txl_dist.cli import progress
+
+MIB = 2**20
 
 SHOW = """
 from txl_dist.cli.progress import run_progress
@@ -17,17 +29,98 @@ with run_progress(200, quiet=False) as on_line:
 
 
 def test_80_columns_show_the_speed_and_the_time_left() -> None:
-    ours, theirs = pty.openpty()
+    reader, terminal = pty.openpty()
     environment = {**ENVIRONMENT, "COLUMNS": "80", "TERM": "xterm"}
-    process = subprocess.Popen([sys.executable, "-c", SHOW], stdout=theirs, env=environment)
-    os.close(theirs)
-    shown = b""
+    process = subprocess.Popen([sys.executable, "-c", SHOW], stdout=terminal, env=environment)
+    os.close(terminal)
+    output = b""
     try:
-        while block := os.read(ours, 4096):
-            shown += block
+        while block := os.read(reader, 4096):
+            output += block
     except OSError:
-        assert shown  # Linux ends a terminal whose other side is closed with an error
-    os.close(ours)
+        assert output  # Linux reports EIO when the other side of a terminal is closed.
+    os.close(reader)
     assert process.wait(timeout=60) == 0
-    plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
+    plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", output).decode()
     assert "50% step 100 | loss 3.4123 | ppl 30.30 | tok/s 12,345 | eta 0:01:40" in plain
+
+
+@pytest.fixture
+def shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[Iterable[tuple[float, str, int, int]]], list[str]]:
+    """The lines printed for calls (seconds, phase, MiB done, MiB in total)."""
+
+    def lines(calls: Iterable[tuple[float, str, int, int]]) -> list[str]:
+        clock = 100.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+        with progress.progress_in_bytes() as show:
+            for seconds, phase, done, total in calls:
+                clock = 100.0 + seconds
+                show(phase, done * MIB, total * MIB)
+        return capsys.readouterr().err.splitlines()
+
+    return lines
+
+
+def test_a_rate_counts_its_own_phase_only(shown: Callable[..., list[str]]) -> None:
+    calls = [(0, "reading", 0, 90), (6, "reading", 60, 90), (9, "reading", 90, 90)]
+    assert shown([*calls, (13, "writing", 0, 80), (19, "writing", 30, 80)]) == [
+        "reading: 60.0 of 90.0 MiB (67%), 10.0 MiB/s, 3 s left",
+        "writing: 0.0 of 80.0 MiB (0%)",
+        "writing: 30.0 of 80.0 MiB (38%), 5.0 MiB/s, 10 s left",
+    ]
+
+
+def test_bytes_that_were_done_before_a_phase_are_not_in_its_rate(
+    shown: Callable[..., list[str]],
+) -> None:
+    calls = [(7, "sending", 10_000, 10_070), (13, "sending", 10_030, 10_070)]
+    assert shown(calls) == [
+        "sending: 10,000.0 of 10,070.0 MiB (99%)",
+        "sending: 10,030.0 of 10,070.0 MiB (100%), 5.0 MiB/s, 8 s left",
+    ]
+
+
+def test_time_spent_finding_finished_work_is_not_in_the_rate(
+    shown: Callable[..., list[str]],
+) -> None:
+    lookups = [(second, "writing", 0, 300 - 40 * second) for second in range(6)]
+    assert shown([*lookups, (11, "writing", 60, 100)])[-1].endswith("10.0 MiB/s, 4 s left")
+
+
+def test_finished_units_do_not_count_as_work(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    for number in range(9):
+        (source / f"{number}.txt").write_text(f"{number} " * 400)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, out, 2000, workers=StopsAfter(11))
+    assert len(list(out.glob(f".staging.tmp/{RECORDS}/*.json"))) > 3
+    calls: list[tuple[str, int, int]] = []
+    result = prepare(source, out, 2000, progress=lambda *call: calls.append(call))
+    assert 0 < result.reused_units < result.units
+    for phase in ("reading", "writing"):
+        of_phase = [(done, total) for name, done, total in calls if name == phase]
+        first_done, first_total = of_phase[0]
+        assert first_done == 0
+        last_done, last_total = of_phase[-1]
+        assert last_done == last_total <= first_total
+        assert all(b[0] - a[0] + a[1] - b[1] > 0 for a, b in pairwise(of_phase))
+    totals = {phase: total for phase, _, total in calls}
+    assert totals["reading"] == 0, "everything was finished"
+
+
+def test_files_that_are_already_at_the_url_are_neither_sent_nor_counted(
+    dataset: tuple[Path, object],  # noqa: F811
+    bucket: object,  # noqa: F811
+) -> None:
+    directory, _ = dataset
+    url = "s3://bucket/data"
+    push_dataset(directory, url)
+    bucket.rm("bucket/data/train-000001.tar.zst")  # type: ignore[attr-defined]
+    calls: list[tuple[str, int, int]] = []
+    push_dataset(directory, url, progress=lambda *call: calls.append(call))
+    size = (directory / "train-000001.tar.zst").stat().st_size
+    assert [(done, total) for _, done, total in calls] == [(0, size), (size, size)]
+    assert {re.sub(r"\W.*", "", phase) for phase, _, _ in calls} == {"sending"}

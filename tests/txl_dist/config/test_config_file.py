@@ -1,6 +1,5 @@
-"""Config files: strict in, complete out, and every problem said at once."""
+"""Config files: read strictly, written completely, and all problems reported together."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.txl_dist.config.test_strict_yaml import values, words
 from txl_dist.config.config_file import dump_run_config, flatten_config, load_run_config, redact
 from txl_dist.config.run_config import (
     DataConfig,
@@ -17,10 +17,11 @@ from txl_dist.config.run_config import (
     TrackingConfig,
     TrainingConfig,
 )
-from txl_dist.config.strict_yaml import dump_yaml, read_yaml
+from txl_dist.config.strict_yaml import read_yaml
 from txl_dist.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
 SMALL = "directory: runs/x\ndata: {path: d}\ntraining: {num_steps: 4}\n"
 
 
@@ -39,11 +40,11 @@ def load(tmp_path: Path) -> Any:
 # --- reading --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["quickstart", "tiny", "learns-like-the-original", "cluster/wt103-two-hosts"]
-)
-def test_the_shipped_configs_are_valid_and_survive_a_dump(name: str, tmp_path: Path) -> None:
-    config = load_run_config(CONFIGS / f"{name}.yaml")
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.relative_to(CONFIGS).as_posix())
+def test_every_config_of_the_repository_is_valid_and_survives_a_dump(
+    path: Path, tmp_path: Path
+) -> None:
+    config = load_run_config(path)
     (tmp_path / "dumped.yaml").write_text(dump_run_config(config))
     assert load_run_config(tmp_path / "dumped.yaml") == config
 
@@ -59,14 +60,14 @@ def test_the_shipped_configs_are_valid_and_survive_a_dump(name: str, tmp_path: P
         ("1_000.5", 1000.5),
     ],
 )
-def test_numbers_are_read_as_people_write_them(load: Any, text: str, value: float) -> None:
+def test_common_notations_of_numbers_are_read(load: Any, text: str, value: float) -> None:
     assert load(SMALL, f"optimizer.lr={text}").optimizer.lr == value
 
 
 @pytest.mark.parametrize("text", ["yes", "on", "No", "0x10", "010", "1:30", "2024-01-01", ".inf"])
-def test_what_yaml_1_1_would_convert_stays_text(load: Any, text: str) -> None:
+def test_text_that_yaml_1_1_converts_stays_text(load: Any, text: str) -> None:
     assert read_yaml(f"a: {text}").value == {"a": text}
-    if text[0] != ".":  # the name of an experiment begins with a letter or a digit
+    if text[0] != ".":  # An experiment's name begins with a letter or a digit.
         assert load(SMALL, f"tracking.experiment={text}").tracking.experiment == text
 
 
@@ -92,10 +93,9 @@ def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> N
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: 1\nb: &x 2", "run.yaml:2: the anchor &x is refused"),
-        ("a: *x", "run.yaml:1: the alias *x is refused"),
-        ("a: !!python/object/apply:os.system [ls]", "the tag 'tag:yaml.org,2002:python/object"),
-        ("a: !!str 3", "the tag"),
+        ("a: &x 1\nb: *x", "run.yaml:2: not valid YAML: a YAML alias is not supported; write"),
+        ("a: !!python/object/apply:os.system [ls]", "run.yaml:1: not valid YAML: a YAML tag is"),
+        ("a: !!str 3", "a YAML tag is not supported; write the value out"),
         ("seed: 1\nseed: 2", "run.yaml:2: seed is given twice, first on line 1; keep one"),
         ("1: 2", "a key must be text, found '1'"),
         ("? [a]\n: 1", "a key must be text"),
@@ -112,9 +112,7 @@ def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> N
         ("x" * 300_000, "longer than 262,144 bytes"),
     ],
 )
-def test_what_is_no_plain_config_is_refused_with_its_line(
-    load: Any, text: str, expected: str
-) -> None:
+def test_an_invalid_file_is_refused_with_its_line(load: Any, text: str, expected: str) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         load(text)
@@ -122,7 +120,7 @@ def test_what_is_no_plain_config_is_refused_with_its_line(
     assert time.monotonic() - began < 2
 
 
-def test_an_alias_bomb_is_refused_at_once(load: Any) -> None:
+def test_an_alias_bomb_is_refused(load: Any) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
     with pytest.raises(ConfigError, match="alias"):
@@ -145,8 +143,8 @@ def test_an_alias_bomb_is_refused_at_once(load: Any) -> None:
         ("optimizer.warmup_steps=5", "warmup_steps=5 is longer than training.num_steps=4"),
         ("seed=-1", "seed is -1; it should be greater than or equal to 0"),
         ("tracking.experiment=3", "quote it: '3'"),
-        ("tracking.experiment=a/../b", "must not hold '..'"),
-        ("tracking.uri=./mlruns", "no tracking server or database"),
+        ("tracking.experiment=a/../b", "must not contain '..'"),
+        ("tracking.uri=./mlruns", "not a tracking server or database"),
         ("model=3", "model is a section; write its keys below it, found 3"),
         ("model.d_model.x=3", "model.d_model is"),
         ("data.path.x=3", "override data.path.x: data.path is text, not a section"),
@@ -154,17 +152,19 @@ def test_an_alias_bomb_is_refused_at_once(load: Any) -> None:
         ("=1", "write it as section.key=value"),
         ("a..b=1", "write it as section.key=value"),
         ("seed=[1", "override seed: not valid YAML"),
-        ("seed=*x", "override seed: the alias *x is refused"),
+        ("seed=*x", "override seed: not valid YAML: a YAML alias is not supported"),
     ],
 )
-def test_a_wrong_override_says_what_is_legal(load: Any, override: str, expected: str) -> None:
+def test_the_error_for_a_wrong_override_names_what_is_legal(
+    load: Any, override: str, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(SMALL, override)
     assert expected in str(caught.value)
     assert caught.value.exit_code == 2
 
 
-def test_all_problems_are_said_at_once_each_with_its_place(load: Any) -> None:
+def test_all_problems_are_reported_together_with_their_origins(load: Any) -> None:
     text = "data:\n  num_lanes: 0\nmodel:\n  n_layers: 2\n  tie_weight: yes\nseed: 1\nseed: 2\n"
     with pytest.raises(ConfigError) as caught:
         load(text, "optimizer.lrr=3", "oops")
@@ -238,7 +238,7 @@ model:
         ),
     ],
 )
-def test_wrong_overrides_are_all_said_with_their_origin(
+def test_all_wrong_overrides_are_reported_with_their_origins(
     load: Any, tmp_path: Path, overrides: tuple[str, ...], expected: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -249,20 +249,20 @@ def test_wrong_overrides_are_all_said_with_their_origin(
         assert part in message.replace(f"{tmp_path}/", ""), message
 
 
-def test_an_override_of_a_section_replaces_what_was_said_of_it_before(load: Any) -> None:
-    given = ("model.d_model=33", "model={d_head: 0}")
+def test_an_override_of_a_section_replaces_earlier_overrides_in_it(load: Any) -> None:
+    overrides = ("model.d_model=33", "model={d_head: 0}")
     with pytest.raises(ConfigError, match=r"^override model: model: d_head=0 must be at least 1$"):
-        load(TWO_SECTIONS, *given)
+        load(TWO_SECTIONS, *overrides)
 
 
-def test_a_file_that_is_not_there_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
+def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "quickstart.yaml").write_text(SMALL)
     for name in ("quickstrat.yaml", "quickstart"):
         with pytest.raises(ConfigError, match=r"did you mean .*quickstart\.yaml\?"):
             load_run_config(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"holds: quickstart\.yaml"):
+    with pytest.raises(ConfigError, match=r"contains: quickstart\.yaml"):
         load_run_config(tmp_path / "z")
-    with pytest.raises(ConfigError, match="no directory that can be read"):
+    with pytest.raises(ConfigError, match="is not a readable directory"):
         load_run_config(tmp_path / "none" / "a.yaml")
     (tmp_path / "config.yaml").write_text(SMALL)
     with pytest.raises(ConfigError, match=r"is a directory.*did you mean .*config\.yaml"):
@@ -274,30 +274,12 @@ def test_a_file_that_is_not_there_is_answered_with_the_nearest_one(tmp_path: Pat
 
 # --- writing --------------------------------------------------------------------------------------
 
-_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-_words = _text | st.sampled_from(
-    ["no", "1e3", "010", "1:30", "null", "~", "a: b", "# x", "<<", "é"]
-)
-_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-    | _words,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_words, inner, max_size=3),
-    max_leaves=8,
-)  # fmt: skip
-
-
-@given(st.dictionaries(_words, _values, max_size=4))
-def test_yaml_is_read_back_as_it_was_written(value: dict[str, Any]) -> None:
-    document = read_yaml(dump_yaml(value))
-    assert document.problems == []
-    assert json.dumps(document.value if value else {}) == json.dumps(value)
-
 
 @settings(max_examples=50)
 @given(
     lr=st.floats(1e-12, 1e3),
-    split=st.none() | _words,
-    extra=st.dictionaries(st.sampled_from(["aio", "comet"]), _values, max_size=2),
+    split=st.none() | words,
+    extra=st.dictionaries(st.sampled_from(["aio", "comet"]), values, max_size=2),
 )
 def test_a_dumped_config_loads_as_the_same_config(
     tmp_path_factory: pytest.TempPathFactory, lr: float, split: str | None, extra: dict[str, Any]
@@ -311,7 +293,7 @@ def test_a_dumped_config_loads_as_the_same_config(
         }
     )
     if redact(config.model_dump()) != config.model_dump():
-        return  # text that looks like a secret is not written
+        return  # Text that looks like a secret is not written.
     path = tmp_path_factory.mktemp("config") / "run.yaml"
     path.write_text(dump_run_config(config), encoding="utf-8")
     assert load_run_config(path) == config
@@ -325,9 +307,6 @@ def test_a_flat_config_has_every_setting_under_its_dotted_name() -> None:
     assert flat["deepspeed.extra.aio.b"] == "[1, 2]"
     assert all(isinstance(value, str | int | float | None) for value in flat.values())
     assert list(flat) == list(flatten_config(config))
-
-
-# --- secrets --------------------------------------------------------------------------------------
 
 
 def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) -> None:
@@ -344,32 +323,3 @@ def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) ->
     for text in [*written, str(caught.value)]:
         assert "CANARY" not in text
         assert "***" in text or "unknown key" in text
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("see postgresql://u:p/w@db/x now", "see postgresql://***@db/x now"),
-        ("http://u:pw@h/a", "http://***@h/a"),
-        ("http://h/a?api_key=abc&x=1", "http://h/a?api_key=***&x=1"),
-        ("password = 'my word' x", "password = *** x"),
-        ("Authorization: Bearer abcdefgh12", "Authorization: Bearer ***"),
-        ("AWS_SECRET_ACCESS_KEY=abc", "AWS_SECRET_ACCESS_KEY=***"),
-        ("max_tokens=512 tokens: 12 key: 3", "max_tokens=512 tokens: 12 key: 3"),
-        ("runs/keys and tokens", "runs/keys and tokens"),
-    ],
-)
-def test_text_is_redacted_where_it_holds_a_secret(text: str, expected: str) -> None:
-    assert redact(text) == expected
-    assert redact(expected) == expected
-
-
-def test_counts_are_no_secrets() -> None:
-    counts = {"max_tokens": 5, "num_keys": 2, "tokens": "a", "token": 3, "tokenizer": "byte"}
-    assert redact(counts) == counts
-    assert redact({"apiToken": "x", "Password": "y", "a": {"secret": {"b": 1}}, "key": None}) == {
-        "apiToken": "***",
-        "Password": "***",
-        "a": {"secret": "***"},
-        "key": None,
-    }

@@ -1,7 +1,7 @@
-"""Attention by distance: the weights of every scored query, once, whatever the cut and the batch.
+"""Attention by distance counts the weights of each scored query once, for any chunks and batch.
 
-The oracle reads the split in one pass, segment after segment, with a memory of inputs, and adds up
-every query's weights in a plain loop. It shares with the package only the model.
+The reference reads the split in one pass with a memory of inputs, and sums the weights in a plain
+loop over queries and keys. It uses nothing of the package except the model.
 """
 
 from dataclasses import dataclass, replace
@@ -33,14 +33,14 @@ CLOSE = {"rtol": 0, "atol": 1e-9}
 
 @dataclass(frozen=True)
 class Case:
-    """A split, a model, and how the split is cut and batched."""
+    """A split, a model, and how the split is divided into chunks and batches."""
 
     lengths: list[list[int]]
     tgt_len: int
     model_options: dict[str, Any]
     reset: Reset
     batch_chunks: int = 2
-    pieces_wanted: int = 5
+    target_num_chunks: int = 5
     max_tokens: int | None = None
 
     @property
@@ -56,7 +56,7 @@ class Case:
         num_tokens = sum(map(sum, self.lengths))
         return min(num_tokens, self.max_tokens or num_tokens) - 1
 
-    def look(self) -> AttentionByDistance:
+    def measure(self) -> AttentionByDistance:
         model, config = self.model, self.model.config
         scorer = Scorer(
             model=model,
@@ -77,17 +77,17 @@ class Case:
             max_tokens=self.max_tokens,
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", self.pieces_wanted)
+            patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", self.target_num_chunks)
             patch.setattr(evaluation_chunks, "MIN_CONTEXTS_PER_CHUNK", 0)
-            pieces = plan_evaluation(self.source, settings, n_layer=config.n_layer)
-        told: list[tuple[int, int]] = []
-        found = attention_by_distance(scorer, pieces, on_progress=lambda *n: told.append(n))
-        assert told[-1] == (len(pieces), len(pieces))
-        return found
+            chunks = plan_evaluation(self.source, settings, n_layer=config.n_layer)
+        calls: list[tuple[int, int]] = []
+        result = attention_by_distance(scorer, chunks, on_progress=lambda *n: calls.append(n))
+        assert calls[-1] == (len(chunks), len(chunks))
+        return result
 
 
 def plain_mass(case: Case) -> tuple[Mass, Mass]:
-    """Of the heads and of an even look, from one pass, query by query and key by key."""
+    """Shares of the heads, and for equal weights, summed over one pass, query by query."""
     model, source = case.model, case.source
     config, tgt_len = model.config, case.tgt_len
     tokens = [token for document in source.documents for token in document]
@@ -98,20 +98,25 @@ def plain_mass(case: Case) -> tuple[Mass, Mass]:
     heads, even = empty_mass(*shape, mem_len + tgt_len), empty_mass(1, 1, mem_len + tgt_len)
     memory = model.empty_memory(1)
     for start in range(0, case.num_targets, tgt_len):
-        here = slice(start, start + tgt_len)
+        segment = slice(start, start + tgt_len)
         shown: dict[int, Tensor] = {}
-        # Whole segments: `absolute` counts a token's place from the segment's end.
-        columns = (torch.tensor([(column + [0] * tgt_len)[here]]) for column in (tokens, ages))
+        # Whole segments: `absolute` numbers the tokens from the end of the segment.
+        columns = (torch.tensor([(column + [0] * tgt_len)[segment]]) for column in (tokens, ages))
         with torch.no_grad():
             _, memory = model.hidden(*columns, memory, on_attention_weights=shown.__setitem__)
-        for query, age in enumerate(ages[start : min(here.stop, case.num_targets)]):
+        for query, age in enumerate(ages[start : min(segment.stop, case.num_targets)]):
             reach = min(age, mem_len - 1) if config.same_length else age
             keys = [key for key in range(mem_len + query + 1) if mem_len + query - key <= reach]
             for key in keys:
-                place = (mem_len + query - key, key < mem_len)
+                distance_in_memory = (mem_len + query - key, key < mem_len)
                 for layer, weight_BHTS in shown.items():
-                    add(heads, layer, weight_BHTS[0, :, query, key], *place)
-                add(even, 0, torch.full((1,), 1 / len(keys), dtype=torch.float64), *place)
+                    add(heads, layer, weight_BHTS[0, :, query, key], *distance_in_memory)
+                add(
+                    even,
+                    0,
+                    torch.full((1,), 1 / len(keys), dtype=torch.float64),
+                    *distance_in_memory,
+                )
     for mass in (heads, even):
         for tensor in (mass.by_distance_LHD, mass.memory_LH, mass.segment_LH):
             tensor.div_(case.num_targets)
@@ -158,25 +163,25 @@ cases = st.builds(
     model_options=with_memory | without_memory,
     reset=st.sampled_from(["document", "stream"]),
     batch_chunks=st.integers(1, 4),
-    pieces_wanted=st.integers(1, 30),
+    target_num_chunks=st.integers(1, 30),
     max_tokens=st.none() | st.integers(2, 30),
 )
 
 
 @examples(25)
 @given(case=cases)
-def test_it_is_what_a_plain_loop_over_one_pass_adds_up(case: Case) -> None:
-    found, (heads, even) = case.look(), plain_mass(case)
-    assert found.num_queries == case.num_targets, "every scored query once"
-    assert_same(found.heads, heads)
-    assert_same(found.even, even)
+def test_it_equals_the_sums_of_a_plain_loop_over_one_pass(case: Case) -> None:
+    result, (heads, even) = case.measure(), plain_mass(case)
+    assert result.num_queries == case.num_targets, "every scored query once"
+    assert_same(result.heads, heads)
+    assert_same(result.even, even)
 
 
 @examples(40)
 @given(case=cases)
-def test_every_heads_mass_is_one_and_so_are_memory_and_segment(case: Case) -> None:
-    found = case.look()
-    for mass in (found.heads, found.even):
+def test_the_shares_of_every_head_add_up_to_1(case: Case) -> None:
+    result = case.measure()
+    for mass in (result.heads, result.even):
         ones_LH = torch.ones_like(mass.memory_LH)
         torch.testing.assert_close(mass.by_distance_LHD.sum(-1), ones_LH, **CLOSE)
         torch.testing.assert_close(mass.memory_LH + mass.segment_LH, ones_LH, **CLOSE)
@@ -188,32 +193,34 @@ LONG = Case([[20, 3], [41]], tgt_len=3, model_options={"mem_len": 7}, reset="str
 
 
 @pytest.mark.parametrize("reset", ["document", "stream"])
-def test_batch_and_number_of_pieces_change_nothing(reset: Reset) -> None:
+def test_batch_and_number_of_chunks_change_nothing(reset: Reset) -> None:
     case = replace(LONG, reset=reset)
-    one = replace(case, batch_chunks=1, pieces_wanted=1).look()
-    for batch_chunks, pieces_wanted in [(1, 30), (2, 7), (100, 30)]:
-        other = replace(case, batch_chunks=batch_chunks, pieces_wanted=pieces_wanted).look()
+    one = replace(case, batch_chunks=1, target_num_chunks=1).measure()
+    for batch_chunks, target_num_chunks in [(1, 30), (2, 7), (100, 30)]:
+        other = replace(
+            case, batch_chunks=batch_chunks, target_num_chunks=target_num_chunks
+        ).measure()
         assert_same(other.heads, one.heads)
         assert_same(other.even, one.even)
 
 
 @pytest.mark.parametrize("longest", [1, 2, 5])
-def test_no_mass_lies_before_a_documents_start(longest: int) -> None:
+def test_no_attention_goes_past_the_start_of_a_document(longest: int) -> None:
     case = replace(LONG, lengths=[[longest] * 9], reset="document")
-    beyond_LHD = case.look().heads.by_distance_LHD[..., longest:]
+    beyond_LHD = case.measure().heads.by_distance_LHD[..., longest:]
     assert (beyond_LHD == 0).all()
-    over_documents = replace(case, reset="stream").look().heads.by_distance_LHD[..., longest:]
+    over_documents = replace(case, reset="stream").measure().heads.by_distance_LHD[..., longest:]
     assert (over_documents.sum(-1) > 0).all(), "the test can fail"
 
 
-def test_without_memory_all_is_in_the_segment() -> None:
+def test_without_memory_all_attention_is_in_the_segment() -> None:
     options = {"mem_len": 0, "distance_encoding": "absolute"}
-    heads = replace(LONG, model_options=options).look().heads
+    heads = replace(LONG, model_options=options).measure().heads
     assert heads.by_distance_LHD.shape[-1] == LONG.tgt_len
     assert (heads.memory_LH == 0).all()
 
 
-def test_mean_distance_and_reach_are_those_of_the_mass() -> None:
+def test_mean_distance_and_reach_of_known_shares() -> None:
     by_distance = torch.tensor([[[0.5, 0.1, 0.4], [0.7, 0.3, 0.0]]], dtype=torch.float64)
     mass = Mass(
         by_distance_LHD=by_distance, memory_LH=torch.zeros(1, 2), segment_LH=torch.ones(1, 2)
@@ -223,10 +230,10 @@ def test_mean_distance_and_reach_are_those_of_the_mass() -> None:
     assert [mass.reach(share).tolist() for share in (0.5, 0.7, 0.9)] == [[0], [1], [2]]
 
 
-def test_weights_that_are_not_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(seed=4)
     with torch.no_grad():
         model.layers[1].attention.query.weight.fill_(1e308)
     monkeypatch.setattr(Case, "model", model)
-    with pytest.raises(CheckpointError, match=r"layer 1.*not numbers"):
-        LONG.look()
+    with pytest.raises(CheckpointError, match=r"layer 1.*not finite"):
+        LONG.measure()

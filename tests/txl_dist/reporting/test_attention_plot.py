@@ -1,4 +1,4 @@
-"""The plot: bins that lose nothing, a panel a layer, a line a head, and no surprise in a title."""
+"""The plot: bins, one panel per layer, one line per head, and a title of plain text."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from txl_dist.reporting.attention_by_distance import AttentionByDistance, Mass
 from txl_dist.reporting.attention_plot import (
     PLOT_NAMES,
-    binned,
     plot_attention,
     power_bins,
+    sum_over_bins,
     write_plots,
 )
 
@@ -21,7 +21,7 @@ from txl_dist.reporting.attention_plot import (
 def attention(
     num_layers: int, num_heads: int, *, tgt_len: int, mem_len: int
 ) -> AttentionByDistance:
-    """Random heads; one of them has all its mass on the query itself."""
+    """Random heads; one of them attends to the query itself only."""
     generator = torch.Generator().manual_seed(0)
     shape = (num_layers, num_heads, tgt_len + mem_len)
     weights_LHD = torch.rand(shape, generator=generator, dtype=torch.float64).softmax(-1)
@@ -51,22 +51,24 @@ def test_bins_cover_every_distance_once(num_distances: int) -> None:
     assert (edges[0], edges[-1]) == (0, num_distances)
     assert all(start.bit_count() == 1 for start in edges[1:-1])
     assert len(edges) <= 15
-    assert binned(torch.ones(3, num_distances), edges).sum(-1).tolist() == [num_distances] * 3
+    assert (
+        sum_over_bins(torch.ones(3, num_distances), edges).sum(-1).tolist() == [num_distances] * 3
+    )
 
 
-def test_a_bin_holds_the_mass_of_its_distances() -> None:
-    found = binned(torch.arange(7.0), power_bins(7))
-    assert found.tolist() == [0, 1, 2 + 3, 4 + 5 + 6]
+def test_a_bin_is_the_sum_of_its_distances() -> None:
+    result = sum_over_bins(torch.arange(7.0), power_bins(7))
+    assert result.tolist() == [0, 1, 2 + 3, 4 + 5 + 6]
 
 
 @pytest.mark.parametrize(("tgt_len", "mem_len"), [(3, 5), (1, 0), (1, 4), (6, 0)])
-def test_a_panel_a_layer_a_line_a_head(tgt_len: int, mem_len: int) -> None:
-    found = attention(4, 2, tgt_len=tgt_len, mem_len=mem_len)
-    figure = plot_attention(found, title="here")
+def test_one_panel_per_layer_and_one_line_per_head(tgt_len: int, mem_len: int) -> None:
+    result = attention(4, 2, tgt_len=tgt_len, mem_len=mem_len)
+    figure = plot_attention(result, title="here")
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert [axes.get_title().split(":")[0] for axes in panels] == [f"layer {n}" for n in range(4)]
     for layer, axes in enumerate(panels):
-        assert f"{found.heads.memory_LH[layer].mean():.0%} on memory" in axes.get_title()
+        assert f"{result.heads.memory_LH[layer].mean():.0%} on memory" in axes.get_title()
         lines = [line.get_label() for line in axes.get_lines()]
         assert sorted(line.split(":")[0] for line in lines if line.startswith("head")) == [
             "head 0",
@@ -76,20 +78,20 @@ def test_a_panel_a_layer_a_line_a_head(tgt_len: int, mem_len: int) -> None:
         assert marked == (["memory only"] if mem_len else [])
 
 
-def test_the_border_lies_between_the_segments_reach_and_the_memory() -> None:
+def test_the_border_is_before_the_first_bin_that_is_only_memory() -> None:
     axes = plot_attention(attention(1, 2, tgt_len=4, mem_len=9), title="").axes[0]
     (border,) = (line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == "--")
     assert border == power_bins(13).index(4) - 0.5
 
 
 @pytest.mark.parametrize("title", ["a $x^2 run_{1", "$\\undefined$", "runs/_a", "<&>", "模型"])
-def test_a_title_is_taken_literally(title: str, tmp_path: Path) -> None:
+def test_a_title_is_plain_text(title: str, tmp_path: Path) -> None:
     png, svg = written(tmp_path, title)
     assert png.startswith(b"\x89PNG")
     assert b"<svg" in svg
 
 
-def test_files_are_the_same_again(tmp_path: Path) -> None:
+def test_the_same_figure_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     assert written(tmp_path / "one", "a run") == written(tmp_path / "two", "a run")

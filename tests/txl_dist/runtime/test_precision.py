@@ -170,8 +170,8 @@ def test_generation_runs_in_bf16_too() -> None:
     assert all(0 <= next(tokens) < VOCAB_SIZE for _ in range(5))
 
 
-def test_fp16_is_rejected_with_the_alternatives(dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"precision: 'fp16' is not offered.* bf16.* or fp32"):
+def test_fp16_is_refused_with_what_to_write_instead(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"precision: 'fp16' is not supported.* bf16.* or fp32"):
         tiny_job(dataset, tmp_path, "precision=fp16")
     with pytest.raises(ConfigError, match=r"precision is \"int8\".*'fp32' or 'bf16'"):
         tiny_job(dataset, tmp_path, "precision=int8")

@@ -119,9 +119,9 @@ def test_offload_is_refused_where_a_checkpoint_would_be_loaded_into_copies(stage
 @pytest.mark.parametrize(
     ("stage", "extra", "expected"),
     [
-        (1, {"zero_optimisation": {}}, "extra.zero_optimisation is no key of DeepSpeed's"),
+        (1, {"zero_optimisation": {}}, "extra.zero_optimisation is not a key of DeepSpeed"),
         (1, {"zero_optimisation": {}}, "did you mean extra.zero_optimization"),
-        (1, {"xyz": 1}, "extra.xyz is no key of DeepSpeed's, which would ignore it; remove it"),
+        (1, {"xyz": 1}, "extra.xyz is not a key of DeepSpeed, which would ignore it; remove it"),
         (1, {"zero_optimization": {"offload_optimizer": {}}}, "zero_force_ds_cpu_optimizer=false"),
         (0, {"zero_optimization": {"offload_optimizer": {}}}, "at zero_stage=0 would be ignored"),
         (2, {"zero_optimization": {"offload_param": {}}}, "offload_param at zero_stage=2 would"),

@@ -1,0 +1,42 @@
+"""Every command of `txl`: its help, and where `--json` is declared."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from txl_dist.cli.app import app
+
+CLI = Path(__file__).parents[3] / "txl_dist" / "cli"
+
+
+def commands(command: click.Command, *words: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command below `command`, such as ("data", "verify")."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield words
+    for name, child in (inner or {}).items():
+        yield from commands(child, *words, name)
+
+
+COMMANDS = list(commands(typer.main.get_command(app)))
+
+
+def test_all_commands_are_found() -> None:
+    assert {("train",), ("data", "verify"), ("bench", "model")} <= set(COMMANDS)
+    assert len(COMMANDS) >= 17
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*words, "--help"])
+    assert result.exit_code == 0
+    assert f"Example: txl {' '.join(words)} " in " ".join(result.output.split()) + " "
+
+
+def test_json_is_declared_once() -> None:
+    declarations = [path.name for path in CLI.glob("*.py") if '"--json"' in path.read_text()]
+    assert declarations == ["options.py"]

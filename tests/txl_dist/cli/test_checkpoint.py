@@ -1,0 +1,14 @@
+"""`txl checkpoint` as a command."""
+
+import json
+from pathlib import Path
+
+from tests.support.commands import run_txl
+
+
+def test_checkpoints_are_listed_with_what_they_hold(run: Path) -> None:
+    code, output = run_txl("checkpoint", "list", run, "--json")
+    assert code == 0
+    listed = json.loads(output)["checkpoints"]
+    assert [row["step"] for row in listed] == [18, 20]
+    assert listed[-1]["tokens"] == 300

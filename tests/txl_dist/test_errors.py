@@ -1,0 +1,28 @@
+"""Errors: the tree in the docstring is the tree of the classes, with their exit codes."""
+
+import re
+
+import data_pipeline.errors as data_errors
+from txl_dist import errors
+from txl_dist.errors import TxlError, error_of
+
+
+def test_the_tree_in_the_docstring_is_that_of_the_classes() -> None:
+    classes = {**vars(data_errors), **vars(errors)}
+    parents: list[type] = []
+    drawn = set()
+    for indent, name, code in re.findall(r"(?m)^    ( *)(\w+Error) +(\d+) ", errors.__doc__ or ""):
+        depth, cls = len(indent) // 2, classes[name]
+        assert cls.__bases__ == ((parents[depth - 1] if depth else Exception),), name
+        assert cls.exit_code == int(code), name
+        parents[depth:] = [cls]
+        drawn.add(cls)
+    defined = {c for c in classes.values() if isinstance(c, type) and issubclass(c, TxlError)}
+    assert drawn == defined
+
+
+def test_an_error_of_another_process_is_recreated_by_name() -> None:
+    for name in errors.__all__:
+        error = error_of(name, "text")
+        assert (type(error).__name__, str(error)) == (name, "text")
+    assert type(error_of("ValueError", "text")) is TxlError

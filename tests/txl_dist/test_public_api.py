@@ -1,0 +1,89 @@
+"""The public API: which names `txl_dist` exports, and that the example of its docstring runs."""
+
+import subprocess
+import sys
+import textwrap
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import txl_dist
+from tests.support.training_runs import TINY
+from txl_dist import EvaluationJob, EvaluationSettings, ModelConfig, TransformerXL, find_launcher
+
+PUBLIC = {
+    "EvaluationJob",
+    "EvaluationSettings",
+    "ModelConfig",
+    "RunConfig",
+    "Sampling",
+    "TrainJob",
+    "TransformerXL",
+    "find_launcher",
+    "find_model",
+    "generate_tokens",
+    "load_run_config",
+}
+
+
+def test_these_names_are_exported() -> None:
+    assert set(txl_dist.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(txl_dist, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'train_model'"):
+        _ = txl_dist.train_model
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, txl_dist; print('torch' in sys.modules, 'pydantic' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["False", "False"]
+
+
+def test_a_model_reads_a_segment_after_another() -> None:
+    config = ModelConfig(vocab_size=11, n_layer=2, d_model=8, n_head=2, d_head=4, mem_len=3)
+    model = TransformerXL(config, seed=0)
+    ids_BT, memory = torch.arange(8).reshape(2, 4), model.empty_memory(2)
+    for segment in range(2):
+        age_BT = torch.arange(4).expand(2, 4) + 4 * segment
+        hidden_BTD, memory = model.hidden(ids_BT, age_BT, memory)
+    assert model.logits(hidden_BTD).shape == (2, 4, 11)
+
+
+def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
+    dataset: Path, tmp_path: Path
+) -> None:
+    doc = txl_dist.__doc__ or ""
+    example = textwrap.dedent("\n".join(line for line in doc.splitlines() if line[:4] == "    "))
+    assert len(example.splitlines()) == 5
+    overrides = [f"data.path={dataset}", f"directory={tmp_path / 'run'}", "evaluation.split=null"]
+    for text, replacement in (
+        ('"configs/quickstart.yaml"', repr(str(TINY))),
+        ('["training.num_steps=100"]', repr([*overrides, "training.num_steps=4"])),
+        ("num_ranks=2", "num_ranks=1"),  # Half the processes to start.
+    ):
+        assert text in example
+        example = example.replace(text, replacement)
+    names: dict[str, Any] = {name: getattr(txl_dist, name) for name in PUBLIC}
+    exec(example, names)
+    new_tokens = list(islice(names["tokens"], 3))
+    assert len(new_tokens) == 3
+    assert all(0 <= token < names["model"].config.vocab_size for token in new_tokens)
+
+    settings = EvaluationSettings(
+        split="valid",
+        mode="exact",
+        tgt_len=3,
+        mem_len=7,
+        clamp_len=None,
+        same_length=False,
+        reset="document",
+        max_tokens=20,
+    )
+    checkpoint = txl_dist.find_model(tmp_path / "run").path
+    job = EvaluationJob(checkpoint=checkpoint, data=dataset, settings=settings, batch_chunks=2)
+    result = find_launcher("processes").evaluate(job, num_workers=1, on_progress=lambda *_: None)
+    assert result.sums.num_tokens == 19

@@ -49,7 +49,7 @@ def test_variables_left_in_the_shell_are_ignored_with_a_warning(
     assert done.exit_code == 0, done.output
     assert "ready" in done.stdout
     assert "on 2 ranks" in done.stdout
-    assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK set in the" in done.stderr
+    assert "ignored RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK of the" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

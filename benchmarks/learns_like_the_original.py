@@ -21,7 +21,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.settings import PrepareSettings
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.config.config_file import load_run_config
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings, evaluate_here
+from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings, evaluate_in_process
 from txl_dist.launch.processes import ProcessLauncher
 from txl_dist.training.job import TrainJob
 
@@ -81,7 +81,7 @@ def score(checkpoint: Path, data: Path, *, mem_len: int) -> float:
         reset="stream",
     )
     job = EvaluationJob(checkpoint=checkpoint, data=data, settings=settings, batch_chunks=8)
-    return evaluate_here(job, on_progress=lambda done, total: None).sums.bits_per_byte
+    return evaluate_in_process(job, on_progress=lambda done, total: None).sums.bits_per_byte
 
 
 def summarise(rows: list[tuple[float, float]]) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file
-from txl_dist.errors import TxlError, error_of
+from txl_dist.errors import TxlError, error_from_name
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class LaunchFiles:
         """The error of the lowest rank that has written one."""
         for path in sorted(self._base.parent.glob(f"{self._base.name}.error-*")):
             content = json.loads(path.read_text())
-            return error_of(content["type"], content["message"])
+            return error_from_name(content["type"], content["message"])
         return None
 
     def append_failure(self, errors: Mapping[int, Exception], *, died: tuple[int, ...]) -> None:

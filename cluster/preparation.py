@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from cluster.connection import ray_connection
 from data_pipeline.errors import TxlError
-from data_pipeline.processes.workers import MAX_DEATHS, died, peak_memory_bytes
+from data_pipeline.processes.workers import MAX_DEATHS, peak_memory_bytes, worker_died_error
 
 U = TypeVar("U")
 R = TypeVar("R")
@@ -60,7 +60,7 @@ class RayWorkers:
                     except ray.exceptions.RayError:
                         deaths[number] = deaths.get(number, 0) + 1
                         if deaths[number] == MAX_DEATHS:
-                            raise died(unit, None) from None
+                            raise worker_died_error(unit, None) from None
                         running[remote.remote(function, unit)] = number, unit
                         continue
                     self.peak_memory_bytes = max(self.peak_memory_bytes, peak)

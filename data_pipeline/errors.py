@@ -4,7 +4,7 @@
     |-- ConfigError         2
     |-- DataError           3
     |   `-- UnfinishedError 3
-    `-- UnreadError         1
+    `-- ReadFailureError         1
 
 A message names the observed and the expected value, the place, the likely cause and the next
 command. The command line prints it on standard error and exits with `exit_code`.
@@ -29,7 +29,7 @@ class DataError(TxlError):
     exit_code = 3
 
 
-class UnreadError(TxlError):
+class ReadFailureError(TxlError):
     """A disk, network or server failed to deliver data. The data itself may be intact."""
 
 

@@ -4,14 +4,14 @@ import sys
 from contextlib import nullcontext
 
 from data_pipeline.processes.stop_signals import StopSignals
-from txl_dist.runtime.stop_request import end_start_up
+from txl_dist.runtime.stop_request import exit_before_first_step
 
 
 def main() -> None:
     """Run one command. A stop signal while `txl train` starts ends it with exit code 75."""
     # Only training saves its state on a stop signal.
     is_training = sys.argv[1:2] == ["train"]
-    with StopSignals(on_request=end_start_up) if is_training else nullcontext():
+    with StopSignals(on_request=exit_before_first_step) if is_training else nullcontext():
         from txl_dist.cli.app import main as run_command
 
         run_command()

@@ -4,7 +4,7 @@
       ConfigError           2   invalid or contradictory command line or configuration
       DataError             3   input text, shards or a manifest that must not be used
         UnfinishedError     3   preparation that was interrupted; the same command resumes it
-      UnreadError           1   data that cannot be read now; it may be intact
+      ReadFailureError           1   data that cannot be read now; it may be intact
       CheckpointError       4   damaged, incomplete or incompatible checkpoint
       DivergedError         5   loss or gradient that is not finite
       LostRankError         1   no reply from other ranks in a collective
@@ -50,7 +50,7 @@ class PreemptedError(TxlError):
     exit_code = STOPPED_EXIT_CODE
 
 
-def error_of(name: str, message: str) -> TxlError:
+def error_from_name(name: str, message: str) -> TxlError:
     """Recreate an error that another process raised, from the name of its class."""
     classes = (
         ConfigError,

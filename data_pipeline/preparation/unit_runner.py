@@ -55,6 +55,6 @@ class UnitRunner:
 
     def count(self, *, reused: bool) -> None:
         """Count one finished unit. From now on, staging is kept when the run is stopped."""
-        self.staged.worth_keeping = True
+        self.staged.keep_staging = True
         self.finished += 1
         self.reused += reused

@@ -36,7 +36,7 @@ def end_now() -> None:
     os._exit(STOPPED_EXIT_CODE)
 
 
-def say(text: str) -> None:
+def print_unbuffered(text: str) -> None:
     """Write a line to standard error, unbuffered: the process may end right after it."""
     os.write(2, f"{text}\n".encode())
 

@@ -90,7 +90,7 @@ class ProcessWorkers:
                         worker.kill()
                         worker.process.join()
                         if deaths[number] == MAX_DEATHS:
-                            raise died(unit, worker.process.exitcode) from None
+                            raise worker_died_error(unit, worker.process.exitcode) from None
                         self._start(function, number, unit)
                         continue
                     self._idle.append(worker)
@@ -135,7 +135,7 @@ class _Worker:
         self.connection.close()
 
 
-def died(unit: object, exit_code: int | None) -> UnfinishedError:
+def worker_died_error(unit: object, exit_code: int | None) -> UnfinishedError:
     """The error for a unit that killed MAX_DEATHS workers. `exit_code` is None if unknown."""
     cause = "" if exit_code is None else f" with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:

@@ -13,7 +13,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.storage.remote_path import DatasetPath, RemotePath
-from data_pipeline.storage.source_errors import is_unread
+from data_pipeline.storage.source_errors import is_read_failure
 
 
 def read_bytes_at(
@@ -97,7 +97,7 @@ def unreadable_file(
 ) -> DataError:
     """The DataError for a failed read of `part` of a file, or of all of it if `part` is empty."""
     problem = f"{part} cannot be read ({error.strerror})".lstrip()
-    if not is_unread(error):
+    if not is_read_failure(error):
         return damaged_file(path, directory, problem)
     return DataError(
         f"{path} {problem}. Check {what_to_check(path)}, then run it again: nothing was changed."

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.errors import DataError, UnreadError, printable
+from data_pipeline.errors import DataError, ReadFailureError, printable
 from data_pipeline.processes.progress import Progress
 from data_pipeline.processes.workers import InProcess, Workers
 from data_pipeline.shards.manifest import (
@@ -24,7 +24,7 @@ from data_pipeline.shards.manifest import (
 from data_pipeline.shards.shard_files import what_to_check
 from data_pipeline.storage.atomic_files import sha256_file
 from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.source_errors import is_unread
+from data_pipeline.storage.source_errors import is_read_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,17 @@ def verify_dataset(
 ) -> Verified:
     """Hash every file again; with `fast`, hash the indexes and compare only the shards' sizes.
 
-    Raises DataError without a usable manifest, UnreadError if the manifest or the list of files
-    could not be read at the moment.
+    Raises DataError without a usable manifest, ReadFailureError if the manifest or the list of
+    files could not be read at the moment.
     """
     try:
         manifest = load_manifest(directory)
         problems = _name_problems(directory, manifest)
     except (DataError, OSError) as error:
-        if not is_unread(error):
+        if not is_read_failure(error):
             raise
         reason = getattr(error, "strerror", None) or str(error)
-        raise UnreadError(
+        raise ReadFailureError(
             f"{directory} could not be read now: {reason.removesuffix('.')}. Check "
             f"{what_to_check(directory)}, then run this again: the data may be intact."
         ) from error
@@ -67,7 +67,7 @@ def verify_dataset(
     try:
         open_tokenizer(directory, manifest)
     except DataError as error:
-        (unread if is_unread(error) else problems).append(str(error))
+        (unread if is_read_failure(error) else problems).append(str(error))
     # Absolute: Ray workers may have another working directory.
     local = directory.absolute() if isinstance(directory, Path) else directory
     checks = [_ShardCheck(local, shard, fast) for shard in manifest.shards]
@@ -169,7 +169,7 @@ def _file_problem(path: DatasetPath, size: int, sha256: str, *, size_only: bool)
         found_sha256 = sha256_file(path)
     except OSError as error:
         problem = f"{path.name}: cannot be read: {error.strerror}"
-        return _Unread(problem) if is_unread(error) else problem
+        return _Unread(problem) if is_read_failure(error) else problem
     if (found_size, found_sha256) == (size, sha256):
         return None
     return _Mismatch(path.name, found_size, found_sha256, size, sha256)

@@ -35,7 +35,7 @@ def is_transient(error: BaseException | None) -> bool:
     return False
 
 
-def is_unread(error: BaseException | None) -> bool:
+def is_read_failure(error: BaseException | None) -> bool:
     """Whether `error` or one of its causes is a failure to read, so the content is unknown.
 
     False for a missing file and for a folder with its name: those are certain.

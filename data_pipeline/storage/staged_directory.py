@@ -42,9 +42,9 @@ class StagedDirectory:
     process holds the lock.
 
     Leaving removes the staging folder, and the directory if it was created here and is empty. The
-    staging folder stays for the next process if `worth_keeping` is true and the block was
+    staging folder stays for the next process if `keep_staging` is true and the block was
     interrupted: by any exception except ConfigError and DataError, or by UnfinishedError.
-    `worth_keeping` is true on entry if there is a staging folder already; set it after staging
+    `keep_staging` is true on entry if there is a staging folder already; set it after staging
     files that can be reused.
     """
 
@@ -52,7 +52,7 @@ class StagedDirectory:
         self.directory = directory
         self.last = last
         self.path = directory / STAGING
-        self.worth_keeping = False
+        self.keep_staging = False
         self._descriptor = -1
         self._created = False
 
@@ -67,7 +67,7 @@ class StagedDirectory:
                         "choose another --out."
                     )
                 self._undo_incomplete_publish()
-                self.worth_keeping = self.path.is_dir()
+                self.keep_staging = self.path.is_dir()
             except BaseException:
                 os.close(self._descriptor)
                 raise
@@ -79,7 +79,7 @@ class StagedDirectory:
         try:
             # An OSError of a full or failing disk must not replace the exception being raised.
             with contextlib.suppress(OSError):
-                if not (self.worth_keeping and interrupted):
+                if not (self.keep_staging and interrupted):
                     self.discard()
                 if self._created:
                     self.directory.rmdir()  # fails if it is not empty
@@ -99,7 +99,7 @@ class StagedDirectory:
 
     def discard(self) -> None:
         """Remove the staging folder with its files."""
-        self.worth_keeping = False
+        self.keep_staging = False
         if self.path.is_dir() and not self.path.is_symlink():
             shutil.rmtree(self.path)
 

@@ -38,7 +38,7 @@ from typing import NamedTuple
 from data_pipeline.errors import ConfigError, DataError
 
 
-class Span(NamedTuple):
+class EpochRange(NamedTuple):
     """Consecutive lane positions in one epoch: offsets [start, stop) of every lane's slice."""
 
     epoch: int
@@ -132,19 +132,19 @@ class LanePlan:
 
     # --- in which step --------------------------------------------------------------------------
 
-    def spans(self, start: int, stop: int) -> list[Span]:
+    def epoch_ranges(self, start: int, stop: int) -> list[EpochRange]:
         """Lane positions [start, stop), split where epochs end. A step at p reads [p, p + tgt_len).
 
-        With Q = 10, `plan.spans(8, 25)` is epoch 0 [8, 10), epoch 1 [0, 10), epoch 2 [0, 5).
+        With Q = 10, `plan.epoch_ranges(8, 25)` is epoch 0 [8, 10), epoch 1 [0, 10), epoch 2 [0, 5).
         """
-        spans = []
+        epoch_ranges = []
         while start < stop:
             # Positions count on through phases; epochs of this plan start at `self.start`.
             epoch, offset = divmod(start - self.start, self.lane_tokens)
             num_tokens = min(self.lane_tokens - offset, stop - start)
-            spans.append(Span(self.first_epoch + epoch, offset, offset + num_tokens))
+            epoch_ranges.append(EpochRange(self.first_epoch + epoch, offset, offset + num_tokens))
             start += num_tokens
-        return spans
+        return epoch_ranges
 
     def slice_ends(self, start: int, stop: int) -> range:
         """Lane positions in [start, stop) of the last token of a slice: these have no target."""

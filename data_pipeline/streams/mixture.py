@@ -78,7 +78,7 @@ class Parts(NamedTuple):
     """Position of the part's middle in the corpus's share of the epoch, in [0, 1]."""
 
 
-class CorpusTape:
+class CyclicCorpus:
     """One corpus, read cyclically: each epoch takes the next `tokens_per_epoch` tokens."""
 
     def __init__(
@@ -120,7 +120,7 @@ class CorpusTape:
 class MixedEpoch:
     """The TokenSource of one epoch. Its blocks are the parts of all corpora, interleaved evenly."""
 
-    corpora: Sequence[CorpusTape]
+    corpora: Sequence[CyclicCorpus]
     dtype: np.dtype
     block_tokens: NDArray[np.int64]
     """[num_parts] tokens of every part; the arrays below have the same shape."""
@@ -160,7 +160,7 @@ class MixedEpoch:
 class MixedSource:
     """Several corpora with the same dtype, as one TokenSource per epoch."""
 
-    def __init__(self, corpora: Sequence[CorpusTape]) -> None:
+    def __init__(self, corpora: Sequence[CyclicCorpus]) -> None:
         dtypes = {corpus.source.dtype for corpus in corpora}
         if len(dtypes) != 1:
             raise ValueError(f"corpora of one mixture must have one dtype, got {dtypes or 'none'}")

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.streams.cursor import LaneCursor, rising_ages
-from data_pipeline.streams.lanes import LanePlan, Span
+from data_pipeline.streams.lanes import EpochRange, LanePlan
 from data_pipeline.streams.mixture import MixedSource, source_of_epoch
 from data_pipeline.streams.order import EpochOrder, Shuffle
 
@@ -99,10 +99,10 @@ class SegmentReader:
 
         slice_age_KT = self._slice_age(position, stop).reshape(shape_KT)
         # One token more than the inputs: the last target.
-        spans = self._plan.spans(position, stop + 1)
-        epochs = self._epochs_of(spans)
+        epoch_ranges = self._plan.epoch_ranges(position, stop + 1)
+        epochs = self._epochs_of(epoch_ranges)
         for row in range(len(self._cursors)):
-            tokens, document_age = self._read_lane(row, spans, epochs)
+            tokens, document_age = self._read_lane(row, epoch_ranges, epochs)
             input_KBT[:, row] = tokens[:-1].reshape(shape_KT)
             target_KBT[-1, row, -1] = tokens[-1]
             if self._reset == "document":
@@ -126,13 +126,13 @@ class SegmentReader:
         ]
 
     def _read_lane(
-        self, row: int, spans: list[Span], epochs: list[_Epoch]
+        self, row: int, epoch_ranges: list[EpochRange], epochs: list[_Epoch]
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        """Tokens and document ages of one row's lane, over consecutive spans."""
+        """Tokens and document ages of one row's lane, over consecutive epoch_ranges."""
         cursor, slice_start = self._cursors[row], self._starts[row]
         runs = [
-            cursor.read(*epoch, slice_start + span.start, slice_start + span.stop)
-            for span, epoch in zip(spans, epochs, strict=True)
+            cursor.read(*epoch, slice_start + part.start, slice_start + part.stop)
+            for part, epoch in zip(epoch_ranges, epochs, strict=True)
         ]
         if len(runs) == 1:
             return runs[0]
@@ -141,14 +141,14 @@ class SegmentReader:
 
     def _slice_age(self, start: int, stop: int) -> NDArray[np.int32]:
         """Tokens since the slice's start at lane positions [start, stop), the same in all lanes."""
-        ages = [rising_ages(span.start, span.stop) for span in self._plan.spans(start, stop)]
+        ages = [rising_ages(part.start, part.stop) for part in self._plan.epoch_ranges(start, stop)]
         return ages[0] if len(ages) == 1 else np.concatenate(ages)
 
-    def _epochs_of(self, spans: list[Span]) -> list[_Epoch]:
-        """The epoch of each span. Keeps only these, usually one, for the next call."""
+    def _epochs_of(self, epoch_ranges: list[EpochRange]) -> list[_Epoch]:
+        """The epoch of each part. Keeps only these, usually one, for the next call."""
         self._epochs = {
-            span.epoch: self._epochs.get(span.epoch) or self._open_epoch(span.epoch)
-            for span in spans
+            part.epoch: self._epochs.get(part.epoch) or self._open_epoch(part.epoch)
+            for part in epoch_ranges
         }
         return list(self._epochs.values())
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from data_pipeline.errors import DataError
 from data_pipeline.storage import strict_json
 from data_pipeline.storage.remote_path import DatasetPath, dataset_path
-from data_pipeline.storage.source_errors import is_unread
+from data_pipeline.storage.source_errors import is_read_failure
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import CharTokenizer
 from data_pipeline.tokenizers.interface import Tokenizer
@@ -55,7 +55,7 @@ def read_description(path: DatasetPath) -> Any:
     except OSError as error:
         advice = (
             "Check the disk or network and run this again."
-            if is_unread(error)
+            if is_read_failure(error)
             else "A complete dataset has one; create it again: txl prepare INPUT --out DIR."
         )
         raise DataError(

@@ -12,7 +12,7 @@ from data_pipeline.shards.shard_reader import open_split
 from txl_dist.evaluation.evaluate import (
     EvaluationJob,
     EvaluationSettings,
-    evaluate_here,
+    evaluate_in_process,
     plan_evaluation,
     summarise,
 )
@@ -37,7 +37,7 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
         settings=settings,
         batch_chunks=3,
     )
-    expected = evaluate_here(job, on_progress=lambda done, total: None)
+    expected = evaluate_in_process(job, on_progress=lambda done, total: None)
     assert expected.sums.num_tokens == load_manifest(dataset).splits["valid"].tokens - 1
     chunks = plan_evaluation(open_split(dataset, "valid"), settings, n_layer=2)
     assert len(chunks) > 12  # so that each of three workers has something to do

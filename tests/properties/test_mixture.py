@@ -18,7 +18,7 @@ from numpy.testing import assert_array_equal
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.mixture import CorpusTape, MixedSource, tokens_per_epoch
+from data_pipeline.streams.mixture import CyclicCorpus, MixedSource, tokens_per_epoch
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource
@@ -61,7 +61,7 @@ class Case:
     def mixed(self, *, start: int = 0, first_epoch: int = 0) -> MixedSource:
         return MixedSource(
             [
-                CorpusTape(
+                CyclicCorpus(
                     source, tokens_per_epoch=self.share[name], shuffle=self.shuffle,
                     seed=self.seed, key=number, start=start, first_epoch=first_epoch,
                 )
@@ -288,7 +288,7 @@ def test_ten_thousand_blocks_are_mixed_in_milliseconds() -> None:
         block_tokens = np.full(5_000, 1 << 18)
 
     corpora = [
-        CorpusTape(Blocks(), tokens_per_epoch=5_000 << 18, shuffle="blocks", seed=1, key=key)  # type: ignore[arg-type]
+        CyclicCorpus(Blocks(), tokens_per_epoch=5_000 << 18, shuffle="blocks", seed=1, key=key)  # type: ignore[arg-type]
         for key in (1, 2)
     ]
     source = MixedSource(corpora)

@@ -114,8 +114,8 @@ def test_over_all_phases_the_read_counts_of_any_two_tokens_differ_by_at_most_one
     epochs = []
     stops = [*(phase.position for phase in phases[1:]), position]
     for phase, stop in zip(phases, stops, strict=True):
-        spans = run.plan(phase).spans(phase.position, stop)
-        for epoch in sorted({span.epoch for span in spans}):
+        epoch_ranges = run.plan(phase).epoch_ranges(phase.position, stop)
+        for epoch in sorted({span.epoch for span in epoch_ranges}):
             source = source_of_epoch(run.source(phase), epoch)
             for part, num_tokens in enumerate(source.block_tokens):
                 counts.update(source.read(part, 0, int(num_tokens)).tolist())

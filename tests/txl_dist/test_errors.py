@@ -4,7 +4,7 @@ import re
 
 import data_pipeline.errors as data_errors
 from txl_dist import errors
-from txl_dist.errors import TxlError, error_of
+from txl_dist.errors import TxlError, error_from_name
 
 
 def test_the_tree_in_the_docstring_is_that_of_the_classes() -> None:
@@ -23,6 +23,6 @@ def test_the_tree_in_the_docstring_is_that_of_the_classes() -> None:
 
 def test_an_error_of_another_process_is_recreated_by_name() -> None:
     for name in errors.__all__:
-        error = error_of(name, "text")
+        error = error_from_name(name, "text")
         assert (type(error).__name__, str(error)) == (name, "text")
-    assert type(error_of("ValueError", "text")) is TxlError
+    assert type(error_from_name("ValueError", "text")) is TxlError

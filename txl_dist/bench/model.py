@@ -154,7 +154,7 @@ def training_step(config: ModelConfig, *, tgt_len: int, dtype: torch.dtype) -> W
 def evaluation_segment(config: ModelConfig, *, tgt_len: int) -> Work:
     """Score one segment with a KV cache, with a full memory."""
     model, (input_BT, target_BT, age_BT) = TransformerXL(config), _segment(config, tgt_len)
-    cache = model.empty_state(LANES)
+    cache = model.empty_kv_cache(LANES)
 
     @torch.no_grad()
     def score() -> None:
@@ -167,7 +167,7 @@ def _generation_figure(rounds: int, *, mem_len: int = 1600, tokens: int = 4) -> 
     """One token at a time: the speed-up of a KVCache over a Memory, projected for every token."""
     config = replace(PLAIN, mem_len=mem_len)
     model, (input_BT, _, age_BT) = TransformerXL(config), _segment(config, 1, lanes=1)
-    cache, memory = model.empty_state(1), model.empty_memory(1)
+    cache, memory = model.empty_kv_cache(1), model.empty_memory(1)
 
     @torch.no_grad()
     def read(memory: Memory | KVCache) -> None:

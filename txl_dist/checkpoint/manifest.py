@@ -116,7 +116,7 @@ class CheckpointManifest(StrictModel):
         return step
 
     @property
-    def model_config_of(self) -> ModelConfig:
+    def architecture(self) -> ModelConfig:
         """The architecture. Raises CheckpointError if this version does not support it."""
         try:
             return TypeAdapter(ModelConfig).validate_python(self.model)

@@ -67,7 +67,7 @@ def load_model(
     same_length, attention). Verifies the weights first; raises CheckpointError.
     """
     manifest = verify_checkpoint(directory, kinds=("weights", "tokenizer"))
-    model = TransformerXL(config or manifest.model_config_of)
+    model = TransformerXL(config or manifest.architecture)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     check_parameters(directory, manifest, shapes)
     with _Slices(directory, manifest) as slices, torch.no_grad():

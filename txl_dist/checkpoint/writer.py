@@ -73,7 +73,7 @@ def save_checkpoint(
     """
     step: int = state["step"]
     local = _RankContent(list(fragments), memory_of_lane)
-    sizes, not_finite = zip(*world.gather((local.num_bytes, local.not_finite)), strict=True)
+    sizes, not_finite = zip(*world.all_gather((local.num_bytes, local.not_finite)), strict=True)
     _require_finite(step, not_finite)
     with explain_failed_save(directory):
         try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.errors import DataError, UnreadError, printable
+from data_pipeline.errors import DataError, ReadFailureError, printable
 from txl_dist.cli.options import AsJson, NumWorkers, On
 from txl_dist.cli.paths import local_path_parser
 from txl_dist.cli.progress import progress_in_bytes
@@ -88,7 +88,9 @@ def _raise_problems(directory: "DatasetPath", verified: "Verified") -> None:
             f"Do not train on it. {repair}" + (f"\n{unread}\n{retry}" if verified.unread else "")
         )
     if verified.unread:
-        raise UnreadError(f"{directory}: {unread}\nNo damage in the files that were read. {retry}")
+        raise ReadFailureError(
+            f"{directory}: {unread}\nNo damage in the files that were read. {retry}"
+        )
 
 
 def _listed(problems: list[str]) -> str:

@@ -48,14 +48,14 @@ def run_progress(num_steps: int, *, quiet: bool) -> Iterator[Callable[[str], Non
         def on_line(line: str) -> None:
             if (step := step_of(line)) is not None:
                 room = console.width - len("100% ") - (BAR_COLUMNS + 1 if bar else 0)
-                progress.update(task, completed=step, description=fitted(line, room))
+                progress.update(task, completed=step, description=fit_step_line(line, room))
             else:
                 progress.console.print(line, markup=False, highlight=False)
 
         yield on_line
 
 
-def fitted(line: str, num_columns: int) -> str:
+def fit_step_line(line: str, num_columns: int) -> str:
     """A step line without its time of day, cut after the last field that fits."""
     text, *fields = line.partition(" ")[2].split(" | ")
     for field in fields:

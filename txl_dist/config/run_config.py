@@ -17,7 +17,7 @@ from txl_dist.config.deepspeed_keys import refused_keys, refused_offload
 from txl_dist.config.redaction import redact, redact_field
 from txl_dist.model.config import ModelConfig
 
-ONLY_CORPUS = "data"
+SINGLE_CORPUS_NAME = "data"
 """Name of the corpus when `data.path` is set instead of `data.mixture`."""
 
 
@@ -84,7 +84,7 @@ class DataConfig(Section):
     @property
     def corpora(self) -> dict[str, CorpusConfig]:
         """All corpora by name; `path` counts as a mixture of one."""
-        return self.mixture or {ONLY_CORPUS: CorpusConfig(path=self.path or "", weight=1.0)}
+        return self.mixture or {SINGLE_CORPUS_NAME: CorpusConfig(path=self.path or "", weight=1.0)}
 
 
 class OptimizerConfig(Section):

@@ -43,7 +43,7 @@ class Reading:
     reset: Reset = "stream"
 
 
-UNKNOWN_READING = Reading()
+DEFAULT_READING = Reading()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ def write_exported(
     directory: Path,
     model: TransformerXL,
     tokenizer: Tokenizer | None,
-    reading: Reading = UNKNOWN_READING,
+    reading: Reading = DEFAULT_READING,
 ) -> None:
     """Write a model to a new or empty directory, completely or not at all.
 

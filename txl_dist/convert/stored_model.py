@@ -99,7 +99,7 @@ def _checkpoint(path: Path) -> StoredModel:
     manifest = load_checkpoint_manifest(path)
     return StoredModel(
         path=path,
-        config=manifest.model_config_of,
+        config=manifest.architecture,
         tokenizer_digest=manifest.tokenizer_digest,
         tgt_len=manifest.run["data.tgt_len"],
         reset=manifest.run["data.reset"],

@@ -1,6 +1,6 @@
 """Evaluates one split: plans the chunks, scores them and adds their sums in a fixed order.
 
-Three ways to score: in this process (`evaluate_here`), on the ranks of a training run
+Three ways to score: in this process (`evaluate_in_process`), on the ranks of a training run
 (`evaluate_on_ranks`), and on Ray (`cluster/evaluation.py`). All add the sums in the order of the
 chunks, so the result does not depend on which worker scored which chunk.
 """
@@ -130,7 +130,7 @@ def evaluate_on_ranks(
     for index, sums in zip(indices, scored, strict=False):
         table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes], dtype=table.dtype)
     table[-1, 0] = len(indices) - len(scored)
-    *rows, (num_unscored, _, _) = world.sum(table).tolist()
+    *rows, (num_unscored, _, _) = world.all_reduce_sum(table).tolist()
     if num_unscored:
         return None
     scores = [LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows]
@@ -185,7 +185,7 @@ class EvaluationJob:
         )
 
 
-def evaluate_here(
+def evaluate_in_process(
     job: EvaluationJob, *, on_progress: Callable[[int, int], None]
 ) -> EvaluationResult:
     """Score the whole split in this process."""

@@ -56,7 +56,7 @@ class Scorer:
 
     def _score_group(self, group: list[EvaluationChunk], stop: object) -> list[LossSums] | None:
         device = next(self.model.parameters()).device
-        memory = self.model.empty_state(len(group))
+        memory = self.model.empty_kv_cache(len(group))
         sums = [LossSums() for _ in group]
         for input_BT, target_BT, age_BT in self.segments(group):
             if stop:

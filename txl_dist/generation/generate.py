@@ -32,7 +32,7 @@ def generate_tokens(
     if not prompt:
         raise ValueError("the prompt needs at least one token, for example the end of a document")
     generator = torch.Generator().manual_seed(seed)
-    cache, num_read = model.empty_state(1), 0
+    cache, num_read = model.empty_kv_cache(1), 0
     has_memory = model.config.mem_len > 0
     pending = list(prompt)
     if not has_memory:

@@ -21,8 +21,8 @@ import torch
 from data_pipeline.processes.stop_signals import STOP_SIGNALS, StopSignals
 from data_pipeline.processes.workers import ProcessWorkers, Workers
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.errors import ConfigError, LostRankError, PreemptedError, TxlError, error_of
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_here
+from txl_dist.errors import ConfigError, LostRankError, PreemptedError, TxlError, error_from_name
+from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_in_process
 from txl_dist.launch.launcher import OnLine
 from txl_dist.runtime.stop_request import STOPPING
 from txl_dist.runtime.torchrun import without_torchrun
@@ -62,7 +62,7 @@ class ProcessLauncher:
                 f"--on processes scores in one process, not with {num_workers} workers; leave "
                 "--workers out, or use --on ray"
             )
-        return evaluate_here(job, on_progress=on_progress)
+        return evaluate_in_process(job, on_progress=on_progress)
 
     def workers(self, num_workers: int) -> AbstractContextManager[Workers]:
         """Child processes."""
@@ -156,7 +156,7 @@ def _error_of_rank(process: subprocess.Popen[bytes]) -> TxlError | None:
     if not line:
         return None
     content = json.loads(line)
-    return error_of(content["type"], content["message"])
+    return error_from_name(content["type"], content["message"])
 
 
 def _raise_cause(

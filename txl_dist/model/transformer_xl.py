@@ -121,7 +121,7 @@ class TransformerXL(nn.Module):
             device=weight.device,
         )
 
-    def empty_state(self, num_lanes: int) -> KVCache:
+    def empty_kv_cache(self, num_lanes: int) -> KVCache:
         """A cache to pass instead of a memory if weights are constant and gradients disabled."""
         config = self.config
         return KVCache.empty(

@@ -77,7 +77,7 @@ def attention_by_distance(
     even = _Sums(1, 1, tgt_len, config.mem_len, device)
     num_queries = num_done = 0
     for group in scorer.groups(chunks):
-        cache = model.empty_state(len(group))  # changed in place by the model
+        cache = model.empty_kv_cache(len(group))  # changed in place by the model
         for segment in scorer.segments(group):
             input_BT, target_BT, age_BT = (tensor.to(device) for tensor in segment)
             scored_BT, on_attention_weights = target_BT != IGNORED, None

@@ -6,15 +6,15 @@ library, so that `txl train` can install it before its first slow import.
 
 from pathlib import Path
 
-from data_pipeline.processes.stop_signals import StopSignals, end_now, say
+from data_pipeline.processes.stop_signals import StopSignals, end_now, print_unbuffered
 
 STOPPING = "stopping after this step, then saving; press Ctrl-C again to end now"
 NOTHING_TRAINED = "stopped on request before the first step; nothing is lost"
 
 
-def end_start_up(_number: int) -> None:
+def exit_before_first_step(_number: int) -> None:
     """End at once with exit code 75: before the first step there is nothing to save."""
-    say(NOTHING_TRAINED)
+    print_unbuffered(NOTHING_TRAINED)
     end_now()
 
 

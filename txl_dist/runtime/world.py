@@ -59,7 +59,7 @@ class World:
                 timeout=timedelta(seconds=timeout_seconds),
             )
 
-    def limit_waits(self, *, timeout_seconds: float) -> None:
+    def set_timeouts(self, *, timeout_seconds: float) -> None:
         """Set the time limit of all existing process groups.
 
         Groups that a library creates (DeepSpeed's for gradients) have torch's default limit of 30
@@ -76,7 +76,7 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce: the elementwise sum over ranks, in place. `values` may be on any device."""
         if self.num_ranks > 1:
             shared = values.to(self.device)
@@ -84,7 +84,7 @@ class World:
             values.copy_(shared)
         return values
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """All-gather: the `value` of every rank, in rank order, on every rank."""
         if self.num_ranks == 1:
             return [value]
@@ -106,7 +106,7 @@ class World:
             error = txl_error
         except Exception as exception:
             error = TxlError(f"rank {self.rank}: {type(exception).__name__}: {exception}")
-        outcomes = self.gather((result, error))
+        outcomes = self.all_gather((result, error))
         for _, failure in outcomes:
             if failure is not None:
                 raise failure
@@ -118,7 +118,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self.gather(None)
+        self.all_gather(None)
 
     def broadcast(self, value: Any) -> Any:
         """The `value` of rank 0, on every rank."""

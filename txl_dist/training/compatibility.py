@@ -12,7 +12,7 @@ from typing import Any
 from data_pipeline.shards.manifest import ShardManifest
 from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config.config_file import default_settings
-from txl_dist.config.run_config import ONLY_CORPUS
+from txl_dist.config.run_config import SINGLE_CORPUS_NAME
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.phases import PhaseChange
 from txl_dist.training.state import CorpusEntry, Phase, TrainState
@@ -86,7 +86,9 @@ def check_data(
         )
     change = PhaseChange.between(_last_phase(manifest, state), phase)
     for before, corpus in () if allow_data_change else change.replaced:
-        key = "data.path" if corpus.name == ONLY_CORPUS else f"data.mixture.{corpus.name}.path"
+        key = (
+            "data.path" if corpus.name == SINGLE_CORPUS_NAME else f"data.mixture.{corpus.name}.path"
+        )
         raise DataError(
             f"{checkpoint} was trained on data with digest {before.digest}, {key} has "
             f"{corpus.digest}: the reading position refers to other text there. Restore {key}, or "
@@ -104,5 +106,5 @@ def _last_phase(manifest: CheckpointManifest, state: TrainState) -> Phase:
     if state.phases:
         return state.phases[-1]
     # Written before runs had phases: one corpus, of which only the digest was stored.
-    only = CorpusEntry(name=ONLY_CORPUS, digest=manifest.data_digest, tokens=1, weight=1.0)
+    only = CorpusEntry(name=SINGLE_CORPUS_NAME, digest=manifest.data_digest, tokens=1, weight=1.0)
     return Phase(corpora=(only,))

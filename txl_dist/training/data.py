@@ -12,7 +12,7 @@ from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tok
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.mixture import CorpusTape, MixedSource
+from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
 from data_pipeline.streams.order import Shuffle
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config.run_config import DataConfig, RunConfig
@@ -151,7 +151,7 @@ def mixed_source(
     tokens_per_epoch = phase.tokens_per_epoch
     return MixedSource(
         [
-            CorpusTape(
+            CyclicCorpus(
                 sources[entry.digest],
                 tokens_per_epoch=tokens_per_epoch[entry.name],
                 shuffle=shuffle,

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from data_pipeline.processes.parent import end_with_parent
 from data_pipeline.processes.process_exit import exit_without_teardown
-from data_pipeline.processes.stop_signals import StopSignals, say
+from data_pipeline.processes.stop_signals import StopSignals, print_unbuffered
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
-from txl_dist.runtime.stop_request import STOPPING, StopRequest, end_start_up
+from txl_dist.runtime.stop_request import STOPPING, StopRequest, exit_before_first_step
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
@@ -47,7 +47,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
     limit_seconds = job.config.training.rank_timeout_seconds
     with (
         _logging_to(directory.log(world.rank)),
-        StopSignals(on_request=end_start_up) as signals,
+        StopSignals(on_request=exit_before_first_step) as signals,
         CollectiveWatch(world.activity, rank=world.rank, limit_seconds=limit_seconds),
     ):
         try:
@@ -55,7 +55,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
                 stop = StopRequest(signals, Path(job.stop_file) if job.stop_file else None)
                 trainer = build_trainer(job, world, directory, stack, stop)
                 # From here on there is a state to save, so a signal no longer ends the process.
-                signals.on_request = lambda _: say(STOPPING) if announce_stop else None
+                signals.on_request = lambda _: print_unbuffered(STOPPING) if announce_stop else None
                 state = trainer.run()
             log.info("finished at step %d", state.step)
             return state

@@ -108,7 +108,7 @@ def _verify(path: Path, world: World) -> ResumePoint:
         problems = find_damage(path, manifest, names)
     except CheckpointError as error:
         problems = [str(error)]
-    if damage := sorted({text for texts in world.gather(problems) for text in texts}):
+    if damage := sorted({text for texts in world.all_gather(problems) for text in texts}):
         raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
     return ResumePoint(path, manifest, state)
 

@@ -24,7 +24,7 @@ def require_same_job(config: RunConfig, data: TrainingData, world: World) -> Non
         "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
         **data.digests,
     }
-    jobs = world.gather(local)
+    jobs = world.all_gather(local)
     lines = []
     for name in dict.fromkeys(name for job in jobs for name in job):
         if len({job.get(name) for job in jobs}) > 1:

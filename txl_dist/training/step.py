@@ -73,7 +73,7 @@ class TrainStep:
         # One collective for everything the ranks have to agree on.
         values = [local.nats, local.num_tokens, local.num_bytes, visible, size]
         values += [stop_requested, peak_is_due]
-        nats, num_tokens, num_bytes, visible, size, num_stops, num_due = self.world.sum(
+        nats, num_tokens, num_bytes, visible, size, num_stops, num_due = self.world.all_reduce_sum(
             torch.tensor(values, dtype=torch.float64)  # exact for counts up to 2**53
         ).tolist()
         # Checked on the sum of all ranks, so all ranks raise, and before any of them updates.

@@ -67,8 +67,8 @@ def test_a_request_works_inside_native_code(tmp_path: Path) -> None:
     code = (
         "import hashlib, pathlib\n"
         "from data_pipeline.processes.stop_signals import StopSignals\n"
-        "from txl_dist.runtime.stop_request import end_start_up\n"
-        "with StopSignals(on_request=end_start_up):\n"
+        "from txl_dist.runtime.stop_request import exit_before_first_step\n"
+        "with StopSignals(on_request=exit_before_first_step):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
         # Minutes of native code that releases the GIL and does not check for signals.
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 1_000_000_000)\n"

@@ -5,8 +5,8 @@ import pytest
 from data_pipeline.storage.source_errors import (
     SourceError,
     UnreachableError,
+    is_read_failure,
     is_transient,
-    is_unread,
     reject_reason,
 )
 
@@ -32,7 +32,7 @@ def test_an_error_and_what_it_caused_are_classified_alike(
     wrapped.__cause__ = error
     for each in (error, wrapped):
         assert is_transient(each) == transient
-        assert is_unread(each) == read_failure
+        assert is_read_failure(each) == read_failure
 
 
 def test_the_reason_of_an_os_error_is_readable() -> None:

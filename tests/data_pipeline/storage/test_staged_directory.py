@@ -85,17 +85,17 @@ def test_files_killed_between_their_moves_are_taken_back_by_the_next_claim(tmp_p
 def test_staged_work_outlives_all_that_says_nothing_against_it_but_no_bad_input(
     tmp_path: Path, error: BaseException, kept: bool
 ) -> None:
-    def fail(worth_keeping: bool) -> None:
+    def fail(keep_staging: bool) -> None:
         with StagedDirectory(tmp_path / "out", last="last") as staged:
             write_synced(staged.stage() / "a", b"a")
-            staged.worth_keeping = worth_keeping
+            staged.keep_staging = keep_staging
             raise error
 
-    for worth_keeping in (False, True):
+    for keep_staging in (False, True):
         with pytest.raises(type(error)):
-            fail(worth_keeping)
-        assert (tmp_path / "out" / STAGING / "a").exists() == (kept and worth_keeping)
-        assert (tmp_path / "out").exists() == (kept and worth_keeping)
+            fail(keep_staging)
+        assert (tmp_path / "out" / STAGING / "a").exists() == (kept and keep_staging)
+        assert (tmp_path / "out").exists() == (kept and keep_staging)
 
 
 def test_what_is_published_is_never_removed(tmp_path: Path) -> None:

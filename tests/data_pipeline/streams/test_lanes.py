@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.streams.lanes import LanePlan, Span
+from data_pipeline.streams.lanes import EpochRange, LanePlan
 
 
 @st.composite
@@ -23,17 +23,21 @@ def test_lanes_cut_the_epoch_into_equal_slices() -> None:
 
 def test_spans_are_cut_where_epochs_end() -> None:
     plan = LanePlan(num_tokens=10, num_lanes=1, tgt_len=4)
-    assert plan.spans(8, 25) == [Span(0, 8, 10), Span(1, 0, 10), Span(2, 0, 5)]
-    assert plan.spans(10, 14) == [Span(1, 0, 4)]
-    assert plan.spans(10, 10) == []
+    assert plan.epoch_ranges(8, 25) == [
+        EpochRange(0, 8, 10),
+        EpochRange(1, 0, 10),
+        EpochRange(2, 0, 5),
+    ]
+    assert plan.epoch_ranges(10, 14) == [EpochRange(1, 0, 4)]
+    assert plan.epoch_ranges(10, 10) == []
 
 
 @given(plan=plans(), start=st.integers(0, 5000), num_tokens=st.integers(0, 200))
 def test_spans_cover_every_position_in_order(plan: LanePlan, start: int, num_tokens: int) -> None:
     covered = [
-        (span.epoch, offset)
-        for span in plan.spans(start, start + num_tokens)
-        for offset in range(span.start, span.stop)
+        (epoch_range.epoch, offset)
+        for epoch_range in plan.epoch_ranges(start, start + num_tokens)
+        for offset in range(epoch_range.start, epoch_range.stop)
     ]
     positions = range(start, start + num_tokens)
     assert covered == [divmod(position, plan.lane_tokens) for position in positions]

@@ -44,7 +44,7 @@ def wait_for_a_late_rank(world: World) -> list[str]:
     ):
         if world.rank == 1:
             time.sleep(4 * NOTICE_SECONDS)
-        world.gather(world.rank)
+        world.all_gather(world.rank)
     logger.removeHandler(handler)
     return handler.lines
 
@@ -62,7 +62,7 @@ def test_a_long_wait_is_logged_with_its_collective_and_a_busy_rank_logs_nothing(
 def stop_answering(world: World, limit_seconds: float) -> str | None:
     """Rank 1 does not enter a collective of a second group; returns rank 0's error message."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=600))
-    world.limit_waits(timeout_seconds=limit_seconds)
+    world.set_timeouts(timeout_seconds=limit_seconds)
     message = None
     if world.rank == 0:
         try:
@@ -74,7 +74,7 @@ def stop_answering(world: World, limit_seconds: float) -> str | None:
             message = str(lost)
     else:
         time.sleep(3 * limit_seconds)
-    world.limit_waits(timeout_seconds=60)
+    world.set_timeouts(timeout_seconds=60)
     return message
 
 
@@ -98,11 +98,11 @@ def test_an_error_outside_a_collective_is_not_a_lost_rank() -> None:
 @pytest.mark.parametrize(
     ("frames", "name"),
     [
-        ([("txl_dist/runtime/world.py", 1, "gather")], None),
+        ([("txl_dist/runtime/world.py", 1, "all_gather")], None),
         ([], None),
         (
             [
-                ("txl_dist/runtime/world.py", 1, "gather"),
+                ("txl_dist/runtime/world.py", 1, "all_gather"),
                 ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather_object"),
                 ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather"),
             ],

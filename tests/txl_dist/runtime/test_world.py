@@ -9,9 +9,9 @@ from txl_dist.runtime.world import World
 
 
 def use_collectives(world: World) -> tuple[list[float], list[int], list[int], int]:
-    total = world.sum(torch.tensor([float(world.rank), 1.0]))
+    total = world.all_reduce_sum(torch.tensor([float(world.rank), 1.0]))
     world.barrier()
-    ranks = world.gather(world.rank)
+    ranks = world.all_gather(world.rank)
     return total.tolist(), ranks, world.run_on_all(lambda: world.rank), world.broadcast(world.rank)
 
 

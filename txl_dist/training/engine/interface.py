@@ -55,7 +55,7 @@ class Engine(ABC):
             local_rank=world.local_rank,
         )
         # DeepSpeed has created process groups, with torch's timeout of 30 minutes.
-        world.limit_waits(timeout_seconds=config.training.rank_timeout_seconds)
+        world.set_timeouts(timeout_seconds=config.training.rank_timeout_seconds)
         self._create_optimizer_state()
 
     @property

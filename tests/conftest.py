@@ -14,7 +14,7 @@ from hypothesis import settings
 
 import tests.support.hypothesis_examples  # noqa: F401  # registers the profiles
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
 
 # Before test modules are imported; `--hypothesis-profile all` comes later and wins.

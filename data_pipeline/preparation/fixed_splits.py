@@ -13,7 +13,7 @@ import numpy as np
 from data_pipeline.errors import DataError, printable
 from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.input_index import InputIndex
-from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.urls import shown
 from data_pipeline.tokenizers.recipes import fixed_split
 

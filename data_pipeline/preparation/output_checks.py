@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -13,6 +12,7 @@ from data_pipeline.shards.manifest import (
     ShardManifest,
     load_manifest,
 )
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.staged_directory import STAGING
 
 

@@ -26,7 +26,6 @@ from data_pipeline.preparation.input_checks import require_usable_input
 from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.preparation.output_checks import find_existing, require_same_input
 from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.preparation.shard_assignment import assign_shards
 from data_pipeline.preparation.staging_fingerprint import claim_staging, fingerprint_of
 from data_pipeline.preparation.tokenization import cache_tokenizer
@@ -51,6 +50,7 @@ from data_pipeline.shards.manifest import (
     ShardManifest,
     SplitEntry,
 )
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
 from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype

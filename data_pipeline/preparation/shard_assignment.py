@@ -15,7 +15,7 @@ import numpy as np
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.deduplicate import first_of_each_text
 from data_pipeline.preparation.input_index import InputIndex
-from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.prepare_settings import PrepareSettings
 
 
 def assign_shards(index: InputIndex, settings: PrepareSettings) -> dict[str, list[np.ndarray]]:

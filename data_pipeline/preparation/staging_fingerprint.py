@@ -18,9 +18,9 @@ from data_pipeline.preparation.finished_units import (
     remove_scratch_directories,
 )
 from data_pipeline.preparation.scan import UNIT_BYTES
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.manifest import VERSION
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.atomic_files import write_file
 from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.storage.urls import local_path

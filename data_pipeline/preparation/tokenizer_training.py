@@ -10,8 +10,8 @@ from pathlib import Path
 
 from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.finished_units import FinishedFile, load_finished, record_finished
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import TOKENIZER_NAME
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.atomic_files import sha256_file, write_synced
 from data_pipeline.tokenizers import (
     Tokenizer,

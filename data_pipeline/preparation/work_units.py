@@ -25,9 +25,9 @@ from data_pipeline.preparation.finished_units import (
     scratch_directory,
 )
 from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.preparation.tokenization import load_cached_tokenizer, tokenize_document
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.storage.atomic_files import explain_disk_errors, sha256_file, write_synced
 from data_pipeline.tokenizers import cuts_of

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.settings import SPLIT_PATTERN, PrepareSettings, SplitName
+from data_pipeline.shards.prepare_settings import SPLIT_PATTERN, PrepareSettings, SplitName
 from data_pipeline.storage import strict_json
 from data_pipeline.storage.manifest_file import (
     WrongFormatError,

@@ -16,7 +16,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.settings import SPLIT_PATTERN
 from data_pipeline.processes.progress import Progress
 from data_pipeline.processes.workers import InProcess, Workers
 from data_pipeline.shards.frames import seek_table
@@ -32,6 +31,7 @@ from data_pipeline.shards.manifest import (
     open_tokenizer,
     shard_name,
 )
+from data_pipeline.shards.prepare_settings import SPLIT_PATTERN
 from data_pipeline.shards.shard_content import TokenRules, check_content
 from data_pipeline.shards.shard_files import damaged_file
 from data_pipeline.shards.shard_index import ShardIndex, read_index, read_unlisted_index

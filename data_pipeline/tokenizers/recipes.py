@@ -8,11 +8,36 @@ keeps upper and lower case; line breaks of enwik8 are ordinary bytes.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol
 
 from data_pipeline.tokenizers.word import Lines
 
 RecipeName = Literal["wt103", "wt2", "ptb", "lm1b", "enwik8", "text8"]
+
+
+class TokenizerSettings(Protocol):
+    """The settings that choose and train a tokenizer; `txl prepare` has more.
+
+    A protocol, because this package must not import the settings of a whole dataset.
+    """
+
+    @property
+    def tokenizer(self) -> str:
+        """byte, char, word, bpe or file."""
+
+    @property
+    def recipe(self) -> RecipeName | None: ...
+    @property
+    def vocab_size(self) -> int | None:
+        """Largest number of ids."""
+
+    @property
+    def min_freq(self) -> int | None:
+        """Smallest number of occurrences of a symbol, or of a pair to merge."""
+
+    @property
+    def train_bytes(self) -> int:
+        """Bytes at the beginning of the training text that bpe is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,17 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from data_pipeline.storage import strict_json
-from data_pipeline.tokenizers.recipes import recipe_of
+from data_pipeline.tokenizers.recipes import TokenizerSettings, recipe_of
 from data_pipeline.tokenizers.word import symbols_of
 
-if TYPE_CHECKING:
-    from data_pipeline.preparation.settings import PrepareSettings
 
-
-def count_symbols(settings: "PrepareSettings", texts: Iterable[str]) -> Counter[str]:
+def count_symbols(settings: TokenizerSettings, texts: Iterable[str]) -> Counter[str]:
     """Occurrences of each symbol: characters, or words and line ends.
 
     `texts` may be parts of texts, cut where the tokenizer's `cuts` allows. Raises

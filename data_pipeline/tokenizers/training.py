@@ -3,38 +3,34 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import UNKNOWN as UNKNOWN_CHARACTER
 from data_pipeline.tokenizers.char import CharTokenizer
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer
-from data_pipeline.tokenizers.recipes import recipe_of
+from data_pipeline.tokenizers.recipes import TokenizerSettings, recipe_of
 from data_pipeline.tokenizers.symbol_counts import count_symbols
 from data_pipeline.tokenizers.vocabulary import rank_symbols
 from data_pipeline.tokenizers.word import LINE_END, WordTokenizer
 from data_pipeline.tokenizers.word import UNKNOWN as UNKNOWN_WORD
 
-if TYPE_CHECKING:
-    from data_pipeline.preparation.settings import PrepareSettings
-
 Texts = Callable[[], Iterator[str]]
 
 
-def needs_training(settings: "PrepareSettings") -> bool:
+def needs_training(settings: TokenizerSettings) -> bool:
     """Whether the tokenizer is trained on the input: char, word and bpe."""
     return settings.tokenizer in ("char", "word", "bpe")
 
 
-def cuts_of(settings: "PrepareSettings") -> Cuts:
+def cuts_of(settings: TokenizerSettings) -> Cuts:
     """The `cuts` of a char or word tokenizer, known before it is trained."""
     if settings.tokenizer == "char":
         return "anywhere"
     return "line" if recipe_of(settings.recipe).lines == "both" else "space"
 
 
-def train_tokenizer(settings: "PrepareSettings", texts: Texts) -> Tokenizer:
+def train_tokenizer(settings: TokenizerSettings, texts: Texts) -> Tokenizer:
     """Train char, word or bpe. The same texts and settings give the same tokenizer.
 
     Raises DataError if bpe cannot be trained on the texts, ValueError for a kind that is not
@@ -52,7 +48,7 @@ def train_tokenizer(settings: "PrepareSettings", texts: Texts) -> Tokenizer:
     return tokenizer_of_counts(settings, count_symbols(settings, texts()))
 
 
-def tokenizer_of_counts(settings: "PrepareSettings", counts: Counter[str]) -> Tokenizer:
+def tokenizer_of_counts(settings: TokenizerSettings, counts: Counter[str]) -> Tokenizer:
     """The char or word tokenizer of a text with these symbol counts."""
     recipe, is_word = recipe_of(settings.recipe), settings.tokenizer == "word"
     symbols = rank_symbols(
@@ -67,7 +63,7 @@ def tokenizer_of_counts(settings: "PrepareSettings", counts: Counter[str]) -> To
     return CharTokenizer(symbols, opens_documents=recipe.opens_documents)
 
 
-def ready_tokenizer(settings: "PrepareSettings", file: Path | None = None) -> Tokenizer:
+def ready_tokenizer(settings: TokenizerSettings, file: Path | None = None) -> Tokenizer:
     """The byte tokenizer, or for kind "file" the tokenizer of `file`.
 
     `file` is a `tokenizer.json` of the `tokenizers` library, of a dataset or of a checkpoint.

@@ -12,8 +12,8 @@ import s3fs
 from moto.server import ThreadedMotoServer
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
 
 SENTENCE = "Gathering, the grey sea; 潮は満ちる. "
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import TOKENIZER_NAME, ShardManifest, SplitEntry
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.tokenizers import load_tokenizer
 from txl_dist.bench.rounds import Figure

@@ -22,7 +22,7 @@ from txl_dist.errors import PreemptedError
 
 if TYPE_CHECKING:
     from data_pipeline.preparation.prepare import PrepareReport
-    from data_pipeline.preparation.settings import PrepareSettings
+    from data_pipeline.shards.prepare_settings import PrepareSettings
 
 _MIB = 2**20
 _PUSH = (
@@ -206,7 +206,7 @@ def _settings(**values: Any) -> "PrepareSettings":
     """Validate the options. Raises ConfigError with the name of the wrong option."""
     from pydantic import ValidationError
 
-    from data_pipeline.preparation.settings import PrepareSettings
+    from data_pipeline.shards.prepare_settings import PrepareSettings
 
     try:
         return PrepareSettings(**values)

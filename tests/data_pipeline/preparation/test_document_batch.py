@@ -7,8 +7,8 @@ import pytest
 
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.readers import InputFile
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.data_pipeline.preparation.preparing import files_of, prepare
 
 SPLIT_AND_SHUFFLED = PrepareSettings(

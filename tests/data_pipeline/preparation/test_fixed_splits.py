@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.verify import verify_dataset
 from data_pipeline.streams.cursor import read_range

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.inspection import excerpts
 from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.verify import verify_dataset
 from tests.data_pipeline.preparation.preparing import Backwards, files_of, prepare, write_corpus
 

@@ -8,9 +8,9 @@ import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.preparation.shard_assignment import _cut_into_shards
 from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.data_pipeline.preparation.preparing import ids_of, prepare
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.preparation.tokenization import tokenize_document
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.tokenizers import train_tokenizer

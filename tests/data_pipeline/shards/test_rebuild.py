@@ -9,8 +9,8 @@ import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.rebuild import rebuild_manifest
 
 Dataset = tuple[Path, ShardManifest]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import InputSummary, ShardEntry, ShardManifest, SplitEntry
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import SplitReader
 from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer, token_dtype

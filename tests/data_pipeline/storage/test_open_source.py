@@ -24,8 +24,8 @@ from pyarrow import parquet
 
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.readers import Reject
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage import urls
 from tests.data_pipeline.readers.reading import one_file, read, split_at_reject, texts
 

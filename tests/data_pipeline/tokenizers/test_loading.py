@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import open_tokenizer
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import (
     ByteTokenizer,
     load_tokenizer,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers.recipes import RECIPES, fixed_split
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import tokenizer_of_counts, train_tokenizer
 from data_pipeline.tokenizers.symbol_counts import (
     count_symbols,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, cuts_of, train_tokenizer
 from data_pipeline.tokenizers.pretrained import HARD_STRINGS
 from data_pipeline.tokenizers.text_parts import text_parts

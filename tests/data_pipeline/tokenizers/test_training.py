@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ready_tokenizer
 from tests.data_pipeline.tokenizers.sample_tokenizers import FILE, TOKENIZER
 

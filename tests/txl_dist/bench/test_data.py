@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import InputSummary, ShardManifest, SplitEntry
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.bench.data_plan import measure_plan, plan_all, synthetic_blocks

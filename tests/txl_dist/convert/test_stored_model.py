@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
 from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.replayed_models import OWN_HF
 from tests.txl_dist.checkpoint import saving

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, train_tokenizer
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import VOCAB_SIZE, random_text, read_stream, small_model

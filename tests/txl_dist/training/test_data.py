@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.preparation.settings import PrepareSettings
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, metrics, tiny_job, train
 from txl_dist.errors import DataError

@@ -53,9 +53,43 @@ def test_imports_go_one_way(package: str) -> None:
             assert top_levels(names) & set(ALLOWED) <= ALLOWED[package], path
 
 
+def folder_of(module: str) -> str | None:
+    """The folder of one of our modules or packages; None for a library."""
+    path = ROOT / module.replace(".", "/")
+    if path.with_suffix(".py").exists():
+        return path.parent.relative_to(ROOT).as_posix()
+    return path.relative_to(ROOT).as_posix() if (path / "__init__.py").exists() else None
+
+
+def test_no_two_packages_import_each_other() -> None:
+    """The modules at the top of a package are left out: errors, the public API, `__main__`."""
+    tops = set(ALLOWED)
+    edges = {
+        (folder, imported)
+        for path, names in imports().items()
+        if (folder := path.rpartition("/")[0]) not in tops
+        for imported in map(folder_of, names)
+        if imported not in {None, folder, *tops}
+    }
+    assert len(edges) > 40
+    assert not {(a, b) for a, b in edges if (b, a) in edges}
+
+
+def test_only_the_api_the_entry_point_and_the_errors_are_at_the_top_of_txl_dist() -> None:
+    top = {path.name for path in (ROOT / "txl_dist").glob("*.py")}
+    assert top == {"__init__.py", "__main__.py", "errors.py"}
+
+
 @pytest.mark.parametrize(
     ("library", "most"),
-    [("deepspeed", 2), ("matplotlib", 1), ("mlflow", 1), ("webdataset", 2), ("zstandard", 2)],
+    [
+        ("deepspeed", 2),
+        ("matplotlib", 1),
+        ("mlflow", 1),
+        ("webdataset", 2),
+        ("zstandard", 2),
+        ("backports", 1),
+    ],
 )
 def test_a_difficult_library_is_imported_in_few_places(library: str, most: int) -> None:
     assert 1 <= len(importers_of(library)) <= most, importers_of(library)

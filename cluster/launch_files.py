@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file
-from txl_dist.errors import TxlError, error_from_name
+from txl_dist.errors import TxlError, error_from_json, error_to_json
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,12 @@ class LaunchFiles:
 
     def write_error(self, rank: int, error: TxlError) -> None:
         """Called by a rank: the error that ended it, which a restart would only repeat."""
-        content = {"type": type(error).__name__, "message": str(error)}
-        write_file(self._base.with_suffix(f".error-{rank:05d}"), json.dumps(content).encode())
+        write_file(self._base.with_suffix(f".error-{rank:05d}"), error_to_json(error))
 
     def error(self) -> TxlError | None:
         """The error of the lowest rank that has written one."""
         for path in sorted(self._base.parent.glob(f"{self._base.name}.error-*")):
-            content = json.loads(path.read_text())
-            return error_from_name(content["type"], content["message"])
+            return error_from_json(path.read_bytes())
         return None
 
     def append_failure(self, errors: Mapping[int, Exception], *, died: tuple[int, ...]) -> None:

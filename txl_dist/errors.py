@@ -4,7 +4,7 @@
       ConfigError           2   invalid or contradictory command line or configuration
       DataError             3   input text, shards or a manifest that must not be used
         UnfinishedError     3   preparation that was interrupted; the same command resumes it
-      ReadFailureError           1   data that cannot be read now; it may be intact
+      ReadFailureError      1   data that cannot be read now; it may be intact
       CheckpointError       4   damaged, incomplete or incompatible checkpoint
       DivergedError         5   loss or gradient that is not finite
       LostRankError         1   no reply from other ranks in a collective
@@ -13,6 +13,8 @@
 `data_pipeline/errors.py` defines the errors of data. A message has the facts, the expectation, the
 likely cause and the next command. Only the command line turns an error into an exit.
 """
+
+import json
 
 from data_pipeline.errors import ConfigError, DataError, TxlError
 from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE
@@ -50,8 +52,15 @@ class PreemptedError(TxlError):
     exit_code = STOPPED_EXIT_CODE
 
 
-def error_from_name(name: str, message: str) -> TxlError:
-    """Recreate an error that another process raised, from the name of its class."""
+def error_to_json(error: TxlError, *, max_chars: int | None = None) -> bytes:
+    """One line that `error_from_json` of another process turns back into the error."""
+    content = {"type": type(error).__name__, "message": str(error)[:max_chars]}
+    return json.dumps(content).encode() + b"\n"
+
+
+def error_from_json(line: bytes) -> TxlError:
+    """Recreate an error that another process raised."""
+    content = json.loads(line)
     classes = (
         ConfigError,
         DataError,
@@ -60,4 +69,4 @@ def error_from_name(name: str, message: str) -> TxlError:
         LostRankError,
         PreemptedError,
     )
-    return {cls.__name__: cls for cls in classes}.get(name, TxlError)(message)
+    return {cls.__name__: cls for cls in classes}.get(content["type"], TxlError)(content["message"])

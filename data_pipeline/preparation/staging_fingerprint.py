@@ -54,10 +54,10 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
     path = staged.path / RECORDS / FINGERPRINT
     if staged.path.exists():
         # It is the first file in staging, so a directory without it has no finished units.
-        previous = path.read_text("utf-8") if path.exists() else "{}"
-        if previous != fingerprint:
-            if path.exists():
-                reason = _describe_changes(json.loads(previous), json.loads(fingerprint))
+        previous = path.read_bytes() if path.exists() else b""
+        if previous != fingerprint.encode():
+            if previous:
+                reason = _describe_changes(previous, fingerprint)
                 note(f"{staged.path}: discarding unfinished work: {reason}")
             staged.discard()
     staging = staged.stage(fresh=False)
@@ -68,7 +68,14 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
     return staging
 
 
-def _describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+def _describe_changes(previous: bytes, fingerprint: str) -> str:
+    new: dict[str, Any] = json.loads(fingerprint)
+    try:
+        old: dict[str, Any] = json.loads(previous)
+    except ValueError:
+        return "its fingerprint is damaged"
+    if old.keys() != new.keys():
+        return "it is from another version of txl"
     changes = [
         f"{key} was {old['settings'].get(key)!r} and is {value!r}"
         for key, value in new["settings"].items()

@@ -5,7 +5,6 @@ this process, even if it is killed. A child writes the error that ended it to st
 one child fails, the run ends.
 """
 
-import json
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ import torch
 from data_pipeline.processes.stop_signals import STOP_SIGNALS, StopSignals
 from data_pipeline.processes.workers import ProcessWorkers, Workers
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.errors import ConfigError, LostRankError, PreemptedError, TxlError, error_from_name
+from txl_dist.errors import ConfigError, LostRankError, PreemptedError, TxlError, error_from_json
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_in_process
 from txl_dist.launch.launcher import OnLine
 from txl_dist.runtime.stop_request import STOPPING
@@ -153,10 +152,7 @@ def _error_of_rank(process: subprocess.Popen[bytes]) -> TxlError | None:
     """The error that a rank wrote to its standard output before it ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
-    if not line:
-        return None
-    content = json.loads(line)
-    return error_from_name(content["type"], content["message"])
+    return error_from_json(line) if line else None
 
 
 def _raise_cause(

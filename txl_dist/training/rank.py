@@ -7,7 +7,6 @@ full disk.) The exit code is that of the error. The process also ends when stand
 which means that the launcher has died.
 """
 
-import json
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from data_pipeline.processes.parent import end_with_parent
 from data_pipeline.processes.process_exit import exit_without_teardown
 from data_pipeline.processes.stop_signals import StopSignals, print_unbuffered
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.errors import LostRankError, PreemptedError, TxlError
+from txl_dist.errors import LostRankError, PreemptedError, TxlError, error_to_json
 from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
 from txl_dist.runtime.stop_request import STOPPING, StopRequest, exit_before_first_step
@@ -113,8 +112,7 @@ def main() -> int:
         train_rank(job, world)
         world.leave()
     except TxlError as error:
-        content = {"type": type(error).__name__, "message": str(error)[:MAX_MESSAGE_LENGTH]}
-        os.write(error_output, json.dumps(content).encode() + b"\n")
+        os.write(error_output, error_to_json(error, max_chars=MAX_MESSAGE_LENGTH))
         return error.exit_code
     except Exception:
         log.exception("this rank failed")  # on standard error: the log file may not be open yet

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import DataError
+from data_pipeline.preparation.finished_units import FINGERPRINT, RECORDS
 from data_pipeline.shards.inspection import excerpts
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.storage.staged_directory import STAGING
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import (
     SETTINGS,
@@ -53,6 +55,18 @@ def test_finished_work_of_other_settings_or_input_is_discarded_with_the_reason(
     assert done.reused_units == 0
     assert "shuffle was 3 and is 4" in notes[1]
     assert "input files changed" in notes[3]
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"{}"])
+def test_finished_work_with_a_damaged_fingerprint_is_discarded(
+    lines: Path, tmp_path: Path, content: bytes
+) -> None:
+    out, notes = tmp_path / "out", []
+    stop_after(7, lines, out)
+    (out / STAGING / RECORDS / FINGERPRINT).write_bytes(content)
+    done = prepare(lines, out, 500, note=notes.append)
+    assert done.reused_units == 0
+    assert "discarding unfinished work" in notes[1]
 
 
 def text_of(out: Path) -> str:

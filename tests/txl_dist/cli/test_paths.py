@@ -67,5 +67,5 @@ def test_the_cache_directory_cannot_be_a_url(monkeypatch: pytest.MonkeyPatch) ->
     from data_pipeline.shards.frame_cache import FrameCache
 
     monkeypatch.setenv("TXL_CACHE_DIR", URL)
-    with pytest.raises(ConfigError, match="TXL_CACHE_DIR=s3://bucket/x must be a directory"):
+    with pytest.raises(ConfigError, match="TXL_CACHE_DIR=s3://bucket/x must be a local directory"):
         FrameCache.of_user()

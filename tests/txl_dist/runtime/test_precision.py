@@ -181,5 +181,5 @@ def test_another_precision_on_resume_must_be_allowed() -> None:
     """It changes the trajectory, but the checkpoint stays valid."""
     old, new = default_settings(), default_settings() | {"precision": "bf16"}
     with pytest.raises(CheckpointError, match="--allow-change precision"):
-        check_config(old, new, allowed=(), where="here")
-    check_config(old, new, allowed=("precision",), where="here")
+        check_config(old, new, allowed=(), checkpoint="here")
+    check_config(old, new, allowed=("precision",), checkpoint="here")

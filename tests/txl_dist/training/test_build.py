@@ -86,7 +86,7 @@ def test_a_document_without_a_single_token_is_refused_by_name(tmp_path: Path) ->
     command = ["prepare", tmp_path / "in", "--out", tmp_path / "out", *KINDS["wt103"]]
     result = CliRunner().invoke(app, [str(word) for word in command])
     assert isinstance(result.exception, DataError)
-    assert "blank.txt holds nothing but blanks" in str(result.exception)
+    assert "blank.txt has no tokens" in str(result.exception)
 
 
 def test_a_checkpoints_tokenizer_prepares_other_text_for_it(corpus: Path, tmp_path: Path) -> None:

@@ -4,95 +4,23 @@ The oracle is that pass: one lane, segment after segment from the split's start,
 definition. Only the model is the same code.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.streams import cursor
 from data_pipeline.streams.segments import Reset
 from tests.support.hypothesis_examples import examples
-from tests.support.small_models import VOCAB_SIZE, small_model
-from tests.support.token_sources import TextSource, random_corpus
+from tests.support.split_case import BYTE_COUNTS_V, SplitCase, small_chunks
 from txl_dist.errors import DataError
-from txl_dist.evaluation import chunks as evaluation_chunks
 from txl_dist.evaluation.chunks import EvaluationChunk
-from txl_dist.evaluation.evaluate import EvaluationSettings, plan_evaluation, summarise
+from txl_dist.evaluation.evaluate import summarise
 from txl_dist.evaluation.loss_sums import LossSums
-from txl_dist.evaluation.scoring import Scorer
-from txl_dist.model.transformer_xl import TransformerXL
-
-BYTE_COUNTS_V = torch.arange(VOCAB_SIZE) % 4
-"""UTF-8 bytes per token id; token 0 has none."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A split, a model, and how chunks of it are cut and batched."""
-
-    lengths: list[list[int]]
-    tgt_len: int
-    model_options: dict[str, Any]
-    reset: Reset
-    batch_chunks: int = 2
-    target_num_chunks: int = 100
-    min_overhead: int = 0
-    max_tokens: int | None = None
-
-    @property
-    def source(self) -> TextSource:
-        return random_corpus(self.lengths, vocab_size=VOCAB_SIZE, seed=2)
-
-    @property
-    def model(self) -> TransformerXL:
-        return small_model(seed=4, **self.model_options)
-
-    @property
-    def settings(self) -> EvaluationSettings:
-        config = self.model.config
-        return EvaluationSettings(
-            split="valid",
-            mode="exact",
-            tgt_len=self.tgt_len,
-            mem_len=config.mem_len,
-            clamp_len=config.clamp_len,
-            same_length=config.same_length,
-            reset=self.reset,
-            max_tokens=self.max_tokens,
-        )
-
-    @property
-    def scorer(self) -> Scorer:
-        return Scorer(
-            model=self.model,
-            source=self.source,
-            tgt_len=self.tgt_len,
-            reset=self.reset,
-            batch_chunks=self.batch_chunks,
-            byte_counts_V=BYTE_COUNTS_V,
-        )
-
-    def plan(self) -> list[EvaluationChunk]:
-        """Chunks of this tiny split, which the package would otherwise cut into one or two."""
-        with small_chunks(self):
-            return plan_evaluation(self.source, self.settings, n_layer=self.model.config.n_layer)
-
-
-@contextmanager
-def small_chunks(case: Case) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", case.target_num_chunks)
-        patch.setattr(evaluation_chunks, "MIN_CONTEXTS_PER_CHUNK", case.min_overhead)
-        patch.setattr(cursor, "CHUNK_TOKENS", 5)
-        yield
-
-
-def sequential_nats(case: Case) -> list[float]:
+def sequential_nats(case: SplitCase) -> list[float]:
     """Nats of every target of the split, from one pass."""
     tokens = [token for document in case.source.documents for token in document]
     ages = list(range(len(tokens)))
@@ -117,7 +45,7 @@ document_lengths = st.lists(
 
 
 cases = st.builds(
-    Case,
+    SplitCase,
     lengths=document_lengths,
     tgt_len=st.integers(1, 5),
     model_options=st.fixed_dictionaries(
@@ -139,7 +67,7 @@ cases = st.builds(
 
 @examples(120)
 @given(case=cases)
-def test_the_chunks_add_up_to_one_sequential_pass(case: Case) -> None:
+def test_the_chunks_add_up_to_one_sequential_pass(case: SplitCase) -> None:
     chunks = case.plan()
     with small_chunks(case):
         result = summarise(case.scorer.scores(chunks), chunks, case.settings)
@@ -154,14 +82,17 @@ def test_the_chunks_add_up_to_one_sequential_pass(case: Case) -> None:
 
 @examples(60)
 @given(case=cases)
-def test_every_chunk_scores_as_in_the_sequential_pass(case: Case) -> None:
+def test_every_chunk_scores_as_in_the_sequential_pass(case: SplitCase) -> None:
     chunks, nats = case.plan(), sequential_nats(case)
     for chunk, sums in zip(chunks, case.scorer.scores(chunks), strict=True):
         assert sums.num_tokens == chunk.stop - chunk.start
         assert sums.nats == pytest.approx(sum(nats[chunk.start : chunk.stop]), rel=1e-10)
 
 
-LONG_DOCUMENT = Case([[60]], tgt_len=3, model_options={"n_layer": 2, "mem_len": 6}, reset="stream")
+OPTIONS = {"n_layer": 2, "mem_len": 6}
+LONG_DOCUMENT = SplitCase([[60]], tgt_len=3, model_options=OPTIONS, reset="stream")
+    [[60]], tgt_len=3, model_options={"n_layer": 2, "mem_len": 6}, reset="stream"
+)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 30])

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,65 +22,36 @@ from tests.txl_dist.tracking.conftest import (  # noqa: F401 - fixtures
     template,
     write_steps,
 )
-from txl_dist.config.run_config import DataConfig, RunConfig, TrackingConfig, TrainingConfig
+from tests.txl_dist.tracking.real_senders import (
+    delivered_steps,
+    senders_of,
+    tracking_config,
+    wait_for,
+)
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.state import child_environment
 from txl_dist.tracking.tracker import Tracker
 
 
-def _config(run_dir: Path, uri: str | None = None, *, enabled: bool = True) -> RunConfig:
-    return RunConfig(
-        directory=str(run_dir),
-        data=DataConfig(path="data/none"),
-        training=TrainingConfig(num_steps=10),
-        tracking=TrackingConfig(uri=uri, experiment="tests", enabled=enabled),
-    )
-
-
-def _wait_for(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.05)
-
-
-def _senders(run_dir: Path) -> list[int]:
-    """The living sender processes of this run directory."""
-    pids = []
-    for entry in Path("/proc").iterdir():
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            continue
-        if b"txl_dist.tracking.sender" in arguments and str(run_dir).encode() in arguments:
-            pids += [int(entry.name)] if state != "Z" else []
-    return pids
-
-
-def _steps(run_dir: Path, tracker: Tracker) -> list[int]:
-    return recorded_steps(run_dir.parent / "mlflow.db", tracker.run_id or "")
-
-
 @pytest.mark.fault
 def test_a_killed_sender_is_replaced_and_no_point_is_doubled(run_dir: Path) -> None:
     began = time.monotonic()
-    tracker = Tracker.start(run_dir, _config(run_dir), tags={"num_ranks": "2"})
+    tracker = Tracker.start(run_dir, tracking_config(run_dir), tags={"num_ranks": "2"})
     assert time.monotonic() - began < 0.2
     write_steps(run_dir, range(1, 101))
-    _wait_for(lambda: len(_steps(run_dir, tracker)) == 100)
-    (sender,) = _senders(run_dir)
+    wait_for(lambda: len(delivered_steps(run_dir, tracker)) == 100)
+    (sender,) = senders_of(run_dir)
     os.kill(sender, signal.SIGKILL)
     write_steps(run_dir, range(101, 201))
 
     tracker.close("finished", timeout_seconds=60)
 
-    assert _steps(run_dir, tracker) == list(range(1, 201))
+    assert delivered_steps(run_dir, tracker) == list(range(1, 201))
     database = run_dir.parent / "mlflow.db"
     assert run_ids(database) == [tracker.run_id]
     assert status_of(database, tracker.run_id or "") == "FINISHED"
     assert tags_of(database, tracker.run_id or "")["txl.num_ranks"] == "2"
-    assert _senders(run_dir) == []
+    assert senders_of(run_dir) == []
 
 
 TRAINING = """
@@ -121,18 +91,18 @@ def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path)
         training.kill()
         with MetricsJournal(run_dir / "metrics.jsonl") as journal:
             journal.truncate_after(40)
-        tracker = Tracker.start(run_dir, _config(run_dir))
-        _wait_for(lambda: len(_senders(run_dir)) == 1)
+        tracker = Tracker.start(run_dir, tracking_config(run_dir))
+        wait_for(lambda: len(senders_of(run_dir)) == 1)
         os.killpg(training.pid, signal.SIGKILL)  # the worker
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(41, 61))
     tracker.close("preempted", timeout_seconds=60)
 
-    assert _steps(run_dir, tracker) == list(range(1, 61))
+    assert delivered_steps(run_dir, tracker) == list(range(1, 61))
     assert tags_of(database, tracker.run_id or "")["txl.status"] == "preempted"
     for abandoned in set(run_ids(database)) - {tracker.run_id}:  # if steps above 40 were sent
         assert tags_of(database, abandoned)["mlflow.parentRunId"] == tracker.run_id
-    assert _senders(run_dir) == []
+    assert senders_of(run_dir) == []
 
 
 def test_a_server_that_is_down_does_not_delay_training_and_gets_everything_later(
@@ -140,13 +110,13 @@ def test_a_server_that_is_down_does_not_delay_training_and_gets_everything_later
 ) -> None:
     with caplog.at_level(logging.WARNING):
         began = time.monotonic()
-        tracker = Tracker.start(run_dir, _config(run_dir, server.uri))
+        tracker = Tracker.start(run_dir, tracking_config(run_dir, server.uri))
         write_steps(run_dir, range(1, 1001))
         assert time.monotonic() - began < 1.0
-        _wait_for(lambda: "cannot be reached" in caplog.text)
+        wait_for(lambda: "cannot be reached" in caplog.text)
         server.open()
-        _wait_for(lambda: tracker.run_id is not None)
-        _wait_for(lambda: len(recorded_steps(server.database, tracker.run_id or "")) == 1000)
+        wait_for(lambda: tracker.run_id is not None)
+        wait_for(lambda: len(recorded_steps(server.database, tracker.run_id or "")) == 1000)
         server.fault = lambda path, body: "500"
         write_steps(run_dir, range(1001, 1101))
         time.sleep(1.2)

@@ -24,18 +24,6 @@ SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
 SMALL = "directory: runs/x\ndata: {path: d}\ntraining: {num_steps: 4}\n"
 
 
-@pytest.fixture
-def load(tmp_path: Path) -> Any:
-    """Load a config text with overrides."""
-
-    def load(text: str, *overrides: str) -> RunConfig:
-        path = tmp_path / "run.yaml"
-        path.write_text(text, encoding="utf-8")
-        return load_run_config(path, overrides)
-
-    return load
-
-
 # --- reading --------------------------------------------------------------------------------------
 
 
@@ -84,19 +72,6 @@ def test_an_override_reaches_every_depth_and_the_last_one_counts(load: Any) -> N
     assert config.deepspeed.extra == {"aio": {"list": [1, {"a": "b"}]}}
     assert config.evaluation.split == "valid"
     assert (config.training.num_steps, config.training.log_interval_steps) == (9, 2)
-
-
-TWO_SECTIONS = """directory: runs/x
-data: {path: data/x}
-training:
-  num_steps: 50
-optimizer:
-  lr: 1.0e-3
-  warmup_steps: 10
-model:
-  d_model: 32
-  d_head: 8
-"""
 
 
 # --- writing --------------------------------------------------------------------------------------

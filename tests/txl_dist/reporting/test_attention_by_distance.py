@@ -5,7 +5,6 @@ loop over queries and keys. It uses nothing of the package except the model.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,9 @@ from torch import Tensor
 
 from data_pipeline.streams.segments import Reset
 from tests.support.hypothesis_examples import examples
-from tests.support.small_models import VOCAB_SIZE, small_model
-from tests.support.token_sources import TextSource, random_corpus
+from tests.support.small_models import small_model
+from tests.support.split_case import SplitCase
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation import chunks as evaluation_chunks
-from txl_dist.evaluation.evaluate import EvaluationSettings, plan_evaluation
-from txl_dist.evaluation.scoring import Scorer
-from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.reporting.attention_by_distance import (
     AttentionByDistance,
     Mass,
@@ -32,24 +27,10 @@ CLOSE = {"rtol": 0, "atol": 1e-9}
 
 
 @dataclass(frozen=True)
-class Case:
-    """A split, a model, and how the split is divided into chunks and batches."""
+class Case(SplitCase):
+    """A split and a model whose attention is measured."""
 
-    lengths: list[list[int]]
-    tgt_len: int
-    model_options: dict[str, Any]
-    reset: Reset
-    batch_chunks: int = 2
     target_num_chunks: int = 5
-    max_tokens: int | None = None
-
-    @property
-    def source(self) -> TextSource:
-        return random_corpus(self.lengths, vocab_size=VOCAB_SIZE, seed=2)
-
-    @property
-    def model(self) -> TransformerXL:
-        return small_model(seed=4, **self.model_options)
 
     @property
     def num_targets(self) -> int:
@@ -57,31 +38,9 @@ class Case:
         return min(num_tokens, self.max_tokens or num_tokens) - 1
 
     def measure(self) -> AttentionByDistance:
-        model, config = self.model, self.model.config
-        scorer = Scorer(
-            model=model,
-            source=self.source,
-            tgt_len=self.tgt_len,
-            reset=self.reset,
-            batch_chunks=self.batch_chunks,
-            byte_counts_V=torch.zeros(VOCAB_SIZE),
-        )
-        settings = EvaluationSettings(
-            split="valid",
-            mode="exact",
-            tgt_len=self.tgt_len,
-            mem_len=config.mem_len,
-            clamp_len=config.clamp_len,
-            same_length=config.same_length,
-            reset=self.reset,
-            max_tokens=self.max_tokens,
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", self.target_num_chunks)
-            patch.setattr(evaluation_chunks, "MIN_CONTEXTS_PER_CHUNK", 0)
-            chunks = plan_evaluation(self.source, settings, n_layer=config.n_layer)
+        chunks = self.plan()
         calls: list[tuple[int, int]] = []
-        result = attention_by_distance(scorer, chunks, on_progress=lambda *n: calls.append(n))
+        result = attention_by_distance(self.scorer, chunks, on_progress=lambda *n: calls.append(n))
         assert calls[-1] == (len(chunks), len(chunks))
         return result
 

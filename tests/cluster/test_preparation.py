@@ -1,7 +1,5 @@
 """Preparation with Ray tasks: the bytes of one process, and the contract of `Workers`."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from cluster.preparation import RayWorkers
 from data_pipeline.errors import DataError, UnfinishedError
 from tests.support.commands import txl
+from tests.support.failing_units import die, die_at_first, refuse
 
 
 @pytest.mark.slow
@@ -26,25 +25,6 @@ def test_a_dataset_prepared_and_verified_on_ray_has_the_same_bytes(tmp_path: Pat
     ended = txl("data", "verify", tmp_path / "ray", "--on", "ray", "--workers", 2)
     assert ended.returncode == 3, ended.stderr
     assert "valid-000000.tar.zst: missing" in ended.stderr
-
-
-def die_at_first(path: Path) -> str:
-    """Kill this worker, unless `path` exists: the second try succeeds."""
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return path.name
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def die(path: Path) -> None:
-    if path.name == "b":
-        os._exit(9)
-
-
-def refuse(path: Path) -> None:
-    raise DataError(f"{path.name} is bad")
 
 
 @pytest.mark.slow

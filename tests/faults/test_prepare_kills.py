@@ -18,6 +18,7 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.processes.workers import ProcessWorkers
 from tests.data_pipeline.preparation.preparing import files_of
 from tests.support.commands import children_of, is_alive, start_txl, txl, wait_until
+from tests.support.failing_units import die, die_at_first, refuse
 
 OPTIONS = ("--shuffle", 1, "--split", "valid=0.1", "--shard-size", 1, "--workers", 2, "--json")
 
@@ -139,25 +140,6 @@ def test_a_worker_killed_in_a_run_is_replaced(
 
 def command_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def die_at_first(path: Path) -> str:
-    """Kills its worker where nobody did before."""
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return path.name
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def die(path: Path) -> None:
-    if path.name == "b":
-        os._exit(9)
-
-
-def refuse(path: Path) -> None:
-    raise DataError(f"{path.name} is bad")
 
 
 def fail(path: Path) -> float:

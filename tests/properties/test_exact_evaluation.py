@@ -91,8 +91,6 @@ def test_every_chunk_scores_as_in_the_sequential_pass(case: SplitCase) -> None:
 
 OPTIONS = {"n_layer": 2, "mem_len": 6}
 LONG_DOCUMENT = SplitCase([[60]], tgt_len=3, model_options=OPTIONS, reset="stream")
-    [[60]], tgt_len=3, model_options={"n_layer": 2, "mem_len": 6}, reset="stream"
-)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 30])

@@ -14,7 +14,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import source_of_epoch
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.hypothesis_examples import examples
-from tests.support.token_sources import TextSource
+from tests.support.token_sources import TextSource, numbered_sources
 from txl_dist.training.data import mixed_source
 from txl_dist.training.phases import phases_from
 from txl_dist.training.state import CorpusEntry, Phase
@@ -38,16 +38,7 @@ class Run:
 
     @property
     def sources(self) -> dict[str, TextSource]:
-        sources, number = {}, 0
-        for name, lengths in self.lengths.items():
-            blocks: list[list[list[int]]] = []
-            for block in lengths:
-                blocks.append([])
-                for length in block:
-                    blocks[-1].append(list(range(number, number + length)))
-                    number += length
-            sources[digest(name)] = TextSource(blocks)
-        return sources
+        return {digest(name): source for name, source in numbered_sources(self.lengths).items()}
 
     def mixture(self, weights: dict[str, float]) -> Phase:
         entries = [

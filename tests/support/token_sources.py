@@ -70,3 +70,17 @@ class NumberedSource:
         if block == self.broken_block:
             raise DataError(f"block {block} is broken")
         return np.arange(self.first[block] + start, self.first[block] + stop, dtype=self.dtype)
+
+
+def numbered_sources(corpora: dict[str, list[list[int]]]) -> dict[str, TextSource]:
+    """Sources by name from document lengths by block. No token id occurs twice."""
+    sources, number = {}, 0
+    for name, lengths in corpora.items():
+        blocks: list[list[list[int]]] = []
+        for block in lengths:
+            blocks.append([])
+            for length in block:
+                blocks[-1].append(list(range(number, number + length)))
+                number += length
+        sources[name] = TextSource(blocks)
+    return sources

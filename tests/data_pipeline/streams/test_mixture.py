@@ -21,7 +21,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource, tokens_per_epoch
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.hypothesis_examples import examples
-from tests.support.token_sources import TextSource
+from tests.support.token_sources import TextSource, numbered_sources
 
 quickly = examples(80)
 
@@ -39,16 +39,7 @@ class Case:
 
     @cached_property
     def sources(self) -> dict[str, TextSource]:
-        sources, number = {}, 0
-        for name, lengths in self.corpora.items():
-            blocks: list[list[list[int]]] = []
-            for block in lengths:
-                blocks.append([])
-                for length in block:
-                    blocks[-1].append(list(range(number, number + length)))
-                    number += length
-            sources[name] = TextSource(blocks)
-        return sources
+        return numbered_sources(self.corpora)
 
     @property
     def tokens(self) -> dict[str, int]:

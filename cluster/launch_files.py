@@ -48,7 +48,8 @@ class LaunchFiles:
     @staticmethod
     def remove_all(run: Path) -> None:
         """Remove the files of all launches. The caller holds the lock of the run directory."""
-        for path in run.glob("*.launch-*"):  # the first * is for temporary files of killed ranks
+        # ..launch-*: temporary files of killed ranks (storage/atomic_files.py).
+        for path in [*run.glob(".launch-*"), *run.glob("..launch-*.tmp")]:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:

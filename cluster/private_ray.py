@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from data_pipeline.errors import ConfigError
 from data_pipeline.storage.locks import try_lock
 
 PREFIX = "txl-ray-"
@@ -43,7 +44,11 @@ def access_token() -> Path:
     # Renamed to its final name after it is locked: another launcher never sees it unlocked. The
     # descriptor stays open, and so locked, until this process ends.
     descriptor = os.open(directory / "new-lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try_lock(descriptor)
+    if not try_lock(descriptor, if_unsupported=False):
+        raise ConfigError(
+            f"{directory.parent} is on a file system without locks, so another launcher would take "
+            "this one for dead and end its Ray. Set TMPDIR to a local directory"
+        )
     os.write(descriptor, f"pid {os.getpid()}\n".encode())
     (directory / "new-lock").rename(directory / _LOCK)
     return path
@@ -73,7 +78,7 @@ def clean_up_dead_launchers(parent: Path) -> None:
     for lock in parent.glob(f"{PREFIX}*/{_LOCK}"):
         # OSError: the folder is another user's, or another launcher has just removed it.
         with suppress(OSError), lock.open("rb+") as file:
-            if not try_lock(file.fileno()):
+            if not try_lock(file.fileno(), if_unsupported=False):
                 continue
             while processes := ray_processes(lock.with_name("token")):
                 _kill(processes)

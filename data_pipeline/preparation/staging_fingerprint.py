@@ -5,6 +5,7 @@ given tokenizer file, and path, name, size and version mark (local files: modifi
 every input file. A run with a different fingerprint discards the staging directory.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -54,7 +55,9 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
     path = staged.path / RECORDS / FINGERPRINT
     if staged.path.exists():
         # It is the first file in staging, so a directory without it has no finished units.
-        previous = path.read_bytes() if path.exists() else b""
+        previous = b""
+        with contextlib.suppress(OSError):
+            previous = path.read_bytes()
         if previous != fingerprint.encode():
             if previous:
                 reason = _describe_changes(previous, fingerprint)
@@ -71,11 +74,15 @@ def claim_staging(staged: StagedDirectory, fingerprint: str, note: Callable[[str
 def _describe_changes(previous: bytes, fingerprint: str) -> str:
     new: dict[str, Any] = json.loads(fingerprint)
     try:
-        old: dict[str, Any] = json.loads(previous)
-    except ValueError:
+        old: Any = json.loads(previous)
+    except (ValueError, RecursionError):
         return "its fingerprint is damaged"
-    if old.keys() != new.keys():
-        return "it is from another version of txl"
+    if (
+        not isinstance(old, dict)
+        or old.keys() != new.keys()
+        or not isinstance(old["settings"], dict)
+    ):
+        return "it is damaged, or from another version of txl"
     changes = [
         f"{key} was {old['settings'].get(key)!r} and is {value!r}"
         for key, value in new["settings"].items()

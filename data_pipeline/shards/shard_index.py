@@ -210,6 +210,8 @@ def read_unlisted_index(path: Path) -> tuple[dict[str, np.ndarray], dict[str, An
     DataError for a damaged file.
     """
     try:
+        if not path.is_file():  # opening a named pipe would wait for its writer
+            raise ValueError("it is not a regular file")
         with safe_open(path, framework="numpy") as file:
             metadata = json.loads((file.metadata() or {})["txl"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -1,8 +1,8 @@
 """Locks between processes: `flock` on an open file or directory.
 
 The kernel releases the lock when the holder ends, also by SIGKILL, so there are no stale locks. A
-file system without locks counts as unlocked: the lock prevents mistakes of users on one host, and
-no result depends on it.
+file system without locks counts as unlocked, unless the caller decides otherwise: most locks only
+prevent mistakes of users on one host.
 
 The package filelock is not used. It truncates the lock file when it opens it, which would erase the
 name of the holder that the second process reports, and it cannot lock a directory.
@@ -14,10 +14,11 @@ import time
 POLL_SECONDS = 0.1
 
 
-def try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int, *, if_unsupported: bool = True) -> bool:
     """Take the exclusive lock of an open file or directory; False if another process holds it.
 
-    The lock is released when the descriptor is closed or the process ends.
+    `if_unsupported` is the result on a file system without locks. The lock is released when the
+    descriptor is closed or the process ends.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -26,7 +27,7 @@ def try_lock(descriptor: int) -> bool:
     except OSError:
         # No lock service (ENOLCK), or NFS, which locks only descriptors that are open for writing
         # (EBADF for a directory).
-        return True
+        return if_unsupported
     return True
 
 

@@ -146,4 +146,5 @@ class StagedDirectory:
         except (OSError, ValueError):  # missing or cut: killed before the first rename
             return []
         # Only plain names: a damaged record must not move files of other directories.
+        names = names if isinstance(names, list) else []
         return [name for name in names if isinstance(name, str) and Path(name).name == name]

@@ -51,7 +51,13 @@ def train_bpe(
         end_of_document=library.get_vocab_size(),
         tokenizer=json.loads(library.to_str()),
     )
-    tokenizer = PretrainedTokenizer(description)
+    try:
+        tokenizer = PretrainedTokenizer(description)
+    except ValueError as error:  # a long run of one character trains a token that is too long
+        raise DataError(
+            f"bpe trained on this text cannot be used: {error}. Remove long runs of the same "
+            "characters from the text, or choose a smaller --vocab-size."
+        ) from error
     require_same_ids(tokenizer, training_text.samples)
     return tokenizer
 

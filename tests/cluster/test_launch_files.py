@@ -40,7 +40,8 @@ def test_a_failure_is_read_once(files: LaunchFiles) -> None:
 
 
 def test_the_files_of_every_launch_are_removed_with_temporary_ones(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
+    for name in ("metrics.jsonl", "my.launch-notes.txt"):
+        (tmp_path / name).touch()
     for launch_id in "ab":
         files = LaunchFiles(tmp_path, launch_id)
         files.stop.touch()
@@ -49,4 +50,5 @@ def test_the_files_of_every_launch_are_removed_with_temporary_ones(tmp_path: Pat
     LaunchFiles(tmp_path, "a").remove()
     assert LaunchFiles(tmp_path, "b").stop.exists()
     LaunchFiles.remove_all(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    remaining = sorted(path.name for path in tmp_path.iterdir())
+    assert remaining == ["metrics.jsonl", "my.launch-notes.txt"]

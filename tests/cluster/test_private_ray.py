@@ -1,5 +1,7 @@
 """The private Ray of a launcher: only it can use it, and the next launcher cleans up."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -107,3 +109,18 @@ def assert_unusable_without_token() -> None:
     )
     assert ended.returncode == 1
     assert "AuthenticationError" in ended.stderr
+
+
+def test_without_locks_no_launcher_is_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    folder = tmp_path / "txl-ray-live"
+    folder.mkdir()
+    for name in ("lock", "token"):
+        (folder / name).touch()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    clean_up_dead_launchers(tmp_path)
+    assert (folder / "token").exists()

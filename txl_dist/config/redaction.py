@@ -56,10 +56,15 @@ def redact_field(name: str, value: Any) -> Any:
     if name == _MAPPING_OF_CORPORA and isinstance(value, Mapping):
         # Only sections are corpora. `data.mixture.api_key=TEXT` is a mistake and stays hidden.
         return {
-            corpus: redact(item) if isinstance(item, Mapping) else redact_field(str(corpus), item)
+            corpus: redact(item) if _is_corpus(item) else redact_field(str(corpus), item)
             for corpus, item in value.items()
         }
     return _redact_inside(value)
+
+
+def _is_corpus(value: Any) -> bool:
+    """Whether a value is a section of `data.mixture`. Other sections may be named `mixture` too."""
+    return isinstance(value, Mapping) and "path" in value
 
 
 def _is_secret_name(name: str) -> bool:

@@ -28,6 +28,9 @@ _SAME_NAME_OPTIONAL = (
 )
 
 
+MAX_CONFIG_BYTES = 16 * 2**20
+
+
 def parse_json(text: str | bytes, *, origin: str) -> dict[str, Any]:
     """Parse a JSON object. Raises CheckpointError for anything else."""
     try:
@@ -42,6 +45,8 @@ def parse_json(text: str | bytes, *, origin: str) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file with one JSON object. Raises CheckpointError."""
     try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise CheckpointError(f"{path} is larger than {MAX_CONFIG_BYTES:,} bytes: not a config")
         return parse_json(path.read_bytes(), origin=str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from None

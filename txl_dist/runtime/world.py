@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from txl_dist.errors import TxlError
+from txl_dist.errors import ConfigError, TxlError
 from txl_dist.runtime.collective_watch import Activity
 
 T = TypeVar("T")
@@ -33,8 +33,15 @@ class World:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """From the variables that torchrun and `launch/processes.py` set."""
-        rank, num_ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        return cls(rank, num_ranks, int(environment["LOCAL_RANK"]))
+        try:
+            values = [int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({error!r}). They are set by "
+                "torchrun, Ray and `txl train CONFIG --on processes`"
+            ) from None
+        rank, num_ranks, local_rank = values
+        return cls(rank, num_ranks, local_rank)
 
     @property
     def is_rank_zero(self) -> bool:

@@ -188,7 +188,8 @@ class Delivery:
 
 def points_of(line: Mapping[str, Any]) -> Iterator[Point]:
     """The metrics of one journal line, including infinities and NaN."""
-    milliseconds = int(line.get("time", 0) * 1000)
+    seconds = line.get("time")  # anything, in a journal that was edited
+    milliseconds = int(seconds * 1000) if isinstance(seconds, int | float) else 0
     for name, value in line.items():
         if name not in ("step", "time") and type(value) in (int, float):
             yield Point(clean_key(name), float(value), line["step"], milliseconds)

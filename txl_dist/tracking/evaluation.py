@@ -40,6 +40,7 @@ def log_evaluation(
             input=json.dumps(dict(result), default=str),
             capture_output=True,
             text=True,
+            errors="replace",  # native code may write other bytes to standard error
             timeout=timeout_seconds,
             check=False,
             env=child_environment(),

@@ -173,7 +173,7 @@ class JournalTail:
         opened = os.fstat(self._descriptor)
         try:
             current = self._path.stat()
-        except FileNotFoundError:
+        except OSError:  # removed, or a network file system that fails now
             return False
         return not os.path.samestat(opened, current) or opened.st_size < self._offset
 

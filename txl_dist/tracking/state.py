@@ -49,7 +49,8 @@ class _JsonFile:
         try:
             content = dict(json.loads(text))
             return cls(**{name: item for name, item in content.items() if name in names})
-        except (ValueError, TypeError):  # not JSON; not an object, or a required field is missing
+        # Not JSON or too deep; not an object, or a required field is missing.
+        except (ValueError, TypeError, RecursionError):
             return None
 
     def to_json(self) -> str:

@@ -57,7 +57,7 @@ def test_finished_work_of_other_settings_or_input_is_discarded_with_the_reason(
     assert "input files changed" in notes[3]
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff", b"{}"])
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"{}", b"null", b"[" * 10**5])
 def test_finished_work_with_a_damaged_fingerprint_is_discarded(
     lines: Path, tmp_path: Path, content: bytes
 ) -> None:

@@ -75,3 +75,4 @@ def test_a_file_system_without_locks_counts_as_unlocked(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert try_lock(descriptors[0])
+    assert not try_lock(descriptors[0], if_unsupported=False)

@@ -107,3 +107,13 @@ def test_what_is_published_is_never_removed(tmp_path: Path) -> None:
     with StagedDirectory(tmp_path, last="last"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "last"]
+
+
+@pytest.mark.parametrize("content", ["5", "null", "{}"])
+def test_a_record_of_moved_files_that_is_not_a_list_is_ignored(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / STAGING).mkdir()
+    (tmp_path / STAGING / "moving.json").write_text(content)
+    with StagedDirectory(tmp_path, last="last") as staged:
+        assert staged.stage().is_dir()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
+from data_pipeline.tokenizers.bpe import train_bpe
 from data_pipeline.tokenizers.pretrained import (
     HARD_STRINGS,
 )
@@ -80,3 +81,9 @@ def test_training_takes_no_more_than_the_bytes_it_may() -> None:
     assert short.digest == same.digest != TOKENIZER.digest
     with pytest.raises(DataError, match="no text"):
         train_tokenizer(SETTINGS, lambda: iter([]))
+
+
+def test_a_text_that_trains_too_long_a_token_is_refused() -> None:
+    texts = [("a" * 5000 + " ") * 50]
+    with pytest.raises(DataError, match=r"bytes, the maximum is .* long runs"):
+        train_bpe(iter(texts), vocab_size=300, min_freq=None, max_bytes=2**20)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from tests.txl_dist.convert.example_files import hf_copy
+from txl_dist.convert.architecture import read_json
 from txl_dist.convert.transformers import read_transformers
-from txl_dist.errors import ConfigError
+from txl_dist.errors import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,11 @@ def test_an_option_that_is_missing_is_not_guessed(tmp_path: Path, name: str) -> 
     (source / "config.json").write_text(json.dumps(options))
     with pytest.raises(ConfigError, match=f"{name} is missing"):
         read_transformers(source)
+
+
+def test_a_huge_config_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # sparse
+    with pytest.raises(CheckpointError, match="not a config"):
+        read_json(path)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.gloo_ranks import RankGroups
-from txl_dist.errors import DataError, TxlError
+from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.runtime.world import World
 
 
@@ -44,3 +44,11 @@ def fail_on_rank_1(world: World) -> str:
 def test_every_rank_raises_the_error_of_the_lowest_rank(ranks: RankGroups) -> None:
     assert ranks(2).run(fail_on_both) == ["of rank 0"] * 2
     assert ranks(2).run(fail_on_rank_1) == ["rank 1: ValueError: text"] * 2
+
+
+@pytest.mark.parametrize("rank", ["x", None])
+def test_variables_that_are_missing_or_no_numbers_are_a_config_error(rank: str | None) -> None:
+    variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    environment = {name: value for name, value in variables.items() if value is not None}
+    with pytest.raises(ConfigError, match="RANK, WORLD_SIZE and LOCAL_RANK must be numbers"):
+        World.from_environment(environment)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
+from txl_dist.tracking.delivery import points_of
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.mlflow_client import UnavailableError
 
@@ -202,3 +203,9 @@ def test_a_first_database_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "mlflow.db") as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert recorded_steps(tmp_path / "mlflow.db", run_id_of(run_dir)) == [1, 2]
+
+
+@pytest.mark.parametrize("time", ["abc", None, [1]])
+def test_a_journal_line_whose_time_is_not_a_number_is_delivered(time: object) -> None:
+    (point,) = points_of({"step": 1, "time": time, "loss": 1.5})
+    assert (point.key, point.value, point.step, point.milliseconds) == ("loss", 1.5, 1, 0)

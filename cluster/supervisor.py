@@ -33,7 +33,7 @@ POLL_SECONDS = 0.2
 STATUS_SECONDS = 10.0
 """Before the first step, a status line is printed after this time without output."""
 NODE_LOSS_SECONDS = 6.0
-"""A failure is reported at the latest after this time. Ray may first find out that a node died."""
+"""A failure is held back this long, because Ray may find out meanwhile that a node died."""
 HEAD_SECONDS = 30.0
 """Time limit for the head node to respond. Ray itself aborts this process after 60 seconds."""
 SHUTDOWN_SECONDS = 15.0
@@ -81,7 +81,7 @@ class Supervisor:
             target=self._run_in_thread, args=(run_ray,), name="ray", daemon=True
         )
         rank_0_log = LogFollower(self._directory.log(0), self._print_record)
-        with StopSignals(on_repeat=self._end_now) as signals, rank_0_log:
+        with StopSignals(on_repeat=self._kill_ray_and_end) as signals, rank_0_log:
             thread.start()
             error = self._supervise(thread, signals)
             if thread.is_alive():
@@ -213,8 +213,8 @@ class Supervisor:
             self.set_ended(None)
         return None
 
-    def _end_now(self) -> None:
-        """A stop signal was repeated: end without saving."""
+    def _kill_ray_and_end(self) -> None:
+        """A stop signal was repeated: end without saving, and kill a private Ray."""
         if self._address is None:
             end_private_ray()
         end_now()

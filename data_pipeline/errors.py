@@ -4,7 +4,7 @@
     |-- ConfigError         2
     |-- DataError           3
     |   `-- UnfinishedError 3
-    `-- ReadFailureError         1
+    `-- ReadFailureError    1
 
 A message names the observed and the expected value, the place, the likely cause and the next
 command. The command line prints it on standard error and exits with `exit_code`.

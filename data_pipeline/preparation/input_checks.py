@@ -1,4 +1,4 @@
-"""Check the scanned input before anything is written: it has text, few rejects, no broken file."""
+"""Refuse a scanned input that is unusable; publishes only the reject list."""
 
 from pathlib import Path
 

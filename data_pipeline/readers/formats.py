@@ -45,7 +45,7 @@ class FileFormat:
     read_again: Callable[[bytes, str], str] | None = None
     """(bytes of the record, text key) -> text. None if that is not possible."""
     by_range: bool = False
-    """Whether `read` observes `start` and `stop` of the source and counts `lines`."""
+    """Whether `read` respects `start` and `stop` of the source and counts `lines`."""
 
 
 def _decode_raw(raw: bytes, _text_key: str) -> str:

@@ -1,7 +1,7 @@
 """Open a local file or a URL as one buffered stream of decompressed bytes.
 
 Every failure is an OSError with a readable text: a truncated or damaged gzip or zstd stream, bytes
-after its end, a broken connection. The readers of the formats do not handle these errors.
+after its end, a broken connection. The readers of the formats turn it into a BrokenStreamError.
 Memory is bounded: it does not grow with the decompressed size or with what a header declares.
 """
 

@@ -1,8 +1,9 @@
 """The cursor: reads ranges of tokens and their ages at any position of an epoch's order.
 
-Tokens are read in chunks. A chunk is a whole block if its documents are permuted, otherwise up to
-`CHUNK_TOKENS` of a block, so that a document larger than memory is never read as a whole. A cursor
-keeps one chunk and returns ranges inside it without a copy. A jump to any position reads one chunk.
+Tokens are read in chunks. With shuffled documents a chunk is a whole block; otherwise at most
+`CHUNK_TOKENS` of one. A block of one document is not shuffled, so a document larger than memory is
+never read as a whole. A cursor keeps one chunk and returns ranges inside it without a copy. A jump
+to any position reads one chunk.
 
 `shard_reader.py` reads the tokens of a block, `order.py` defines which block follows, and
 `lanes.py` defines the range that a lane needs.
@@ -39,7 +40,8 @@ class Chunk:
     tokens: NDArray[Any]
     """[stop - start], in the source's dtype."""
     document_age: NDArray[np.int32]
-    """[stop - start] tokens since the document's first token, also if that is not in the chunk."""
+    """[stop - start] tokens since the document's start, even if the document starts before the
+    chunk."""
 
 
 def read_chunk(source: TokenSource, order: EpochOrder, position: int) -> Chunk:

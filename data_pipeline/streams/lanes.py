@@ -1,9 +1,10 @@
 """Lanes: which tokens each data-parallel rank reads, and in what order.
 
 A lane is one contiguous stream of tokens and one row of the global batch. In every lane, the
-segment of step s + 1 starts at the token after the segment of step s, so the model's memory always
-holds the tokens directly before the segment. With N tokens per epoch and L lanes, each lane reads
-one slice of Q = N // L tokens of the epoch order:
+segment of step s + 1 starts at the token after the segment of step s, so the model's memory holds
+the layer inputs of the tokens directly before the segment, except at the start of a slice. With N
+tokens per epoch and L lanes (elsewhere L counts layers), each lane reads one slice of Q = N // L
+tokens of the epoch order:
 
     epoch order     |------- lane 0 -------|------- lane 1 -------|------- lane 2 -------|..|
                     0                      Q                      2Q                     3Q  N
@@ -13,8 +14,9 @@ padded, and a document longer than a slice needs no special case. The cost: the 
 of an epoch order, fewer than L, are not read in that epoch.
 
 All lanes advance together, so one integer, the lane position p, is the complete reading state. It
-grows without end: p is offset p % Q of the slice in epoch p // Q, and every epoch cuts a new order
-in the same way:
+grows without end. With p counted from the start of the phase, p is offset p % Q of the slice in the
+phase's epoch p // Q (`epoch_ranges` subtracts `start` and adds `first_epoch`), and every epoch cuts
+a new order in the same way:
 
     lane position   0 ........... Q - 1 | Q .......... 2Q - 1 | 2Q ...
     lane 1 reads    epoch 0, Q .. 2Q - 1 | epoch 1, Q .. 2Q - 1 | epoch 2 ...
@@ -99,7 +101,8 @@ class LanePlan:
     def lanes_of_rank(self, rank: int, num_ranks: int) -> range:
         """The lanes that one of W ranks reads: [floor(rL / W), floor((r + 1)L / W)).
 
-        Every lane has exactly one rank, and the numbers of lanes of two ranks differ by at most 1.
+        Every lane has exactly one rank, and the numbers of lanes of two ranks differ by at most 1:
+        with 5 lanes on 2 ranks, rank 0 reads lanes 0 and 1, rank 1 lanes 2, 3 and 4.
         Raises ConfigError for more ranks than lanes.
         """
         self._require_lane_per_rank(num_ranks)
@@ -148,6 +151,8 @@ class LanePlan:
 
     def slice_ends(self, start: int, stop: int) -> range:
         """Lane positions in [start, stop) of the last token of a slice: these have no target."""
+        # A slice ends at every p with p = self.start - 1 (mod Q). The modulo is the distance from
+        # `start` to the first of them, 0 to Q - 1.
         return range(start + (self.start - start - 1) % self.lane_tokens, stop, self.lane_tokens)
 
     def targets_in_step(self, position: int) -> int:

@@ -2,7 +2,7 @@
 
 A checkpoint is complete if its directory has its final name. Checkpoints are ordered by the step
 numbers in their names, never by file times. LATEST and BEST are pointers for people and scripts;
-a resume does not read them.
+`--resume auto` does not read them.
 
     step-NNNNNNNN              a complete checkpoint
     superseded-step-NNNNNNNN   from a later step than the run last resumed from; never read

@@ -154,5 +154,6 @@ def _train_as_rank(
     except TxlError as error:
         print_error(error)
         exit_without_teardown(error.exit_code)
-    # Native threads abort a normal exit about once in 60 runs (runtime/process_exit.py).
+    # Native threads abort a normal exit about once in 60 runs
+    # (data_pipeline/processes/process_exit.py).
     exit_without_teardown(0)

@@ -57,6 +57,7 @@ class DataConfig(Section):
     path: str | None = Field(default=None, validate_default=True)
     """Directory that `txl prepare` wrote, relative to the working directory."""
     train_split: str = "train"
+    """Split to train on, of every corpus."""
     num_lanes: int = Field(default=16, ge=1)
     """Rows of the global batch. Does not depend on the number of ranks, which share the lanes."""
     tgt_len: int = Field(default=128, ge=1)
@@ -92,14 +93,21 @@ class OptimizerConfig(Section):
 
     # Defaults are those of the paper's base models: Adam, lr 2.5e-4, clipping at 0.25.
     lr: float = Field(default=2.5e-4, gt=0)
+    """Learning rate after the warm-up, the highest of the run."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay per step of the running mean of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay per step of the running mean of squared gradients."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator of the update, so that it is never 0."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay, of all parameters; 0 is Adam."""
     gradient_clipping: float = Field(default=0.25, ge=0)
     """Largest global L2 norm of the gradient; 0 does not clip."""
     schedule: Literal["cosine", "constant"] = "cosine"
+    """Learning rate after the warm-up: half a cosine period down to `min_lr`, or constant `lr`."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start in which the learning rate rises linearly from 0 to `lr`."""
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the cosine, at step `training.num_steps`."""
 
@@ -108,10 +116,13 @@ class TrainingConfig(Section):
     """Length of the run, micro-batches, logging and checkpoints."""
 
     num_steps: int = Field(ge=1)
+    """Optimizer steps of the whole run, those before a resume included."""
     micro_batch_lanes: int | None = Field(default=None, ge=1)
     """Lanes per micro-batch of a rank; null: all its lanes. Changes speed and memory only."""
     log_interval_steps: int = Field(default=10, ge=1)
+    """Steps between two step lines; the last step always has one."""
     checkpoint_interval_steps: int = Field(default=500, ge=1)
+    """Steps between two checkpoints; the last step and a stop request always save one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep, in addition to the best one."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
@@ -126,6 +137,7 @@ class EvaluationConfig(Section):
     path: str | None = None
     """Dataset of the split; null: the first corpus of `data` that has the split."""
     interval_steps: int = Field(default=500, ge=1)
+    """Steps between two evaluations; the last step always has one."""
     batch_chunks: int = Field(default=8, ge=1)
     """Chunks of the split per batch, on each rank."""
     max_tokens: int | None = Field(default=None, ge=2)
@@ -136,9 +148,11 @@ class TrackingConfig(Section):
     """MLflow. Training never waits for it, and continues if it fails."""
 
     enabled: bool = True
+    """Whether metrics are sent to MLflow; `metrics.jsonl` is written in either case."""
     uri: str | None = None
     """A server or sqlite URI; null: `mlflow.db` in the parent of the run directory."""
     experiment: str = Field(default="txl", max_length=250, pattern=r"^[\w/][\w .:@/+-]*$")
+    """Name of the MLflow experiment that contains the run."""
 
     @field_validator("uri")
     @classmethod
@@ -162,6 +176,7 @@ class DeepSpeedConfig(Section):
     """The ZeRO stage, and DeepSpeed options that no setting of ours decides."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
+    """What ranks shard: 0 nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."""
     extra: dict[str, Any] = Field(default={})
     """Merged into DeepSpeed's JSON. `deepspeed_keys.py` decides which keys are refused."""
 
@@ -193,6 +208,7 @@ class RunConfig(Section):
     directory: str
     """The run directory: config, metrics, logs and checkpoints."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    """Determines the initial weights, the order of the data and the dropout masks."""
     precision: Precision = "fp32"
     """Precision of matrix products; parameters, optimizer, memory and loss are always fp32."""
     data: DataConfig

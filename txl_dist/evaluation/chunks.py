@@ -18,13 +18,14 @@ from typing import Literal
 Mode = Literal["exact", "fast"]
 
 MAX_CONTEXTS_PER_CHUNK = 8
-"""A chunk is at most this many times as long as its context, which then costs an eighth more."""
+"""A chunk is at most this many times as long as its context, which then costs an eighth more, or
+MAX_SEGMENTS_WITHOUT_CONTEXT segments if that is more."""
 MIN_CONTEXTS_PER_CHUNK = 2
 """A chunk is at least this many times as long, so the context costs at most half as much again."""
 TARGET_NUM_CHUNKS = 16
 """Between these limits a split is cut into about this many chunks, to be distributed to workers."""
 MAX_SEGMENTS_WITHOUT_CONTEXT = 64
-"""Segments per chunk at most, if the context is short or empty."""
+"""Maximum segments of a chunk if its context is short or empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,15 @@ class ModelConfig:
     vocab_size: int = 0
     """Number of token ids. 0 in a run's YAML: the vocabulary size of the data."""
     n_layer: int = 4
+    """Number of layers."""
     d_model: int = 128
+    """Width of the input and the output of each layer."""
     n_head: int = 4
+    """Attention heads per layer."""
     d_head: int = 32
+    """Width of queries, keys and values of one head."""
     d_inner: int = 512
+    """Width of the hidden layer of the feed-forward sublayer."""
     d_embed: int | None = None
     """Width of the token embedding; None is `d_model`. Another width adds projections."""
     mem_len: int = 128
@@ -48,12 +53,15 @@ class ModelConfig:
     pre_lnorm: bool = False
     """Normalise the input of each sublayer (pre-norm) instead of its output (post-norm)."""
     dropout: float = 0.0
+    """Dropout of embeddings, encoded distances, hidden layers, sublayers and the model's output."""
     dropatt: float = 0.0
     """Dropout of attention weights."""
     attention: str = "auto"
     """The implementation of attention: a name in variants.py; `auto` takes the fastest."""
     init_std: float = 0.02
+    """Standard deviation of initial weights, position biases and LayerNorm gains."""
     proj_init_std: float = 0.01
+    """Standard deviation of the initial projections of embedding and softmax."""
 
     def __post_init__(self) -> None:
         _require_known("distance_encoding", self.distance_encoding, DISTANCE_ENCODINGS)

@@ -1,5 +1,6 @@
-"""Attention for training on CPUs: one autograd node with its own backward.
+"""Attention for training on CPUs, and on any device when attention weights are dropped.
 
+The config calls this form `fused`. It is one autograd node with its own backward.
 The node covers everything between the projections. Compared with autograd through the equation:
 
 - distance scores are one product per head for all lanes, and the relative shift is a view
@@ -8,8 +9,8 @@ The node covers everything between the projections. Compared with autograd throu
 - the softmax is computed in place, and the backward keeps one [H, B, T, S] tensor, the weights;
 - the gradient of the shifted view is computed in place, without a copy into zeros.
 
-It also runs on GPUs where attention weights are dropped, because torch's kernels draw their own
-dropout masks, while ours must not depend on the number of ranks (docs/decisions/0004).
+With dropout it also runs on GPUs, because torch's kernels draw their own dropout masks, while ours
+must not depend on the number of ranks (docs/decisions/0004).
 """
 
 from typing import Any

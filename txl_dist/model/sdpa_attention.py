@@ -3,7 +3,8 @@
 Distance scores and mask are passed as an additive bias [H, B, T, S], so of all tensors of that size
 only the bias is stored. In evaluation on CPUs this is 8 % faster than cpu_attention.py
 (docs/experiments.md), but torch's CPU kernel has no gradient for the bias. Dropout masks
-cannot be passed to it.
+cannot be passed to it: when attention weights are dropped, cpu_attention.py runs instead, also on
+GPUs. The config calls this form `biased`.
 """
 
 import torch

@@ -27,7 +27,11 @@ from txl_dist.model.visibility import mask_scores, visible_keys
 
 
 class TransformerXL(nn.Module):
-    """forward(input_BT, target_BT, age_BT, memory, dropout_masks) -> (nats_BT, next memory)."""
+    """forward(input_BT, target_BT, age_BT, memory, dropout_masks) -> (nats_BT, next memory).
+
+    `memory` may also be a KVCache, if weights are constant and gradients are disabled. `forward`
+    changes a KVCache in place and returns the same one; a Memory is not changed.
+    """
 
     def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -73,6 +77,7 @@ class TransformerXL(nn.Module):
         # Only absolute positions change the input; other encodings act on the scores.
         x_BTD = self.encoding.add_to_input(self.config, x_BTD)
         x_BTD = self.embedding_dropout(x_BTD, dropout_masks)
+        # Built once for all layers, including the mask that follows from the ages.
         context = self._segment_context(
             x_BTD, age_BT, memory.mem_len, dropout_masks, on_attention_weights
         )

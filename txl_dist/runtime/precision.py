@@ -1,7 +1,7 @@
 """Precision: bf16 by autocast, so that only matrix products are computed in bf16.
 
 Parameters, optimizer state, memory and losses are fp32 in either precision, so checkpoints are the
-same. DeepSpeed applies its own autocast in training (`training/deepspeed_settings.py`) and disables
+same. DeepSpeed applies its own autocast in training (`training/engine/settings.py`) and disables
 any other around its engine; evaluation and generation use this one.
 See docs/decisions/0006-bf16-by-autocast.md.
 """

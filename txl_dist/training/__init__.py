@@ -1,12 +1,23 @@
 """Training: `build.py` builds one rank's part of a run, `loop.py` runs it.
 
+job.py            the config and resume options of a run, as a launcher sends them to a rank
 rank.py           the entry of every launcher: one rank from start to exit
 build.py          job -> data -> model -> engine -> Trainer
-loop.py           the order of events
-step.py           one step, in micro-batches; engine/ is DeepSpeed
-saving.py         when checkpoints are written and removed
-report.py         metrics.jsonl and the step line
-resume.py         which checkpoint to resume from; compatibility.py, what may differ
-state.py          progress of a run, stored in each checkpoint
+data.py           the corpora of a run, opened and checked before any rank is started
 phases.py         changes of corpora and weights during a run
+same_job.py       verifies that all ranks have the same config, data and code
+loop.py           the order of events
+step.py           one step, in micro-batches
+engine/           DeepSpeed, one module per ZeRO stage
+schedule.py       the learning rate of each step
+lane_dropout.py   dropout masks as a function of seed, step and lane
+evaluator.py      the evaluation of a split during training
+state.py          progress of a run, stored in each checkpoint
+saving.py         when checkpoints are written and removed
+resume.py         which checkpoint to resume from
+compatibility.py  which settings and data may differ on a resume
+run_directory.py  the files of a run, and the lock of its directory
+report.py         metrics.jsonl and the step line
+utilisation.py    the MFU: FLOP/s of the run divided by the peak FLOP/s of the machine
+follow.py         passes the log of rank 0 on to the launcher
 """

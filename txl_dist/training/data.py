@@ -145,7 +145,7 @@ def mixed_source(
     phase: Phase, sources: Mapping[str, TokenSource], *, shuffle: Shuffle, seed: int
 ) -> TokenSource | MixedSource:
     """The tokens that a phase reads. `sources` maps digests of corpora to their tokens."""
-    # Without the tape: the order of a single corpus is that of a run without a mixture.
+    # Not read cyclically: the order of a single corpus is that of a run without a mixture.
     if len(phase.corpora) == 1:
         return sources[phase.corpora[0].digest]
     tokens_per_epoch = phase.tokens_per_epoch

@@ -36,7 +36,12 @@ class Evaluate(Protocol):
 
 @dataclass(kw_only=True)
 class Trainer:
-    """One rank's part of a run."""
+    """One rank's part of a run.
+
+    These calls are collective, so all ranks must make them at the same event: `step`, `saver.*`,
+    `evaluate` and `report.measure_peak`. Other methods of `report`, `segments` and `stop` are local
+    to the rank. The peak is the highest FLOP/s that the machine reaches (`utilisation.py`).
+    """
 
     config: RunConfig
     plan: LanePlan

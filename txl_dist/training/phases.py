@@ -1,10 +1,10 @@
 """Phases: how a run continues when its corpora or their weights change. Pure integers, no files.
 
 A new phase begins at the lane position of the change, with a new division of the tokens into lanes;
-ages restart at 0 there, as at the end of an epoch. Each corpus's tape
-(data_pipeline/streams/mixture.py) continues after the last epoch that was begun, so tokens not read
-yet come before tokens read already. Corpora are identified by digest: a new name or path for the
-same data changes nothing.
+ages restart at 0 there, as at the end of an epoch. Each corpus is read cyclically
+(data_pipeline/streams/mixture.py) and continues after the last epoch that was begun, so tokens not
+read yet come before tokens read already. Corpora are identified by digest: a new name or path for
+the same data changes nothing.
 """
 
 import math
@@ -27,7 +27,7 @@ class PhaseChange:
 
     @classmethod
     def between(cls, before: Phase, after: Phase) -> "PhaseChange":
-        """Compare the corpora and their shares, but not the positions on their tapes."""
+        """Compare the corpora and their shares, but not their positions in the cyclic order."""
         old_corpora = {corpus.digest: corpus for corpus in before.corpora}
         new_corpora = {corpus.digest: corpus for corpus in after.corpora}
         removed = {c.name: c for digest, c in old_corpora.items() if digest not in new_corpora}
@@ -58,7 +58,7 @@ def phases_from(
     if not PhaseChange.between(phases[-1], current):
         return phases
     # Recomputed from the list of phases on every change; nothing but the phases is stored.
-    tape: dict[str, int] = {}
+    cyclic_starts: dict[str, int] = {}
     first_epoch = 0
     stops = [*(phase.position for phase in phases[1:]), position]
     for phase, stop in zip(phases, stops, strict=True):
@@ -67,10 +67,10 @@ def phases_from(
         for corpus in phase.corpora:
             end = corpus.start + num_epochs * phase.tokens_per_epoch[corpus.name]
             # Over all phases, so a corpus that was removed and added again continues too.
-            tape[corpus.digest] = end % corpus.tokens
+            cyclic_starts[corpus.digest] = end % corpus.tokens
         first_epoch = phase.first_epoch + num_epochs
     corpora = tuple(
-        corpus.model_copy(update={"start": tape.get(corpus.digest, 0)})
+        corpus.model_copy(update={"start": cyclic_starts.get(corpus.digest, 0)})
         for corpus in current.corpora
     )
     return (*phases, Phase(position=position, first_epoch=first_epoch, corpora=corpora))

@@ -47,7 +47,7 @@ class CorpusEntry(StrictModel):
     tokens: Annotated[Count, Field(ge=1)]
     weight: Annotated[float, Field(gt=0)]
     start: Count = 0
-    """Position on the corpus's tape (data_pipeline/streams/mixture.py) where the phase begins."""
+    """Token of the corpus's cyclic order where the phase begins (`CyclicCorpus`)."""
 
 
 class Phase(StrictModel):

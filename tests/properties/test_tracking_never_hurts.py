@@ -1,4 +1,4 @@
-"""Promise 7: a slow, failed or absent MLflow delays no step, and every point arrives once."""
+"""Promise 7: training never waits for MLflow, and every point arrives once after an outage."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Tracking of a run in MLflow that never delays or stops training.
+"""Tracking of a run in MLflow, which training never waits for.
 
     training loop -> journal.py: RUN/metrics.jsonl, complete in any case
     tracker.py    -> starts and restarts sender.py, a process; sends it the status at the end

@@ -47,8 +47,8 @@ def finished_units(out: Path) -> int:
 
 
 def all_children(pid: int) -> list[int]:
-    found = children_of(pid)
-    return found + [below for child in found for below in all_children(child)]
+    children = children_of(pid)
+    return children + [below for child in children for below in all_children(child)]
 
 
 def kill_when(lines: Path, out: Path, units: int, seconds: float) -> int:

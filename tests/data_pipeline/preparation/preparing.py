@@ -38,10 +38,10 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 def ids_of(directory: Path) -> dict[str, list[str]]:
     """Per split, its documents' ids in order."""
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for excerpt in excerpts(directory, documents=10**6):
-        found.setdefault(excerpt.split, []).append(excerpt.document_id)
-    return found
+        texts.setdefault(excerpt.split, []).append(excerpt.document_id)
+    return texts
 
 
 def write_corpus(folder: Path, texts: list[str]) -> None:

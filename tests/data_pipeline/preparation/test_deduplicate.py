@@ -19,15 +19,15 @@ def test_dedup_moves_no_document_to_another_split_or_place(
     lines = [f'{{"text": "number {n if n % 3 else n // 4}"}}\n' for n in range(600)]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(lines))
-    found = {}
+    texts = {}
     for dedup in ("none", "exact"):
         settings = PrepareSettings(split={"valid": 0.2, "test": 0.1}, shuffle=shuffle, dedup=dedup)
         prepare_dataset([source], tmp_path / dedup, settings)
-        found[dedup] = ids_of(tmp_path / dedup)
+        texts[dedup] = ids_of(tmp_path / dedup)
     firsts = {f"in.jsonl:{lines.index(line) + 1}" for line in lines}
     assert 350 < len(firsts) < 550
-    assert found["exact"] == {
-        split: [id_ for id_ in ids if id_ in firsts] for split, ids in found["none"].items()
+    assert texts["exact"] == {
+        split: [id_ for id_ in ids if id_ in firsts] for split, ids in texts["none"].items()
     }
 
 

@@ -17,8 +17,8 @@ SPLIT_AND_SHUFFLED = PrepareSettings(
 
 
 def test_a_file_that_changes_between_the_passes_is_refused(corpus: Path, tmp_path: Path) -> None:
-    def change(what: str, done: int, total: int) -> None:
-        if what == "writing":
+    def change(stage: str, done: int, total: int) -> None:
+        if stage == "writing":
             (corpus / "sub" / "09.txt").write_text("rewritten")
             (corpus / "10.txt").write_text("rewritten")
 
@@ -32,8 +32,8 @@ def test_a_disk_that_fails_on_the_second_reading_is_named_and_costs_no_finished_
 ) -> None:
     path, aside, out = corpus / "10.txt", tmp_path / "aside", tmp_path / "out"
 
-    def fail(what: str, done: int, total: int) -> None:
-        if what == "writing" and not done:
+    def fail(stage: str, done: int, total: int) -> None:
+        if stage == "writing" and not done:
             path.rename(aside)
             path.symlink_to("/proc/self/mem")  # reading there is an EIO
 
@@ -53,8 +53,8 @@ def test_a_spill_file_that_is_lost_is_not_blamed_on_the_input(
         path.with_suffix(".txt.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
 
-    def lose(what: str, done: int, total: int) -> None:
-        if what == "writing" and not done:
+    def lose(stage: str, done: int, total: int) -> None:
+        if stage == "writing" and not done:
             (spill,) = out.glob(".staging.tmp/units/spill-??????")
             size = spill.stat().st_size
             spill.unlink()

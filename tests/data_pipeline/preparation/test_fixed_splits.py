@@ -43,16 +43,16 @@ def test_a_corpus_of_one_document_is_split_by_its_tokens(
     options = PrepareSettings(tokenizer=kind, recipe=recipe)
     prepare_dataset([source], tmp_path / "out", options)
     tokenizer = open_tokenizer(tmp_path / "out")
-    found = {}
+    texts = {}
     for split in ("train", "valid", "test"):
         data = open_split(tmp_path / "out", split)
         ids, _ = read_range(data, 0, data.num_tokens)
-        found[split] = tokenizer.decode_bytes(ids)
-        assert load_manifest(tmp_path / "out").splits[split].text_bytes == len(found[split])
-    assert b"".join(found.values()) == raw
+        texts[split] = tokenizer.decode_bytes(ids)
+        assert load_manifest(tmp_path / "out").splits[split].text_bytes == len(texts[split])
+    assert b"".join(texts.values()) == raw
     part = (len(text) if kind == "char" else len(raw)) // 20
     for split in ("valid", "test"):
-        size = len(found[split].decode()) if kind == "char" else len(found[split])
+        size = len(texts[split].decode()) if kind == "char" else len(texts[split])
         assert abs(size - part) <= (kind == "byte"), "a cut in a character moves to its beginning"
     assert verify_dataset(tmp_path / "out").problems == []
     assert prepare_dataset([source], tmp_path / "out", options).already_complete

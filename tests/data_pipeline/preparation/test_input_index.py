@@ -16,15 +16,15 @@ def test_memory_does_not_grow_with_the_number_of_rejects(tmp_path: Path) -> None
     source.write_bytes(b"x\n" * number)
     files = find_files([str(source)], format="auto", exclude=tmp_path / "out").files
     units = plan_scan(files, "text")
-    (found,) = (scan(unit) for unit in units)
+    (scan_result,) = (scan(unit) for unit in units)
     with (tmp_path / "rejects").open("wb") as listed:
         tracemalloc.start()
         corpus = InputIndex(files, units, listed)
-        corpus.fill(lambda _: found)
-        kept, _ = tracemalloc.get_traced_memory()
+        corpus.fill(lambda _: scan_result)
+        held_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert corpus.rejected == number
-    assert kept < number
+    assert held_bytes < number
     assert len((tmp_path / "rejects").read_bytes().splitlines()) == number
 
 

@@ -25,21 +25,28 @@ OPTIONS = {"shuffle": 5, "split": {"valid": 0.3}, "shard_bytes": 700, "block_byt
 
 def test_finished_work_of_another_tokenizer_file_is_not_used(tmp_path: Path) -> None:
     write_corpus(tmp_path / "in", ["one", "two"] * 9)
-    given = [tmp_path / "a.json", tmp_path / "b.json"]
-    for path, text in zip(given, ("one two", "three four"), strict=True):
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, text in zip(paths, ("one two", "three four"), strict=True):
         char = train_tokenizer(PrepareSettings(tokenizer="char"), lambda text=text: iter([text]))
         path.write_text(char.to_json())
     options = {"settings": PrepareSettings(tokenizer="file", **OPTIONS)}
     out, notes = tmp_path / "out", []
     with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path / "in", out, 99, tokenizer_file=given[0], workers=StopsAfter(5), **options)
-    done = prepare(tmp_path / "in", out, 99, tokenizer_file=given[1], note=notes.append, **options)
+        prepare(
+            tmp_path / "in",
+            out,
+            99,
+            tokenizer_file=paths[0],
+            workers=StopsAfter(5),
+            **options,
+        )
+    done = prepare(tmp_path / "in", out, 99, tokenizer_file=paths[1], note=notes.append, **options)
     assert "the tokenizer file changed" in notes[1]
     assert done.reused_units == 0
-    assert load_manifest(out).tokenizer_digest == load_tokenizer(given[1]).digest
+    assert load_manifest(out).tokenizer_digest == load_tokenizer(paths[1]).digest
     with pytest.raises(DataError, match="holds another dataset: tokenizer: "):
-        prepare(tmp_path / "in", out, 99, tokenizer_file=given[0], **options)
-    assert prepare(tmp_path / "in", out, 99, tokenizer_file=given[1], **options).already_complete
+        prepare(tmp_path / "in", out, 99, tokenizer_file=paths[0], **options)
+    assert prepare(tmp_path / "in", out, 99, tokenizer_file=paths[1], **options).already_complete
 
 
 def test_finished_work_of_other_settings_or_input_is_discarded_with_the_reason(

@@ -32,8 +32,8 @@ def test_rows_are_prepared_with_and_without_compression(
     (tmp_path / "in.csv").write_bytes(content)
     (tmp_path / "in.csv.gz").write_bytes(gzip.compress(content))
     for name in ("in.csv", "in.csv.gz"):
-        found = read(one_file(tmp_path / name), text_key="body")
-        assert texts(found) == ['a "sea", grey\r\nand wide', "é"]
+        records = read(one_file(tmp_path / name), text_key="body")
+        assert texts(records) == ['a "sea", grey\r\nand wide', "é"]
         out = tmp_path / f"out-{name}"
         ended = txl("prepare", tmp_path / name, "--out", out, "--text-key", "body", "--json")
         assert json.loads(ended.out)["formats"] == {"csv": 1}

@@ -18,8 +18,8 @@ TITLE = b" \n = Title = \n"
 
 
 def names(*inputs: object, format: str = "auto", exclude: Path = Path("/nowhere")) -> list[str]:
-    found = find_files([str(address) for address in inputs], format=format, exclude=exclude)
-    return [file.name for file in found.files]
+    input_files = find_files([str(address) for address in inputs], format=format, exclude=exclude)
+    return [file.name for file in input_files.files]
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def test_auto_decides_by_suffix_below_compression_and_says_what_it_chose(tmp_pat
     for name, (_, content) in contents.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "l.tar.gz").write_bytes(b"")
-    found = find_files([str(tmp_path)], format="auto", exclude=Path("/nowhere"))
-    assert {file.name: file.kind for file in found.files} == {
+    input_files = find_files([str(tmp_path)], format="auto", exclude=Path("/nowhere"))
+    assert {file.name: file.kind for file in input_files.files} == {
         name: kind for name, (kind, _) in contents.items()
     }
-    assert found.kinds == {"text": 6, "jsonl": 2, "parquet": 1, "wikitext": 2}
-    assert +found.ignored == {".tar.gz": 1}
+    assert input_files.kinds == {"text": 6, "jsonl": 2, "parquet": 1, "wikitext": 2}
+    assert +input_files.ignored == {".tar.gz": 1}
 
 
 def test_a_format_that_is_asked_for_takes_the_files_it_can_be(tree: Path) -> None:
@@ -100,10 +100,10 @@ def test_a_format_that_is_asked_for_takes_the_files_it_can_be(tree: Path) -> Non
     assert len(names(tree, format="lines")) == 5
 
 
-@pytest.mark.parametrize("given", ["ftp://host/x", "simplecache::s3://b/k", "hf://datasets/x"])
-def test_a_url_of_another_scheme_is_refused_by_name_with_the_legal_ones(given: str) -> None:
+@pytest.mark.parametrize("url", ["ftp://host/x", "simplecache::s3://b/k", "hf://datasets/x"])
+def test_a_url_of_another_scheme_is_refused_by_name_with_the_legal_ones(url: str) -> None:
     with pytest.raises(ConfigError, match="legal are file, s3, gs, http, https"):
-        names(given)
+        names(url)
 
 
 def test_a_file_url_is_the_path(tree: Path) -> None:
@@ -170,8 +170,8 @@ def test_keys_patterns_and_failures_of_s3(bucket: Any) -> None:
         False,
     )
     assert texts(read(file)) == LINES
-    found = find_files(["s3://bucket/x/**/*.jsonl"], format="auto", exclude=Path("/nowhere"))
-    assert [file.name for file in found.files] == ["a.jsonl", "y/b.jsonl"]
+    input_files = find_files(["s3://bucket/x/**/*.jsonl"], format="auto", exclude=Path("/nowhere"))
+    assert [file.name for file in input_files.files] == ["a.jsonl", "y/b.jsonl"]
     with pytest.raises(DataError, match="s3://bucket/nothing: cannot be read: FileNotFoundError"):
         one_file("s3://bucket/nothing")
     bucket.rm("bucket/x/a.jsonl")

@@ -105,9 +105,9 @@ def test_a_format_that_is_asked_for_takes_every_compression_of_its_files(
         packed = next(each for each in reversed(PACKED) if name.endswith(each))
         (tmp_path / name).write_bytes(PACKED[packed](LINES))
     (tmp_path / "b.txt.zstd").write_bytes(b"")
-    found = found_in(tmp_path, format)
-    assert {file.name for file in found.files} == names
-    assert +found.ignored == {".txt.zstd": 1}
+    kinds = found_in(tmp_path, format)
+    assert {file.name for file in kinds.files} == names
+    assert +kinds.ignored == {".txt.zstd": 1}
 
 
 def test_text_under_the_long_suffixes_is_decompressed(tmp_path: Path) -> None:

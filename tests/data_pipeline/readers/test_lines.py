@@ -25,9 +25,9 @@ CONTENT = st.tuples(
 def test_every_line_that_is_not_empty_is_a_document_without_its_line_end(tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
     path.write_bytes(BOM + b"one\r\n\n two \x00\x0c\r\r\n\r\n \nthree")
-    found = read(one_file(path, "lines"))
-    assert texts(found) == ["one", " two \x00\x0c\r", " ", "three"]
-    places = [(record.line, record.offset, record.size) for record in found]
+    records = read(one_file(path, "lines"))
+    assert texts(records) == ["one", " two \x00\x0c\r", " ", "three"]
+    places = [(record.line, record.offset, record.size) for record in records]
     assert places == [(1, 3, 3), (3, 9, 8), (5, 21, 1), (6, 23, 5)]
 
 
@@ -48,5 +48,5 @@ def test_every_byte_of_lines_is_in_a_document_or_rejected_or_an_end(
                 expected.append((line, body.decode()))
             except UnicodeDecodeError:
                 expected.append((line, None))
-    found = read(one_file(path, "lines"))
-    assert [(record.line, getattr(record, "text", None)) for record in found] == expected
+    records = read(one_file(path, "lines"))
+    assert [(record.line, getattr(record, "text", None)) for record in records] == expected

@@ -26,9 +26,9 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
         parquet.write_table(table, tmp_path / "in.parquet", row_group_size=3)
         file = one_file(tmp_path / "in.parquet")
         assert (file.kind, file.rereadable) == ("parquet", False)
-        found = read(file, text_key="body")
-        assert texts(found) == values
-        assert [record.line for record in found] == [1, 2, 3, 4, 5, 6, 7]
+        records = read(file, text_key="body")
+        assert texts(records) == values
+        assert [record.line for record in records] == [1, 2, 3, 4, 5, 6, 7]
         assert scan_ranges(file, 5) == [(0, file.size)]
 
 
@@ -38,12 +38,12 @@ def write_table(path: Path, **columns: pa.Array) -> None:
 
 def test_a_parquet_file_without_the_column_lists_its_columns(tmp_path: Path) -> None:
     write_table(tmp_path / "in.parquet", body=pa.array(["x"]), n=pa.array([1]))
-    (found,) = read(one_file(tmp_path / "in.parquet"))
-    assert isinstance(found, Reject)
-    assert found.reason == 'no column "text"; columns: body, n (see --text-key)'
-    (found,) = read(one_file(tmp_path / "in.parquet"), text_key="n")
-    assert isinstance(found, Reject)
-    assert found.reason == 'column "n" is not of strings but of int64'
+    (records,) = read(one_file(tmp_path / "in.parquet"))
+    assert isinstance(records, Reject)
+    assert records.reason == 'no column "text"; columns: body, n (see --text-key)'
+    (records,) = read(one_file(tmp_path / "in.parquet"), text_key="n")
+    assert isinstance(records, Reject)
+    assert records.reason == 'column "n" is not of strings but of int64'
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_a_wrong_text_key_suggests_the_most_similar_name(
     write_table(tmp_path / "in.parquet", text=pa.array(["x"]), contents=pa.array([1]))
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": "x", "url": "y"}))
     for name in ("in.parquet", "in.jsonl"):
-        (found,) = read(one_file(tmp_path / name), text_key=wrong)
-        assert isinstance(found, Reject)
-        assert (f'did you mean "{nearest}"?' in found.reason) == (nearest is not None)
-        assert "did you mean" not in found.reason or nearest, "contents is no column of text"
+        (records,) = read(one_file(tmp_path / name), text_key=wrong)
+        assert isinstance(records, Reject)
+        assert (f'did you mean "{nearest}"?' in records.reason) == (nearest is not None)
+        assert "did you mean" not in records.reason or nearest, "contents is no column of text"
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.large_binary()])
@@ -69,11 +69,11 @@ def test_bad_rows_of_parquet_are_rejected_one_by_one(tmp_path: Path, kind: pa.Da
     else:
         text = text.cast(kind)
     write_table(tmp_path / "in.parquet", text=text)
-    found = read(one_file(tmp_path / "in.parquet"))
-    assert [type(record) for record in found] == [Record, Reject, Reject, Record, Record]
-    assert [record.line for record in found] == [1, 2, 3, 4, 5]
-    assert '"text" is null' in str(found[1])
-    assert "invalid UTF-8 at byte 1" in str(found[2])
+    records = read(one_file(tmp_path / "in.parquet"))
+    assert [type(record) for record in records] == [Record, Reject, Reject, Record, Record]
+    assert [record.line for record in records] == [1, 2, 3, 4, 5]
+    assert '"text" is null' in str(records[1])
+    assert "invalid UTF-8 at byte 1" in str(records[2])
 
 
 def test_a_damaged_parquet_file_never_raises(tmp_path: Path) -> None:
@@ -84,18 +84,18 @@ def test_a_damaged_parquet_file_never_raises(tmp_path: Path) -> None:
     packed = path.read_bytes()
     for size in range(0, len(packed), 97):
         path.write_bytes(packed[:size])
-        (found,) = read(one_file(path))
-        assert isinstance(found, Reject)
-        assert found.reason
+        (records,) = read(one_file(path))
+        assert isinstance(records, Reject)
+        assert records.reason
     for at in range(0, len(packed), 11):
         path.write_bytes(packed[:at] + bytes([packed[at] ^ 0x24]) + packed[at + 1 :])
-        found = read(one_file(path))
-        good = [record for record in found if isinstance(record, Record)]
+        records = read(one_file(path))
+        good = [record for record in records if isinstance(record, Record)]
         assert [record.text for record in good] == values[: len(good)]
-        assert len(good) == 50 or isinstance(found[-1], Reject)
+        assert len(good) == 50 or isinstance(records[-1], Reject)
 
 
 def test_a_compressed_parquet_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "in.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
-    (found,) = read(one_file(tmp_path / "in.parquet.gz"))
-    assert "Parquet compresses inside" in str(found)
+    (records,) = read(one_file(tmp_path / "in.parquet.gz"))
+    assert "Parquet compresses inside" in str(records)

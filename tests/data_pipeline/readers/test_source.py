@@ -36,13 +36,13 @@ def test_a_line_of_many_ranges_is_read_twice_at_most(
     monkeypatch.setattr("data_pipeline.readers.source.CHUNK_BYTES", 8)
     content = b"x" * 2000
     stream = CountsBytes(content + b"\nend")
-    found = []
+    records = []
     for start in range(0, len(content), 20):
         stream.seek(0)
         source = Source("in", stream, start, start + 20, "text", rereadable=True)
-        found += [piece.offset for piece in read_line_chunks(source, past_stop=past_stop)]
+        records += [piece.offset for piece in read_line_chunks(source, past_stop=past_stop)]
     assert stream.read_bytes < 2.5 * len(content)
-    assert found == sorted({*found}), "every piece once"
+    assert records == sorted({*records}), "every piece once"
 
 
 @pytest.mark.parametrize("format_", ["text", "lines", "wikitext"])
@@ -72,9 +72,9 @@ def test_a_bad_byte_of_a_long_document_is_named(tmp_path: Path) -> None:
     content = bytearray(b"x" * (HELD_BYTES + 2 * CHUNK_BYTES))
     content[at : at + 2] = b"\xc3\x28"
     (tmp_path / "in.txt").write_bytes(content)
-    (found,) = read(one_file(tmp_path / "in.txt"))
-    assert (found.byte, found.line) == (at, 0)
-    assert "invalid UTF-8: byte 0xc3" in found.reason
+    (records,) = read(one_file(tmp_path / "in.txt"))
+    assert (records.byte, records.line) == (at, 0)
+    assert "invalid UTF-8: byte 0xc3" in records.reason
 
 
 def test_a_bad_byte_after_a_split_character_is_located(
@@ -87,9 +87,9 @@ def test_a_bad_byte_after_a_split_character_is_located(
         (torn + b"\xff", len(torn)),
     ):
         (tmp_path / "in.txt").write_bytes(content)
-        (found,) = read(one_file(tmp_path / "in.txt"))
-        assert isinstance(found, Reject)
-        assert found.byte == at
+        (records,) = read(one_file(tmp_path / "in.txt"))
+        assert isinstance(records, Reject)
+        assert records.byte == at
 
 
 @pytest.mark.parametrize("shift", [-1, 0, 1])
@@ -120,7 +120,7 @@ def test_a_line_of_a_gigabyte_is_read_or_refused_in_bounded_memory(
     )
     command = [sys.executable, "-c", code, str(path), format_]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    *found, grown_kib = ended.stdout.split("\n")[:-1]
+    *records, grown_kib = ended.stdout.split("\n")[:-1]
     held = 0 if not suffix and format_ != "jsonl" else 3 * MAX_RECORD_BYTES // 1024
     assert int(grown_kib) < 120 * 1024 + held
     one = "Reject" if suffix or format_ == "jsonl" else "Record"
@@ -130,4 +130,4 @@ def test_a_line_of_a_gigabyte_is_read_or_refused_in_bounded_memory(
         "jsonl": ["Reject 1", "Reject 2"],
         "wikitext": [f"{one} 1"],
     }
-    assert found == expected[format_]
+    assert records == expected[format_]

@@ -15,10 +15,10 @@ def test_articles_of_wikitext_begin_at_titles_and_not_at_sections(tmp_path: Path
     path.write_bytes(WIKI.encode())
     file = one_file(path)
     assert file.kind == "wikitext"
-    found = read(file)
+    records = read(file)
     start = WIKI.index(" = E =")
-    assert texts(found) == [WIKI[2:start], WIKI[start:]]
-    assert [record.line for record in found] == [2, 7]
+    assert texts(records) == [WIKI[2:start], WIKI[start:]]
+    assert [record.line for record in records] == [2, 7]
 
 
 @pytest.mark.parametrize("front", ["", " \n\n", "\ufeff"])

@@ -88,9 +88,9 @@ def test_a_truncated_file_gives_its_intact_records_and_a_reject(
 def test_half_a_text_file_is_not_a_document(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"in.txt.{suffix}"
     path.write_bytes(COMPRESS[suffix](PLAIN)[:-9])
-    (found,) = read(one_file(path))
-    assert isinstance(found, Reject)
-    assert "truncated" in found.reason
+    (records,) = read(one_file(path))
+    assert isinstance(records, Reject)
+    assert "truncated" in records.reason
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -107,9 +107,9 @@ def test_bytes_after_a_compressed_stream_are_rejected(tmp_path: Path, suffix: st
 def test_a_file_that_is_not_compressed_at_all_is_named(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"in.{suffix}"
     path.write_bytes(b"plain text")
-    (found,) = read(one_file(path))
-    assert isinstance(found, Reject)
-    assert "damaged" in found.reason
+    (records,) = read(one_file(path))
+    assert isinstance(records, Reject)
+    assert "damaged" in records.reason
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -124,9 +124,9 @@ def test_a_flipped_bit_is_rejected_or_changes_no_text(
     packed[bit // 8] ^= 1 << bit % 8
     path = tmp_path_factory.mktemp("flipped") / f"in.{suffix}"
     path.write_bytes(packed)
-    found = read(one_file(path, "lines"))
+    records = read(one_file(path, "lines"))
     # Some bits of zstd decide nothing; then the checksum agrees and the text is right.
-    assert any(isinstance(record, Reject) for record in found) or texts(found) == LINES
+    assert any(isinstance(record, Reject) for record in records) or texts(records) == LINES
 
 
 def test_a_wrong_checksum_of_gzip_is_named(tmp_path: Path) -> None:
@@ -159,11 +159,11 @@ def test_a_frame_of_zstd_that_claims_100_gigabytes_takes_no_memory(
 ) -> None:
     (tmp_path / "in.zst").write_bytes(b"\x28\xb5\x2f\xfd" + bytes([descriptor]) + rest)
     tracemalloc.start()
-    (found,) = read(one_file(tmp_path / "in.zst"))
+    (records,) = read(one_file(tmp_path / "in.zst"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert isinstance(found, Reject)
-    assert reason in found.reason
+    assert isinstance(records, Reject)
+    assert reason in records.reason
     assert peak < 4 * 2**20
 
 
@@ -287,8 +287,8 @@ def test_a_store_that_stops_answering_stops_the_run_and_keeps_what_is_finished(
     for key in ("0.jsonl", f"1{name[1:]}"):
         bucket.put(str(tmp_path / (name if key[0] == "1" else "a.jsonl")), f"bucket/x/{key}")
 
-    def cut_off(what: str, done: int, total: int) -> None:
-        if what == "reading" and done:
+    def cut_off(stage: str, done: int, total: int) -> None:
+        if stage == "reading" and done:
             s3_server.stop()
 
     out = tmp_path / "out"

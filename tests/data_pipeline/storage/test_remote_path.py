@@ -223,7 +223,7 @@ def web(tmp_path: Path) -> Iterator[tuple[str, type[_Files]]]:
     """The address of the test's directory, and the class of its handler."""
     handler = type("_TestFiles", (_Files,), {"sent": [], "broken": 0})
     server = ThreadingHTTPServer(
-        ("127.0.0.1", 0), lambda *given: handler(*given, directory=str(tmp_path))
+        ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(tmp_path))
     )
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

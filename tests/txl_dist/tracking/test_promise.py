@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.txl_dist.tracking.conftest import (  # noqa: F401 - fixtures
+from tests.txl_dist.tracking.conftest import (
     MlflowServer,
     recorded_steps,
-    run_dir,
     run_ids,
-    server,
-    server_app,
     status_of,
     tags_of,
-    template,
     write_steps,
 )
 from tests.txl_dist.tracking.real_senders import (

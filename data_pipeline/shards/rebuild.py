@@ -8,6 +8,7 @@ result is the lost manifest, byte for byte.
 Shards, indexes and `tokenizer.json` cannot be rebuilt here. Run `txl prepare` again for those.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
@@ -63,10 +64,8 @@ def rebuild_manifest(
     Raises DataError if a shard is missing, damaged or of another dataset, or the tokenizer is
     missing or another one; ConfigError if the directory is not writable. Then nothing is written.
     """
-    try:
+    with contextlib.suppress(DataError):  # missing and damaged manifests are both rebuilt
         return Rebuilt(load_manifest(directory), was_complete=True)
-    except DataError:
-        pass  # the cause does not matter: missing and damaged manifests are both rebuilt
     workers = workers or InProcess()
     paths = _list_shards(directory)
     require_writable(directory)  # fail before all shards are read

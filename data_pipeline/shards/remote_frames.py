@@ -1,4 +1,4 @@
-"""Frames and indexes of shards behind a URL: from the frame cache, or fetched by byte range.
+"""Frames and indexes of shards at a URL, from the frame cache or fetched by byte range.
 
 Consecutive frames are fetched by one request. A frame's checksum and an index's sha256 are checked
 for cached and for fetched bytes. A damaged cache entry is dropped and fetched again; damaged

@@ -1,4 +1,4 @@
-"""Reading parts of shard and index files, local or behind a URL, and the errors for both.
+"""Read parts of shard and index files, from a local path or a URL, and raise clear errors.
 
 Every error names the file, the place in it and the next command. A file that cannot be read at the
 moment (disk, network, permissions) and a damaged file are different errors: the first may be

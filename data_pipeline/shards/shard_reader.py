@@ -7,7 +7,7 @@ any token of it is returned. The sha256 of whole shards is not checked here: tha
 the corpus before the first step (`verify.py` does it).
 
 Opening a split loads only the sizes of its blocks. Indexes are loaded when a shard is first read.
-Order and lanes are in `streams/`; datasets behind URLs in `remote_frames.py`.
+Order and lanes are in `streams/`; datasets at URLs in `remote_frames.py`.
 """
 
 import threading
@@ -226,7 +226,7 @@ def open_split(
     manifest: ShardManifest | None = None,
     cache_frames: int = DEFAULT_CACHE_FRAMES,
 ) -> SplitReader:
-    """Open one split, in a directory or behind a URL. `manifest` is loaded if None.
+    """Open one split, from a directory or a URL. `manifest` is loaded if None.
 
     Raises DataError for a missing split or shard, a wrong size, or block sizes that do not sum to
     the manifest's. Indexes and frames are checked when they are read.

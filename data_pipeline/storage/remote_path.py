@@ -1,4 +1,4 @@
-"""RemotePath: a dataset behind a URL with the methods of pathlib.Path that readers need.
+"""RemotePath: a dataset at a URL, with the methods of pathlib.Path that readers need.
 
 Code that reads a manifest, an index or a frame takes a `DatasetPath` and works with local and
 remote datasets. Requests go through fsspec with retries (`urls.py`). A request that still fails is
@@ -144,7 +144,7 @@ class RemotePath:
 
 
 DatasetPath = Path | RemotePath
-"""A directory or file of a prepared dataset, local or behind a URL."""
+"""A directory or file of a prepared dataset, local or at a URL."""
 
 
 def dataset_path(address: str | DatasetPath) -> DatasetPath:

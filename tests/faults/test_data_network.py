@@ -1,4 +1,4 @@
-"""A network that truncates answers: datasets behind it are reported as unread, not as damaged."""
+"""A network that truncates answers: its datasets are reported as unread, not as damaged."""
 
 import json
 import socket

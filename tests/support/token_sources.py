@@ -36,7 +36,7 @@ class TextSource:
 
 
 def random_corpus(lengths: list[list[int]], *, vocab_size: int, seed: int) -> TextSource:
-    """Documents of these lengths, block by block, of random tokens behind the opener."""
+    """Documents of these lengths, block by block, of random tokens after the first."""
     random = np.random.default_rng(seed)
     return TextSource(
         [

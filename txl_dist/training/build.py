@@ -186,7 +186,7 @@ def _start_tracker(rank: _Rank, *, new_run: bool) -> Tracker | None:
 
 
 def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
-    """A file with the dataset's manifest; of a dataset behind a URL, a copy."""
+    """A file with the dataset's manifest; for a dataset at a URL, a copy."""
     # The tracking process uploads a file, so it needs a local one.
     if isinstance(corpus.directory, Path):
         return corpus.directory / "manifest.json"

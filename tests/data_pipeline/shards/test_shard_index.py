@@ -50,7 +50,7 @@ def test_an_index_with_an_invalid_header_is_refused(dataset: Dataset, header: by
 
 
 def test_an_index_with_another_layout_is_read(dataset: Dataset) -> None:
-    """By more requests: a longer header, and the array behind everything else."""
+    """With more requests: the header is longer, and the array follows all other data."""
     directory, manifest = dataset
     (shard, *_) = manifest.splits["train"].shards
     expected = read_block_tokens(directory, shard)

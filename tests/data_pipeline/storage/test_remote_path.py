@@ -1,4 +1,4 @@
-"""Datasets behind URLs: they are read as local ones, by byte range, and failures have a cause.
+"""Datasets at URLs are read like local ones, by byte range; errors name the cause.
 
 All servers listen on 127.0.0.1: moto's S3, and the standard library's HTTP with byte ranges.
 """

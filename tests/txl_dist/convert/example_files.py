@@ -8,20 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from tests.support.replayed_models import OWN_GOLDEN, OWN_HF, read_arrays
-from txl_dist.cli.app import app
-from txl_dist.errors import TxlError
 from txl_dist.model.transformer_xl import TransformerXL
-
-
-def run_txl(*words: object) -> tuple[int, str]:
-    """Exit code and message of a command, run in this process."""
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if isinstance(result.exception, TxlError):
-        return result.exception.exit_code, str(result.exception)
-    return result.exit_code, result.output
 
 
 def hf_copy(folder: Path, *, config: dict[str, Any] | None = None, source: Path = OWN_HF) -> Path:

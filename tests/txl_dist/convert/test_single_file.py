@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
+from tests.support.commands import run_txl
 from tests.support.replayed_models import OWN_HF, golden_files, hf_directories, original_arguments
 from tests.support.small_models import small_model
 from tests.txl_dist.checkpoint import saving
-from tests.txl_dist.convert.example_files import hf_copy, hf_weights, run_txl
+from tests.txl_dist.convert.example_files import hf_copy, hf_weights
 from txl_dist.convert.formats import read_model
 from txl_dist.convert.single_file import load_exported, write_exported
 from txl_dist.errors import CheckpointError, ConfigError

@@ -12,9 +12,9 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer
+from tests.support.commands import run_txl
 from tests.support.replayed_models import OWN_HF
 from tests.txl_dist.checkpoint import saving
-from tests.txl_dist.convert.example_files import run_txl
 from txl_dist.convert.single_file import Reading, describe_exported, write_exported
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError

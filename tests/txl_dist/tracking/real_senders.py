@@ -1,8 +1,8 @@
 """Trackers with real sender processes, and what they have delivered."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from txl_dist.config.run_config import DataConfig, RunConfig, TrackingConfig, TrainingConfig
 from txl_dist.tracking.tracker import Tracker
@@ -21,25 +21,14 @@ def tracking_config(run_dir: Path, uri: str | None = None, *, enabled: bool = Tr
     )
 
 
-def wait_for(condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.25)  # reading the SQLite file blocks the server that writes to it
-
-
 def senders_of(run_dir: Path) -> list[int]:
     """The living sender processes of this run directory."""
-    pids = []
-    for entry in Path("/proc").iterdir():
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            continue
-        if b"txl_dist.tracking.sender" in arguments and str(run_dir).encode() in arguments:
-            pids += [int(entry.name)] if state != "Z" else []
-    return pids
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "status"])
+        if {"txl_dist.tracking.sender", str(run_dir)} <= set(process.info["cmdline"] or ())
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def delivered_steps(run_dir: Path, tracker: Tracker) -> list[int]:

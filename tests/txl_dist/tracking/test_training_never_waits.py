@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import wait_until
 from tests.txl_dist.tracking.conftest import (
     MlflowServer,
     recorded_steps,
@@ -22,7 +23,6 @@ from tests.txl_dist.tracking.real_senders import (
     delivered_steps,
     senders_of,
     tracking_config,
-    wait_for,
 )
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.state import child_environment
@@ -35,7 +35,7 @@ def test_a_killed_sender_is_replaced_and_no_point_is_doubled(run_dir: Path) -> N
     tracker = Tracker.start(run_dir, tracking_config(run_dir), tags={"num_ranks": "2"})
     assert time.monotonic() - began < 0.2
     write_steps(run_dir, range(1, 101))
-    wait_for(lambda: len(delivered_steps(run_dir, tracker)) == 100)
+    wait_until(lambda: len(delivered_steps(run_dir, tracker)) == 100)
     (sender,) = senders_of(run_dir)
     os.kill(sender, signal.SIGKILL)
     write_steps(run_dir, range(101, 201))
@@ -88,7 +88,7 @@ def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path)
         with MetricsJournal(run_dir / "metrics.jsonl") as journal:
             journal.truncate_after(40)
         tracker = Tracker.start(run_dir, tracking_config(run_dir))
-        wait_for(lambda: len(senders_of(run_dir)) == 1)
+        wait_until(lambda: len(senders_of(run_dir)) == 1)
         os.killpg(training.pid, signal.SIGKILL)  # the worker
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(41, 61))
@@ -109,10 +109,10 @@ def test_a_server_that_is_down_does_not_delay_training_and_gets_everything_later
         tracker = Tracker.start(run_dir, tracking_config(run_dir, server.uri))
         write_steps(run_dir, range(1, 1001))
         assert time.monotonic() - began < 1.0
-        wait_for(lambda: "cannot be reached" in caplog.text)
+        wait_until(lambda: "cannot be reached" in caplog.text)
         server.open()
-        wait_for(lambda: tracker.run_id is not None)
-        wait_for(lambda: len(recorded_steps(server.database, tracker.run_id or "")) == 1000)
+        wait_until(lambda: tracker.run_id is not None)
+        wait_until(lambda: len(recorded_steps(server.database, tracker.run_id or "")) == 1000)
         server.fault = lambda path, body: "500"
         write_steps(run_dir, range(1001, 1101))
         time.sleep(1.2)

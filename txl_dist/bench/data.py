@@ -15,13 +15,9 @@ from txl_dist.bench.data_preparation import (
 )
 from txl_dist.bench.data_reading import measure_reading, measure_seek
 from txl_dist.bench.rounds import Figure
-from txl_dist.config.run_config import (
-    DataConfig,
-    EvaluationConfig,
-    RunConfig,
-    TrackingConfig,
-    TrainingConfig,
-)
+from txl_dist.config.data_config import DataConfig
+from txl_dist.config.run_config import RunConfig
+from txl_dist.config.training_config import EvaluationConfig, TrackingConfig, TrainingConfig
 from txl_dist.launch.processes import ProcessLauncher
 from txl_dist.model.config import ModelConfig
 from txl_dist.training.job import TrainJob

@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from txl_dist.config.data_config import CorpusConfig
 from txl_dist.config.redaction import redact
-from txl_dist.config.run_config import CorpusConfig, RunConfig
+from txl_dist.config.run_config import RunConfig
 from txl_dist.config.strict_yaml import KeyPath, dotted
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from data_pipeline.shards.manifest import ShardManifest
 from txl_dist.checkpoint.manifest import CheckpointManifest
 from txl_dist.config.config_file import default_settings
-from txl_dist.config.run_config import SINGLE_CORPUS_NAME
+from txl_dist.config.data_config import SINGLE_CORPUS_NAME
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.phases import PhaseChange
 from txl_dist.training.state import CorpusEntry, Phase, TrainState

@@ -15,7 +15,8 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
 from data_pipeline.streams.order import Shuffle
 from data_pipeline.tokenizers import Tokenizer
-from txl_dist.config.run_config import DataConfig, RunConfig
+from txl_dist.config.data_config import DataConfig
+from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.model.config import ModelConfig
 from txl_dist.training.state import CorpusEntry, Phase

@@ -83,7 +83,7 @@ class Trainer:
             if self._is_due(self.config.training.checkpoint_interval_steps):
                 self._save()
             # Agreed on by all ranks in the step's collective, so all stop after the same step.
-            if result.stop_requested and not self._is_finished:
+            if "stop" in result.raised and not self._is_finished:
                 self._stop()
             if self.state.evaluation_pending:
                 self._evaluate()
@@ -114,8 +114,7 @@ class Trainer:
             step=number,
             num_targets=self.plan.targets_in_step(segment.position),
             lr=lr,
-            stop_requested=bool(self.stop),
-            peak_is_due=self.report.peak_is_due,
+            flags={"stop": bool(self.stop), "measure_peak": self.report.peak_is_due},
         )
         return result, lr
 
@@ -143,7 +142,7 @@ class Trainer:
             gradient_norm=result.gradient_norm,
             memory_valid=result.memory_valid,
         )
-        if result.peak_is_due:
+        if "measure_peak" in result.raised:
             self.report.measure_peak()
         self.state = self.state.model_copy(
             update={"unreported": (0.0, 0, 0), "unreported_steps": 0}

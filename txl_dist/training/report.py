@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from txl_dist.config.run_config import EvaluationConfig
+from txl_dist.config.training_config import EvaluationConfig
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.tracking.journal import MetricsJournal

@@ -6,7 +6,7 @@ in the training script of the paper (arXiv:1901.02860).
 
 import math
 
-from txl_dist.config.run_config import OptimizerConfig
+from txl_dist.config.optimizer_config import OptimizerConfig
 
 
 def lr_at(step: int, config: OptimizerConfig, *, num_steps: int) -> float:

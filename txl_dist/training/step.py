@@ -7,8 +7,9 @@ except for the order of floating-point sums.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -35,9 +36,8 @@ class StepResult:
     gradient_norm: float
     memory_valid: float
     """Share of the memory tokens of all lanes that the segment's first tokens may attend to."""
-    stop_requested: bool
-    """True if requested on any rank; `peak_is_due` likewise."""
-    peak_is_due: bool
+    raised: frozenset[str]
+    """Flags that are true on at least one rank."""
 
 
 class TrainStep:
@@ -58,10 +58,13 @@ class TrainStep:
         ]
 
     def __call__(
-        self, segment: Segment, *, step: int, num_targets: int, lr: float, stop_requested: bool,
-        peak_is_due: bool = False,
+        self, segment: Segment, *, step: int, num_targets: int, lr: float,
+        flags: Mapping[str, bool] = MappingProxyType({}),
     ) -> StepResult:  # fmt: skip
         """Step number `step` (from 1). `num_targets` counts the targets of all ranks' lanes.
+
+        `flags` are local to the rank, with the same names on all ranks: the ranks agree on them in
+        the collective of the step, so that they act on them after the same step.
 
         Raises DivergedError on every rank before the optimizer step if a loss is not finite.
         """
@@ -72,9 +75,9 @@ class TrainStep:
         visible, size = self._visible_memory(segment)
         # One collective for everything the ranks have to agree on.
         values = [local.nats, local.num_tokens, local.num_bytes, visible, size]
-        values += [stop_requested, peak_is_due]
-        nats, num_tokens, num_bytes, visible, size, num_stops, num_due = self.world.all_reduce_sum(
-            torch.tensor(values, dtype=torch.float64)  # exact for counts up to 2**53
+        nats, num_tokens, num_bytes, visible, size, *counts = self.world.all_reduce_sum(
+            # float64 is exact for counts up to 2**53.
+            torch.tensor([*values, *flags.values()], dtype=torch.float64)
         ).tolist()
         # Checked on the sum of all ranks, so all ranks raise, and before any of them updates.
         if not math.isfinite(nats):
@@ -86,8 +89,7 @@ class TrainStep:
             LossSums(nats, int(num_tokens), int(num_bytes)),
             gradient_norm=self.engine.step(lr),
             memory_valid=visible / size if size else 0.0,
-            stop_requested=num_stops > 0,
-            peak_is_due=num_due > 0,
+            raised=frozenset(name for name, count in zip(flags, counts, strict=True) if count > 0),
         )
 
     def _micro_batch(

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from txl_dist.config.config_file import load_run_config
-from txl_dist.config.run_config import (
-    RunConfig,
-)
+from txl_dist.config.run_config import RunConfig
 
 
 @pytest.fixture

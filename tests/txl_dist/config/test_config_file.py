@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 
 from tests.txl_dist.config.test_strict_yaml import values, words
 from txl_dist.config.config_file import dump_run_config, flatten_config, load_run_config, redact
-from txl_dist.config.run_config import (
-    DataConfig,
-    DeepSpeedConfig,
-    RunConfig,
-    TrackingConfig,
-    TrainingConfig,
-)
+from txl_dist.config.data_config import DataConfig
+from txl_dist.config.deepspeed_config import DeepSpeedConfig
+from txl_dist.config.run_config import RunConfig
 from txl_dist.config.strict_yaml import read_yaml
+from txl_dist.config.training_config import TrackingConfig, TrainingConfig
 from txl_dist.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"

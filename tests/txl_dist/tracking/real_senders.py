@@ -4,7 +4,9 @@ from pathlib import Path
 
 import psutil
 
-from txl_dist.config.run_config import DataConfig, RunConfig, TrackingConfig, TrainingConfig
+from txl_dist.config.data_config import DataConfig
+from txl_dist.config.run_config import RunConfig
+from txl_dist.config.training_config import TrackingConfig, TrainingConfig
 from txl_dist.tracking.tracker import Tracker
 
 from .conftest import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_dist.config.run_config import OptimizerConfig
+from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.training.schedule import lr_at
 
 SCHEDULES = ["cosine", "constant"]

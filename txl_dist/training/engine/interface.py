@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.config.run_config import OptimizerConfig, RunConfig
+from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError
 from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import Memory

@@ -9,14 +9,11 @@ import pytest
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
-from txl_dist.config.run_config import (
-    DataConfig,
-    DeepSpeedConfig,
-    OptimizerConfig,
-    Precision,
-    RunConfig,
-    TrainingConfig,
-)
+from txl_dist.config.data_config import DataConfig
+from txl_dist.config.deepspeed_config import DeepSpeedConfig
+from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.config.run_config import Precision, RunConfig
+from txl_dist.config.training_config import TrainingConfig
 from txl_dist.training.engine.settings import deepspeed_settings
 
 SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}

@@ -1,0 +1,70 @@
+"""The section `data`: the corpora of a run, and how lanes read them."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from txl_dist.config.section import Section
+
+SINGLE_CORPUS_NAME = "data"
+"""Name of the corpus when `data.path` is set instead of `data.mixture`."""
+
+
+class CorpusConfig(Section):
+    """One corpus of a mixture."""
+
+    path: str
+    """Directory that `txl prepare` wrote."""
+    weight: float = Field(gt=0)
+    """The corpus provides weight / (sum of all weights) of the tokens read."""
+
+
+def _require_corpus_name(name: str) -> str:
+    # No dots: `data.mixture.NAME.weight=2` must be a valid override.
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
+        raise ValueError(f"{name!r} cannot name a corpus; use letters, digits, - and _")
+    return name
+
+
+CorpusName = Annotated[str, AfterValidator(_require_corpus_name)]
+
+
+class DataConfig(Section):
+    """The dataset or datasets, and how lanes read them. Set either `path` or `mixture`."""
+
+    # `mixture` comes first, because the validator of `path` needs its value.
+    mixture: dict[CorpusName, CorpusConfig] | None = Field(default=None, min_length=1)
+    """Several corpora with the same tokenizer, e.g. `{web: {path: data/web, weight: 3}, ...}`."""
+    path: str | None = Field(default=None, validate_default=True)
+    """Directory that `txl prepare` wrote, relative to the working directory."""
+    train_split: str = "train"
+    """Split to train on, of every corpus."""
+    num_lanes: int = Field(default=16, ge=1)
+    """Rows of the global batch. Does not depend on the number of ranks, which share the lanes."""
+    tgt_len: int = Field(default=128, ge=1)
+    """Tokens per segment: a step reads one segment of each lane."""
+    reset: Literal["document", "stream"] = "document"
+    """`document`: no token sees another document. `stream`: memory continues, as in the paper."""
+    shuffle: Literal["blocks", "none"] = "blocks"
+    """`blocks`: shuffle blocks of whole documents, each epoch in another order. `none`: the corpus
+    in order, cut into one contiguous part per lane, as in the paper's code."""
+    prefetch_segments: int = Field(default=16, ge=1)
+    """Size of the queue of segments that a reader thread fills."""
+
+    @field_validator("path")
+    @classmethod
+    def _require_path_or_mixture(cls, path: str | None, info: ValidationInfo) -> str | None:
+        mixture = info.data.get("mixture", ...)  # Absent if it is invalid, which is reported.
+        if path is None and mixture is None:
+            raise ValueError(
+                "is missing; set it to a directory that txl prepare wrote, or set data.mixture"
+            )
+        if path is not None and mixture is not None and mixture is not ...:
+            raise ValueError("is set, but so is data.mixture; set one of them to null")
+        return path
+
+    @property
+    def corpora(self) -> dict[str, CorpusConfig]:
+        """All corpora by name; `path` counts as a mixture of one."""
+        return self.mixture or {SINGLE_CORPUS_NAME: CorpusConfig(path=self.path or "", weight=1.0)}

@@ -63,12 +63,14 @@ def _restore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def wait_until(condition: Callable[[], bool], *, timeout_seconds: float = 60) -> None:
+def wait_until(
+    condition: Callable[[], bool], *, timeout_seconds: float = 60, poll_seconds: float = 0.02
+) -> None:
     """Poll `condition`; AssertionError if it does not come true in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not hold within {timeout_seconds} s"
-        time.sleep(0.02)
+        time.sleep(poll_seconds)
 
 
 def num_lines(path: Path) -> int:

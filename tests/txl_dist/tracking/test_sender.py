@@ -24,7 +24,8 @@ def test_sync_delivers_what_an_ended_run_did_not(run_dir: Path, server: MlflowSe
     write_steps(run_dir, range(1, 11))
     request = request_for(server.uri.replace("://", "://user:CANARY@"))
     ended = subprocess.run(
-        [*SENDER, str(run_dir), "--poll-seconds", "0.1", "--flush-seconds", "0.2"],
+        # Long enough for one attempt on a busy machine.
+        [*SENDER, str(run_dir), "--poll-seconds", "0.1", "--flush-seconds", "3"],
         input=f"{request.to_json()}\nend preempted\n".encode(),
         env=child_environment(),
         check=False,

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import wait_until
+from tests.support import commands
 from tests.txl_dist.tracking.conftest import (
     MlflowServer,
     recorded_steps,
@@ -27,6 +28,9 @@ from tests.txl_dist.tracking.real_senders import (
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.state import child_environment
 from txl_dist.tracking.tracker import Tracker
+
+# Reading the SQLite file blocks the server that writes to it.
+wait_until = partial(commands.wait_until, poll_seconds=0.25)
 
 
 @pytest.mark.fault

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data_pipeline.storage.atomic_files import sha256_file
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
+from txl_dist.checkpoint.directory import reading
 from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.checkpoint.manifest import (
     TOKENIZER_NAME,
@@ -48,9 +49,11 @@ def verify_checkpoint(directory: Path, *, kinds: Sequence[str] = ()) -> Checkpoi
 
     Raises CheckpointError listing every damaged file.
     """
-    manifest = load_checkpoint_manifest(directory)
-    names = [name for name in manifest.files if not kinds or name.startswith(tuple(kinds))]
-    if damage := find_damage(directory, manifest, names):
+    with reading(directory):
+        manifest = load_checkpoint_manifest(directory)
+        names = [name for name in manifest.files if not kinds or name.startswith(tuple(kinds))]
+        damage = find_damage(directory, manifest, names)
+    if damage:
         raise CheckpointError(
             f"{directory} is damaged: {'; '.join(damage)}. Use another checkpoint: "
             f"txl checkpoint list {directory.parent.parent}"
@@ -66,14 +69,16 @@ def load_model(
     `config` may differ from the saved one in fields that affect no weights (mem_len, clamp_len,
     same_length, attention). Verifies the weights first; raises CheckpointError.
     """
-    manifest = verify_checkpoint(directory, kinds=("weights", "tokenizer"))
-    model = TransformerXL(config or manifest.architecture)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    check_parameters(directory, manifest, shapes)
-    with _Slices(directory, manifest) as slices, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.view(-1).copy_(slices.weights(name, 0, parameter.numel()))
-    return model, load_tokenizer(directory / TOKENIZER_NAME), manifest
+    with reading(directory):
+        manifest = verify_checkpoint(directory, kinds=("weights", "tokenizer"))
+        model = TransformerXL(config or manifest.architecture)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        check_parameters(directory, manifest, shapes)
+        with _Slices(directory, manifest) as slices, torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.view(-1).copy_(slices.weights(name, 0, parameter.numel()))
+        tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
+    return model, tokenizer, manifest
 
 
 def load_fragments(

@@ -17,8 +17,12 @@ class TrainingConfig(Section):
     """Steps between two step lines; the last step always has one."""
     checkpoint_interval_steps: int = Field(default=500, ge=1)
     """Steps between two checkpoints; the last step and a stop request always save one."""
+    checkpoint_interval_minutes: float | None = Field(default=None, gt=0)
+    """Also save when this time has passed since the last checkpoint; null: by steps only."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep, in addition to the best one."""
+    keep_interval_steps: int | None = Field(default=None, ge=1)
+    """Also keep every checkpoint whose step is a multiple of this; null: none."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a rank waits in a collective before it fails."""
 

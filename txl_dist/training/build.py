@@ -255,12 +255,13 @@ def _build_saver(
         zero_stage=config.deepspeed.zero_stage,
         num_lanes=config.data.num_lanes,
     )
-    return RunSaver(
+    saver = RunSaver(
         checkpoints,
         header=header,
         step=step,
         tracker=tracker,
-        keep=config.training.keep_checkpoints,
+        config=config.training,
         saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
         saved_step=point.step_in(checkpoints) if point else None,
     )
+    return rank.stack.enter_context(closing(saver))

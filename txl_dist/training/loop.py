@@ -38,9 +38,10 @@ class Evaluate(Protocol):
 class Trainer:
     """One rank's part of a run.
 
-    These calls are collective, so all ranks must make them at the same event: `step`, `saver.*`,
-    `evaluate` and `report.measure_peak`. Other methods of `report`, `segments` and `stop` are local
-    to the rank. The peak is the highest FLOP/s that the machine reaches (`utilisation.py`).
+    These calls are collective, so all ranks must make them at the same event: `step`, `saver.save`,
+    `saver.wait`, `evaluate` and `report.measure_peak`. Other methods of `report` and `saver`,
+    `segments` and `stop` are local to the rank. The peak is the highest FLOP/s that the machine
+    reaches (`utilisation.py`).
     """
 
     config: RunConfig
@@ -64,9 +65,10 @@ class Trainer:
         try:
             return self._train()
         except DivergedError as error:
+            cause = self.saver.wait_after(error)
             # Not the checkpoint of this step: resuming from it would produce the same numbers.
             advice = divergence_advice(self.config.run_path, before=self.state.step)
-            raise DivergedError(f"{error}. {advice}") from error
+            raise DivergedError(f"{cause}. {advice}") from error
 
     def _train(self) -> TrainState:
         if self.state.evaluation_pending:
@@ -74,13 +76,17 @@ class Trainer:
         while self.state.step < self.config.training.num_steps:
             segment = self._next_segment()
             result, lr = self._step(segment)
+            if "save_failed" in result.raised:
+                self.saver.wait()  # raises the error on every rank
             # The loss was finite, so the checkpoint written after the previous step is usable.
             self.saver.confirm(self.state)
             self._advance(segment, result)
             if self._is_due(self.config.training.log_interval_steps):
                 self._report(result, lr)
             # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
-            if self._is_due(self.config.training.checkpoint_interval_steps):
+            if self._is_due(self.config.training.checkpoint_interval_steps) or (
+                "save_due" in result.raised
+            ):
                 self._save()
             # Agreed on by all ranks in the step's collective, so all stop after the same step.
             if "stop" in result.raised and not self._is_finished:
@@ -88,6 +94,7 @@ class Trainer:
             if self.state.evaluation_pending:
                 self._evaluate()
         self.saver.confirm(self.state)
+        self.saver.wait()
         return self.state
 
     def _is_due(self, interval_steps: int) -> bool:
@@ -114,7 +121,12 @@ class Trainer:
             step=number,
             num_targets=self.plan.targets_in_step(segment.position),
             lr=lr,
-            flags={"stop": bool(self.stop), "measure_peak": self.report.peak_is_due},
+            flags={
+                "stop": bool(self.stop),
+                "measure_peak": self.report.peak_is_due,
+                "save_due": self.saver.is_due,
+                "save_failed": self.saver.has_failed,
+            },
         )
         return result, lr
 
@@ -197,6 +209,7 @@ class Trainer:
         """Save and end the run, as requested by a signal or a stop file."""
         if self.saver.saved_step != self.state.step:
             self._save()
+        self.saver.wait()
         pending = " It begins with the evaluation." if self.state.evaluation_pending else ""
         raise PreemptedError(
             f"stopped on request after step {self.state.step}; everything is saved. "

@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
+from txl_dist.checkpoint.directory import CheckpointDirectory, reading, resolve_checkpoint
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.checkpoint.reader import (
     check_parameters,
@@ -101,11 +101,12 @@ def _newest_intact(
 def _verify(path: Path, world: World) -> ResumePoint:
     """Hash all files, each rank a part of them; every rank raises the same error."""
     try:
-        manifest = load_checkpoint_manifest(path)
-        state = load_state(path, manifest)
-        # Each rank hashes 1/num_ranks of the files, not only those that it will read.
-        names = sorted(manifest.files)[world.rank :: world.num_ranks]
-        problems = find_damage(path, manifest, names)
+        with reading(path):
+            manifest = load_checkpoint_manifest(path)
+            state = load_state(path, manifest)
+            # Each rank hashes 1/num_ranks of the files, not only those that it will read.
+            names = sorted(manifest.files)[world.rank :: world.num_ranks]
+            problems = find_damage(path, manifest, names)
     except CheckpointError as error:
         problems = [str(error)]
     if damage := sorted({text for texts in world.all_gather(problems) for text in texts}):
@@ -142,9 +143,11 @@ def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
     """Load weights, optimizer state and the memory of this rank's lanes."""
     # The configs are compatible; this detects changes in the code of the model.
     check_parameters(point.path, point.manifest, engine.shapes)
-    load_fragments(point.path, point.manifest, engine.fragments_to_load())
-    engine.finish_loading(num_steps=point.state.step)
-    step.load_memory(load_memory(point.path, point.manifest, step.lanes))
+    # Another run may own the checkpoint (--resume PATH) and remove it.
+    with reading(point.path):
+        load_fragments(point.path, point.manifest, engine.fragments_to_load())
+        engine.finish_loading(num_steps=point.state.step)
+        step.load_memory(load_memory(point.path, point.manifest, step.lanes))
 
 
 def remaining_work(state: TrainState, *, num_steps: int) -> str | None:

@@ -1,5 +1,6 @@
 """Checkpoints of a tiny model without an engine, for tests that load or damage them."""
 
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -9,10 +10,11 @@ import torch
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
+from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.writer import CheckpointHeader, Save
+from txl_dist.errors import TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.world import World
 from txl_dist.training.state import BestScore, TrainState
 
 NUM_LANES = 3
@@ -57,17 +59,22 @@ def save(
     change("weights", fragments[1].master)
     change("optimizer", fragments[1].states["exp_avg_sq"])
     change("memory", memory_of_lane[1])
-    return save_checkpoint(
-        directory,
-        header=header,
-        state=TrainState(
-            step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
-        ).model_dump(mode="json"),
-        fragments=fragments,
-        memory_of_lane=memory_of_lane,
-        mlflow_run_id=None,
-        world=World(0, 1),
+    state = TrainState(
+        step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
     )
+    one_rank = Save(
+        directory=directory,
+        save_id=uuid.uuid4().hex,
+        state=state.model_dump(mode="json"),
+        rank=0,
+        num_ranks=1,
+    )
+    try:
+        one_rank.write_part(Snapshot(fragments, memory_of_lane))
+        return one_rank.publish(header, mlflow_run_id=None, timeout_seconds=60)
+    except TxlError:
+        directory.discard(one_rank.save_id)
+        raise
 
 
 def model(step: int) -> TransformerXL:

@@ -34,20 +34,20 @@ def test_a_full_disk_names_the_place_and_keeps_the_previous_checkpoint(
 ) -> None:
     save(tmp_path, step=1)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("txl_dist.checkpoint.writer.save_file", full)
+    monkeypatch.setattr("txl_dist.checkpoint.snapshot.write_tensors", full)
     with pytest.raises(CheckpointError, match=r"checkpoints.*No space left"):
         save(tmp_path, step=2)
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [1]
-    assert not directory.staging.exists()
+    assert not list(directory.path.glob(".*"))
     verify_checkpoint(directory.at(1))
 
 
 def test_a_file_that_cannot_grow_is_reported_like_a_full_disk(tmp_path: Path) -> None:
-    """safetensors raises its own error. A subprocess, because the limit cannot be raised again."""
+    """A subprocess, because the limit cannot be raised again."""
     script = f"""
 import resource, signal, sys
 from pathlib import Path
@@ -66,7 +66,7 @@ sys.exit(2)
     assert done.returncode == 0
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [1]
-    assert not directory.staging.exists()
+    assert not list(directory.path.glob(".*"))
 
 
 @pytest.mark.parametrize("pointer", ["manifest.json", "LATEST"])
@@ -103,7 +103,7 @@ def test_numbers_that_are_not_finite_are_never_saved(
         save(tmp_path, step=2, change=poison)
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [1]
-    assert not directory.staging.exists()
+    assert not list(directory.path.glob(".*"))
 
 
 def test_checkpoint_files_follow_the_umask(tmp_path: Path) -> None:

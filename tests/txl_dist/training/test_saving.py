@@ -102,6 +102,7 @@ def keep_copy_before_score(trainer: Trainer, copy: Path) -> None:
 
     def copy_first(state: TrainState) -> None:
         if trainer.step.world.is_rank_zero and state.step == 10:
+            trainer.saver.wait()  # one rank: not collective
             shutil.copytree(Path(trainer.config.directory), copy)
         save_score(state)
 
@@ -248,6 +249,8 @@ def remove_run_directory(trainer: Trainer, step: int) -> None:
     advance = trainer.saver.confirm
 
     def removing(state: TrainState) -> None:
+        if state.step == step:
+            trainer.saver.wait()
         if state.step == step and trainer.step.world.is_rank_zero:
             shutil.rmtree(trainer.config.directory)
         advance(state)

@@ -1,5 +1,7 @@
 """The sections `training`, `evaluation`, `tracking` and `ray`: the course of a run."""
 
+import re
+
 from pydantic import Field, field_validator
 
 from txl_dist.config.redaction import redact
@@ -23,8 +25,20 @@ class TrainingConfig(Section):
     """Number of newest checkpoints to keep, in addition to the best one."""
     keep_interval_steps: int | None = Field(default=None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this; null: none."""
+    checkpoint_url: str | None = None
+    """Also copy checkpoints and metrics to this s3:// or gs:// URL, and resume from there if the
+    run directory has no newer checkpoint; null: no copies. One URL per run."""
+    checkpoint_upload_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long the end of a run waits for the copies at `checkpoint_url`."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a rank waits in a collective before it fails."""
+
+    @field_validator("checkpoint_url")
+    @classmethod
+    def _require_writable_store(cls, url: str | None) -> str | None:
+        if url is not None and not re.match(r"(s3|gs)://[^/]", url):
+            raise ValueError(f"{redact(url)!r} is not an s3:// or gs:// URL; write one, or null")
+        return url
 
 
 class EvaluationConfig(Section):

@@ -6,6 +6,7 @@ this file. Some are collective, so every rank has to call all of them in this or
 
 import logging
 import math
+import uuid
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from data_pipeline.storage.atomic_files import remove_leftovers, write_file
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
 from data_pipeline.streams.segment_stream import SegmentStream
+from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
@@ -244,10 +246,13 @@ def _build_saver(
     rank: _Rank, step: TrainStep, tracker: Tracker | None, point: ResumePoint | None
 ) -> RunSaver:
     config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
+    run_id = point.manifest.run_id if point and point.is_of(checkpoints) else None
+    run_id = run_id or uuid.uuid4().hex
     header = CheckpointHeader(
         written_by=code_description(),
         model=asdict(data.model_config),
         run=flatten_config(config),
+        run_id=run_id,
         tokenizer_json=data.tokenizer.to_json(),
         tokenizer_digest=data.tokenizer.digest,
         data_digest=data.digest,
@@ -260,8 +265,24 @@ def _build_saver(
         header=header,
         step=step,
         tracker=tracker,
+        mirror=_open_mirror(rank, run_id),
         config=config.training,
         saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
         saved_step=point.step_in(checkpoints) if point else None,
     )
     return rank.stack.enter_context(closing(saver))
+
+
+def _open_mirror(rank: _Rank, run_id: str) -> CheckpointMirror | None:
+    config, world = rank.config.training, rank.world
+    if config.checkpoint_url is None:
+        return None
+    mirror = CheckpointMirror(
+        config.checkpoint_url,
+        rank.directory.checkpoints,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        timeout_seconds=config.rank_timeout_seconds,
+    )
+    world.run_on_rank_zero(lambda: mirror.open(run_id))
+    return mirror

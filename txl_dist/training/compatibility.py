@@ -30,6 +30,8 @@ _FREE = (
     "training.log_interval_steps",
     "training.checkpoint_interval_steps",
     "training.checkpoint_interval_minutes",
+    "training.checkpoint_upload_timeout_seconds",
+    "training.checkpoint_url",
     "training.keep_checkpoints",
     "training.keep_interval_steps",
     "training.rank_timeout_seconds",

@@ -38,10 +38,10 @@ class Evaluate(Protocol):
 class Trainer:
     """One rank's part of a run.
 
-    These calls are collective, so all ranks must make them at the same event: `step`, `saver.save`,
-    `saver.wait`, `evaluate` and `report.measure_peak`. Other methods of `report` and `saver`,
-    `segments` and `stop` are local to the rank. The peak is the highest FLOP/s that the machine
-    reaches (`utilisation.py`).
+    These calls are collective, so all ranks must make them at the same event: `step`, `evaluate`,
+    `report.measure_peak`, and of `saver` save, wait, wait_after and finish. The other methods of
+    `report` and `saver`, `segments` and `stop` are local to the rank. The peak is the highest
+    FLOP/s that the machine reaches (`utilisation.py`).
     """
 
     config: RunConfig
@@ -94,7 +94,7 @@ class Trainer:
             if self.state.evaluation_pending:
                 self._evaluate()
         self.saver.confirm(self.state)
-        self.saver.wait()
+        self.saver.finish(require_copies=True)
         return self.state
 
     def _is_due(self, interval_steps: int) -> bool:
@@ -209,7 +209,7 @@ class Trainer:
         """Save and end the run, as requested by a signal or a stop file."""
         if self.saver.saved_step != self.state.step:
             self._save()
-        self.saver.wait()
+        self.saver.finish(require_copies=False)
         pending = " It begins with the evaluation." if self.state.evaluation_pending else ""
         raise PreemptedError(
             f"stopped on request after step {self.state.step}; everything is saved. "

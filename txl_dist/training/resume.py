@@ -24,6 +24,7 @@ from txl_dist.training.compatibility import check_config, check_data
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
+from txl_dist.training.remote_resume import download_newest
 from txl_dist.training.state import TrainState, load_state
 from txl_dist.training.step import TrainStep
 
@@ -38,6 +39,10 @@ class ResumePoint:
     manifest: CheckpointManifest
     state: TrainState
 
+    def is_of(self, checkpoints: CheckpointDirectory) -> bool:
+        """Whether the checkpoint belongs to this run, superseded or not."""
+        return self.path.resolve().parent == checkpoints.path.resolve()
+
     def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
         """The step, or None if the checkpoint belongs to another run or is superseded."""
         step = self.state.step
@@ -50,6 +55,7 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
     Raises CheckpointError (damaged with --strict, none intact, another model or mixture), DataError
     (other data), ConfigError (`never` in a directory that has checkpoints).
     """
+    download_newest(job, world)
     directory = CheckpointDirectory(job.run_path)
     if job.resume == "never":
         if steps := directory.steps():

@@ -5,6 +5,7 @@
     save_score  add the score to the checkpoint of the step; set BEST
     confirm     a loss computed from it was finite: remove older checkpoints
     wait        until all of that is done; raises the errors of the background threads
+    finish      `wait`, and until the copies at `training.checkpoint_url` are complete
 
 One thread per rank does the work, in the order of the calls. It uses no collectives: rank 0 finds
 the files of the other ranks in the staging directory. An error on any rank reaches all ranks at the
@@ -25,17 +26,18 @@ from pathlib import Path
 
 from data_pipeline.processes.background_queue import BackgroundQueue
 from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
 from txl_dist.config.training_config import TrainingConfig
-from txl_dist.errors import DivergedError, TxlError
+from txl_dist.errors import CheckpointError, DivergedError, TxlError
+from txl_dist.runtime.background_wait import wait_for_queues
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
-POLL_SECONDS = 1.0
-"""Between two collectives of ranks that wait for a save. Far below the limit of a collective: a
-slow disk must not look like a lost rank."""
+RETRY_SECONDS = 5.0
+"""Between two uploads at the end of a run, while the store fails."""
 CLOSE_TIMEOUT_SECONDS = 10.0
 """How long a save may take to complete after an error that ends the run."""
 
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class RunSaver:
-    """Saves from all ranks. `save` and `wait` are collective, the other methods are not.
+    """Saves from all ranks. `save`, `wait*` and `finish` are collective, other methods are not.
 
     `saved_file` is created at the first checkpoint (see TrainJob). `saved_step` is the step of the
     newest save of this run, or of the checkpoint that it resumed from.
@@ -56,11 +58,13 @@ class RunSaver:
         header: CheckpointHeader,
         step: TrainStep,
         tracker: Tracker | None,
+        mirror: CheckpointMirror | None,
         config: TrainingConfig,
         saved_file: Path | None,
         saved_step: int | None,
     ) -> None:
         self._checkpoints, self._header, self._config = checkpoints, header, config
+        self._mirror = mirror
         self._step, self._tracker, self._saved_file = step, tracker, saved_file
         self.saved_step = saved_step
         self.waited_seconds = 0.0
@@ -129,16 +133,44 @@ class RunSaver:
 
         Raises CheckpointError or DivergedError on every rank if the thread of any rank has failed.
         """
+        wait_for_queues(self._step.world, self._queue, on_error=self._give_up)
+
+    def finish(self, *, require_copies: bool) -> None:
+        """`wait`, then wait until the copies at the URL are complete. Collective.
+
+        While the store fails, the uploads are repeated for `checkpoint_upload_timeout_seconds`.
+        After that, CheckpointError on every rank. Without `require_copies` a failure is logged.
+        """
+        self.wait()
+        if self._mirror is None:
+            return
+        world, start = self._step.world, time.monotonic()
+        world.activity.name = "upload of checkpoints"
+        self._mirror.update()
         while True:
-            is_idle = self._queue.wait(POLL_SECONDS)
-            outcomes = self._step.world.all_gather((is_idle, self._queue.error))
-            errors = [error for _, error in outcomes if error is not None]
-            if errors:
-                self._give_up()
-                # Numbers that are not finite end a run for good, so they are reported first.
-                raise next((e for e in errors if isinstance(e, DivergedError)), errors[0])
-            if all(is_idle for is_idle, _ in outcomes):
+            is_idle = self._mirror.wait(RETRY_SECONDS)
+            failure = self._mirror.failure if is_idle else None  # not that of an earlier update
+            outcomes = world.all_gather((is_idle, failure, time.monotonic() - start))
+            failures = [failure for _, failure, _ in outcomes if failure]
+            if not failures and all(is_idle for is_idle, _, _ in outcomes):
                 return
+            # By the clock of rank 0, so that all ranks end at the same time.
+            is_late = outcomes[0][2] > self._config.checkpoint_upload_timeout_seconds
+            if is_late or (failures and not require_copies):
+                break
+            if failure:
+                time.sleep(RETRY_SECONDS)
+                self._mirror.update()
+        message = (
+            f"the checkpoints could not be copied to {self._mirror}: "
+            f"{failures[0] if failures else 'the uploads took too long'}. They are complete in "
+            f"{self._checkpoints.path}. The same command repeats the upload; or increase "
+            "training.checkpoint_upload_timeout_seconds="
+            f"{self._config.checkpoint_upload_timeout_seconds:g}"
+        )
+        if require_copies:
+            raise CheckpointError(message)
+        log.warning("%s", message)
 
     def wait_after(self, error: DivergedError) -> DivergedError:
         """`wait` before a run ends with `error`. Collective; returns the error to end it with.
@@ -157,6 +189,8 @@ class RunSaver:
     def close(self) -> None:
         """End the thread. A save in flight is completed first, if the other ranks have done so."""
         self._deadline = min(self._deadline, time.monotonic() + CLOSE_TIMEOUT_SECONDS)
+        if self._mirror is not None:
+            self._mirror.close()
         if not self._queue.close(2 * CLOSE_TIMEOUT_SECONDS):
             log.warning("the checkpoint of step %s could not be completed", self.saved_step)
         elif self._queue.error is not None:
@@ -203,6 +237,8 @@ class RunSaver:
         self, save: Save, snapshot: Snapshot, state: TrainState, mlflow_run_id: str | None
     ) -> None:
         save.write_part(snapshot)
+        if self._mirror is not None and save.rank != 0:
+            self._mirror.update(published=(state.step, save.save_id))
         if save.rank != 0:
             return
         path = save.publish(
@@ -216,12 +252,16 @@ class RunSaver:
                 self._saved_file.touch()
             log.info("checkpoint at step %d | %s", state.step, path)
             self._update_best(state)
+        if self._mirror is not None:
+            self._mirror.update()
 
     def _write_score(self, state: TrainState) -> None:
         with explain_failed_save(self._checkpoints, rank=0):
             score = state.model_dump(mode="json", include={"best", "evaluation_pending"})
             update_state(self._checkpoints, state.step, score)
             self._update_best(state)
+        if self._mirror is not None:
+            self._mirror.update()
 
     def _prune(self, state: TrainState) -> None:
         with explain_failed_save(self._checkpoints, rank=0):

@@ -116,9 +116,9 @@ class Save:
             self.require_useful()
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{_ranks(missing)} did not write their files within "
-                    f"training.rank_timeout_seconds={timeout_seconds:g}, their disks are very slow "
-                    "or do not share the run directory. See the logs of these ranks"
+                    f"the files of {_ranks(missing)} are missing after "
+                    f"training.rank_timeout_seconds={timeout_seconds:g}: the disk is very slow, or "
+                    "the ranks do not share the run directory; the logs of these ranks say more"
                 )
             time.sleep(_POLL_SECONDS)
 

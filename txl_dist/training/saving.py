@@ -149,16 +149,18 @@ class RunSaver:
         self._mirror.update()
         while True:
             is_idle = self._mirror.wait(RETRY_SECONDS)
-            failure = self._mirror.failure if is_idle else None  # not that of an earlier update
-            outcomes = world.all_gather((is_idle, failure, time.monotonic() - start))
+            outcome = (is_idle, self._mirror.failure, time.monotonic() - start)
+            outcomes = world.all_gather(outcome)
             failures = [failure for _, failure, _ in outcomes if failure]
-            if not failures and all(is_idle for is_idle, _, _ in outcomes):
+            if all(is_idle for is_idle, _, _ in outcomes) and not failures:
                 return
             # By the clock of rank 0, so that all ranks end at the same time.
             is_late = outcomes[0][2] > self._config.checkpoint_upload_timeout_seconds
-            if is_late or (failures and not require_copies):
+            # The failure of a rank that is not idle is that of an earlier update.
+            has_failed = any(is_idle and failure for is_idle, failure, _ in outcomes)
+            if is_late or (has_failed and not require_copies):
                 break
-            if failure:
+            if is_idle and self._mirror.failure:
                 time.sleep(RETRY_SECONDS)
                 self._mirror.update()
         message = (

@@ -20,6 +20,18 @@ from txl_dist.training.state import BestScore, TrainState
 NUM_LANES = 3
 BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)
 CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d_inner=7, mem_len=5)
+_TOKENIZER = ByteTokenizer()
+HEADER = CheckpointHeader(
+    written_by="tests",
+    model=asdict(CONFIG),
+    run={"data.tgt_len": 4, "data.reset": "document"},
+    tokenizer_json=_TOKENIZER.to_json(),
+    tokenizer_digest=_TOKENIZER.digest,
+    data_digest="0" * 64,
+    vocab_size=_TOKENIZER.vocab_size,
+    zero_stage=1,
+    num_lanes=NUM_LANES,
+)
 
 
 def leave(kind: str, tensor: torch.Tensor) -> None:
@@ -39,26 +51,9 @@ def save(
 
     `start`: create the checkpoint directory first, as at the start of a run.
     """
-    tokenizer = ByteTokenizer()
-    header = CheckpointHeader(
-        written_by="tests",
-        model=asdict(CONFIG),
-        run={"data.tgt_len": 4, "data.reset": "document"},
-        tokenizer_json=tokenizer.to_json(),
-        tokenizer_digest=tokenizer.digest,
-        data_digest="0" * 64,
-        vocab_size=tokenizer.vocab_size,
-        zero_stage=1,
-        num_lanes=NUM_LANES,
-    )
     directory = CheckpointDirectory(run)
     if start:
         directory.open()
-    fragments = [whole(name, p.detach()) for name, p in model(step).named_parameters()]
-    memory_of_lane = {lane: memory(step, lane) for lane in range(NUM_LANES)}
-    change("weights", fragments[1].master)
-    change("optimizer", fragments[1].states["exp_avg_sq"])
-    change("memory", memory_of_lane[1])
     state = TrainState(
         step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
     )
@@ -70,11 +65,21 @@ def save(
         num_ranks=1,
     )
     try:
-        one_rank.write_part(Snapshot(fragments, memory_of_lane))
-        return one_rank.publish(header, mlflow_run_id=None, timeout_seconds=60)
+        one_rank.write_part(snapshot(step, change=change))
+        return one_rank.publish(HEADER, mlflow_run_id=None, timeout_seconds=60)
     except TxlError:
         directory.discard(one_rank.save_id)
         raise
+
+
+def snapshot(step: int, *, change: Callable[[str, torch.Tensor], None] = leave) -> Snapshot:
+    """All tensors of a run on one rank."""
+    fragments = [whole(name, p.detach()) for name, p in model(step).named_parameters()]
+    memory_of_lane = {lane: memory(step, lane) for lane in range(NUM_LANES)}
+    change("weights", fragments[1].master)
+    change("optimizer", fragments[1].states["exp_avg_sq"])
+    change("memory", memory_of_lane[1])
+    return Snapshot(fragments, memory_of_lane)
 
 
 def model(step: int) -> TransformerXL:

@@ -32,7 +32,6 @@ SETTINGS = (
     NO_EVALUATION,
     f"training.checkpoint_url={URL}",
     "training.checkpoint_interval_steps=5",
-    "training.checkpoint_upload_timeout_seconds=3",
 )
 
 
@@ -75,23 +74,25 @@ def die_after(trainer: Trainer, step: int) -> None:
     trainer.segments = failing()
 
 
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
     aws: dict[str, str],
     bucket: Any,  # noqa: F811
+    num_ranks: int,
 ) -> None:
     straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION)
-    assert ranks(2).run(train, straight) == [0, 0]
+    assert ranks(num_ranks).run(train, straight) == [0] * num_ranks
 
     job = tiny_job(dataset, tmp_path / "run", *SETTINGS)
-    ends = ranks(2).run(in_cloud, aws, train_changed, job, die_after, 13)
-    assert [code for code, _ in ends] == [3, 3]
+    ends = ranks(num_ranks).run(in_cloud, aws, train_changed, job, die_after, 13)
+    assert [code for code, _ in ends] == [3] * num_ranks
     assert remote_steps(bucket) == [5, 10]
     shutil.rmtree(tmp_path / "run")
 
-    assert ranks(2).run(in_cloud, aws, train, job) == [0, 0]
+    assert ranks(num_ranks).run(in_cloud, aws, train, job) == [0] * num_ranks
     assert "resuming at step 10" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert losses(tmp_path / "run") == losses(straight.run_path)
     local = CheckpointDirectory(tmp_path / "run")
@@ -102,28 +103,28 @@ def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
     assert [json.loads(line)["step"] for line in copied] == list(range(1, 21))
 
 
-def refuse_uploads(trainer: Trainer, until_step: int | None) -> None:
-    """Answer all uploads with an error; until a step, if one is given."""
-    upload = RemotePath.write_from
-
-    def refuse(target: RemotePath, source: Path) -> None:
-        if until_step is None or trainer.state.step < until_step:
-            raise ConnectionError("503 Slow Down")
-        upload(target, source)
-
-    RemotePath.write_from = refuse  # type: ignore[method-assign]
-
-
 def train_with_refused_uploads(
     world: World, job: TrainJob, until_step: int | None
-) -> tuple[int, str]:
-    upload = RemotePath.write_from
+) -> tuple[int, str, bool]:
+    """Answer all uploads with an error, until a step if one is given; whether that happened."""
+    upload, refused = RemotePath.write_from, []
+
+    def refuse_uploads(trainer: Trainer) -> None:
+        def refuse(target: RemotePath, source: Path) -> None:
+            if until_step is None or trainer.state.step < until_step:
+                refused.append(target)
+                raise ConnectionError("503 Slow Down")
+            upload(target, source)
+
+        RemotePath.write_from = refuse  # type: ignore[method-assign]
+
     try:
-        return train_changed(world, job, refuse_uploads, until_step)
+        return *train_changed(world, job, refuse_uploads), bool(refused)
     finally:
         RemotePath.write_from = upload  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_later(
     ranks: RankGroups,
     dataset: Path,
@@ -132,9 +133,8 @@ def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_late
     bucket: Any,  # noqa: F811
 ) -> None:
     job = tiny_job(dataset, tmp_path, *SETTINGS)
-    assert ranks(1).run(in_cloud, aws, train_with_refused_uploads, job, 12) == [(0, "")]
-    log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert "503 Slow Down. Training continues" in log
+    ends = ranks(1).run(in_cloud, aws, train_with_refused_uploads, job, 20)
+    assert ends == [(0, "", True)]
     assert remote_steps(bucket) == [15, 20]
 
 
@@ -142,11 +142,14 @@ def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_late
 def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
     ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str]
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS)
-    ends = ranks(2).run(in_cloud, aws, train_with_refused_uploads, job, None)
-    for code, message in ends:
+    hasty = (*SETTINGS, "training.checkpoint_upload_timeout_seconds=3")
+    ends = ranks(2).run(
+        in_cloud, aws, train_with_refused_uploads, tiny_job(dataset, tmp_path, *hasty), None
+    )
+    for code, message, _ in ends:
         assert code == 4
         assert f"could not be copied to {URL}: rank 0: ConnectionError: 503" in message
         assert "The same command repeats the upload" in message
     assert CheckpointDirectory(tmp_path).steps() == [15, 20]
+    job = tiny_job(dataset, tmp_path, *SETTINGS)
     assert ranks(2).run(in_cloud, aws, train, job) == [0, 0], "the same command uploads"

@@ -15,6 +15,7 @@ evaluator.py      the evaluation of a split during training
 state.py          progress of a run, stored in each checkpoint
 saving.py         when checkpoints are written and removed
 resume.py         which checkpoint to resume from
+remote_resume.py  downloads the newest checkpoint of a URL before that
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and the lock of its directory
 report.py         metrics.jsonl and the step line

@@ -60,7 +60,10 @@ def updated(mirror: CheckpointMirror) -> list[int]:
 
 def test_copies_follow_the_local_checkpoints(mirror: CheckpointMirror, tmp_path: Path) -> None:
     local = CheckpointDirectory(tmp_path / "run")
+    newer = "step-00000009.abcdabcd"  # another rank has begun to upload it
+    (REMOTE.at(newer) / "memory-rank-00001.safetensors").write_bytes(b"x")
     assert updated(mirror) == [1, 2]
+    assert newer in REMOTE.names()
     save(local.run, step=3)
     local.prune(keep=2, best_step=None)
     update_state(local, 3, {"position": 99})

@@ -106,13 +106,9 @@ def fail_on_rank(trainer: Trainer, rank: int, step: int) -> None:
     saver._write = failing
 
 
-@pytest.mark.parametrize(
-    ("rank", "step"),
-    [
-        (1, 10),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 10), (0, 20), (1, 20))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [10, 20])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_of_one_rank_ends_all_ranks_at_the_same_step(
     ranks: RankGroups, dataset: Path, tmp_path: Path, rank: int, step: int
 ) -> None:

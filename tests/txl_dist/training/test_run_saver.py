@@ -173,3 +173,26 @@ def test_minutes_count_on_rank_0_from_the_last_save(tmp_path: Path) -> None:
         (False, False),
     ]
     assert on_two_ranks(tmp_path / "2", work) == [(False, False)] * 2
+
+
+def test_the_next_save_waits_for_the_one_before_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(saver: RunSaver) -> tuple[bool, list[int]]:
+        gate, write = threading.Event(), saver._write
+
+        def slow_write(save: Any, *rest: Any) -> None:
+            assert gate.wait(60)
+            write(save, *rest)
+
+        saver._write = slow_write  # type: ignore[method-assign]
+        saver.save(state(1))
+        returned_early = not saver._queue.wait(0)
+        threading.Timer(0.2, gate.set).start()
+        saver.save(state(2))
+        return returned_early, saver._checkpoints.steps()[:1]
+
+    with caplog.at_level("INFO"):
+        assert on_two_ranks(tmp_path, work) == [(True, [1])] * 2
+    assert "checkpoint at step 2 | waited " in caplog.text
+    assert "until that of step 1 was written" in caplog.text

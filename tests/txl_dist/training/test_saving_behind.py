@@ -59,36 +59,6 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_the_state_of_its
         assert actual == expected, "the same bytes"
 
 
-def test_the_next_save_waits_for_the_one_before_and_says_so(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    settings = (*SETTINGS, "training.checkpoint_interval_steps=2", "training.num_steps=6")
-    job = tiny_job(dataset, tmp_path, *settings)
-    assert ranks(1).run(train_with_late_save, job) == [(0, "")]
-    log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert "checkpoint at step 4 | waited " in log
-    assert CheckpointDirectory(tmp_path).steps() == [2, 4, 6]
-
-
-def train_with_late_save(world: World, job: TrainJob) -> tuple[int, str]:
-    """The save of step 2 ends only while that of step 4 waits."""
-    write_part = Save.write_part
-    trainers: list[Trainer] = []
-
-    def write_late(save: Save, snapshot: Snapshot) -> None:
-        while save.step == 2 and trainers[0].step.world.activity.name != "checkpoint of step 4":
-            time.sleep(0.001)
-        if save.step == 2:
-            time.sleep(0.2)
-        write_part(save, snapshot)
-
-    Save.write_part = write_late  # type: ignore[method-assign]
-    try:
-        return train_changed(world, job, trainers.append)
-    finally:
-        Save.write_part = write_part  # type: ignore[method-assign]
-
-
 def fail_on_rank(trainer: Trainer, rank: int, step: int) -> None:
     """The disk of one rank is full at the save of a step."""
     saver: Any = trainer.saver

@@ -6,7 +6,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
-from cluster.launch_files import LaunchFiles
+from txl_dist.launch.launch_files import LaunchFiles
 
 
 class FailureCallback(UserCallback):

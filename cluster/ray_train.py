@@ -19,11 +19,11 @@ import torch
 
 from cluster.cluster_monitor import ClusterMonitor
 from cluster.connection import ray_connection, uses_gpus
-from cluster.launch_files import LaunchFiles, RankLocation
 from cluster.ray_log import ray_log
 from cluster.supervisor import Supervisor
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import DivergedError, LostRankError, PreemptedError, TxlError
+from txl_dist.launch.launch_files import LaunchFiles, RankLocation
 from txl_dist.launch.launcher import OnLine
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob

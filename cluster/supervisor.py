@@ -18,12 +18,12 @@ from collections.abc import Callable
 
 from cluster.address import responds
 from cluster.cluster_monitor import ClusterMonitor
-from cluster.launch_files import LaunchFiles, RankFailure, RankLocation
 from cluster.private_ray import end_private_ray
 from data_pipeline.processes.process_exit import exit_without_teardown
 from data_pipeline.processes.stop_signals import StopSignals, block_stop_signals, end_now
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
+from txl_dist.launch.launch_files import LaunchFiles, RankFailure, RankLocation
 from txl_dist.launch.launcher import OnLine
 from txl_dist.runtime.stop_request import STOPPING
 from txl_dist.training.follow import LogFollower, step_of

@@ -47,6 +47,10 @@ class CheckpointDirectory:
         matches = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
+    def newest_step(self) -> int | None:
+        """Step of the newest complete checkpoint, if there is one."""
+        return max(self.steps(), default=None)
+
     def open(self) -> None:
         """Create the directory and remove leftovers of killed processes; at the start of a run."""
         self.path.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,9 @@ class TrainingConfig(Section):
     """Number of newest checkpoints to keep, in addition to the best one."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a rank waits in a collective before it fails."""
+    grace_seconds: float = Field(default=25.0, gt=0)
+    """How long a stop request waits for the step and its checkpoint; then the run ends without that
+    checkpoint. The default is 5 seconds less than what Kubernetes grants by default."""
 
 
 class EvaluationConfig(Section):
@@ -70,6 +73,7 @@ class RayConfig(Section):
     """Restarts and timeouts of `--on ray`."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """How often a run is restarted from its newest checkpoint after a rank died."""
+    """Restarts from the newest checkpoint after failures of ranks, without a new checkpoint between
+    them. A lost or drained node does not count; `--max-restarts` overrides it."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long Ray may take to start the ranks, at first and after a rank died."""

@@ -31,6 +31,7 @@ _FREE = (
     "training.checkpoint_interval_steps",
     "training.keep_checkpoints",
     "training.rank_timeout_seconds",
+    "training.grace_seconds",
     "evaluation.",
     "tracking.",
     "deepspeed.",

@@ -1,8 +1,9 @@
 """LaunchFiles: how the launcher and the ranks of one launch communicate.
 
-A launch is one start of a run by a person; restarts of its ranks by Ray belong to it. The files are
-in the run directory, which every node sees. Files, because a stop signal reaches the launcher
-only, and a rank that died cannot report anything.
+A launch is one start of a run by a person; restarts of its ranks belong to it. The files are in the
+run directory, which every node sees. Files, because a stop signal may reach only the launcher or
+one rank, and a rank that died cannot report anything. Plain processes use `stop` and `saved`, Ray
+all of them.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file
 from txl_dist.errors import TxlError, error_from_json, error_to_json
+from txl_dist.training.job import TrainJob
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class LaunchFiles:
     def __init__(self, run: Path, launch_id: str) -> None:
         self._base = run.resolve() / f".launch-{launch_id}"
         self.stop = self._base.with_suffix(".stop")
-        """Created by the launcher: the ranks must save and stop."""
+        """Created by the launcher, or a rank that received a signal: the ranks save and stop."""
         self.saved = self._base.with_suffix(".saved")
         """Created by rank 0 when this launch has saved its first checkpoint."""
         self._failures = self._base.with_suffix(".failures")
@@ -55,6 +57,10 @@ class LaunchFiles:
     def remove(self) -> None:
         for path in self._base.parent.glob(f"{self._base.name}.*"):
             path.unlink(missing_ok=True)
+
+    def job_after_restart(self, job: TrainJob) -> TrainJob:
+        """The job of restarted ranks: this launch's checkpoints replace the command's --resume."""
+        return job.model_copy(update={"resume": "auto"}) if self.saved.exists() else job
 
     def write_location(self, rank: int, location: RankLocation) -> None:
         """Called by a rank when it starts."""

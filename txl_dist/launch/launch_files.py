@@ -33,6 +33,8 @@ class RankFailure:
     died: tuple[int, ...]
     """Ranks whose process ended. The others stopped for that reason or because of an error."""
     errors: dict[int, str]
+    is_preemption: bool = False
+    """Ray attributes it to a node that is drained or reclaimed."""
 
 
 class LaunchFiles:
@@ -89,10 +91,13 @@ class LaunchFiles:
             return error_from_json(path.read_bytes())
         return None
 
-    def append_failure(self, errors: Mapping[int, Exception], *, died: tuple[int, ...]) -> None:
+    def append_failure(
+        self, errors: Mapping[int, Exception], *, died: tuple[int, ...], is_preemption: bool = False
+    ) -> None:
         """Called in Ray Train's controller, on the launcher's node."""
         texts = {rank: str(error) or repr(error) for rank, error in errors.items()}
-        line = json.dumps({"died": died, "errors": texts}) + "\n"
+        record = {"died": died, "errors": texts, "is_preemption": is_preemption}
+        line = json.dumps(record) + "\n"
         # One write to a file opened for appending: `new_failures` never reads half a line.
         descriptor = os.open(self._failures, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -111,6 +116,7 @@ class LaunchFiles:
             RankFailure(
                 died=tuple(record["died"]),
                 errors={int(rank): text for rank, text in record["errors"].items()},
+                is_preemption=record["is_preemption"],
             )
             for record in records
         ]

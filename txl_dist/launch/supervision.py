@@ -39,9 +39,9 @@ class RestartBudget:
     def exhausted_error(self, event: str, directory: RunDirectory) -> TxlError:
         """The error after a failure that the budget does not allow; `event` says what failed."""
         return TxlError(
-            f"{event}. That was failure {self.num_failures} without a new checkpoint in between, "
-            f"and the limit is {self.max_restarts} restarts (--max-restarts, or ray.max_restarts "
-            f"with Ray). Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
+            f"the ranks failed more than {self.max_restarts} times without a new checkpoint in "
+            f"between (--max-restarts, or ray.max_restarts with Ray); the last failure: {event}. "
+            f"Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
         )
 
 

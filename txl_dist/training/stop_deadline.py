@@ -75,6 +75,7 @@ class StopDeadline:
         self._stop.share()
         if self._first_step is None or self._current_step() == self._first_step:
             self._end(lambda: f"{NOTHING_TRAINED}. {resume_advice(self._run)}")
+            return
         if self._announce:
             print_unbuffered(STOPPING)
         if not self._closed.wait(self._grace_seconds):

@@ -31,7 +31,7 @@ from txl_dist.launch.supervision import (
     is_stop_code,
     restart_line,
 )
-from txl_dist.runtime.stop_request import STOPPING
+from txl_dist.runtime.stop_request import STOPPING, StopRequest
 from txl_dist.runtime.torchrun import without_torchrun
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
@@ -177,7 +177,7 @@ def _wait(
         codes = [process.returncode for process in processes if process.returncode]
         if not is_forwarded and any(map(is_stop_code, codes)):
             # Not a signal: where a rank has already got one, a second means to end without saving.
-            files.stop.touch()
+            StopRequest(stop_file=files.stop).share()
         limits = [_seconds_for_others(code, grace_seconds=grace_seconds) for code in codes]
         deadline = min([deadline, *(time.monotonic() + seconds for seconds in limits)])
         if time.monotonic() > deadline:

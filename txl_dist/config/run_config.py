@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from data_pipeline.storage.urls import is_url, shown
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.deepspeed_config import DeepSpeedConfig
+from txl_dist.config.divergence_config import DivergenceConfig
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.section import Section
 from txl_dist.config.training_config import (
@@ -39,6 +40,7 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig
+    divergence: DivergenceConfig = DivergenceConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()

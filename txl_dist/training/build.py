@@ -6,6 +6,7 @@ this file. Some are collective, so every rank has to call all of them in this or
 
 import logging
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from data_pipeline.storage.atomic_files import remove_leftovers, write_file
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
 from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.streams.segments import Segment
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
@@ -28,12 +30,14 @@ from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import Corpus, TrainingData
+from txl_dist.training.divergence_dump import DivergenceDump
 from txl_dist.training.engine import create_engine
 from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.phases import phases_from
-from txl_dist.training.report import RankZeroReport, Report
+from txl_dist.training.recovery import Recovery
+from txl_dist.training.report import RankZeroReport, Report, redone_metric
 from txl_dist.training.resume import ResumePoint, find_resume_point, remaining_work, restore
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.same_job import require_same_job
@@ -87,7 +91,6 @@ def build_trainer(
     if point is not None:
         restore(point, step.engine, step)
     state = _initial_state(rank, point)
-    plan = data.plan_of(state.phases[-1])
     world.run_on_rank_zero(lambda: _open_run(rank, state, point))
     # Measured before the tracking process starts and competes for the processor.
     utilisation = _measure_utilisation(rank)
@@ -97,17 +100,21 @@ def build_trainer(
     report.evaluation_plan(config.evaluation, data)
     if len(state.phases) > 1 or len(data.corpora) > 1:
         report.phase(state, is_new=state.phases[-1].position == state.position)
+    saver = _build_saver(rank, step, tracker, point)
+    recovery = _build_recovery(rank, step, report, saver)
+    plan, segments = recovery.read_from(state)
     return Trainer(
         config=config,
         plan=plan,
-        segments=segment_pipeline(_open_stream(rank, step, state, plan)),
+        segments=segments,
         step=step,
         report=report,
         stop=StopRequest() if stop is None else stop,
-        saver=_build_saver(rank, step, tracker, point),
+        saver=saver,
         evaluate=build_evaluator(config, data, step.engine, world),
         evaluated_data=data.evaluation.corpus.manifest.digest if data.evaluation else None,
         state=state,
+        recovery=recovery,
     )
 
 
@@ -157,8 +164,7 @@ def _open_run(rank: _Rank, state: TrainState, point: ResumePoint | None) -> None
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
     write_file(directory.config, dump_run_config(rank.config).encode())
-    # A process killed after writing a score to the journal, but before saving it, left this metric.
-    redone = f"{evaluation.name}/loss" if evaluation and state.evaluation_pending else None
+    redone = redone_metric(state, evaluation.name if evaluation else None)
     with MetricsJournal(directory.metrics) as journal:
         journal.truncate_after(state.step, redone=redone)
 
@@ -199,7 +205,9 @@ def _build_report(rank: _Rank, utilisation: Utilisation) -> Report:
     if not rank.world.is_rank_zero:
         return Report(utilisation)
     journal = rank.stack.enter_context(MetricsJournal(rank.directory.metrics))
-    return RankZeroReport(utilisation, journal, num_steps=rank.config.training.num_steps)
+    evaluation, num_steps = rank.data.evaluation, rank.config.training.num_steps
+    split = evaluation.name if evaluation else None
+    return RankZeroReport(utilisation, journal, num_steps=num_steps, split=split)
 
 
 def _describe_start(
@@ -224,9 +232,31 @@ def _describe_start(
     )
 
 
+def _build_recovery(rank: _Rank, step: TrainStep, report: Report, saver: RunSaver) -> Recovery:
+    config, data = rank.config, rank.data
+    open_stream = rank.stack.enter_context(ExitStack())
+
+    def read_from(state: TrainState) -> tuple[LanePlan, Iterator[Segment]]:
+        open_stream.close()
+        plan = data.plan_of(state.phases[-1])
+        stream = open_stream.enter_context(closing(_open_stream(rank, step, state, plan)))
+        return plan, segment_pipeline(stream)
+
+    return Recovery(
+        config=config.divergence,
+        step=step,
+        report=report,
+        saver=saver,
+        dump=DivergenceDump(rank.directory.events, rank.world.rank, step.lanes, data, config),
+        checkpoints=rank.directory.checkpoints,
+        state_at=lambda point: _initial_state(rank, point),
+        read_from=read_from,
+    )
+
+
 def _open_stream(rank: _Rank, step: TrainStep, state: TrainState, plan: LanePlan) -> SegmentStream:
     data = rank.config.data
-    stream = SegmentStream(
+    return SegmentStream(
         rank.data.source_of(state.phases[-1], rank.config),
         plan,
         lanes=step.lanes,
@@ -237,7 +267,6 @@ def _open_stream(rank: _Rank, step: TrainStep, state: TrainState, plan: LanePlan
         position=state.position,
         prefetch_segments=data.prefetch_segments,
     )
-    return rank.stack.enter_context(closing(stream))
 
 
 def _build_saver(

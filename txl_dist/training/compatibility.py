@@ -36,7 +36,14 @@ _FREE = (
     "deepspeed.",
     "ray.",
 )
-_ON_REQUEST = ("optimizer.", "training.num_steps", "model.dropout", "model.dropatt", "precision")
+_ON_REQUEST = (
+    "optimizer.",
+    "training.num_steps",
+    "model.dropout",
+    "model.dropatt",
+    "precision",
+    "divergence.",
+)
 
 
 def check_config(

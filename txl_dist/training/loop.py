@@ -1,6 +1,7 @@
 """The training loop: the order of events of a run.
 
-    segment -> step -> state -> report -> checkpoint -> stop? -> evaluation -> score
+    segment -> step (diverged? -> skip or rollback) -> state -> report -> checkpoint -> stop?
+            -> evaluation -> score
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
 launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` writes checkpoints, and
@@ -10,8 +11,8 @@ launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` write
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
@@ -21,6 +22,7 @@ from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.training.recovery import Recovery
 from txl_dist.training.report import Report
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
@@ -54,18 +56,23 @@ class Trainer:
     evaluated_data: str | None
     """Digest of the dataset that `evaluate` scores."""
     state: TrainState
+    recovery: Recovery
+    _last_update: tuple[StepResult, float] | None = field(default=None, init=False)
+    """Result and learning rate of the last step of this process that updated the weights."""
 
     def run(self) -> TrainState:
         """Train to the last step, save, and return the final state.
 
-        Raises, on every rank, DivergedError if a loss, gradient or weight is not finite (that step
-        is not saved), and PreemptedError after a stop request, once the state is saved.
+        Raises, on every rank, DivergedError if a step has diverged and `divergence.policy` ends the
+        run (that step is not saved), and PreemptedError after a stop request, once the state is
+        saved.
         """
         try:
             return self._train()
         except DivergedError as error:
             # Not the checkpoint of this step: resuming from it would produce the same numbers.
-            advice = divergence_advice(self.config.run_path, before=self.state.step)
+            last_update = self.state.divergence.last_update(self.state.step)
+            advice = divergence_advice(self.config.run_path, before=last_update)
             raise DivergedError(f"{error}. {advice}") from error
 
     def _train(self) -> TrainState:
@@ -74,11 +81,15 @@ class Trainer:
         while self.state.step < self.config.training.num_steps:
             segment = self._next_segment()
             result, lr = self._step(segment)
-            # The loss was finite, so the checkpoint written after the previous step is usable.
-            self.saver.confirm(self.state)
+            if result.event is not None and self._rolls_back(segment, result):
+                continue
+            if result.is_update:
+                # The step was accepted, so the checkpoint written after the previous one is usable.
+                self.saver.confirm(self.state)
+                self._last_update = result, lr
             self._advance(segment, result)
             if self._is_due(self.config.training.log_interval_steps):
-                self._report(result, lr)
+                self._report()
             # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
             if self._is_due(self.config.training.checkpoint_interval_steps):
                 self._save()
@@ -109,33 +120,76 @@ class Trainer:
     def _step(self, segment: Segment) -> tuple[StepResult, float]:
         number = self.state.step + 1
         lr = lr_at(number, self.config.optimizer, num_steps=self.config.training.num_steps)
+        flags = {"stop": bool(self.stop), "measure_peak": self.report.peak_is_due}
+        if number in self.state.divergence.skip_steps:
+            self.report.event("step %d is skipped: a rollback has excluded it", number)
+            return self.step.skip(step=number, flags=flags), lr
         result = self.step(
             segment,
             step=number,
             num_targets=self.plan.targets_in_step(segment.position),
             lr=lr,
-            flags={"stop": bool(self.stop), "measure_peak": self.report.peak_is_due},
+            judge=self._judge,
+            contiguous_from=self.state.contiguous_from,
+            flags=flags,
         )
         return result, lr
 
+    def _judge(self, sums: LossSums, gradient_norm: float) -> str | None:
+        return self.state.divergence.find_event(
+            self.config.divergence,
+            step=self.state.step + 1,
+            sums=sums,
+            gradient_norm=gradient_norm,
+        )
+
+    def _rolls_back(self, segment: Segment, result: StepResult) -> bool:
+        """Respond to a step that has diverged; returns whether the run is at an older step now."""
+        self.state = self.recovery.record(self.state, segment, result)
+        if self.config.divergence.policy != "rollback":
+            return False
+        self.state, self.plan, self.segments = self.recovery.roll_back(self.state)
+        if self.state.evaluation_pending:
+            self._evaluate()
+        return True
+
     def _advance(self, segment: Segment, result: StepResult) -> None:
-        unreported = LossSums(*self.state.unreported) + result.sums
         self.state = self.state.model_copy(
             update={
                 "step": self.state.step + 1,
                 "position": segment.next_position,
-                "tokens": self.state.tokens + result.sums.num_tokens,
-                "unreported": (unreported.nats, unreported.num_tokens, unreported.num_bytes),
-                "unreported_steps": self.state.unreported_steps + 1,
+                **(self._trained(result) if result.is_update else self._skipped(segment)),
             }
         )
         if self.evaluate is not None and self._is_due(self.config.evaluation.interval_steps):
             self.state = self.state.model_copy(update={"evaluation_pending": True})
 
-    def _report(self, result: StepResult, lr: float) -> None:
-        # A segment of one token has no target. The next line then covers this step too.
-        if not self.state.unreported[1]:
+    def _trained(self, result: StepResult) -> dict[str, Any]:
+        unreported = LossSums(*self.state.unreported) + result.sums
+        divergence = self.state.divergence.with_accepted(
+            self.config.divergence, sums=result.sums, gradient_norm=result.gradient_norm
+        )
+        return {
+            "tokens": self.state.tokens + result.sums.num_tokens,
+            "unreported": (unreported.nats, unreported.num_tokens, unreported.num_bytes),
+            "unreported_steps": self.state.unreported_steps + 1,
+            "divergence": divergence,
+        }
+
+    def _skipped(self, segment: Segment) -> dict[str, Any]:
+        # The memory is that of the tokens before this segment: the next one must not attend to it.
+        return {
+            "skipped_steps": self.state.skipped_steps + 1,
+            "contiguous_from": segment.next_position,
+        }
+
+    def _report(self) -> None:
+        # Without trained targets (skipped steps, a segment of one token), the next line covers
+        # this step too.
+        if not self.state.unreported[1] or self._last_update is None:
+            self.report.without_loss(self.state)
             return
+        result, lr = self._last_update
         self.report.step(
             self.state,
             lr=lr,

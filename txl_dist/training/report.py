@@ -50,6 +50,12 @@ class Report:
     ) -> None:
         """Write one line for the steps since the last one."""
 
+    def without_loss(self, state: TrainState) -> None:
+        """Write the counters of skipped steps and rollbacks; for a line without trained targets."""
+
+    def rewind(self, state: TrainState) -> None:
+        """Remove all lines after `state`, to which a rollback has returned."""
+
     def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
         """Write the score of a split."""
 
@@ -81,9 +87,15 @@ class RankZeroReport(Report):
     """The report of rank 0, which writes."""
 
     def __init__(
-        self, utilisation: Utilisation, journal: MetricsJournal, *, num_steps: int
+        self,
+        utilisation: Utilisation,
+        journal: MetricsJournal,
+        *,
+        num_steps: int,
+        split: str | None = None,
     ) -> None:
         super().__init__(utilisation)
+        self._split = split
         self._journal = journal
         self._num_steps = num_steps
         self._stopwatch = Stopwatch(time.monotonic())
@@ -118,11 +130,21 @@ class RankZeroReport(Report):
             "peak_flops": self._utilisation.peak_flops,
             "memory_valid": memory_valid,
             "data_wait": stopwatch.data_wait_seconds / seconds,
+            **_counters(state),
         }
         self._write(state, values)
         remaining_tokens = (self._num_steps - state.step) * tokens_per_step
         eta_seconds = remaining_tokens / values["tokens_per_second"]
         log.info("%s", step_line(state.step, values, eta_seconds=eta_seconds))
+
+    def without_loss(self, state: TrainState) -> None:
+        if counters := _counters(state):
+            self._write(state, counters)
+
+    def rewind(self, state: TrainState) -> None:
+        self._journal.sync()
+        self._journal.truncate_after(state.step, redone=redone_metric(state, self._split))
+        self._stopwatch = Stopwatch(time.monotonic())
 
     def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
         sums, split = result.sums, result.settings.split
@@ -179,6 +201,21 @@ class RankZeroReport(Report):
         self._journal.write(
             {"step": state.step, "tokens": state.tokens, "time": time.time(), **values}
         )
+
+
+def redone_metric(state: TrainState, split: str | None) -> str | None:
+    """The metric of the evaluation that a run at `state` still has to do; None if it has none."""
+    # A process killed after writing a score to the journal, but before saving it, left this metric.
+    return f"{split}/loss" if split is not None and state.evaluation_pending else None
+
+
+def _counters(state: TrainState) -> dict[str, float]:
+    """Skipped steps and rollbacks of the whole run, unless there are none."""
+    counters = {
+        "skipped_steps": state.skipped_steps,
+        "rollbacks": state.divergence.num_rollbacks,
+    }
+    return {name: count for name, count in counters.items() if count}
 
 
 def evaluation_line(config: EvaluationConfig, evaluated: EvaluatedSplit) -> str:

@@ -98,6 +98,17 @@ def _newest_intact(
     return None
 
 
+def newest_before(step: int, directory: CheckpointDirectory, world: World) -> ResumePoint | None:
+    """The newest intact checkpoint of an earlier step than `step`, or None. Collective."""
+    for earlier in reversed(world.broadcast(directory.steps())):
+        if earlier < step:
+            try:
+                return _verify(directory.at(earlier), world)
+            except CheckpointError as error:
+                log.warning("%s", error)
+    return None
+
+
 def _verify(path: Path, world: World) -> ResumePoint:
     """Hash all files, each rank a part of them; every rank raises the same error."""
     try:
@@ -143,7 +154,7 @@ def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
     # The configs are compatible; this detects changes in the code of the model.
     check_parameters(point.path, point.manifest, engine.shapes)
     load_fragments(point.path, point.manifest, engine.fragments_to_load())
-    engine.finish_loading(num_steps=point.state.step)
+    engine.finish_loading(num_steps=point.state.step - point.state.skipped_steps)
     step.load_memory(load_memory(point.path, point.manifest, step.lanes))
 
 

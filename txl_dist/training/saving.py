@@ -2,7 +2,8 @@
 
     save        write all tensors and the state; set LATEST, and BEST if it has the best score
     save_score  add the score to the existing checkpoint; set BEST
-    confirm     a loss computed from it was finite: remove older checkpoints
+    confirm     a loss computed from it was accepted: remove older checkpoints
+    rewind      continue from an older checkpoint; later ones are superseded
 
 Weights can be finite and yet too large to compute with. The run then has to resume from an older
 checkpoint, so older ones are removed only at `confirm`, not at `save`. The format is defined in
@@ -71,8 +72,25 @@ class RunSaver:
         with explain_failed_save(self._checkpoints):
             self._step.world.run_on_rank_zero(lambda: self._write_score(state))
 
+    def rewind(self, state: TrainState) -> None:
+        """Continue from the checkpoint of `state`, which a rollback has loaded.
+
+        Later checkpoints are superseded, and `state.divergence` becomes part of this one, so that a
+        resume from it skips the same steps. Raises CheckpointError on every rank.
+        """
+        best_step = state.best.step if state.best else None
+        changes = state.model_dump(mode="json", include={"divergence"})
+
+        def rewrite() -> None:
+            self._checkpoints.rewind(state.step, best_step=best_step)
+            update_state(self._checkpoints, state.step, changes)
+
+        with explain_failed_save(self._checkpoints):
+            self._step.world.run_on_rank_zero(rewrite)
+        self.saved_step, self._is_confirmed = state.step, False
+
     def confirm(self, state: TrainState) -> None:
-        """Remove old checkpoints; call after a finite loss, and at the end of the run."""
+        """Remove old checkpoints; call after an accepted step, and at the end of the run."""
         # Called after every step, but collective only once per checkpoint.
         if not self._is_confirmed:
             best_step = state.best.step if state.best else None

@@ -15,6 +15,7 @@ from data_pipeline.storage.strict_model import StrictModel, first_problem
 from data_pipeline.streams.mixture import tokens_per_epoch
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
 from txl_dist.errors import CheckpointError
+from txl_dist.training.divergence import DivergenceState
 
 
 class BestScore(StrictModel):
@@ -82,7 +83,9 @@ class TrainState(StrictModel):
     """The progress of a run after a step."""
 
     step: Count = 0
-    """Optimizer steps done."""
+    """Steps done, including skipped ones."""
+    skipped_steps: Count = 0
+    """Steps without an update of the weights. The optimizer has counted the others only."""
     position: Count = 0
     """Lane position of the next segment."""
     tokens: Count = 0
@@ -95,6 +98,10 @@ class TrainState(StrictModel):
     """All phases in order; the last one is the current one."""
     evaluation_pending: bool = False
     """The evaluation due at this step has not been done yet."""
+    contiguous_from: Count = 0
+    """Lane position from which the memory is contiguous: the lanes' memory of earlier tokens is not
+    followed directly by this position, so no token may attend across it."""
+    divergence: DivergenceState = DivergenceState()
 
 
 def load_state(path: Path, manifest: CheckpointManifest) -> TrainState:

@@ -4,19 +4,23 @@ Gradients are accumulated over lanes, never over time, and each micro-batch has 
 The loss is the sum of nats divided by the global number of targets, which is known before the first
 micro-batch. So the result does not depend on the number of ranks or the size of micro-batches,
 except for the order of floating-point sums.
+
+Before the optimizer step, all ranks judge the loss and the gradient norm of all ranks. A rejected
+step changes nothing: neither weights, nor optimizer state, nor memory.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
-from txl_dist.errors import DivergedError
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.model.memory import Memory
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks
@@ -38,6 +42,23 @@ class StepResult:
     """Share of the memory tokens of all lanes that the segment's first tokens may attend to."""
     raised: frozenset[str]
     """Flags that are true on at least one rank."""
+    event: str | None = None
+    """Why the step has diverged. Its sums and norm are those that were rejected."""
+    is_update: bool = True
+    """Whether the weights were updated and the memory advanced."""
+    lane_sums: Mapping[int, LossSums] = field(default_factory=dict)
+    """Loss sums of each lane of this rank, of a step that has diverged; else empty."""
+
+
+Judge = Callable[[LossSums, float], str | None]
+"""From the loss sums and the gradient norm over all ranks: why the step has diverged, or None."""
+
+
+class _MicroBatch(NamedTuple):
+    nats_RT: Tensor
+    target_RT: Tensor
+    memory: Memory
+    """The next memory, which is used once the step is accepted."""
 
 
 class TrainStep:
@@ -58,20 +79,24 @@ class TrainStep:
         ]
 
     def __call__(
-        self, segment: Segment, *, step: int, num_targets: int, lr: float,
-        flags: Mapping[str, bool] = MappingProxyType({}),
+        self, segment: Segment, *, step: int, num_targets: int, lr: float, judge: Judge,
+        contiguous_from: int = 0, flags: Mapping[str, bool] = MappingProxyType({}),
     ) -> StepResult:  # fmt: skip
         """Step number `step` (from 1). `num_targets` counts the targets of all ranks' lanes.
 
+        `judge` must decide the same on every rank. No token attends to tokens before lane position
+        `contiguous_from`.
+
         `flags` are local to the rank, with the same names on all ranks: the ranks agree on them in
         the collective of the step, so that they act on them after the same step.
-
-        Raises DivergedError on every rank before the optimizer step if a loss is not finite.
         """
         self.world.activity.name = f"step {step}"
-        local = LossSums()
+        segment = self._without_gap(segment, contiguous_from)
+        local, batches = LossSums(), []
         for index in range(len(self.memories)):
-            local += self._micro_batch(index, segment, step=step, num_targets=num_targets)
+            batch = self._micro_batch(index, segment, step=step, num_targets=num_targets)
+            batches.append(batch)
+            local += LossSums.of(batch.nats_RT, batch.target_RT, self.byte_counts_V)
         visible, size = self._visible_memory(segment)
         # One collective for everything the ranks have to agree on.
         values = [local.nats, local.num_tokens, local.num_bytes, visible, size]
@@ -79,22 +104,48 @@ class TrainStep:
             # float64 is exact for counts up to 2**53.
             torch.tensor([*values, *flags.values()], dtype=torch.float64)
         ).tolist()
-        # Checked on the sum of all ranks, so all ranks raise, and before any of them updates.
-        if not math.isfinite(nats):
-            raise DivergedError(
-                f"the loss of step {step} is {nats} (segment position {segment.position}, this "
-                f"rank's lanes {self.lane_of_row}); no rank has changed its weights"
-            )
+        sums = LossSums(nats, int(num_tokens), int(num_bytes))
+        event: str | None = None
+
+        def accept(gradient_norm: float) -> bool:
+            nonlocal event
+            event = judge(sums, gradient_norm)
+            return event is None
+
+        gradient_norm = self.engine.step(lr, accept)
+        if event is None:
+            self.memories = [batch.memory for batch in batches]
         return StepResult(
-            LossSums(nats, int(num_tokens), int(num_bytes)),
-            gradient_norm=self.engine.step(lr),
+            sums,
+            gradient_norm=gradient_norm,
             memory_valid=visible / size if size else 0.0,
-            raised=frozenset(name for name, count in zip(flags, counts, strict=True) if count > 0),
+            raised=_raised(flags, counts),
+            event=event,
+            is_update=event is None,
+            lane_sums={} if event is None else self._lane_sums(batches),
         )
+
+    def skip(self, *, step: int, flags: Mapping[str, bool]) -> StepResult:
+        """A step that no rank computes: nothing changes, and the ranks agree on `flags`."""
+        self.world.activity.name = f"step {step}"
+        counts = self.world.all_reduce_sum(torch.tensor([*flags.values()], dtype=torch.float64))
+        raised = _raised(flags, counts.tolist())
+        return StepResult(
+            LossSums(), gradient_norm=0.0, memory_valid=0.0, raised=raised, is_update=False
+        )
+
+    def _without_gap(self, segment: Segment, contiguous_from: int) -> Segment:
+        """The segment with ages that limit attention to tokens from `contiguous_from` on."""
+        num_contiguous = segment.position - contiguous_from
+        if num_contiguous >= self.memories[0].mem_len:
+            return segment  # the gap is before the memory
+        tgt_len = segment.age.shape[1]
+        limit_T = np.arange(num_contiguous, num_contiguous + tgt_len, dtype=np.int32)
+        return replace(segment, age=np.minimum(segment.age, limit_T))
 
     def _micro_batch(
         self, index: int, segment: Segment, *, step: int, num_targets: int
-    ) -> LossSums:
+    ) -> _MicroBatch:
         rows = slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
         input_RT, target_RT, age_RT = (
             torch.from_numpy(array[rows]).to(self.world.device)
@@ -103,12 +154,20 @@ class TrainStep:
         self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
         # Masks depend on the lane, not on the row or rank: any split into micro-batches is equal.
         masks = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
-        nats_RT, self.memories[index] = self.engine.forward(
+        nats_RT, memory = self.engine.forward(
             input_RT, target_RT, age_RT, self.memories[index], masks
         )
         # max: a segment of one token at the end of an epoch has no target. Its gradients are zero.
         self.engine.backward(nats_RT.sum() / max(1, num_targets))
-        return LossSums.of(nats_RT, target_RT, self.byte_counts_V)
+        return _MicroBatch(nats_RT.detach(), target_RT, memory)
+
+    def _lane_sums(self, batches: Sequence[_MicroBatch]) -> dict[int, LossSums]:
+        return {
+            lane: LossSums.of(
+                batches[index].nats_RT[row], batches[index].target_RT[row], self.byte_counts_V
+            )
+            for index, row, lane in self._rows_with_lanes()
+        }
 
     def _visible_memory(self, segment: Segment) -> tuple[int, int]:
         """Memory tokens of this rank's lanes: those the first tokens may attend to, and all."""
@@ -137,3 +196,8 @@ class TrainStep:
             for row, lane in enumerate(self.lane_of_row)
             if lane != NO_LANE
         ]
+
+
+def _raised(flags: Mapping[str, bool], counts: Sequence[float]) -> frozenset[str]:
+    """The flags that at least one rank has raised; `counts` are the sums over ranks."""
+    return frozenset(name for name, count in zip(flags, counts, strict=True) if count > 0)

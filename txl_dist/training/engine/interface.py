@@ -5,10 +5,10 @@ checkpoint can be written and read slice by slice. One subclass per group of ZeR
 what differs between stages.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,16 @@ from torch import Tensor
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import RunConfig
-from txl_dist.errors import DivergedError
 from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
 from txl_dist.training.engine.initialise import initialise_deepspeed
 from txl_dist.training.engine.settings import deepspeed_settings
+
+Accept = Callable[[float], bool]
+"""Decides from the global gradient norm whether the weights are updated. Must reject a norm that is
+not finite, and decide the same on every rank."""
 
 
 class Engine(ABC):
@@ -92,19 +95,15 @@ class Engine(ABC):
         # DeepSpeed averages gradients over ranks, but shares of a global mean have to be summed.
         self._engine.backward(loss * self._world.num_ranks, scale_wrt_gas=False)
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, accept: Accept) -> float:
         """Clip gradients, update weights, clear gradients; returns the norm before clipping.
 
-        Raises DivergedError on every rank, with unchanged weights, if the norm is not finite.
+        Every rank calls `accept` with that norm before the update. If it returns False, gradients
+        are cleared, and weights, optimizer state and its step count do not change.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        norm = self._update()
-        if not math.isfinite(norm):
-            raise DivergedError(
-                f"the global gradient norm is {norm}; no rank has changed its weights"
-            )
-        return norm
+        return self._update(accept)
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
@@ -120,11 +119,9 @@ class Engine(ABC):
             state["step"].fill_(num_steps)
         self._refresh_weights()
 
-    def _update(self) -> float:
-        """Clip and update unless the gradient norm is not finite; returns that norm."""
-        self._engine.step()
-        # On overflow DeepSpeed skips the update and reports an infinite norm.
-        return float(self._engine.get_global_grad_norm())
+    @abstractmethod
+    def _update(self, accept: Accept) -> float:
+        """Clip and update if the gradient norm is accepted, else clear gradients; returns it."""
 
     def _refresh_weights(self) -> None:  # noqa: B027 - stage 0 loads into the weights themselves
         """Copy the fp32 masters into the weights that `forward` uses."""
@@ -140,6 +137,16 @@ class Engine(ABC):
                 "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
                 **{key: torch.zeros_like(tensor) for key in OPTIMIZER_STATES},
             }
+
+
+@contextmanager
+def replaced_method(target: Any, name: str, replacement: Callable[[], Any]) -> Iterator[None]:
+    """While the context is open, `target.name()` calls `replacement`."""
+    setattr(target, name, replacement)
+    try:
+        yield
+    finally:
+        delattr(target, name)  # the method of the class becomes visible again
 
 
 def _adamw(model: TransformerXL, config: OptimizerConfig) -> torch.optim.AdamW:

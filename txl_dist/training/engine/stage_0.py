@@ -1,24 +1,25 @@
 """ZeRO stage 0: every rank holds all parameters, gradients and optimizer state."""
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.training.engine.interface import Engine
+from txl_dist.training.engine.interface import Accept, Engine
 
 
 class Stage0Engine(Engine):
     """Data parallel training without sharding."""
 
-    def _update(self) -> float:
+    def _update(self, accept: Accept) -> float:
         # Gradients are whole and reduced on every rank; DeepSpeed computes no norm at this stage.
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-        if math.isfinite(norm):
+        if accept(norm):
             self._engine.step()
+        else:
+            self._engine.zero_grad()
         return norm
 
     def fragments(self) -> Iterator[Fragment]:

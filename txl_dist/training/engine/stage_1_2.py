@@ -7,8 +7,11 @@ Uses private attributes of DeepSpeed. Its version is pinned, and
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.training.engine.interface import Engine
+from txl_dist.training.engine.interface import Accept, Engine, replaced_method
 
 
 class Stage12Engine(Engine):
@@ -26,6 +29,21 @@ class Stage12Engine(Engine):
                 states = {key: mapping.get_optim_state_fragment(key) for key in OPTIMIZER_STATES}
                 start = mapping.lp_fragment_address.start
                 yield Fragment(name, tuple(parameter.shape), start, master, states)
+
+    def _update(self, accept: Accept) -> float:
+        # DeepSpeed discards a step with an infinite norm. So its own function for the norm asks
+        # `accept`, and returns infinity for a norm that is rejected (docs/decisions/0018).
+        zero = self._engine.optimizer
+        norm = torch.tensor(torch.inf)
+
+        def judged_norm() -> Tensor:
+            nonlocal norm
+            norm = type(zero).scaled_global_norm(zero)
+            return norm if accept(float(norm)) else torch.full_like(norm, torch.inf)
+
+        with replaced_method(zero, "scaled_global_norm", judged_norm):
+            self._engine.step()
+        return float(norm)
 
     def _refresh_weights(self) -> None:
         self._engine.optimizer.update_lp_params()

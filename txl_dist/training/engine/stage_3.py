@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.interface import Engine
+from txl_dist.training.engine.interface import Accept, Engine, replaced_method
 
 
 class Stage3Engine(Engine):
@@ -64,6 +65,23 @@ class Stage3Engine(Engine):
             key: safe_get_local_optimizer_state(parameter, key)[owned] for key in OPTIMIZER_STATES
         }
         return Fragment(name, self.shapes[name], start, part[owned], states)
+
+    def _update(self, accept: Accept) -> float:
+        # As at stages 1 and 2. DeepSpeed combines the norms of its groups after this function.
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        zero = self._engine.optimizer
+        norm = torch.inf
+
+        def judged_norms() -> list[Tensor]:
+            nonlocal norm
+            norms = type(zero)._get_norm_groups(zero)
+            norm = float(combine_grad_norm_groups(norms))
+            return norms if accept(norm) else [torch.tensor(torch.inf)]
+
+        with replaced_method(zero, "_get_norm_groups", judged_norms):
+            self._engine.step()
+        return norm
 
     def _refresh_weights(self) -> None:
         # As in DeepSpeed's own step. Weights that are gathered now, as the small ones always are,

@@ -31,12 +31,6 @@ class LaneDocument(NamedTuple):
     num_tokens: int
     """Tokens of the document in the range."""
 
-    def to_json(self) -> dict[str, int | str]:
-        """All fields but the lane."""
-        fields = self._asdict()
-        del fields["lane"]
-        return fields
-
 
 def documents_of_lanes(
     source: TokenSource | MixedSource,

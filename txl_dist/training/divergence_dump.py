@@ -2,8 +2,8 @@
 
     RUN/events/divergence-step-NNNNNNNN-rank-R.json
 
-One file per event and rank: the loss of each lane, and the documents of its segment. Written only
-at an event, so normal steps cost nothing.
+One file per event and rank: the loss of each lane, and the documents of its segment (also of
+lanes with an ordinary loss: compare them). Written only at an event, so normal steps cost nothing.
 """
 
 import json
@@ -19,8 +19,9 @@ from data_pipeline.streams.documents import LaneDocument, documents_of_lanes
 from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import TxlError
+from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.training.data import TrainingData
-from txl_dist.training.state import TrainState
+from txl_dist.training.state import Phase, TrainState
 from txl_dist.training.step import StepResult
 
 MAX_FILES = 100
@@ -55,37 +56,45 @@ class DivergenceDump:
         return str(self.directory / f"{stem}*.json")
 
     def _content(self, state: TrainState, segment: Segment, result: StepResult) -> dict[str, Any]:
-        sums = result.sums
+        sums, phase = result.sums, state.phases[-1]
+        parts = self.data.plan_of(phase).epoch_ranges(segment.position, segment.next_position)
         content: dict[str, Any] = {
             "step": state.step + 1,
             "event": result.event,
             "position": segment.position,
-            "next_position": segment.next_position,
-            "loss": _json(sums.nats_per_token) if sums.num_tokens else None,
+            "epochs": [part._asdict() for part in parts],
+            "loss": _mean(sums),
             "gradient_norm": _json(result.gradient_norm),
         }
         documents: list[LaneDocument] = []
         try:
-            documents = self._documents(state, segment)
+            documents = self._documents(phase, segment)
         except (TxlError, OSError) as error:  # the event matters more than a list of documents
             content["documents_error"] = str(error)
         content["lanes"] = [
             {
                 "lane": lane,
-                "loss": _json(lane_sums.nats_per_token) if lane_sums.num_tokens else None,
+                "loss": _mean(lane_sums),
                 "nats": _json(lane_sums.nats),
                 "targets": lane_sums.num_tokens,
                 "documents": [
-                    document.to_json() for document in documents if document.lane == lane
+                    {
+                        "id": document.id,
+                        "corpus": phase.corpora[document.corpus].name,
+                        "epoch": document.epoch,
+                        "position": document.position,
+                        "num_tokens": document.num_tokens,
+                    }
+                    for document in documents
+                    if document.lane == lane
                 ],
             }
             for lane, lane_sums in result.lane_sums.items()
         ]
         return content
 
-    def _documents(self, state: TrainState, segment: Segment) -> list[LaneDocument]:
+    def _documents(self, phase: Phase, segment: Segment) -> list[LaneDocument]:
         """The documents of this rank's lanes. Raises TxlError or OSError for damaged data."""
-        phase = state.phases[-1]
         return documents_of_lanes(
             self.data.source_of(phase, self.config),
             self.data.plan_of(phase),
@@ -99,6 +108,11 @@ class DivergenceDump:
     def _own_files(self) -> list[Path]:
         """This rank's files, oldest step first."""
         return sorted(self.directory.glob(f"divergence-step-*-rank-{self.rank}.json"))
+
+
+def _mean(sums: LossSums) -> float | str | None:
+    """Nats per token; None for a segment of one token, which has no target."""
+    return _json(sums.nats_per_token) if sums.num_tokens else None
 
 
 def _json(value: float) -> float | str:

@@ -149,6 +149,7 @@ class Trainer:
         if self.config.divergence.policy != "rollback":
             return False
         self.state, self.plan, self.segments = self.recovery.roll_back(self.state)
+        self._last_update = None  # a step of the abandoned trajectory
         if self.state.evaluation_pending:
             self._evaluate()
         return True

@@ -103,12 +103,12 @@ def with_and_without_a_rejected_step(world: World, job: TrainJob) -> list[list[T
         compute(trainer, first, 1)
         seen = [snapshot(trainer)]
         memories = trainer.step.memories
-        fragments = [(f.master.clone(), deepcopy(f.states)) for f in engine.fragments()]
+        fragments = [(f.master.clone(), deepcopy(f.states)) for f in engine.fragments_to_load()]
         compute(trainer, last, 3)
         seen.append(snapshot(trainer))
 
         trainer.step.memories = memories
-        for fragment, (master, states) in zip(engine.fragments(), fragments, strict=True):
+        for fragment, (master, states) in zip(engine.fragments_to_load(), fragments, strict=True):
             fragment.master.copy_(master)
             for name, state in fragment.states.items():
                 state.copy_(states[name])

@@ -78,7 +78,7 @@ def wait_for_the_sender(trainer: Any) -> None:
             wait_until(lambda: _tracking(run).sent_step == 9, timeout_seconds=60)
         return roll_back(state)
 
-    object.__setattr__(trainer, "recovery", _Replaced(trainer.recovery, roll_back=waiting))
+    trainer.recovery = _Replaced(trainer.recovery, roll_back=waiting)
 
 
 class _Replaced:
@@ -111,7 +111,7 @@ def test_after_a_rollback_mlflow_and_the_journal_tell_the_same_story(
     """A real sender and a real SQLite database; each point once, and none of a step taken back."""
     run = tmp_path / "run"
     settings = (*SETTINGS, *SPIKES, "divergence.policy=rollback", "tracking.enabled=true")
-    job = tiny_job(dataset, run, *settings)
+    job = tiny_job(dataset, run, *settings, "training.rank_timeout_seconds=120")
     ends = ranks(2).run(train_with, job, HighRate(9), wait_for_the_sender)
     assert [code for code, *_ in ends] == [0, 0]
     wait_until(lambda: _tracking(run).delivered, timeout_seconds=60)

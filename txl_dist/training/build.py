@@ -135,10 +135,7 @@ def _build_step(rank: _Rank) -> TrainStep:
 def _initial_state(rank: _Rank, point: ResumePoint | None) -> TrainState:
     """The state to begin with. Its last phase reads the data of this job."""
     state = point.state if point else TrainState()
-    num_lanes = rank.config.data.num_lanes
-    phases = phases_from(
-        state.phases, rank.data.phase, position=state.position, num_lanes=num_lanes
-    )
+    phases = phases_from(state.phases, rank.data.phase, position=state.position)
     # A run without evaluation drops the pending evaluation of the run that it resumes.
     pending = state.evaluation_pending and rank.data.evaluation is not None
     return state.model_copy(update={"phases": phases, "evaluation_pending": pending})

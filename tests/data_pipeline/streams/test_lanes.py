@@ -18,7 +18,8 @@ def plans(draw: st.DrawFn) -> LanePlan:
 def test_lanes_cut_the_epoch_into_equal_slices() -> None:
     plan = LanePlan(num_tokens=35, num_lanes=3, tgt_len=4)
     assert plan.lane_tokens == 11
-    assert [plan.slice_start(lane) for lane in range(3)] == [0, 11, 22]
+    ranges = [plan.token_ranges(lane, EpochRange(4, 2, 11)) for lane in range(3)]
+    assert ranges == [[(4, 2, 11, 2)], [(4, 13, 22, 2)], [(4, 24, 33, 2)]]
 
 
 def test_spans_are_cut_where_epochs_end() -> None:

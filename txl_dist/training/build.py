@@ -33,13 +33,15 @@ from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.phases import phases_from
+from txl_dist.training.replay import context_segments, replay, segments_to_replay
 from txl_dist.training.report import RankZeroReport, Report
 from txl_dist.training.resume import ResumePoint, find_resume_point, remaining_work, restore
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.same_job import require_same_job
 from txl_dist.training.saving import RunSaver
-from txl_dist.training.state import TrainState
+from txl_dist.training.state import Phase, TrainState
 from txl_dist.training.step import TrainStep
+from txl_dist.training.token_count import count_tokens
 from txl_dist.training.utilisation import Utilisation
 
 LOCK_TIMEOUT_SECONDS = 30.0
@@ -85,25 +87,35 @@ def build_trainer(
     point = find_resume_point(job, data, world)
     step = _build_step(rank)
     if point is not None:
-        restore(point, step.engine, step)
+        restore(point, config, step.engine, step)
     state = _initial_state(rank, point)
     plan = data.plan_of(state.phases[-1])
+    stop = StopRequest() if stop is None else stop
+    stream = _open_stream(rank, step, state, plan)
+    num_replayed = segments_to_replay(config, point, state) if point else 0
+    if num_replayed:
+        replay(step, stream, num_replayed, config=config, stop=stop)
     world.run_on_rank_zero(lambda: _open_run(rank, state, point))
     # Measured before the tracking process starts and competes for the processor.
     utilisation = _measure_utilisation(rank)
     tracker = _start_tracker(rank, new_run=point is None)
     report = _build_report(rank, utilisation)
     report.event("%s", _describe_start(rank, step, state, point))
+    if point is not None:
+        report.event("%s", count_tokens(_phases_of(rank, point), state).line)
+    if num_replayed:
+        num_tokens = num_replayed * config.data.tgt_len
+        report.event("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
     report.evaluation_plan(config.evaluation, data)
     if len(state.phases) > 1 or len(data.corpora) > 1:
         report.phase(state, is_new=state.phases[-1].position == state.position)
     return Trainer(
         config=config,
         plan=plan,
-        segments=segment_pipeline(_open_stream(rank, step, state, plan)),
+        segments=segment_pipeline(stream),
         step=step,
         report=report,
-        stop=StopRequest() if stop is None else stop,
+        stop=stop,
         saver=_build_saver(rank, step, tracker, point),
         evaluate=build_evaluator(config, data, step.engine, world),
         evaluated_data=data.evaluation.corpus.manifest.digest if data.evaluation else None,
@@ -135,10 +147,21 @@ def _build_step(rank: _Rank) -> TrainStep:
 def _initial_state(rank: _Rank, point: ResumePoint | None) -> TrainState:
     """The state to begin with. Its last phase reads the data of this job."""
     state = point.state if point else TrainState()
-    phases = phases_from(state.phases, rank.data.phase, position=state.position)
+    phases = phases_from(
+        _phases_of(rank, point) if point else (),
+        rank.data.phase,
+        position=state.position,
+        context_tokens=context_segments(rank.config) * rank.config.data.tgt_len,
+    )
     # A run without evaluation drops the pending evaluation of the run that it resumes.
     pending = state.evaluation_pending and rank.data.evaluation is not None
     return state.model_copy(update={"phases": phases, "evaluation_pending": pending})
+
+
+def _phases_of(rank: _Rank, point: ResumePoint) -> tuple[Phase, ...]:
+    """The phases of a checkpoint; before runs had phases, one with the data of this job."""
+    num_lanes = len(point.manifest.rank_of_lane)
+    return point.state.phases or (rank.data.phase.model_copy(update={"num_lanes": num_lanes}),)
 
 
 def _open_run(rank: _Rank, state: TrainState, point: ResumePoint | None) -> None:

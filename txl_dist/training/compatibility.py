@@ -1,9 +1,9 @@
 """Which settings and data may differ between a checkpoint and the run that resumes from it.
 
 There are three kinds of settings. Those that affect no number may differ freely. Those that change
-the trajectory, but for which weights, memory and position stay valid, need `--allow-change KEY`.
-All others define another model or another token order, for which the checkpoint's memory and
-position would be wrong; they cannot change.
+the trajectory, but for which weights and position stay valid, need `--allow-change KEY`; the memory
+is rebuilt if it does not fit (`replay.py`). All others define another model or another token order,
+for which the checkpoint's weights or position would be wrong; they cannot change.
 """
 
 from collections.abc import Collection, Mapping
@@ -36,7 +36,16 @@ _FREE = (
     "deepspeed.",
     "ray.",
 )
-_ON_REQUEST = ("optimizer.", "training.num_steps", "model.dropout", "model.dropatt", "precision")
+_ON_REQUEST = (
+    "optimizer.",
+    "training.num_steps",
+    "data.num_lanes",
+    "data.tgt_len",
+    "model.mem_len",
+    "model.dropout",
+    "model.dropatt",
+    "precision",
+)
 
 
 def check_config(

@@ -17,6 +17,7 @@ from txl_dist.checkpoint.reader import (
     load_memory,
 )
 from txl_dist.config.config_file import flatten_config
+from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.world import World
@@ -37,6 +38,13 @@ class ResumePoint:
     path: Path
     manifest: CheckpointManifest
     state: TrainState
+
+    def has_memory_for(self, config: RunConfig) -> bool:
+        """Whether its memory fits: the same lanes, and at least as many tokens."""
+        return (
+            len(self.manifest.rank_of_lane) == config.data.num_lanes
+            and self.manifest.architecture.mem_len >= config.model.mem_len
+        )
 
     def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
         """The step, or None if the checkpoint belongs to another run or is superseded."""
@@ -138,13 +146,14 @@ def _require_compatible(point: ResumePoint, job: TrainJob, data: TrainingData) -
         )
 
 
-def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
-    """Load weights, optimizer state and the memory of this rank's lanes."""
+def restore(point: ResumePoint, config: RunConfig, engine: Engine, step: TrainStep) -> None:
+    """Load weights, optimizer state and, if it fits, the memory of this rank's lanes."""
     # The configs are compatible; this detects changes in the code of the model.
     check_parameters(point.path, point.manifest, engine.shapes)
     load_fragments(point.path, point.manifest, engine.fragments_to_load())
     engine.finish_loading(num_steps=point.state.step)
-    step.load_memory(load_memory(point.path, point.manifest, step.lanes))
+    if point.has_memory_for(config):
+        step.load_memory(load_memory(point.path, point.manifest, step.lanes))
 
 
 def remaining_work(state: TrainState, *, num_steps: int) -> str | None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from data_pipeline.streams.segments import Segment
 from txl_dist.errors import DivergedError
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks
@@ -110,6 +112,21 @@ class TrainStep:
         self.engine.backward(nats_RT.sum() / max(1, num_targets))
         return LossSums.of(nats_RT, target_RT, self.byte_counts_V)
 
+    def replay(self, segment: Segment, model: TransformerXL) -> None:
+        """Replace the memories by those after `segment`, without loss, gradient or dropout.
+
+        `model` is the whole model (`Engine.whole_model`).
+        """
+        for index, memory in enumerate(self.memories):
+            rows = slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
+            input_RT, age_RT = (
+                torch.from_numpy(array[rows]).to(self.world.device)
+                for array in (segment.input, segment.age)
+            )
+            _, next_memory = model.hidden(input_RT, age_RT, memory)
+            assert isinstance(next_memory, Memory)  # not a KVCache
+            self.memories[index] = next_memory
+
     def _visible_memory(self, segment: Segment) -> tuple[int, int]:
         """Memory tokens of this rank's lanes: those the first tokens may attend to, and all."""
         # A first token of age a may attend to a earlier tokens, of which mem_len are in memory.
@@ -125,10 +142,13 @@ class TrainStep:
         }
 
     def load_memory(self, memory_of_lane: dict[int, Tensor]) -> None:
-        """Copy the memory [L, M, D] of each of this rank's lanes from a checkpoint."""
+        """Copy the memory [L, M, D] of each of this rank's lanes from a checkpoint.
+
+        If the checkpoint has more tokens, the newest ones.
+        """
         for index, row, lane in self._rows_with_lanes():
             for saved, layer in zip(memory_of_lane[lane], self.memories[index].layers, strict=True):
-                layer[row].copy_(saved)
+                layer[row].copy_(saved[saved.shape[0] - layer.shape[1] :])
 
     def _rows_with_lanes(self) -> list[tuple[int, int, int]]:
         """(micro-batch, row in it, lane) of every lane of this rank."""

@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+from torch.testing import assert_close
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_job, train
+from txl_dist.checkpoint.directory import resolve_checkpoint
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.reader import load_memory
 
 # As in test_one_trajectory.py: another number of ranks sums floats in another order.
 TOLERANCE = 2e-6
@@ -42,6 +46,41 @@ def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
 
     assert losses(moved) == pytest.approx(losses(reference), rel=TOLERANCE)
     assert len(losses(moved)) == 20
+
+
+@pytest.mark.slow
+def test_ranks_and_lanes_change_in_one_run(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """Ranks 1 -> 2 -> 3 -> 1 and lanes 6 -> 12, which one rank without a move does too."""
+    constant = (*SETTINGS, "optimizer.schedule=constant", "training.checkpoint_interval_steps=20")
+    moves = [(1, 4, 6, ZERO["1"]), (2, 8, 6, ZERO["2"]), (3, 12, 12, ZERO["3-all-spread"]),
+             (2, 14, 12, ZERO["0"]), (1, 18, 12, ZERO["1"])]  # fmt: skip
+    for name in ("reference", "moved"):
+        for ranks_of_leg, num_steps, num_lanes, stage in moves:
+            num_ranks = ranks_of_leg if name == "moved" else 1
+            job = tiny_job(
+                dataset,
+                tmp_path / name,
+                *constant,
+                *stage,
+                f"training.num_steps={num_steps}",
+                f"data.num_lanes={num_lanes}",
+                allow_change=("training.num_steps", "data.num_lanes"),
+            )
+            assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+    reference, moved = losses(tmp_path / "reference"), losses(tmp_path / "moved")
+    largest = max(abs(moved[step] / loss - 1) for step, loss in reference.items())
+    print(f"largest relative difference of {len(moved)} losses: {largest:.1e}")
+    assert len(moved) == 18
+    assert largest < 1e-6
+    memories = []
+    for name in ("reference", "moved"):
+        checkpoint = resolve_checkpoint(tmp_path / name)
+        manifest = load_checkpoint_manifest(checkpoint)
+        memories.append(load_memory(checkpoint, manifest, range(12)))
+    for lane in range(12):
+        assert_close(memories[1][lane], memories[0][lane], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", ZERO)

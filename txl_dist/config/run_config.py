@@ -5,6 +5,7 @@ Each section is a class in a module of its own. Reading files and command-line o
 once, here; no other code checks or edits it.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -83,6 +84,11 @@ class RunConfig(Section):
             problems.append(
                 f"training.micro_batch_lanes={micro} is above data.num_lanes={lanes}; use null"
             )
+        for change in self.training.changes:
+            try:
+                self.after_step(change.step)
+            except ValueError as error:
+                problems.append(f"training.changes, step {change.step}: {error}")
         if problems:
             raise ValueError("\n".join(problems))  # `problems.explain` splits the lines.
         return self
@@ -90,3 +96,23 @@ class RunConfig(Section):
     @property
     def run_path(self) -> Path:
         return Path(self.directory)
+
+    def after_step(self, step: int) -> "RunConfig":
+        """The settings after `step` steps: this config with the changes up to that step applied."""
+        settings = {
+            "num_lanes": self.data.num_lanes,
+            "tgt_len": self.data.tgt_len,
+            "mem_len": self.model.mem_len,
+        }
+        for change in self.training.changes:
+            if change.step <= step:
+                settings |= change.model_dump(exclude={"step"}, exclude_none=True)
+        model = replace(self.model, mem_len=settings.pop("mem_len"))
+        return self.model_copy(
+            update={"data": self.data.model_copy(update=settings), "model": model}
+        )
+
+    def last_step_with(self, step: int) -> int:
+        """The last step with the settings after `step` steps: that of a change, or of the run."""
+        changes = (change.step for change in self.training.changes if change.step > step)
+        return min([*changes, self.training.num_steps])

@@ -1,9 +1,24 @@
 """The sections `training`, `evaluation`, `tracking` and `ray`: the course of a run."""
 
+from itertools import pairwise
+
 from pydantic import Field, field_validator
 
 from txl_dist.config.redaction import redact
 from txl_dist.config.section import Section
+
+
+class SettingsChange(Section):
+    """Other lanes or lengths from one step on. What is null stays as it was."""
+
+    step: int = Field(ge=1)
+    """The last step with the settings before the change."""
+    num_lanes: int | None = Field(default=None, ge=1)
+    """`data.num_lanes` after that step."""
+    tgt_len: int | None = Field(default=None, ge=1)
+    """`data.tgt_len` after that step."""
+    mem_len: int | None = Field(default=None, ge=0)
+    """`model.mem_len` after that step."""
 
 
 class TrainingConfig(Section):
@@ -19,8 +34,24 @@ class TrainingConfig(Section):
     """Steps between two checkpoints; the last step and a stop request always save one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep, in addition to the best one."""
+    changes: tuple[SettingsChange, ...] = ()
+    """Changes of lanes and lengths during the run, e.g. `[{step: 5000, num_lanes: 32}]`, by
+    ascending step. Each saves a checkpoint and resumes from it."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a rank waits in a collective before it fails."""
+
+    @field_validator("changes")
+    @classmethod
+    def _require_ascending_steps(
+        cls, changes: tuple[SettingsChange, ...]
+    ) -> tuple[SettingsChange, ...]:
+        for before, change in pairwise(changes):
+            if change.step <= before.step:
+                raise ValueError(
+                    f"step {change.step} follows step {before.step}; list each step once, in "
+                    "ascending order"
+                )
+        return changes
 
 
 class EvaluationConfig(Section):

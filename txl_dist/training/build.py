@@ -59,10 +59,8 @@ class _Rank:
     directory: RunDirectory
     stack: ExitStack
     data: TrainingData
-
-    @property
-    def config(self) -> RunConfig:
-        return self.job.config
+    config: RunConfig
+    """The settings of the job at the step where it continues."""
 
 
 def build_trainer(
@@ -76,25 +74,23 @@ def build_trainer(
 
     Collective. Files, locks and threads are closed with `stack`.
     """
-    config = job.config
     # Before the ranks meet: wrong data or config must not cost a rendezvous.
-    data = TrainingData.open(config, num_ranks=world.num_ranks)
-    rank = _Rank(job, world, directory, stack, data)
-    world.join(timeout_seconds=config.training.rank_timeout_seconds)
-    require_same_job(config, data, world)
+    data = TrainingData.open(job.config, num_ranks=world.num_ranks)
+    world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
+    require_same_job(job.config, data, world)
     lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS)
     world.run_on_rank_zero(lambda: stack.enter_context(lock))
     point = find_resume_point(job, data, world)
+    settings_step = point.settings_step if point else 0
+    config = job.config.after_step(settings_step)
+    if config != job.config:
+        data = TrainingData.open(config, num_ranks=world.num_ranks)
+    rank = _Rank(job, world, directory, stack, data, config)
     step = _build_step(rank)
     if point is not None:
         restore(point, config, step.engine, step)
     state = _initial_state(rank, point)
     plan = data.plan_of(state.phases[-1])
-    stop = StopRequest() if stop is None else stop
-    stream = _open_stream(rank, step, state, plan)
-    num_replayed = segments_to_replay(config, point, state) if point else 0
-    if num_replayed:
-        replay(step, stream, num_replayed, config=config, stop=stop)
     world.run_on_rank_zero(lambda: _open_run(rank, state, point))
     # Measured before the tracking process starts and competes for the processor.
     utilisation = _measure_utilisation(rank)
@@ -103,12 +99,15 @@ def build_trainer(
     report.event("%s", _describe_start(rank, step, state, point))
     if point is not None:
         report.event("%s", count_tokens(_phases_of(rank, point), state).line)
-    if num_replayed:
-        num_tokens = num_replayed * config.data.tgt_len
-        report.event("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
     report.evaluation_plan(config.evaluation, data)
     if len(state.phases) > 1 or len(data.corpora) > 1:
         report.phase(state, is_new=state.phases[-1].position == state.position)
+    stop = StopRequest() if stop is None else stop
+    stream = _open_stream(rank, step, state, plan)
+    if point is not None and (num_segments := segments_to_replay(config, point, state)):
+        replay(step, stream, num_segments, config=config, stop=stop)
+        num_tokens = num_segments * config.data.tgt_len
+        report.event("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
     return Trainer(
         config=config,
         plan=plan,
@@ -120,6 +119,7 @@ def build_trainer(
         evaluate=build_evaluator(config, data, step.engine, world),
         evaluated_data=data.evaluation.corpus.manifest.digest if data.evaluation else None,
         state=state,
+        last_step=config.last_step_with(settings_step),
     )
 
 
@@ -176,7 +176,7 @@ def _open_run(rank: _Rank, state: TrainState, point: ResumePoint | None) -> None
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
-    write_file(directory.config, dump_run_config(rank.config).encode())
+    write_file(directory.config, dump_run_config(rank.job.config).encode())
     # A process killed after writing a score to the journal, but before saving it, left this metric.
     redone = f"{evaluation.name}/loss" if evaluation and state.evaluation_pending else None
     with MetricsJournal(directory.metrics) as journal:
@@ -200,7 +200,7 @@ def _start_tracker(rank: _Rank, *, new_run: bool) -> Tracker | None:
         tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
     manifest = _local_manifest(corpora[0], rank.directory) if len(corpora) == 1 else None
     tracker = Tracker.start(
-        rank.directory.path, rank.config, data_manifest=manifest, tags=tags, new_run=new_run
+        rank.directory.path, rank.job.config, data_manifest=manifest, tags=tags, new_run=new_run
     )
     return rank.stack.enter_context(tracker)
 

@@ -39,6 +39,7 @@ _FREE = (
 _ON_REQUEST = (
     "optimizer.",
     "training.num_steps",
+    "training.changes",
     "data.num_lanes",
     "data.tgt_len",
     "model.mem_len",

@@ -86,8 +86,14 @@ class TrainingData:
             )
         phase = first_phase(corpora, config.data.train_split, num_lanes=config.data.num_lanes)
         plan = phase.plan(tgt_len=config.data.tgt_len)
-        plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
-        _require_segment_fits(plan)
+        changed = (config.after_step(change.step).data for change in config.training.changes)
+        later = (
+            phase.model_copy(update={"num_lanes": data.num_lanes}).plan(tgt_len=data.tgt_len)
+            for data in changed
+        )
+        for each in (plan, *later):
+            each.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
+            _require_segment_fits(each)
         try:
             model_config = replace(config.model, vocab_size=manifest.vocab_size)
         except ValueError as error:

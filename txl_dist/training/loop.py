@@ -54,9 +54,11 @@ class Trainer:
     evaluated_data: str | None
     """Digest of the dataset that `evaluate` scores."""
     state: TrainState
+    last_step: int
+    """Where `run` returns: the last step of the run, or that of a change of settings."""
 
     def run(self) -> TrainState:
-        """Train to the last step, save, and return the final state.
+        """Train to `last_step`, save, and return the final state.
 
         Raises, on every rank, DivergedError if a loss, gradient or weight is not finite (that step
         is not saved), and PreemptedError after a stop request, once the state is saved.
@@ -71,7 +73,7 @@ class Trainer:
     def _train(self) -> TrainState:
         if self.state.evaluation_pending:
             self._evaluate()  # the checkpoint was written before the evaluation of its step
-        while self.state.step < self.config.training.num_steps:
+        while self.state.step < self.last_step:
             segment = self._next_segment()
             result, lr = self._step(segment)
             # The loss was finite, so the checkpoint written after the previous step is usable.
@@ -80,14 +82,18 @@ class Trainer:
             if self._is_due(self.config.training.log_interval_steps):
                 self._report(result, lr)
             # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
-            if self._is_due(self.config.training.checkpoint_interval_steps):
+            interval_steps = self.config.training.checkpoint_interval_steps
+            if self._is_due(interval_steps) or self.state.step == self.last_step:
                 self._save()
             # Agreed on by all ranks in the step's collective, so all stop after the same step.
             if "stop" in result.raised and not self._is_finished:
                 self._stop()
             if self.state.evaluation_pending:
                 self._evaluate()
-        self.saver.confirm(self.state)
+        if self.state.step == self.config.training.num_steps:
+            self.saver.confirm(self.state)
+        elif self.saver.saved_step != self.state.step:
+            self._save()  # the run continues from here with other settings
         return self.state
 
     def _is_due(self, interval_steps: int) -> bool:

@@ -50,12 +50,20 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
         CollectiveWatch(world.activity, rank=world.rank, limit_seconds=limit_seconds),
     ):
         try:
-            with ExitStack() as stack:
-                stop = StopRequest(signals, Path(job.stop_file) if job.stop_file else None)
-                trainer = build_trainer(job, world, directory, stack, stop)
-                # From here on there is a state to save, so a signal no longer ends the process.
-                signals.on_request = lambda _: print_unbuffered(STOPPING) if announce_stop else None
-                state = trainer.run()
+            stop = StopRequest(signals, Path(job.stop_file) if job.stop_file else None)
+            while True:
+                with ExitStack() as stack:
+                    trainer = build_trainer(job, world, directory, stack, stop)
+                    # From here on there is a state to save: a signal no longer ends the process.
+                    signals.on_request = lambda _: (
+                        print_unbuffered(STOPPING) if announce_stop else None
+                    )
+                    state = trainer.run()
+                if state.step >= job.config.training.num_steps:
+                    break
+                # A change of settings after this step (`training.changes`).
+                job = job.model_copy(update={"resume": "auto"})
+                del trainer  # frees the old engine before the new one is built
             log.info("finished at step %d", state.step)
             return state
         except PreemptedError as request:

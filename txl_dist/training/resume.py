@@ -46,6 +46,12 @@ class ResumePoint:
             and self.manifest.architecture.mem_len >= config.model.mem_len
         )
 
+    @property
+    def settings_step(self) -> int:
+        """The run continues with the settings after this step (`RunConfig.after_step`)."""
+        # A pending evaluation belongs to the last step, so it precedes a change after that step.
+        return self.state.step - self.state.evaluation_pending
+
     def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
         """The step, or None if the checkpoint belongs to another run or is superseded."""
         step = self.state.step
@@ -132,9 +138,9 @@ def _require_compatible(point: ResumePoint, job: TrainJob, data: TrainingData) -
         allow_data_change=job.allow_data_change,
         checkpoint=path,
     )
-    check_config(
-        manifest.run, flatten_config(job.config), allowed=job.allow_change, checkpoint=path
-    )
+    # A change after the checkpoint's step is not applied yet.
+    config = job.config.after_step(point.state.step - 1)
+    check_config(manifest.run, flatten_config(config), allowed=job.allow_change, checkpoint=path)
     # A warning, not an error: most changes of the code do not change losses.
     if manifest.written_by != (current := code_description()):
         log.warning(

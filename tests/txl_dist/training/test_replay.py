@@ -46,6 +46,7 @@ def test_the_context_gives_the_memory_of_the_whole_epoch_before(reset: str) -> N
             assert_close(memory_after(N_LAYER, reset), whole_epoch)
 
 
+@pytest.mark.slow
 def test_a_longer_memory_is_what_it_would_be_if_it_had_always_been_longer(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

@@ -134,7 +134,8 @@ class LanePlan:
         Positions before the plan's start have the tokens to replay; where there are none, the
         ranges have fewer tokens than `part`.
         """
-        remainder, lane_tokens = self._remainder_of(part.epoch), self.lane_tokens_in(part.epoch)
+        remainder = self._remainder_of(part.epoch)
+        lane_tokens = remainder.num_tokens // self.num_lanes
         (first, end), *others = remainder.ranges_of(lane * lane_tokens, (lane + 1) * lane_tokens)
         # The tokens to replay extend the lane's first range to the left, to negative offsets.
         offset = -min(remainder.context_tokens, first)

@@ -133,19 +133,24 @@ class SegmentReader:
             num_tokens += epoch_range.stop - epoch_range.start
             for _, start, stop, age in self._plan.token_ranges(self._lanes[row], epoch_range):
                 tokens, document_age = self._cursors[row].read(*epoch, start, stop)
-                age_N = rising_ages(age, age + stop - start)
-                if self._reset == "document":
-                    np.minimum(document_age, age_N, out=age_N)
-                parts.append((tokens, age_N))
+                parts.append((tokens, self._age(document_age, age)))
+        if len(parts) == 1 and len(parts[0][0]) == num_tokens:
+            return *parts[0], []
         lengths = [len(tokens) for tokens, _ in parts]
         if missing := num_tokens - sum(lengths):  # before the first token that can be replayed
             parts.insert(0, (np.zeros(missing, self._source.dtype), np.zeros(missing, np.int32)))
             lengths.insert(0, missing)
-        if len(parts) == 1:
-            return *parts[0], []
         all_tokens, ages = zip(*parts, strict=True)
         ends = np.cumsum(lengths[:-1]) - 1
         return np.concatenate(all_tokens), np.concatenate(ages), ends.tolist()
+
+    def _age(self, document_age: NDArray[np.int32], age: int) -> NDArray[np.int32]:
+        """Ages of consecutive tokens; the lane has `age` tokens directly before the first."""
+        # If the lane has the document's start, the document is younger at all of these tokens.
+        if self._reset == "document" and document_age[0] <= age:
+            return document_age
+        age_N = rising_ages(age, age + len(document_age))
+        return np.minimum(document_age, age_N) if self._reset == "document" else age_N
 
     def _epochs_of(self, epoch_ranges: list[EpochRange]) -> list[_Epoch]:
         """The epoch of each part. Keeps only these, usually one, for the next call."""

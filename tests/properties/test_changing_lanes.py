@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
@@ -20,7 +20,8 @@ from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource, numbered_sources
 from txl_dist.training.data import mixed_source
 from txl_dist.training.phases import phases_from
-from txl_dist.training.state import CorpusEntry, Phase
+from txl_dist.training.state import CorpusEntry, Phase, TrainState
+from txl_dist.training.token_count import count_tokens
 
 quickly = examples(60)
 SEED = 5
@@ -122,6 +123,7 @@ def runs(draw: st.DrawFn, num_corpora: int = 2) -> Run:
 
 @quickly
 @given(run=runs())
+@example(run=Run({"a": [[12]]}, [Leg(1, 1, 11, 0), Leg(2, 1, 3, 0)], "none", "stream"))
 def test_every_epoch_is_read_once_over_all_numbers_of_lanes(run: Run) -> None:
     *legs, (phase, leg, position) = run.phases()
     epoch = phase.plan().progress(position).epoch
@@ -209,10 +211,15 @@ def test_a_resume_inside_a_phase_reads_on_with_any_number_of_ranks(
 
 @quickly
 @given(run=runs())
-def test_a_checkpoint_of_the_same_lanes_changes_no_phase(run: Run) -> None:
+def test_other_lanes_lose_no_token_and_the_same_lanes_begin_no_phase(run: Run) -> None:
     phases: tuple[Phase, ...] = ()
+    tokens = 0
     for phase, leg, position in run.phases():
         if phase not in phases:
-            phases = (*phases, phase)
+            before, phases = phases, (*phases, phase)
+            state = TrainState(position=position, tokens=tokens, phases=phases)
+            count = count_tokens(before or phases, state)
+            assert (count.lost, count.twice, count.targets_missing) == (0, 0, 0)
         stop = position + leg.num_steps * leg.tgt_len
+        tokens += phase.plan().targets_between(position, stop)
         assert phases_from(phases, run.mixture(leg.num_lanes), position=stop) == phases

@@ -94,3 +94,9 @@ def test_lanes_change_in_mid_run_and_the_log_counts_the_tokens(
     lines = [line for line in metrics(run) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert all(line["memory_valid"] > 0.3 for line in lines if line["step"] in (5, 9))
+
+    stop_file = tmp_path / "stop"
+    stop_file.touch()
+    job = tiny_job(dataset, run, *settings, allow_change=allowed, stop_file=str(stop_file))
+    assert ranks(1).run(train, job) == [75]
+    assert len(losses(run)) == 12, "a stop request during the replay ends the run before a step"

@@ -7,6 +7,7 @@ full disk.) The exit code is that of the error. The process also ends when stand
 which means that the launcher has died.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -25,6 +26,7 @@ from txl_dist.runtime.stop_request import STOPPING, StopRequest, exit_before_fir
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
+from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.state import TrainState
 
@@ -50,6 +52,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
         CollectiveWatch(world.activity, rank=world.rank, limit_seconds=limit_seconds),
     ):
         try:
+            trainer: Trainer | None = None
             stop = StopRequest(signals, Path(job.stop_file) if job.stop_file else None)
             while True:
                 with ExitStack() as stack:
@@ -61,9 +64,10 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
                     state = trainer.run()
                 if state.step >= job.config.training.num_steps:
                     break
-                # A change of settings after this step (`training.changes`).
+                # Settings change after this step (`training.changes`): resume from its checkpoint.
                 job = job.model_copy(update={"resume": "auto"})
-                del trainer  # frees the old engine before the new one is built
+                trainer = None
+                gc.collect()  # frees the old engine before the new one is built
             log.info("finished at step %d", state.step)
             return state
         except PreemptedError as request:

@@ -70,8 +70,8 @@ def test_a_half_written_checkpoint_is_never_chosen(
     ("override", "message"),
     [
         ("model.d_model=18", "model.d_model: checkpoint 16, now 18 -> cannot change"),
-        ("data.num_lanes=7", "data.num_lanes: checkpoint 5, now 7 -> cannot change"),
-        ("data.tgt_len=4", "data.tgt_len: checkpoint 3, now 4 -> cannot change"),
+        ("data.num_lanes=7", "data.num_lanes: checkpoint 5, now 7 -> --allow-change"),
+        ("data.tgt_len=4", "data.tgt_len: checkpoint 3, now 4 -> --allow-change"),
         ("data.reset=stream", "data.reset: checkpoint 'document', now 'stream' -> cannot change"),
         ("data.shuffle=none", "data.shuffle: checkpoint 'blocks', now 'none' -> cannot change"),
         ("seed=4", "seed: checkpoint 3, now 4 -> cannot change"),

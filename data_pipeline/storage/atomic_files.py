@@ -40,17 +40,21 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write `path` atomically: a reader sees either the old file or the complete new one."""
+def write_file(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write `path` atomically: a reader sees either the old file or the complete new one.
+
+    Without `sync` that holds after a SIGKILL, but not after a power failure.
+    """
     # In the same directory, because a rename is atomic within one file system only. The process id
     # keeps two writers of one path from sharing a temporary file.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write_synced(temporary_path, data)
+        (write_synced if sync else Path.write_bytes)(temporary_path, data)
         temporary_path.replace(path)
     finally:
         temporary_path.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+    if sync:
+        fsync_directory(path.parent)
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:

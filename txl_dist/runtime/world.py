@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.runtime.collective_watch import Activity
+from txl_dist.runtime.activity import Activity
 
 T = TypeVar("T")
 

@@ -30,6 +30,7 @@ from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import Corpus, TrainingData
 from txl_dist.training.engine import create_engine
 from txl_dist.training.evaluator import build_evaluator
+from txl_dist.training.goodput import Goodput
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.phases import phases_from
@@ -40,6 +41,7 @@ from txl_dist.training.same_job import require_same_job
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
+from txl_dist.training.stragglers import StragglerCheck
 from txl_dist.training.utilisation import Utilisation
 
 LOCK_TIMEOUT_SECONDS = 30.0
@@ -92,7 +94,7 @@ def build_trainer(
     # Measured before the tracking process starts and competes for the processor.
     utilisation = _measure_utilisation(rank)
     tracker = _start_tracker(rank, new_run=point is None)
-    report = _build_report(rank, utilisation)
+    report = _build_report(rank, utilisation, state)
     report.event("%s", _describe_start(rank, step, state, point))
     report.evaluation_plan(config.evaluation, data)
     if len(state.phases) > 1 or len(data.corpora) > 1:
@@ -195,11 +197,15 @@ def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
     return copy
 
 
-def _build_report(rank: _Rank, utilisation: Utilisation) -> Report:
-    if not rank.world.is_rank_zero:
-        return Report(utilisation)
+def _build_report(rank: _Rank, utilisation: Utilisation, state: TrainState) -> Report:
+    world, config = rank.world, rank.config
+    stragglers = StragglerCheck(world, zero_stage=config.deepspeed.zero_stage)
+    if not world.is_rank_zero:
+        return Report(utilisation, stragglers)
     journal = rank.stack.enter_context(MetricsJournal(rank.directory.metrics))
-    return RankZeroReport(utilisation, journal, num_steps=rank.config.training.num_steps)
+    goodput = Goodput(rank.directory.goodput, world.activity, step=state.step)
+    num_steps = config.training.num_steps
+    return RankZeroReport(utilisation, stragglers, journal, goodput, num_steps=num_steps)
 
 
 def _describe_start(

@@ -20,6 +20,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.training.report import Report
 from txl_dist.training.saving import RunSaver
@@ -39,8 +40,9 @@ class Trainer:
     """One rank's part of a run.
 
     These calls are collective, so all ranks must make them at the same event: `step`, `saver.*`,
-    `evaluate` and `report.measure_peak`. Other methods of `report`, `segments` and `stop` are local
-    to the rank. The peak is the highest FLOP/s that the machine reaches (`utilisation.py`).
+    `evaluate`, `report.measure_peak` and `report.compare_ranks`. Other methods of `report`,
+    `segments` and `stop` are local to the rank. The peak is the highest FLOP/s that the machine
+    reaches (`utilisation.py`).
     """
 
     config: RunConfig
@@ -67,6 +69,12 @@ class Trainer:
             # Not the checkpoint of this step: resuming from it would produce the same numbers.
             advice = divergence_advice(self.config.run_path, before=self.state.step)
             raise DivergedError(f"{error}. {advice}") from error
+        finally:
+            self.report.end(self.state)
+
+    @property
+    def _activity(self) -> Activity:
+        return self.step.world.activity
 
     def _train(self) -> TrainState:
         if self.state.evaluation_pending:
@@ -102,7 +110,10 @@ class Trainer:
 
     def _next_segment(self) -> Segment:
         start = time.monotonic()
+        self._activity.name = f"step {self.state.step + 1}"
+        self._activity.enter(Span.DATA_WAIT)
         segment = next(self.segments)
+        self._activity.enter(Span.OTHER)
         self.report.data_wait(time.monotonic() - start)
         return segment
 
@@ -114,8 +125,13 @@ class Trainer:
             step=number,
             num_targets=self.plan.targets_in_step(segment.position),
             lr=lr,
-            flags={"stop": bool(self.stop), "measure_peak": self.report.peak_is_due},
+            flags={
+                "stop": bool(self.stop),
+                "measure_peak": self.report.peak_is_due,
+                "compare_ranks": self.report.comparison_is_due,
+            },
         )
+        self._activity.end_step()
         return result, lr
 
     def _advance(self, segment: Segment, result: StepResult) -> None:
@@ -144,6 +160,8 @@ class Trainer:
         )
         if "measure_peak" in result.raised:
             self.report.measure_peak()
+        if "compare_ranks" in result.raised:
+            self.report.compare_ranks()
         self.state = self.state.model_copy(
             update={"unreported": (0.0, 0, 0), "unreported_steps": 0}
         )
@@ -152,7 +170,9 @@ class Trainer:
         """Score the validation split, and save the score with the checkpoint of this step."""
         assert self.evaluate is not None
         start = time.monotonic()
+        previous = self._activity.enter(Span.EVALUATION)
         result = self.evaluate(stop=self.stop)
+        self._activity.enter(previous)
         if result is None:
             self._stop()
         improved = self._take_score(result)
@@ -185,9 +205,11 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.monotonic()
+        previous = self._activity.enter(Span.SAVE_WAIT)
         self.report.sync()  # a resume from this checkpoint keeps all lines up to its step
         self.saver.save(self.state)
-        self.report.exclude(time.monotonic() - start)
+        self._activity.enter(previous)
+        self.report.save_wait(self.state, time.monotonic() - start)
 
     def _save_score(self) -> None:
         self.report.sync()

@@ -44,10 +44,19 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
     directory = RunDirectory(job.run_path)
     directory.create()
     limit_seconds = job.config.training.rank_timeout_seconds
+    world.activity.reset()
+    watch = CollectiveWatch(
+        world.activity,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        limit_seconds=limit_seconds,
+        run=directory.path,
+        on_gpu=world.device.type == "cuda",
+    )
     with (
         _logging_to(directory.log(world.rank)),
         StopSignals(on_request=exit_before_first_step) as signals,
-        CollectiveWatch(world.activity, rank=world.rank, limit_seconds=limit_seconds),
+        watch,
     ):
         try:
             with ExitStack() as stack:
@@ -68,7 +77,11 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
             log.exception("rank %d failed", world.rank)
             # If a collective has failed, the cause is on another rank: report that instead.
             lost = lost_rank_error(
-                error, world.activity, rank=world.rank, limit_seconds=limit_seconds
+                error,
+                world.activity,
+                rank=world.rank,
+                limit_seconds=limit_seconds,
+                others=watch.describe_others(),
             )
             if lost is None:
                 raise

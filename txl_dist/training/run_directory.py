@@ -15,12 +15,13 @@ PROBE_BYTES = 64 * 1024
 
 
 class RunDirectory:
-    """RUN/config.yaml, metrics.jsonl, logs/, checkpoints/, LATEST, BEST."""
+    """RUN/config.yaml, metrics.jsonl, goodput.json, logs/, checkpoints/, LATEST, BEST."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.goodput = path / "goodput.json"
         self.logs = path / "logs"
         self.checkpoints = CheckpointDirectory(path)
 

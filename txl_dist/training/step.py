@@ -17,6 +17,7 @@ from torch import Tensor
 from data_pipeline.streams.segments import Segment
 from txl_dist.errors import DivergedError
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.runtime.activity import Span
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks
@@ -73,6 +74,7 @@ class TrainStep:
         for index in range(len(self.memories)):
             local += self._micro_batch(index, segment, step=step, num_targets=num_targets)
         visible, size = self._visible_memory(segment)
+        self.world.activity.enter(Span.REDUCE)
         # One collective for everything the ranks have to agree on.
         values = [local.nats, local.num_tokens, local.num_bytes, visible, size]
         nats, num_tokens, num_bytes, visible, size, *counts = self.world.all_reduce_sum(
@@ -85,6 +87,7 @@ class TrainStep:
                 f"the loss of step {step} is {nats} (segment position {segment.position}, this "
                 f"rank's lanes {self.lane_of_row}); no rank has changed its weights"
             )
+        self.world.activity.enter(Span.OPTIMIZER)
         return StepResult(
             LossSums(nats, int(num_tokens), int(num_bytes)),
             gradient_norm=self.engine.step(lr),
@@ -100,12 +103,14 @@ class TrainStep:
             torch.from_numpy(array[rows]).to(self.world.device)
             for array in (segment.input, segment.target, segment.age)
         )
+        self.world.activity.enter(Span.FORWARD)
         self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
         # Masks depend on the lane, not on the row or rank: any split into micro-batches is equal.
         masks = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
         nats_RT, self.memories[index] = self.engine.forward(
             input_RT, target_RT, age_RT, self.memories[index], masks
         )
+        self.world.activity.enter(Span.BACKWARD)
         # max: a segment of one token at the end of an epoch has no target. Its gradients are zero.
         self.engine.backward(nats_RT.sum() / max(1, num_targets))
         return LossSums.of(nats_RT, target_RT, self.byte_counts_V)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.gloo_ranks import RankGroups
+from txl_dist.runtime.activity import Activity
 from txl_dist.runtime.collective_watch import (
-    Activity,
     CollectiveWatch,
     collective_name,
     lost_rank_error,

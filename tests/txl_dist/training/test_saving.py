@@ -21,8 +21,10 @@ from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
-CLOCK = ("time", "tokens_per_second", "mfu", "data_wait")
+CLOCK = ("time", "tokens_per_second", "mfu", "data_wait", "save_wait", "goodput")
 """Metrics that depend on the machine and differ between any two runs."""
+RESUMES = ("restarts", "lost_steps")
+"""Metrics that tell a resumed run from an uninterrupted one."""
 
 
 def train_changed(
@@ -43,7 +45,8 @@ def train_changed(
 
 def computed(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without those metrics."""
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in metrics(run)]
+    left_out = (*CLOCK, *RESUMES)
+    return [{k: v for k, v in line.items() if k not in left_out} for line in metrics(run)]
 
 
 def state_at(run: Path, step: int) -> TrainState:

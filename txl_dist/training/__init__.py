@@ -18,6 +18,8 @@ resume.py         which checkpoint to resume from
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and the lock of its directory
 report.py         metrics.jsonl and the step line
+goodput.py        productive time and lost time of a run, through restarts
+stragglers.py     the slowest rank, and what it is slow in
 utilisation.py    the MFU: FLOP/s of the run divided by the peak FLOP/s of the machine
 follow.py         passes the log of rank 0 on to the launcher
 """

@@ -43,7 +43,7 @@ def test_a_killed_and_resumed_run_counts_all_of_its_time(dataset: Path, tmp_path
     assert {line["restarts"] for line in metrics(tmp_path)} == {0, 1}
     assert metrics(tmp_path)[-1]["lost_steps"] == lost
     accounts = json.loads((tmp_path / "goodput.json").read_text())
-    assert accounts["is_finished"]
+    assert accounts["is_complete"]
     assert accounts["step"] == 300
     assert accounts["seconds"]["down"] > 2
     assert accounts["seconds"]["steps"] > 0

@@ -47,7 +47,7 @@ BEAT_SECONDS = 5.0
 POLL_SECONDS = 1.0
 STACKS_SHARE = 0.8
 """All ranks write their stacks after this share of the time limit."""
-GPU_WAIT = "a wait for the GPU"
+GPU_WAIT = "a GPU synchronisation"
 """Reported as the collective: on a GPU, a collective and a slow kernel look the same."""
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _DEEPSPEED = "/deepspeed/"
@@ -104,7 +104,8 @@ class CollectiveWatch:
         on_gpu: bool = False,
         notice_seconds: float = NOTICE_SECONDS,
     ) -> None:
-        self._activity, self._rank, self._run, self._on_gpu = activity, rank, run, on_gpu
+        self._activity, self._rank, self._run = activity, rank, run
+        self._on_gpu = on_gpu and num_ranks > 1
         self._limit_seconds = limit_seconds
         # At least one notice before the limit.
         self._notice_seconds = min(notice_seconds, STACKS_SHARE * limit_seconds)

@@ -30,7 +30,7 @@ from data_pipeline.storage.atomic_files import remove_leftovers, write_file
 from data_pipeline.storage.strict_model import StrictModel
 from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
 
-UPDATE_SECONDS = 1.0
+UPDATE_SECONDS = 2.0
 MAX_CHECKPOINTS = 20
 """Checkpoints whose productive seconds are stored. Between them the seconds are interpolated."""
 STEPS = "steps"
@@ -53,8 +53,9 @@ class Ledger(StrictModel):
     restarts: int = Field(ge=0)
     """Starts of the run after the first one."""
     lost_steps: int = Field(ge=0)
-    is_finished: bool
-    """All steps were done at the last update. A run that is extended later was not down."""
+    is_complete: bool
+    """The last process ended as planned. If the run is extended later, it was not down until then.
+    """
     seconds: dict[str, float]
     """By cause: `steps` are productive."""
     productive: dict[int, float]
@@ -68,7 +69,7 @@ class Goodput:
         """Begin at `step`: later steps of earlier processes are lost."""
         self._path, self._activity = path, activity
         self._updated_at = 0.0
-        self._step, self._is_finished = step, False
+        self._step, self._is_complete = step, False
         self._restarts = self._lost_steps = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         """Of earlier processes, and corrections for steps of this one that were lost."""
@@ -82,13 +83,13 @@ class Goodput:
         self._seconds.update(ledger.seconds)
         self._productive = dict(sorted(ledger.productive.items()))
         self._lost_steps, self._restarts = ledger.lost_steps, ledger.restarts
-        self._step, self._is_finished = ledger.step, ledger.is_finished
-        if not ledger.is_finished:
+        self._step, self._is_complete = ledger.step, ledger.is_complete
+        if not ledger.is_complete:
             self._restarts += 1
             process_seconds = sum(self._activity.seconds().values())
             self._seconds[DOWN] += max(0.0, time.time() - process_seconds - ledger.updated)
         self.rewind(step)
-        if not ledger.is_finished:
+        if not ledger.is_complete:
             self._write(sync=True)  # counts the restart, even if it does not reach a step
 
     @property
@@ -120,7 +121,7 @@ class Goodput:
 
     def update(self, step: int) -> None:
         """After each line of metrics; writes the file if the last update is old enough."""
-        self._step, self._is_finished = step, False
+        self._step, self._is_complete = step, False
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
             self._write(sync=False)
 
@@ -132,11 +133,11 @@ class Goodput:
         self._productive = dict([first, *later[1 - MAX_CHECKPOINTS :]])
         self._write(sync=True)
 
-    def end(self, step: int, *, num_steps: int) -> str | None:
+    def end(self, step: int, *, is_complete: bool) -> str | None:
         """The summary of the run. None if this process has done no step."""
         if not self._activity.num_steps:
             return None
-        self._step, self._is_finished = step, step >= num_steps
+        self._step, self._is_complete = step, is_complete
         self._write(sync=True)
         return self._summary()
 
@@ -170,7 +171,7 @@ class Goodput:
             step=self._step,
             restarts=self._restarts,
             lost_steps=self._lost_steps,
-            is_finished=self._is_finished,
+            is_complete=self._is_complete,
             seconds=dict(self.seconds),
             productive=self._productive,
         )

@@ -63,14 +63,17 @@ class Trainer:
         Raises, on every rank, DivergedError if a loss, gradient or weight is not finite (that step
         is not saved), and PreemptedError after a stop request, once the state is saved.
         """
+        is_complete = False
         try:
-            return self._train()
+            state = self._train()
+            is_complete = True
         except DivergedError as error:
             # Not the checkpoint of this step: resuming from it would produce the same numbers.
             advice = divergence_advice(self.config.run_path, before=self.state.step)
             raise DivergedError(f"{error}. {advice}") from error
         finally:
-            self.report.end(self.state)
+            self.report.end(self.state, is_complete=is_complete)
+        return state
 
     @property
     def _activity(self) -> Activity:

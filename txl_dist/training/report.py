@@ -80,8 +80,8 @@ class Report:
     def sync(self) -> None:
         """Flush all lines to disk. Call before a checkpoint, which assumes that they exist."""
 
-    def end(self, state: TrainState) -> None:
-        """Write the summary of the run, which ends in this process with `state`."""
+    def end(self, state: TrainState, *, is_complete: bool) -> None:
+        """Write the summary of the run. `is_complete`: it ends as planned, not by an error."""
 
 
 @dataclass(slots=True)
@@ -209,8 +209,8 @@ class RankZeroReport(Report):
     def sync(self) -> None:
         self._journal.sync()
 
-    def end(self, state: TrainState) -> None:
-        if summary := self._goodput.end(state.step, num_steps=self._num_steps):
+    def end(self, state: TrainState, *, is_complete: bool) -> None:
+        if summary := self._goodput.end(state.step, is_complete=is_complete):
             log.info("%s", summary)
 
     def _write(self, state: TrainState, values: dict[str, float]) -> None:

@@ -15,7 +15,7 @@ from txl_dist.training.goodput import MAX_CHECKPOINTS, Goodput
 from txl_dist.training.job import TrainJob
 from txl_dist.training.step import TrainStep
 
-START_UP_SECONDS, STEP_SECONDS, SAVE_SECONDS, NUM_STEPS = 7.0, 2.0, 1.0, 1000
+START_UP_SECONDS, STEP_SECONDS, SAVE_SECONDS = 7.0, 2.0, 1.0
 
 
 class Clocks:
@@ -61,8 +61,8 @@ class Process:
                 self.goodput.checkpoint(self.step)
         return self
 
-    def end(self) -> str:
-        return self.goodput.end(self.step, num_steps=NUM_STEPS) or ""
+    def end(self, *, is_complete: bool = False) -> str:
+        return self.goodput.end(self.step, is_complete=is_complete) or ""
 
 
 def test_the_causes_of_a_killed_run_add_up_to_its_wall_time(tmp_path: Path, clocks: Clocks) -> None:
@@ -108,12 +108,11 @@ def test_a_wall_clock_that_jumps_back_gives_no_negative_time(
 
 
 def test_a_finished_run_that_is_extended_was_not_down(tmp_path: Path, clocks: Clocks) -> None:
-    process = Process(tmp_path, clocks).train(5)
-    process.goodput.end(5, num_steps=5)
+    Process(tmp_path, clocks).train(5).end(is_complete=True)
     before = (tmp_path / "goodput.json").read_bytes()
     clocks.wait(1e6)
     again = Process(tmp_path, clocks, step=5)
-    assert again.end() == ""
+    assert again.end(is_complete=True) == ""
     assert (tmp_path / "goodput.json").read_bytes() == before, "nothing was trained"
     seconds = again.train(2).goodput.seconds
     assert (seconds["down"], again.goodput.values()["restarts"]) == (0, 0)

@@ -21,7 +21,7 @@ def test_a_killed_and_resumed_run_counts_all_of_its_time(dataset: Path, tmp_path
         "training.checkpoint_interval_steps=50", "--on", "processes", "--ranks", 2,
     )  # fmt: skip
     process = start_txl(*words)
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 0)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 0, timeout_seconds=180)
     began = time.monotonic()
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 120)
     ranks = children_of(process.pid)

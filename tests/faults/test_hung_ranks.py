@@ -37,23 +37,27 @@ from txl_dist.training.step import TrainStep
 pytestmark = pytest.mark.fault
 
 LIMIT_SECONDS = 4
+LIMIT_OF_PROCESSES_SECONDS = 10
+"""Longer, because the ranks also have to meet at their start within it."""
 
 
 def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Path) -> None:
     process = start_txl(
         "train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION,
         "tracking.enabled=false", "training.num_steps=100000",
-        f"training.rank_timeout_seconds={LIMIT_SECONDS}", "--on", "processes", "--ranks", 2,
+        f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}",
+        "--on", "processes", "--ranks", 2,
     )  # fmt: skip
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 5)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 5, timeout_seconds=180)
     stopped = children_of(process.pid)[1]
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
-    assert time.monotonic() - began < LIMIT_SECONDS + 30
+    assert time.monotonic() - began < LIMIT_OF_PROCESSES_SECONDS + 30
     assert "rank 1 hung and was killed" in output
-    assert f"rank 0 waited training.rank_timeout_seconds={LIMIT_SECONDS}" in output
+    limit = f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}"
+    assert f"rank 0 waited {limit}" in output
     assert "for the other ranks in " in output
     assert "There is no checkpoint in" in output
     # In the error, and in the log before the limit.

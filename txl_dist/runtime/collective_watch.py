@@ -34,6 +34,7 @@ from txl_dist.errors import LostRankError
 from txl_dist.runtime.activity import Activity
 from txl_dist.runtime.heartbeat import Heartbeat, HeartbeatFiles, Peers
 from txl_dist.runtime.stacks import (
+    MAX_CHARS,
     StackFrames,
     frames_of,
     innermost_calls,
@@ -181,7 +182,7 @@ class CollectiveWatch:
             pid=self._pid,
             number=self._num_beats,
             time=time.time(),
-            activity=self._activity.name,
+            activity=self._activity.name[:MAX_CHARS],
             span=self._activity.span.value,
             collective=name,
             seconds=seconds,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from data_pipeline.storage.atomic_files import remove_leftovers, write_file
+from data_pipeline.storage.atomic_files import overwrite_page
 from data_pipeline.storage.strict_model import StrictModel
 
 SILENT_BEATS = 3
@@ -68,15 +68,13 @@ class HeartbeatFiles:
         self._requests = self._directory / "stack-requests"
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self._own)
         self._num_requests = len(self._read_requests())  # of earlier processes
 
     def write(self, beat: Heartbeat) -> None:
         """Replace this rank's heartbeat."""
-        # Not synced: a checkpoint that is being written would delay it, and a heartbeat is
-        # worthless after a power failure. On a full disk the others see a rank without heartbeat.
+        # On a full disk the others see a rank without a heartbeat.
         with contextlib.suppress(OSError):
-            write_file(self._own, beat.model_dump_json().encode(), sync=False)
+            overwrite_page(self._own, beat.model_dump_json())
 
     def read(self, rank: int) -> Heartbeat | None:
         """The heartbeat of a rank; None if there is none."""
@@ -141,11 +139,11 @@ class Peers:
         now, self._missing = time.monotonic(), []
         self._read_at, self._reader_activity = now, activity
         for rank in self._others:
-            beat = self._files.read(rank)
+            known = self._beats.get(rank)
+            beat = self._files.read(rank) or known  # unreadable while it is being written
             if beat is None:
                 self._missing.append(rank)
                 continue
-            known = self._beats.get(rank)
             if known is None or (known.pid, known.number) != (beat.pid, beat.number):
                 self._changed_at[rank] = now
             self._beats[rank] = beat

@@ -10,6 +10,8 @@ from types import FrameType
 
 PACKAGES = ("txl_dist", "data_pipeline", "cluster")
 NUM_CALLS = 5
+MAX_CHARS = 200
+"""Of one call: a heartbeat has to fit into a page."""
 
 StackFrames = list[tuple[str, int, str]]
 """(file, line, function) of each call, outermost first."""
@@ -29,7 +31,7 @@ def frames_of(frame: FrameType | None) -> StackFrames:
 def innermost_calls(frames: StackFrames) -> tuple[str, ...]:
     """The innermost calls of this project's code, innermost first."""
     calls = [
-        f"{file.removeprefix(_ROOT)}:{line} in {function}"
+        f"{file.removeprefix(_ROOT)}:{line} in {function}"[:MAX_CHARS]
         for file, line, function in reversed(frames)
         if file.startswith(_OURS)
     ]

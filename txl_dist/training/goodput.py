@@ -26,7 +26,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from data_pipeline.storage.atomic_files import remove_leftovers, write_file
+from data_pipeline.storage.atomic_files import overwrite_page, remove_leftovers, write_file
 from data_pipeline.storage.strict_model import StrictModel
 from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
 
@@ -176,7 +176,11 @@ class Goodput:
             productive=self._productive,
         )
         with contextlib.suppress(OSError):  # a full disk; training continues without this file
-            write_file(self._path, ledger.model_dump_json(indent=1).encode(), sync=sync)
+            text = ledger.model_dump_json(indent=1)
+            if sync:
+                write_file(self._path, text.encode())
+            else:
+                overwrite_page(self._path, text)
 
 
 def _read(path: Path) -> Ledger | None:

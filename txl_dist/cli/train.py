@@ -82,6 +82,7 @@ def _launch(
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.runtime.torchrun import stray_variables
     from txl_dist.training.data import TrainingData
+    from txl_dist.training.duration import resolve_duration
     from txl_dist.training.run_directory import RunDirectory
 
     if stray := stray_variables():
@@ -92,6 +93,7 @@ def _launch(
     # In this process first: one message, instead of one from every rank after a slow start.
     launcher = find_launcher(on)
     data = TrainingData.open(job.config, num_ranks=num_ranks)
+    num_steps = resolve_duration(job.config, data.plan).num_steps
     if dry_run:
         print(
             f"{config}: ready. {data.plan.num_tokens:,} training tokens in {data.plan.num_lanes} "
@@ -99,7 +101,7 @@ def _launch(
         )
         return
     RunDirectory(job.run_path).create()
-    with run_progress(job.config.training.num_steps, quiet=quiet) as on_line:
+    with run_progress(num_steps, quiet=quiet) as on_line:
         launcher.train(job, num_ranks=num_ranks, on_line=on_line)
     if not quiet:
         print(f"done: {job.run_path} (checkpoints, metrics.jsonl, logs)")

@@ -68,13 +68,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         # Collect all contradictions, so that one correction is enough.
-        problems = []
-        warmup, steps = self.optimizer.warmup_steps, self.training.num_steps
-        if warmup > steps:
-            problems.append(
-                f"optimizer.warmup_steps={warmup} is longer than training.num_steps={steps}; "
-                "lower it"
-            )
+        steps = self.training.num_steps
+        problems = [] if steps is None else list(self.optimizer.problems_with(num_steps=steps))
         min_lr, lr = self.optimizer.min_lr, self.optimizer.lr
         if min_lr > lr:
             problems.append(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")
@@ -86,6 +81,12 @@ class RunConfig(Section):
         if problems:
             raise ValueError("\n".join(problems))  # `problems.explain` splits the lines.
         return self
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run. Tokens and epochs: first call `resolve_duration`."""
+        assert self.training.num_steps is not None
+        return self.training.num_steps
 
     @property
     def run_path(self) -> Path:

@@ -1,6 +1,8 @@
 """The sections `training`, `evaluation`, `tracking` and `ray`: the course of a run."""
 
-from pydantic import Field, field_validator
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
 
 from txl_dist.config.redaction import redact
 from txl_dist.config.section import Section
@@ -9,8 +11,13 @@ from txl_dist.config.section import Section
 class TrainingConfig(Section):
     """Length of the run, micro-batches, logging and checkpoints."""
 
-    num_steps: int = Field(ge=1)
-    """Optimizer steps of the whole run, those before a resume included."""
+    num_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of the whole run, those before a resume included. Exactly one of `num_steps`,
+    `num_tokens` and `num_epochs` sets the length of a run."""
+    num_tokens: int | None = Field(default=None, ge=1)
+    """Length in tokens of all lanes; rounded up to whole steps."""
+    num_epochs: float | None = Field(default=None, gt=0)
+    """Length in epochs of the training data; rounded up to whole steps."""
     micro_batch_lanes: int | None = Field(default=None, ge=1)
     """Lanes per micro-batch of a rank; null: all its lanes. Changes speed and memory only."""
     log_interval_steps: int = Field(default=10, ge=1)
@@ -21,6 +28,19 @@ class TrainingConfig(Section):
     """Number of newest checkpoints to keep, in addition to the best one."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a rank waits in a collective before it fails."""
+
+    @model_validator(mode="after")
+    def _require_one_duration(self) -> Self:
+        lengths = {name: getattr(self, name) for name in ("num_steps", "num_tokens", "num_epochs")}
+        given = [f"{name}={value}" for name, value in lengths.items() if value is not None]
+        if not given:
+            raise ValueError("num_steps, num_tokens or num_epochs is missing: the length of a run")
+        if len(given) > 1:
+            raise ValueError(
+                f"{' and '.join(given)} all set the length of the run; keep one "
+                "and remove the others, or set them to null"
+            )
+        return self
 
 
 class EvaluationConfig(Section):

@@ -28,6 +28,7 @@ from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import Corpus, TrainingData
+from txl_dist.training.duration import how_to_extend, resolve_duration
 from txl_dist.training.engine import create_engine
 from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob
@@ -57,6 +58,8 @@ class _Rank:
     directory: RunDirectory
     stack: ExitStack
     data: TrainingData
+    written_config: RunConfig
+    """The config of the job before `resolve_duration`."""
 
     @property
     def config(self) -> RunConfig:
@@ -74,10 +77,11 @@ def build_trainer(
 
     Collective. Files, locks and threads are closed with `stack`.
     """
-    config = job.config
     # Before the ranks meet: wrong data or config must not cost a rendezvous.
-    data = TrainingData.open(config, num_ranks=world.num_ranks)
-    rank = _Rank(job, world, directory, stack, data)
+    data = TrainingData.open(job.config, num_ranks=world.num_ranks)
+    config, written_config = resolve_duration(job.config, data.plan), job.config
+    job = job.model_copy(update={"config": config})
+    rank = _Rank(job, world, directory, stack, data, written_config)
     world.join(timeout_seconds=config.training.rank_timeout_seconds)
     require_same_job(config, data, world)
     lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS)
@@ -156,7 +160,7 @@ def _open_run(rank: _Rank, state: TrainState, point: ResumePoint | None) -> None
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
-    write_file(directory.config, dump_run_config(rank.config).encode())
+    write_file(directory.config, dump_run_config(rank.written_config).encode())
     # A process killed after writing a score to the journal, but before saving it, left this metric.
     redone = f"{evaluation.name}/loss" if evaluation and state.evaluation_pending else None
     with MetricsJournal(directory.metrics) as journal:
@@ -199,19 +203,18 @@ def _build_report(rank: _Rank, utilisation: Utilisation) -> Report:
     if not rank.world.is_rank_zero:
         return Report(utilisation)
     journal = rank.stack.enter_context(MetricsJournal(rank.directory.metrics))
-    return RankZeroReport(utilisation, journal, num_steps=rank.config.training.num_steps)
+    return RankZeroReport(utilisation, journal, num_steps=rank.config.num_steps)
 
 
 def _describe_start(
     rank: _Rank, step: TrainStep, state: TrainState, point: ResumePoint | None
 ) -> str:
-    config, world, num_steps = rank.config, rank.world, rank.config.training.num_steps
+    config, world, num_steps = rank.config, rank.world, rank.config.num_steps
     remaining = remaining_work(state, num_steps=num_steps)
     if remaining is None:
         return (
             f"this run is finished: {state.step} of training.num_steps={num_steps} steps are done. "
-            f"To train it further: training.num_steps={2 * state.step} --allow-change "
-            "training.num_steps"
+            f"To train it further: {how_to_extend(config, num_steps=state.step)}"
         )
     # From the shapes: at stage 3 the model itself holds empty parameters.
     num_parameters = sum(map(math.prod, step.engine.shapes.values()))

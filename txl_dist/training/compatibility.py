@@ -26,6 +26,9 @@ _FREE = (
     "data.prefetch_segments",
     "model.attention",
     "model.vocab_size",
+    "optimizer.warmup_tokens",  # compared as optimizer.warmup_steps
+    "training.num_tokens",  # compared as training.num_steps, like num_epochs
+    "training.num_epochs",
     "training.micro_batch_lanes",
     "training.log_interval_steps",
     "training.checkpoint_interval_steps",

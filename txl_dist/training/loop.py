@@ -71,7 +71,7 @@ class Trainer:
     def _train(self) -> TrainState:
         if self.state.evaluation_pending:
             self._evaluate()  # the checkpoint was written before the evaluation of its step
-        while self.state.step < self.config.training.num_steps:
+        while self.state.step < self.config.num_steps:
             segment = self._next_segment()
             result, lr = self._step(segment)
             # The loss was finite, so the checkpoint written after the previous step is usable.
@@ -93,11 +93,11 @@ class Trainer:
     def _is_due(self, interval_steps: int) -> bool:
         # A function of the step number only, so a resumed run has the same events.
         step = self.state.step
-        return step % interval_steps == 0 or step == self.config.training.num_steps
+        return step % interval_steps == 0 or step == self.config.num_steps
 
     @property
     def _is_finished(self) -> bool:
-        is_last = self.state.step == self.config.training.num_steps
+        is_last = self.state.step == self.config.num_steps
         return is_last and not self.state.evaluation_pending
 
     def _next_segment(self) -> Segment:
@@ -108,7 +108,7 @@ class Trainer:
 
     def _step(self, segment: Segment) -> tuple[StepResult, float]:
         number = self.state.step + 1
-        lr = lr_at(number, self.config.optimizer, num_steps=self.config.training.num_steps)
+        lr = lr_at(number, self.config.optimizer, num_steps=self.config.num_steps)
         result = self.step(
             segment,
             step=number,

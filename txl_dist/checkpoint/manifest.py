@@ -100,6 +100,7 @@ class CheckpointManifest(StrictModel):
     rank_of_lane: tuple[Count, ...]
     """For each lane, the rank whose file contains its memory."""
     optimizer_states: tuple[str, ...]
+    """Names of the optimizer's states, over all parameters; not every parameter has all."""
     parameters: dict[str, ParameterEntry]
     files: dict[FileName, FileEntry]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data_pipeline.storage.atomic_files import sha256_file, write_file, write_synced, write_with
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
-from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
+from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
@@ -144,6 +144,8 @@ class _RankPart:
     """Parameter -> its whole shape, start, stop."""
     lanes: list[int]
     files: dict[str, FileEntry]
+    optimizer_states: tuple[str, ...]
+    """Names of the optimizer's states, over all parameters."""
 
 
 class _RankContent:
@@ -152,12 +154,13 @@ class _RankContent:
     def __init__(self, fragments: list[Fragment], memory_of_lane: Mapping[int, Tensor]) -> None:
         self._slices = {f.name: (f.shape, f.start, f.stop) for f in fragments}
         self._lanes = sorted(memory_of_lane)
+        self._states = tuple(dict.fromkeys(state for f in fragments for state in f.states))
         self._tensors: dict[Kind, dict[str, np.ndarray]] = {
             "weights": {f.name: _to_numpy(f.master) for f in fragments},
             "optimizer": {
-                f"{f.name}/{state}": _to_numpy(f.states[state])
+                f"{f.name}/{state}": _to_numpy(tensor)
                 for f in fragments
-                for state in OPTIMIZER_STATES
+                for state, tensor in f.states.items()
             },
             "memory": {lane_key(lane): _to_numpy(m) for lane, m in memory_of_lane.items()},
         }
@@ -182,7 +185,7 @@ class _RankContent:
             path = staging / file_name(kind, rank)
             write_with(path, partial(save_file, arrays))
             files[path.name] = _file_entry(path)
-        return _RankPart(self._slices, self._lanes, files)
+        return _RankPart(self._slices, self._lanes, files, self._states)
 
 
 def _write_manifest(
@@ -211,7 +214,8 @@ def _write_manifest(
         zero_stage=header.zero_stage,
         mlflow_run_id=mlflow_run_id,
         rank_of_lane=tuple(rank_of_lane[lane] for lane in range(header.num_lanes)),
-        optimizer_states=OPTIMIZER_STATES,
+        # A rank may own parts of some parameters only, and parameters may differ in their states.
+        optimizer_states=tuple(sorted({name for part in parts for name in part.optimizer_states})),
         parameters=_join_slices(parts),
         files=files,
     )

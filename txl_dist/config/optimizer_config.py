@@ -14,6 +14,9 @@ SCRIPT_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
 class OptimizerConfig(Section):
     """The optimizer and the schedule of its learning rate."""
 
+    name: Literal["adamw", "adam", "lamb", "muon"] = "adamw"
+    """`adamw`; `adam`: weight decay is part of the gradient; `lamb`: ZeRO stage 0 only; `muon`:
+    orthogonalised momentum for hidden matrices, AdamW for the rest, ZeRO stages 0 to 2 only."""
     # Defaults are those of the paper's base models: Adam, lr 2.5e-4, clipping at 0.25.
     lr: float = Field(default=2.5e-4, gt=0)
     """Learning rate after the warm-up, the highest of the run."""
@@ -24,9 +27,22 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator of the update, so that it is never 0."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay, of all parameters; 0 is Adam."""
+    """Weight decay of the parameters that `weight_decay_parameters` names; decoupled from the
+    gradient, except with `adam`."""
+    weight_decay_parameters: Literal["matrices", "all"] = "matrices"
+    """`matrices`: the weights of linear layers and projections, not embeddings, cluster weights of
+    the softmax, position biases, LayerNorms and biases. `all`: every parameter."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """`muon` only: decay per step of the running mean of a hidden matrix's gradients."""
     gradient_clipping: float = Field(default=0.25, ge=0)
     """Largest global L2 norm of the gradient; 0 does not clip."""
+    averaging: Literal["ema", "asgd"] | None = None
+    """Average of the weights over steps, which evaluation uses and checkpoints contain. `ema`:
+    exponential, with `ema_decay`. `asgd`: the mean of all weights since `averaging_start_step`."""
+    ema_decay: float = Field(default=0.999, gt=0, lt=1)
+    """`ema` only: weight of the previous average at each step."""
+    averaging_start_step: int = Field(default=1, ge=1)
+    """The average begins with the weights after this step."""
     schedule: Literal["cosine", "inverse_sqrt", "constant", "linear", "wsd"] = "cosine"
     """Learning rate after the warm-up. `cosine`: half a period down to `min_lr`. `linear`: a line
     down to `min_lr`. `inverse_sqrt`: `lr` x sqrt(warm-up steps / step). `constant`: `lr`. `wsd`:
@@ -63,6 +79,21 @@ class OptimizerConfig(Section):
             yield (
                 f"optimizer.warmup_steps={warmup} and optimizer.decay_steps={decay} are together "
                 f"longer than training.num_steps={num_steps}; lower one"
+            )
+
+    def problems_at_stage(self, zero_stage: int) -> Iterator[str]:
+        """A message if the optimizer cannot run at this ZeRO stage."""
+        if self.name == "lamb" and zero_stage > 0:
+            yield (
+                f"optimizer.name=lamb at deepspeed.zero_stage={zero_stage} is not supported: LAMB "
+                "needs the norms of whole parameters, and ZeRO gives a rank only parts of them. "
+                "Use deepspeed.zero_stage=0, or another optimizer"
+            )
+        if self.name == "muon" and zero_stage > 2:
+            yield (
+                f"optimizer.name=muon at deepspeed.zero_stage={zero_stage} is not supported: Muon "
+                "needs whole matrices, and stage 3 cuts every one of them. Use "
+                "deepspeed.zero_stage=2, or another optimizer"
             )
 
     def _schedule_problems(self) -> Iterator[str]:

@@ -70,6 +70,7 @@ class RunConfig(Section):
         # Collect all contradictions, so that one correction is enough.
         steps = self.training.num_steps
         problems = [] if steps is None else list(self.optimizer.problems_with(num_steps=steps))
+        problems += self.optimizer.problems_at_stage(self.deepspeed.zero_stage)
         min_lr, lr = self.optimizer.min_lr, self.optimizer.lr
         if min_lr > lr:
             problems.append(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")

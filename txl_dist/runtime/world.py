@@ -91,6 +91,15 @@ class World:
             values.copy_(shared)
         return values
 
+    def all_gather_parts(self, part_N: torch.Tensor) -> torch.Tensor:
+        """All-gather: the tensors [N] of all ranks, one after the other in rank order."""
+        if self.num_ranks == 1:
+            return part_N
+        shared = part_N.to(self.device)
+        whole = shared.new_empty(self.num_ranks * shared.numel())
+        dist.all_gather_into_tensor(whole, shared)
+        return whole.to(part_N.device)
+
     def all_gather(self, value: Any) -> list[Any]:
         """All-gather: the `value` of every rank, in rank order, on every rank."""
         if self.num_ranks == 1:

@@ -30,6 +30,7 @@ from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import Corpus, TrainingData
 from txl_dist.training.duration import how_to_extend, resolve_duration
 from txl_dist.training.engine import create_engine
+from txl_dist.training.engine.averaging import describe_average
 from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
@@ -99,6 +100,8 @@ def build_trainer(
     report = _build_report(rank, utilisation)
     report.event("%s", _describe_start(rank, step, state, point))
     report.evaluation_plan(config.evaluation, data)
+    if config.optimizer.averaging and data.evaluation:
+        report.event("evaluation | scores the %s", describe_average(config.optimizer))
     if len(state.phases) > 1 or len(data.corpora) > 1:
         report.phase(state, is_new=state.phases[-1].position == state.position)
     return Trainer(

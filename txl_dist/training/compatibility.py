@@ -39,6 +39,10 @@ _FREE = (
     "deepspeed.",
     "ray.",
 )
+_FIXED = ("optimizer.name", "optimizer.averaging")
+"""Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
+_BEFORE = {"optimizer.weight_decay_parameters": "all"}
+"""Values that settings had, in effect, before they existed, if not their defaults."""
 _ON_REQUEST = ("optimizer.", "training.num_steps", "model.dropout", "model.dropatt", "precision")
 
 
@@ -48,10 +52,12 @@ def check_config(
     """Compare resolved configs by dotted key. Raises CheckpointError that lists the differences."""
     lines = []
     # A setting added in a later version had its default value when the checkpoint was written.
-    old = {**default_settings(), **old}
+    old = {**default_settings(), **_BEFORE, **old}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
-        on_request = key.startswith(_ON_REQUEST)
+        on_request = key.startswith(_ON_REQUEST) and key not in _FIXED
+        if key == "optimizer.weight_decay_parameters" and not _decays(old) and not _decays(new):
+            continue
         if before == after or key.startswith(_FREE) or (on_request and key in allowed):
             continue
         remedy = (
@@ -62,6 +68,10 @@ def check_config(
         lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
     if lines:
         raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")
+
+
+def _decays(settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("optimizer.weight_decay"))
 
 
 def check_data(

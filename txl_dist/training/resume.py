@@ -11,6 +11,7 @@ from pathlib import Path
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.checkpoint.reader import (
+    check_optimizer_states,
     check_parameters,
     find_damage,
     load_fragments,
@@ -142,6 +143,7 @@ def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
     """Load weights, optimizer state and the memory of this rank's lanes."""
     # The configs are compatible; this detects changes in the code of the model.
     check_parameters(point.path, point.manifest, engine.shapes)
+    check_optimizer_states(point.path, point.manifest, engine.optimizer_states)
     load_fragments(point.path, point.manifest, engine.fragments_to_load())
     engine.finish_loading(num_steps=point.state.step)
     step.load_memory(load_memory(point.path, point.manifest, step.lanes))

@@ -8,7 +8,7 @@ import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
+from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
@@ -16,6 +16,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training.state import BestScore, TrainState
 
 NUM_LANES = 3
+STATES = ("exp_avg", "exp_avg_sq")
 BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)
 CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d_inner=7, mem_len=5)
 
@@ -81,5 +82,5 @@ def memory(step: int, lane: int) -> torch.Tensor:
 def whole(name: str, parameter: torch.Tensor) -> Fragment:
     """A whole parameter, with optimizer states that differ from each other."""
     flat = parameter.reshape(-1).clone()
-    states = {state: flat * (number + 2) for number, state in enumerate(OPTIMIZER_STATES)}
+    states = {state: flat * (number + 2) for number, state in enumerate(STATES)}
     return Fragment(name, tuple(parameter.shape), 0, flat, states)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
+from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.training.engine.interface import Engine
 
 
@@ -42,5 +42,5 @@ class Stage0Engine(Engine):
             tuple(parameter.shape),
             start,
             parameter.detach().view(-1)[start:stop],
-            {key: state[key].view(-1)[start:stop] for key in OPTIMIZER_STATES},
+            {key: state[key].view(-1)[start:stop] for key in self._states[name]},
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
+from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
@@ -61,7 +61,7 @@ class Stage3Engine(Engine):
         start = self._world.rank * part.numel()
         owned = slice(0, max(0, min(part.numel(), math.prod(self.shapes[name]) - start)))
         states = {
-            key: safe_get_local_optimizer_state(parameter, key)[owned] for key in OPTIMIZER_STATES
+            key: safe_get_local_optimizer_state(parameter, key)[owned] for key in self._states[name]
         }
         return Fragment(name, self.shapes[name], start, part[owned], states)
 
@@ -72,6 +72,8 @@ class Stage3Engine(Engine):
         for group in range(len(self._engine.optimizer.fp32_partitioned_groups_flat)):
             self._engine.optimizer._reassign_or_swap_out_partitioned_parameters(group)
 
-    def _optimized_tensors(self) -> list[Tensor]:
-        # DeepSpeed fills the optimizer's groups only during its step.
-        return self._engine.optimizer.fp32_partitioned_groups_flat
+    def _optimized_tensors(self) -> list[tuple[Tensor, tuple[str, ...]]]:
+        # DeepSpeed fills the optimizer's groups only during its step. At this stage all parameters
+        # have the same states, because Muon is refused.
+        flat = self._engine.optimizer.fp32_partitioned_groups_flat
+        return [(tensor, self.optimizer_states) for tensor in flat]

@@ -25,6 +25,8 @@ from txl_dist.model.transformer_xl import TransformerXL
 # Both compute in fp32, but sum in different orders. Largest difference over all cases: 8e-7 in a
 # weight. A wrong setting changes losses by 1e-3 or more.
 TOLERANCE = 1e-5
+# Newton-Schulz iterations enlarge the rounding of small singular values: 1.4e-5 in one weight.
+MUON_WEIGHT_TOLERANCE = 5e-5
 # Every value differs from its default and from all others: an exchanged or lost one changes losses.
 SETTINGS = (
     NO_EVALUATION,
@@ -120,8 +122,9 @@ def test_losses_rates_norms_and_weights_are_those_of_a_plain_loop(
         assert line == pytest.approx(plain, rel=TOLERANCE)
     trained, _, _ = load_model(tmp_path / "checkpoints" / f"step-{NUM_STEPS:08d}")
     weights = dict(trained.named_parameters())
+    atol = MUON_WEIGHT_TOLERANCE if optimizer == "muon" else TOLERANCE
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(weights[name], weight, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(weights[name], weight, rtol=TOLERANCE, atol=atol)
 
 
 @pytest.mark.parametrize("option", ["model.dropout", "model.dropatt"])

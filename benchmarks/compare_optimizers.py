@@ -1,11 +1,11 @@
 """AdamW and Muon at several learning rates on the quickstart: losses matched by step.
 
-    python benchmarks/compare_optimizers.py DATA --steps 250
+    python benchmarks/compare_optimizers.py DATA [k.e.y=value ...] --steps 250
 
 DATA is the dataset of the quickstart (`make quickstart` prepares data/stdlib). Every run has the
 same seed, so the same initial weights and the same tokens per step; only the optimizer differs. A
 row shows the mean training loss of the last tenth of the run and the validation loss at its end.
-Further words are settings of all runs, as in `txl train`.
+Settings of all runs follow DATA, as in `txl train`.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """The sections `training`, `evaluation`, `tracking` and `ray`: the course of a run."""
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from txl_dist.config.redaction import redact
@@ -21,6 +23,12 @@ class TrainingConfig(Section):
     """Number of newest checkpoints to keep, in addition to the best one."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a rank waits in a collective before it fails."""
+    activation_checkpointing: bool = False
+    """Compute each layer's activations again in backward: less memory, more time, same numbers."""
+    memory_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states."""
+    memory_device: Literal["default", "cpu"] = "default"
+    """Where the recurrent memory is stored: with the weights, or on the host. Same numbers."""
 
 
 class EvaluationConfig(Section):

@@ -21,7 +21,7 @@ from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import MATMUL_DTYPE
+from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
@@ -121,13 +121,19 @@ def _build_step(rank: _Rank) -> TrainStep:
         "num_micro_batches": math.ceil(num_rows / micro_batch_rows),
         "micro_batch_rows": micro_batch_rows,
     }
-    model = TransformerXL(data.model_config, seed=config.seed)
+    model = TransformerXL(
+        data.model_config,
+        seed=config.seed,
+        recompute_layers=config.training.activation_checkpointing,
+    )
     return TrainStep(
         create_engine(model, config, world, **shape),
         world,
         lanes=data.plan.lanes_of_rank(world.rank, world.num_ranks),
         seed=config.seed,
         byte_counts_V=torch.from_numpy(data.tokenizer.token_bytes()),
+        memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
+        memory_on_host=config.training.memory_device == "cpu",
         **shape,
     )
 
@@ -166,7 +172,7 @@ def _open_run(rank: _Rank, state: TrainState, point: ResumePoint | None) -> None
 def _measure_utilisation(rank: _Rank) -> Utilisation:
     data = rank.config.data
     flops = training_flops(rank.data.model_config, num_lanes=data.num_lanes, tgt_len=data.tgt_len)
-    return Utilisation(rank.world, MATMUL_DTYPE[rank.config.precision], flops_per_step=flops)
+    return Utilisation(rank.world, TORCH_DTYPE[rank.config.precision], flops_per_step=flops)
 
 
 def _start_tracker(rank: _Rank, *, new_run: bool) -> Tracker | None:

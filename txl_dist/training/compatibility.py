@@ -31,12 +31,21 @@ _FREE = (
     "training.checkpoint_interval_steps",
     "training.keep_checkpoints",
     "training.rank_timeout_seconds",
+    "training.activation_checkpointing",
+    "training.memory_device",
     "evaluation.",
     "tracking.",
     "deepspeed.",
     "ray.",
 )
-_ON_REQUEST = ("optimizer.", "training.num_steps", "model.dropout", "model.dropatt", "precision")
+_ON_REQUEST = (
+    "optimizer.",
+    "training.num_steps",
+    "model.dropout",
+    "model.dropatt",
+    "precision",
+    "training.memory_dtype",
+)
 
 
 def check_config(

@@ -46,6 +46,7 @@ class TrainStep:
     def __init__(
         self, engine: Engine, world: World, *, lanes: Sequence[int], micro_batch_rows: int,
         num_micro_batches: int, seed: int, byte_counts_V: Tensor,
+        memory_dtype: torch.dtype | None = None, memory_on_host: bool = False,
     ) -> None:  # fmt: skip
         self.engine, self.world, self.seed, self.lanes = engine, world, seed, lanes
         self.micro_batch_rows = micro_batch_rows
@@ -54,7 +55,8 @@ class TrainStep:
         self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
         self.byte_counts_V = byte_counts_V.to(world.device)
         self.memories = [
-            engine.model.empty_memory(micro_batch_rows) for _ in range(num_micro_batches)
+            engine.model.empty_memory(micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host)
+            for _ in range(num_micro_batches)
         ]
 
     def __call__(
@@ -118,9 +120,9 @@ class TrainStep:
         return sum(min(int(age), mem_len) for age in ages), mem_len * len(ages)
 
     def memory_of_lanes(self) -> dict[int, Tensor]:
-        """Lane -> its memory [L, M, D], for the checkpoint."""
+        """Lane -> its memory [L, M, D], for the checkpoint: fp32, in which bf16 is exact."""
         return {
-            lane: torch.stack([layer[row] for layer in self.memories[index].layers])
+            lane: torch.stack([layer[row] for layer in self.memories[index].layers]).float()
             for index, row, lane in self._rows_with_lanes()
         }
 

@@ -54,16 +54,21 @@ class Stage3Engine(Engine):
                 yield fragment
 
     def _part(self, name: str, parameter: Any) -> Fragment:
-        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
-
         # Masters of small parameters are sharded too, although their weights stay gathered.
-        part = safe_get_local_fp32_param(parameter).detach()
+        part = self._owned_view(parameter)
         start = self._world.rank * part.numel()
         owned = slice(0, max(0, min(part.numel(), math.prod(self.shapes[name]) - start)))
-        states = {
-            key: safe_get_local_optimizer_state(parameter, key)[owned] for key in OPTIMIZER_STATES
-        }
+        states = {key: self._owned_view(parameter, key)[owned] for key in OPTIMIZER_STATES}
         return Fragment(name, self.shapes[name], start, part[owned], states)
+
+    def _owned_view(self, parameter: Any, state: str | None = None) -> Tensor:
+        """This rank's part of a parameter's master or optimizer state, 1-D, with its padding."""
+        # Not `safe_get_local_fp32_param`: if the optimizer is on the host, it returns a copy on the
+        # GPU, and a checkpoint would be loaded into that copy.
+        view, _ = self._engine.optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=state
+        )
+        return view.detach()
 
     def _refresh_weights(self) -> None:
         # As in DeepSpeed's own step. Weights that are gathered now, as the small ones always are,

@@ -83,6 +83,12 @@ class RunConfig(Section):
             problems.append(
                 f"training.micro_batch_lanes={micro} is above data.num_lanes={lanes}; use null"
             )
+        if self.training.compile and self.deepspeed.zero_stage == 3:
+            problems.append(
+                "training.compile=true is not supported at deepspeed.zero_stage=3: there DeepSpeed "
+                "gathers weights in hooks inside the layers, which end every compiled graph; use "
+                "stage 0, 1 or 2"
+            )
         if problems:
             raise ValueError("\n".join(problems))  # `problems.explain` splits the lines.
         return self

@@ -23,12 +23,30 @@ class TrainingConfig(Section):
     """Number of newest checkpoints to keep, in addition to the best one."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a rank waits in a collective before it fails."""
+    compile: bool = False
+    """Compile the layers with torch.compile at the start, a minute or more; stages 0 to 2."""
     activation_checkpointing: bool = False
     """Compute each layer's activations again in backward: less memory, more time, same numbers."""
     memory_dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states."""
     memory_device: Literal["default", "cpu"] = "default"
     """Where the recurrent memory is stored: with the weights, or on the host. Same numbers."""
+    statistics_interval_steps: int | None = Field(default=None, ge=1)
+    """Steps between two lines with norms of weights, gradients and updates by layer; null: none."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step of a trace by torch.profiler in RUN/profile; null: none."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that write a trace."""
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _require_rising_steps(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps is not None and not 1 <= steps[0] <= steps[1]:
+            raise ValueError(
+                f"{list(steps)} must be the first and the last step to profile, from 1 on; write "
+                "for example [100, 104]"
+            )
+        return steps
 
 
 class EvaluationConfig(Section):

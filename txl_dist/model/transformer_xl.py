@@ -47,6 +47,8 @@ class TransformerXL(nn.Module):
             raise ValueError("ModelConfig.vocab_size must be set to build a model")
         self.config = config
         self.recompute_layers = recompute_layers
+        self.compute_layer = _compute_layer
+        """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
         self.encoding = encoding_class(config)
         self.table = AdaptiveEmbedding(config)
         if config.shares_biases:
@@ -104,13 +106,15 @@ class TransformerXL(nn.Module):
         context: SegmentContext,
     ) -> Tensor:
         memory = read_as(memory, x_BTD) if isinstance(memory, Tensor) else memory
-        if not (self.recompute_layers and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return layer(x_BTD, memory, context)
+        if not self.recompute_layers:
+            return self.compute_layer(layer, x_BTD, memory, context)
         # No random state to restore: dropout masks are a function of their place (dropout.py).
         # No early stop: it leaves forward by an exception, so hooks that release the layer's
         # gathered weights (ZeRO stage 3) would not run.
         output_BTD: Tensor = checkpoint(
-            layer, x_BTD, memory, context,
+            self.compute_layer, layer, x_BTD, memory, context,
             use_reentrant=False, preserve_rng_state=False, early_stop=False,
         )  # fmt: skip
         return output_BTD
@@ -172,3 +176,8 @@ class TransformerXL(nn.Module):
             n_head=config.n_head,
             d_head=config.d_head,
         )
+
+
+def _compute_layer(layer: nn.Module, x_BTD: Tensor, memory: Any, context: SegmentContext) -> Tensor:
+    output_BTD: Tensor = layer(x_BTD, memory, context)
+    return output_BTD

@@ -27,18 +27,21 @@ from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
+from txl_dist.training.compilation import compile_layers
 from txl_dist.training.data import Corpus, TrainingData
 from txl_dist.training.engine import create_engine
 from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.phases import phases_from
+from txl_dist.training.profiler import StepProfiler
 from txl_dist.training.report import RankZeroReport, Report
 from txl_dist.training.resume import ResumePoint, find_resume_point, remaining_work, restore
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.same_job import require_same_job
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.state import TrainState
+from txl_dist.training.statistics import WeightStatistics
 from txl_dist.training.step import TrainStep
 from txl_dist.training.utilisation import Utilisation
 
@@ -86,6 +89,10 @@ def build_trainer(
     step = _build_step(rank)
     if point is not None:
         restore(point, step.engine, step)
+    if config.training.statistics_interval_steps is not None:
+        step.statistics = WeightStatistics(
+            step.engine, world, interval_steps=config.training.statistics_interval_steps
+        )
     state = _initial_state(rank, point)
     plan = data.plan_of(state.phases[-1])
     world.run_on_rank_zero(lambda: _open_run(rank, state, point))
@@ -108,6 +115,7 @@ def build_trainer(
         evaluate=build_evaluator(config, data, step.engine, world),
         evaluated_data=data.evaluation.corpus.manifest.digest if data.evaluation else None,
         state=state,
+        profiler=_build_profiler(rank),
     )
 
 
@@ -126,10 +134,13 @@ def _build_step(rank: _Rank) -> TrainStep:
         seed=config.seed,
         recompute_layers=config.training.activation_checkpointing,
     )
+    lanes = data.plan.lanes_of_rank(world.rank, world.num_ranks)
+    if config.training.compile:
+        compile_layers(model, config, world, lanes=range(micro_batch_rows))
     return TrainStep(
         create_engine(model, config, world, **shape),
         world,
-        lanes=data.plan.lanes_of_rank(world.rank, world.num_ranks),
+        lanes=lanes,
         seed=config.seed,
         byte_counts_V=torch.from_numpy(data.tokenizer.token_bytes()),
         memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
@@ -206,6 +217,20 @@ def _build_report(rank: _Rank, utilisation: Utilisation) -> Report:
         return Report(utilisation)
     journal = rank.stack.enter_context(MetricsJournal(rank.directory.metrics))
     return RankZeroReport(utilisation, journal, num_steps=rank.config.training.num_steps)
+
+
+def _build_profiler(rank: _Rank) -> StepProfiler | None:
+    training = rank.config.training
+    if training.profile_steps is None or rank.world.rank not in training.profile_ranks:
+        return None
+    first_step, last_step = training.profile_steps
+    profiler = StepProfiler(
+        rank.directory.path / "profile",
+        rank=rank.world.rank,
+        first_step=first_step,
+        last_step=last_step,
+    )
+    return rank.stack.enter_context(closing(profiler))
 
 
 def _describe_start(

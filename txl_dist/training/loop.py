@@ -21,6 +21,7 @@ from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.training.profiler import StepProfiler
 from txl_dist.training.report import Report
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
@@ -54,6 +55,7 @@ class Trainer:
     evaluated_data: str | None
     """Digest of the dataset that `evaluate` scores."""
     state: TrainState
+    profiler: StepProfiler | None = None
 
     def run(self) -> TrainState:
         """Train to the last step, save, and return the final state.
@@ -72,6 +74,8 @@ class Trainer:
         if self.state.evaluation_pending:
             self._evaluate()  # the checkpoint was written before the evaluation of its step
         while self.state.step < self.config.training.num_steps:
+            if self.profiler is not None:
+                self.profiler.before_step(self.state.step + 1)
             segment = self._next_segment()
             result, lr = self._step(segment)
             # The loss was finite, so the checkpoint written after the previous step is usable.
@@ -79,6 +83,7 @@ class Trainer:
             self._advance(segment, result)
             if self._is_due(self.config.training.log_interval_steps):
                 self._report(result, lr)
+            self.report.statistics(self.state, result.statistics)
             # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
             if self._is_due(self.config.training.checkpoint_interval_steps):
                 self._save()

@@ -7,6 +7,7 @@ checkpoint, so a resumed run writes the same lines as an uninterrupted one.
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,9 @@ class Report:
         self, state: TrainState, *, lr: float, gradient_norm: float, memory_valid: float
     ) -> None:
         """Write one line for the steps since the last one."""
+
+    def statistics(self, state: TrainState, values: Mapping[str, float]) -> None:
+        """Write the norms by layer of this step, if it has any."""
 
     def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
         """Write the score of a split."""
@@ -123,6 +127,10 @@ class RankZeroReport(Report):
         remaining_tokens = (self._num_steps - state.step) * tokens_per_step
         eta_seconds = remaining_tokens / values["tokens_per_second"]
         log.info("%s", step_line(state.step, values, eta_seconds=eta_seconds))
+
+    def statistics(self, state: TrainState, values: Mapping[str, float]) -> None:
+        if values:
+            self._write(state, dict(values))
 
     def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
         sums, split = result.sums, result.settings.split

@@ -8,7 +8,7 @@ except for the order of floating-point sums.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -20,6 +20,7 @@ from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks
+from txl_dist.training.statistics import WeightStatistics
 
 # Shapes: R rows of a micro-batch, T segment tokens, M memory tokens, D d_model, L layers,
 # V vocabulary
@@ -38,6 +39,8 @@ class StepResult:
     """Share of the memory tokens of all lanes that the segment's first tokens may attend to."""
     raised: frozenset[str]
     """Flags that are true on at least one rank."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """Norms by layer (statistics.py), in steps that have them."""
 
 
 class TrainStep:
@@ -53,6 +56,7 @@ class TrainStep:
         num_rows = micro_batch_rows * num_micro_batches
         # Padding rows are last, so row i is lanes[i] for all rows with a lane.
         self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
+        self.statistics: WeightStatistics | None = None
         self.byte_counts_V = byte_counts_V.to(world.device)
         self.memories = [
             engine.model.empty_memory(micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host)
@@ -87,11 +91,18 @@ class TrainStep:
                 f"the loss of step {step} is {nats} (segment position {segment.position}, this "
                 f"rank's lanes {self.lane_of_row}); no rank has changed its weights"
             )
+        has_statistics = self.statistics is not None and self.statistics.is_due(step)
+        if self.statistics is not None and has_statistics:
+            self.statistics.before_update()
+        gradient_norm = self.engine.step(lr)
         return StepResult(
             LossSums(nats, int(num_tokens), int(num_bytes)),
-            gradient_norm=self.engine.step(lr),
+            gradient_norm=gradient_norm,
             memory_valid=visible / size if size else 0.0,
             raised=frozenset(name for name, count in zip(flags, counts, strict=True) if count > 0),
+            statistics=(
+                self.statistics.after_update() if self.statistics and has_statistics else {}
+            ),
         )
 
     def _micro_batch(

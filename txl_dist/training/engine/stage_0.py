@@ -30,6 +30,14 @@ class Stage0Engine(Engine):
             if start < stop:
                 yield self._slice(name, parameter, start, stop)
 
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Slices of the gradients, which are whole on every rank."""
+        parameters = dict(self.model.named_parameters())
+        for fragment in self.fragments():
+            gradient = parameters[fragment.name].grad
+            assert gradient is not None
+            yield fragment.name, gradient.view(-1)[fragment.start : fragment.stop]
+
     def fragments_to_load(self) -> Iterator[Fragment]:
         """Whole parameters, because every rank needs a full copy."""
         for name, parameter in self.model.named_parameters():

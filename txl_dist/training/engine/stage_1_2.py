@@ -7,6 +7,8 @@ Uses private attributes of DeepSpeed. Its version is pinned, and
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
 from txl_dist.training.engine.interface import Engine
 
@@ -26,6 +28,14 @@ class Stage12Engine(Engine):
                 states = {key: mapping.get_optim_state_fragment(key) for key in OPTIMIZER_STATES}
                 start = mapping.lp_fragment_address.start
                 yield Fragment(name, tuple(parameter.shape), start, master, states)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The partitions to which DeepSpeed has reduced the gradients."""
+        parameters: Iterable[tuple[str, Any]] = self.model.named_parameters()
+        for name, parameter in parameters:
+            mapping = parameter._hp_mapping
+            if mapping is not None and mapping.get_hp_fragment().numel():
+                yield name, mapping.get_lp_grad_fragment(parameter._index_in_param_group)
 
     def _refresh_weights(self) -> None:
         self._engine.optimizer.update_lp_params()

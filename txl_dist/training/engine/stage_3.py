@@ -5,7 +5,7 @@ Uses private attributes of DeepSpeed. Its version is pinned, and
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -56,10 +56,25 @@ class Stage3Engine(Engine):
     def _part(self, name: str, parameter: Any) -> Fragment:
         # Masters of small parameters are sharded too, although their weights stay gathered.
         part = self._owned_view(parameter)
-        start = self._world.rank * part.numel()
-        owned = slice(0, max(0, min(part.numel(), math.prod(self.shapes[name]) - start)))
+        start, owned = self._range_of(name, part)
         states = {key: self._owned_view(parameter, key)[owned] for key in OPTIMIZER_STATES}
         return Fragment(name, self.shapes[name], start, part[owned], states)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The rank-th parts of the gradients, without the padding at the end."""
+        from deepspeed.utils import safe_get_local_grad
+
+        parameters: Iterable[tuple[str, Any]] = self.model.named_parameters()
+        for name, parameter in parameters:
+            part = safe_get_local_grad(parameter)
+            _, owned = self._range_of(name, part)
+            if part[owned].numel():
+                yield name, part[owned]
+
+    def _range_of(self, name: str, part: Tensor) -> tuple[int, slice]:
+        """Where this rank's part starts in the flattened parameter, and its range of elements."""
+        start = self._world.rank * part.numel()
+        return start, slice(0, max(0, min(part.numel(), math.prod(self.shapes[name]) - start)))
 
     def _owned_view(self, parameter: Any, state: str | None = None) -> Tensor:
         """This rank's part of a parameter's master or optimizer state, 1-D, with its padding."""

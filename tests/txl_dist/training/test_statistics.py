@@ -36,7 +36,8 @@ def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFacto
 
 def weights(run: Path, step: int) -> dict[str, Tensor]:
     """All weights of a group in one tensor, from a checkpoint."""
-    model = find_model(run / "checkpoints" / f"step-{step:08}").load()
+    path = run / "checkpoints" / f"step-{step:08}"
+    model, _ = find_model(path).load_with_tokenizer()
     parts: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         parts.setdefault(group_of(name), []).append(parameter.detach().double().flatten())

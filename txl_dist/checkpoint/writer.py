@@ -38,6 +38,7 @@ from txl_dist.checkpoint.manifest import (
     load_checkpoint_manifest,
 )
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
 
 
@@ -131,8 +132,10 @@ def _finish(
     parts: list["_RankPart"],
     mlflow_run_id: str | None,
 ) -> None:
+    fault_point("save/manifest")
     _write_manifest(directory.staging, header, state, parts, mlflow_run_id)
     directory.finish(state["step"])
+    fault_point("save/latest")
     directory.set_pointer("LATEST", state["step"])
 
 
@@ -177,6 +180,7 @@ class _RankContent:
 
     def write(self, staging: Path, rank: int) -> _RankPart:
         """Write, fsync and hash this rank's files."""
+        fault_point("save/files")
         files = {}
         for kind, arrays in self._tensors.items():
             path = staging / file_name(kind, rank)

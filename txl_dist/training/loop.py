@@ -20,6 +20,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.training.report import Report
 from txl_dist.training.saving import RunSaver
@@ -151,6 +152,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Score the validation split, and save the score with the checkpoint of this step."""
         assert self.evaluate is not None
+        fault_point("evaluation")
         start = time.monotonic()
         result = self.evaluate(stop=self.stop)
         if result is None:

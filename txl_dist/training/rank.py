@@ -21,6 +21,7 @@ from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError, error_to_json
 from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import STOPPING, StopRequest, exit_before_first_step
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
@@ -40,6 +41,7 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
     A stop signal before the first step ends the process immediately, with exit code 75. A later one
     is a request to stop after the step; `announce_stop` confirms it on standard error.
     """
+    fault_point("start")
     keep_freed_memory()  # before the first large allocation
     directory = RunDirectory(job.run_path)
     directory.create()

@@ -18,6 +18,7 @@ from txl_dist.checkpoint.reader import (
 )
 from txl_dist.config.config_file import flatten_config
 from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import check_config, check_data
@@ -140,6 +141,7 @@ def _require_compatible(point: ResumePoint, job: TrainJob, data: TrainingData) -
 
 def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
     """Load weights, optimizer state and the memory of this rank's lanes."""
+    fault_point("resume")
     # The configs are compatible; this detects changes in the code of the model.
     check_parameters(point.path, point.manifest, engine.shapes)
     load_fragments(point.path, point.manifest, engine.fragments_to_load())

@@ -17,6 +17,7 @@ from torch import Tensor
 from data_pipeline.streams.segments import Segment
 from txl_dist.errors import DivergedError
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks
@@ -69,6 +70,7 @@ class TrainStep:
         Raises DivergedError on every rank before the optimizer step if a loss is not finite.
         """
         self.world.activity.name = f"step {step}"
+        fault_point("step")
         local = LossSums()
         for index in range(len(self.memories)):
             local += self._micro_batch(index, segment, step=step, num_targets=num_targets)

@@ -23,6 +23,7 @@ def test_a_run_on_ray_has_the_losses_of_plain_processes(
     assert losses(trained) == losses(tmp_path)
 
 
+@pytest.mark.fault_row(1)
 @pytest.mark.fault
 def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
     ranks: RankGroups, dataset: Path, tmp_path: Path
@@ -46,6 +47,7 @@ def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
     assert losses(run) == losses(straight)
 
 
+@pytest.mark.fault_row(5)
 @pytest.mark.fault
 def test_sigterm_to_every_process_saves_and_exits_75_and_leaves_no_process(
     dataset: Path, tmp_path: Path

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.fault
 LIMIT_SECONDS = 4
 
 
+@pytest.mark.fault_row(7)
 def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Path) -> None:
     process = start_txl(
         "train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION,
@@ -59,6 +60,7 @@ def stall_in_backward(world: World, job: TrainJob) -> str | None:
     return None
 
 
+@pytest.mark.fault_row(7)
 @pytest.mark.parametrize("stage", ZERO)
 def test_the_limit_reaches_the_gradients_at_every_stage(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str

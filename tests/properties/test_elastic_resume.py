@@ -12,6 +12,7 @@ TOLERANCE = 2e-6
 SETTINGS = (NO_EVALUATION, *DROPOUT, "training.checkpoint_interval_steps=4")
 
 
+@pytest.mark.fault_row(27)
 def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def tokens_of(directory: Path) -> dict[str, list[int]]:
     return tokens
 
 
+@pytest.mark.fault_row(14)
 @pytest.mark.parametrize(
     ("name", "flips"),
     [
@@ -67,6 +68,7 @@ def test_a_flipped_bit_is_refused_or_changes_no_token(
     assert len(refusals) > 0.75 * flips
 
 
+@pytest.mark.fault_row(13)
 @pytest.mark.parametrize("name", ["train-000001.tar.zst", "train-000001.index.safetensors"])
 def test_every_truncation_is_refused_with_both_sizes(dataset: Dataset, name: str) -> None:
     directory, _ = dataset
@@ -79,6 +81,7 @@ def test_every_truncation_is_refused_with_both_sizes(dataset: Dataset, name: str
             open_split(directory, "train")
 
 
+@pytest.mark.fault_row(17)
 def test_a_shard_overwritten_while_open_is_refused_at_the_next_frame(dataset: Dataset) -> None:
     directory, _ = dataset
     source = open_split(directory, "train", cache_frames=1)
@@ -90,6 +93,7 @@ def test_a_shard_overwritten_while_open_is_refused_at_the_next_frame(dataset: Da
         source.read(3, 0, 5)
 
 
+@pytest.mark.fault_row(15)
 def test_swapped_shards_are_refused_and_listed(dataset: Dataset) -> None:
     directory, _ = dataset
     first, second = directory / "train-000000.tar.zst", directory / "train-000001.tar.zst"
@@ -189,6 +193,7 @@ def test_an_index_that_contradicts_itself_is_refused_despite_a_valid_sha256(
         open_split(dataset[0], "train").read(0, 0, 1)
 
 
+@pytest.mark.fault_row(18)
 def test_a_fifo_in_place_of_a_shard_is_refused_without_blocking(dataset: Dataset) -> None:
     import os
 
@@ -201,6 +206,7 @@ def test_a_fifo_in_place_of_a_shard_is_refused_without_blocking(dataset: Dataset
     assert problem == "train-000000.tar.zst: missing, or not a regular file"
 
 
+@pytest.mark.fault_row(24)
 def test_every_flipped_bit_is_noticed_before_use(tmp_path: Path) -> None:
     directory = save(tmp_path, step=3)
     files = sorted(directory.iterdir())
@@ -217,6 +223,7 @@ def test_every_flipped_bit_is_noticed_before_use(tmp_path: Path) -> None:
     verify_checkpoint(directory)
 
 
+@pytest.mark.fault_row(24)
 @pytest.mark.parametrize("kind", ["manifest.json", "weights", "optimizer", "memory", "tokenizer"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
 def test_every_missing_or_shortened_file_is_named(tmp_path: Path, kind: str, damage: str) -> None:

@@ -37,7 +37,7 @@ Point = Literal[
 POINTS: tuple[Point, ...] = get_args(Point)
 
 _FAULT = re.compile(
-    r"(?P<point>[^:]+):(?P<action>[^:]+)(:(?P<nth>[1-9]\d*))?(:(?P<rank>\d+))?", re.ASCII
+    r"(?P<point>[^:]+):(?P<action>[^:]+)(:(?P<nth>[1-9]\d*)(:(?P<rank>\d+))?)?", re.ASCII
 )
 
 FAULT_VARIABLE = "TXL_FAULT"

@@ -55,16 +55,30 @@ class World:
         return torch.device("cpu")
 
     def join(self, *, timeout_seconds: float) -> None:
-        """Create the process group, unless it exists. Returns when all ranks have joined."""
+        """Create the process group, unless it exists. Returns when all ranks have joined.
+
+        Raises TxlError if they cannot meet: the port is in use, or a rank did not come in time.
+        """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            return
+        try:
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
                 rank=self.rank,
                 world_size=self.num_ranks,
                 timeout=timedelta(seconds=timeout_seconds),
             )
+        except dist.DistError as error:
+            reason = str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
+            address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise TxlError(
+                f"rank {self.rank} of {self.num_ranks} could not meet the other ranks at {address} "
+                f"({reason}). Another program uses that port, or a "
+                "rank did not start: see the logs of all ranks. Run the same command again; under "
+                "torchrun, with another --master-port"
+            ) from error
 
     def set_timeouts(self, *, timeout_seconds: float) -> None:
         """Set the time limit of all existing process groups.

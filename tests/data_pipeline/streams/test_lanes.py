@@ -51,6 +51,7 @@ def test_only_the_last_input_of_a_slice_has_no_target(plan: LanePlan, position: 
     assert plan.targets_in_step(position) == plan.num_lanes * (plan.tgt_len - len(ends))
 
 
+@pytest.mark.fault_row(39)
 @given(plan=plans(), data=st.data())
 def test_lanes_are_divided_among_ranks_with_equal_rows(plan: LanePlan, data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, plan.num_lanes))

@@ -70,6 +70,7 @@ def test_what_cannot_be_renamed_is_a_warning_and_stays_a_checkpoint(
     assert directory.steps() == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.fault_row(8)
 def test_a_start_removes_what_killed_processes_left(directory: CheckpointDirectory) -> None:
     before = names(directory)
     for folder in (".saving.tmp", ".step-00000001.0123abcd.tmp", ".superseded-step-00000002.tmp"):
@@ -140,6 +141,7 @@ def test_a_checkpoint_is_found_from_itself_its_run_or_its_pointer(tmp_path: Path
     assert resolve_checkpoint(tmp_path / "checkpoints" / "step-00000002").name == "step-00000002"
 
 
+@pytest.mark.fault_row(24, 45)
 @pytest.mark.parametrize("content", ["", "checkpoints/../../etc", "step-1", "\x00"])
 def test_a_damaged_pointer_is_refused(tmp_path: Path, content: str) -> None:
     save(tmp_path, step=2)

@@ -22,6 +22,7 @@ from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, DivergedError
 
 
+@pytest.mark.fault_row(8, 9)
 def test_a_kill_at_any_file_operation_leaves_an_intact_newest_checkpoint(tmp_path: Path) -> None:
     sweep = [sys.executable, "-m", "tests.txl_dist.checkpoint.kill_sweep", str(tmp_path)]
     done = subprocess.run(sweep, check=False, capture_output=True, text=True, timeout=120)
@@ -29,6 +30,7 @@ def test_a_kill_at_any_file_operation_leaves_an_intact_newest_checkpoint(tmp_pat
     assert "kill points" in done.stdout
 
 
+@pytest.mark.fault_row(10)
 def test_a_full_disk_names_the_place_and_keeps_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +71,7 @@ sys.exit(2)
     assert not directory.staging.exists()
 
 
+@pytest.mark.fault_row(10)
 @pytest.mark.parametrize("pointer", ["manifest.json", "LATEST"])
 def test_a_disk_that_fills_up_late_is_a_checkpoint_error_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pointer: str

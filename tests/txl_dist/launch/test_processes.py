@@ -16,6 +16,7 @@ def end(rank: int, code: int, error: TxlError | None = None, *, hung: bool = Fal
     return _RankEnd(rank, code, error, hung)
 
 
+@pytest.mark.fault_row(1)
 @pytest.mark.parametrize(
     ("ends", "error", "message"),
     [

@@ -170,6 +170,7 @@ def test_generation_runs_in_bf16_too() -> None:
     assert all(0 <= next(tokens) < VOCAB_SIZE for _ in range(5))
 
 
+@pytest.mark.fault_row(30)
 def test_fp16_is_refused_with_what_to_write_instead(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"precision: 'fp16' is not supported.* bf16.* or fp32"):
         tiny_job(dataset, tmp_path, "precision=fp16")

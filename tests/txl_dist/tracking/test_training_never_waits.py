@@ -29,6 +29,7 @@ from txl_dist.tracking.state import child_environment
 from txl_dist.tracking.tracker import Tracker
 
 
+@pytest.mark.fault_row(32)
 @pytest.mark.fault
 def test_a_killed_sender_is_replaced_and_no_point_is_doubled(run_dir: Path) -> None:
     began = time.monotonic()
@@ -73,6 +74,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.fault_row(2)
 @pytest.mark.fault
 def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path) -> None:
     """And a resume, started immediately, delivers into one complete MLflow run."""
@@ -101,6 +103,7 @@ def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path)
     assert senders_of(run_dir) == []
 
 
+@pytest.mark.fault_row(31, 32)
 def test_a_server_that_is_down_does_not_delay_training_and_gets_everything_later(
     run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -153,6 +153,7 @@ def poison_before_save(trainer: Trainer, step: int, rank: int, kind: str) -> Non
     trainer.saver.save = poisoned  # type: ignore[method-assign]
 
 
+@pytest.mark.fault_row(28)
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [("0", "weights"), ("1", "optimizer"), ("2", "memory"), ("3-all-spread", "weights")],
@@ -172,6 +173,7 @@ def test_a_number_that_is_not_finite_on_one_rank_is_saved_by_none(
     assert resolve_checkpoint(tmp_path / "LATEST") == CheckpointDirectory(tmp_path).at(5)
 
 
+@pytest.mark.fault_row(28)
 def test_a_learning_rate_that_overflows_leaves_the_last_good_checkpoint(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

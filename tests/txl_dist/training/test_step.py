@@ -50,6 +50,7 @@ def masters(engine: Engine) -> list[Tensor]:
     return [fragment.master.clone() for fragment in engine.fragments()]
 
 
+@pytest.mark.fault_row(28)
 @pytest.mark.parametrize("stage", ZERO)
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_all_ranks_stop_with_their_weights_as_they_were(

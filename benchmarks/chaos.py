@@ -38,7 +38,7 @@ from chaos_comparison import compare, draw
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from txl_dist.runtime.fault_injection import TRACE_VARIABLE
+from txl_dist.runtime.fault_injection import TRACE_VARIABLE, Reached, read_trace
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 MODULES = ("abc.py", "bisect.py", "colorsys.py", "copy.py", "heapq.py", "keyword.py", "this.py")
@@ -53,13 +53,22 @@ SETTINGS = (
 NUM_RANKS = 2
 STEPS_PER_KILL = 40
 KILLS_PER_RUN = 25
-PHASES = ("start", "resume", "step", "evaluation", "save/files", "save/manifest", "save/latest")
-AIMS = dict(zip(PHASES, (15, 10, 20, 20, 20, 8, 7), strict=True))
+PHASES = (
+    "start",
+    "engine",
+    "resume",
+    "step",
+    "evaluation",
+    "save/files",
+    "save/manifest",
+    "save/latest",
+)
+AIMS = dict(zip(PHASES, (10, 8, 7, 20, 20, 20, 8, 7), strict=True))
 """Weights of the phases that kills wait for."""
 VICTIMS = {"launcher": 30, "rank 0": 30, "rank 1": 30, "sender": 10}
 SIGTERM_SHARE = 0.15
 LONGEST_DELAY_SECONDS = 0.04
-"""From the beginning of the phase to the kill; `start` and `resume` last seconds."""
+"""From the beginning of the phase to the kill; those of the start last seconds."""
 LONGEST_START_DELAY_SECONDS = 6.0
 TIMEOUT_SECONDS = 600.0
 """Of every wait. Reaching it fails the benchmark."""
@@ -171,10 +180,12 @@ class Training:
                 process.kill()
                 process.wait()
 
-    def points(self) -> list[tuple[float, int, int, str]]:
-        """(time, pid, rank, point) that the ranks of the last call have reached."""
-        words = [line.split() for line in lines_of(self.trace)]
-        return [(float(time), int(pid), int(rank), point) for time, pid, rank, point in words]
+    def reached(self) -> list[Reached]:
+        """The points that the ranks of the last call have reached."""
+        return read_trace(self.trace)
+
+    def count(self, point: str) -> int:
+        return sum(line.point == point for line in self.reached())
 
     @property
     def last_step(self) -> int:
@@ -221,16 +232,16 @@ def kill_once(
     is_gentle = victim_name != "sender" and choice.random() < SIGTERM_SHARE
     number_of_signal = signal.SIGTERM if is_gentle else signal.SIGKILL
     target_step = STEPS_PER_KILL * (index + choice.random())
-    is_start = aim in ("start", "resume")
+    is_start = aim in ("start", "engine", "resume")
     delay = choice.uniform(0, LONGEST_START_DELAY_SECONDS if is_start else LONGEST_DELAY_SECONDS)
 
     if is_start:
         deadline = time.monotonic() + delay
         wait_until(process, lambda: time.monotonic() > deadline)
     else:
-        wait_until(process, lambda: has_point(run, "step") and run.last_step >= target_step, 0.02)
-        seen = sum(point == aim for *_, point in run.points())
-        wait_until(process, lambda: sum(point == aim for *_, point in run.points()) > seen)
+        wait_until(process, lambda: run.count("step") > 0 and run.last_step >= target_step, 0.02)
+        seen = run.count(aim)
+        wait_until(process, lambda: run.count(aim) > seen)
         time.sleep(delay)
     ranks[:] = process_list(process, "txl_dist.training.rank")
     victim = find_victim(victim_name, process, ranks)
@@ -241,10 +252,10 @@ def kill_once(
     victim.send_signal(number_of_signal)
     if victim_name != "sender" or victim is process:
         process.wait(TIMEOUT_SECONDS)
-    points = [point for point in run.points() if point[0] <= killed_at]
-    of_victim = [point for *_, pid, _, point in points if pid == victim.pid]
-    of_rank_zero = [point for *_, rank, point in points if rank == 0]
-    steps = [time for time, *_, point in points if point == "step"]
+    reached = [line for line in run.reached() if line.time <= killed_at]
+    of_victim = [line.point for line in reached if line.pid == victim.pid]
+    of_rank_zero = [line.point for line in reached if line.rank == 0]
+    steps = [line.time for line in reached if line.point == "step"]
     return Kill(
         number=first, run=number, step=run.last_step, aim=aim, signal=number_of_signal.name,
         phase=(of_victim or of_rank_zero or ["start"])[-1],
@@ -275,10 +286,6 @@ def process_list(parent: Any, module: str) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return sorted(found, key=lambda child: (child.create_time(), child.pid))
-
-
-def has_point(run: Training, point: str) -> bool:
-    return any(reached == point for *_, reached in run.points())
 
 
 def wait_until(

@@ -21,6 +21,7 @@ from txl_dist.config.config_file import dump_run_config, flatten_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.precision import MATMUL_DTYPE
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.stop_request import StopRequest
@@ -83,6 +84,7 @@ def build_trainer(
     lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS)
     world.run_on_rank_zero(lambda: stack.enter_context(lock))
     point = find_resume_point(job, data, world)
+    fault_point("engine")
     step = _build_step(rank)
     if point is not None:
         restore(point, step.engine, step)

@@ -63,10 +63,11 @@ def bench_train(*, rounds: int, num_steps: int) -> Iterator[Figure]:
                     tracking=TrackingConfig(enabled=name == "hanging", uri=uri),
                 )
                 measured.append(_train(config, num_ranks=2 if name == "two" else 1))
-        yield from _figures(speeds)
+        yield from figures_of(speeds)
 
 
-def _figures(speeds: dict[str, list[Speed]]) -> Iterator[Figure]:
+def figures_of(speeds: dict[str, list[Speed]]) -> Iterator[Figure]:
+    """The figures of the runs `one` (rank, no tracking), `hanging` (server) and `two` (ranks)."""
     one, hanging, two = speeds["one"], speeds["hanging"], speeds["two"]
     wait = statistics.median(speed.data_wait for speed in one) * 100
     yield Figure("data wait", wait, "% of a step", 1.0, at_most=True)

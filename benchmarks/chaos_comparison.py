@@ -17,7 +17,7 @@ from txl_dist.tracking.state import TrackingState
 
 METRICS = ("tokens", "loss", "perplexity", "lr", "gradient_norm", "memory_valid", "valid/loss")
 """Metrics that do not depend on time."""
-DELIVERY_SECONDS = 120.0
+DELIVERY_SECONDS = 240.0
 
 
 def compare(run: Path, reference: Path) -> dict[str, Any]:
@@ -65,7 +65,11 @@ def weights_sha256(run: Path) -> str:
 def mlflow_equals_journal(run: Path) -> bool:
     """Whether the MLflow run has every point of metrics.jsonl once, and no other."""
     deadline = time.monotonic() + DELIVERY_SECONDS
-    while not ((state := TrackingState.load(run / "tracking.json")) and state.delivered):
+    # `finished` too: the sender of a killed call has delivered its MLflow run as `interrupted`.
+    while not (
+        (state := TrackingState.load(run / "tracking.json"))
+        and (state.delivered, state.status) == (True, "finished")
+    ):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)

@@ -40,7 +40,7 @@ def test_a_kill_during_a_save_leaves_complete_checkpoints_only(
     """The second save, of step 12. Killed before LATEST, its checkpoint counts all the same."""
     faults = {FAULT_VARIABLE: f"{point}:kill:2:{rank}"}
     killed = start_txl(*command(dataset, tmp_path), environment=faults)
-    output, _ = killed.communicate(timeout=120)
+    output, _ = killed.communicate(timeout=240)
     assert f"rank {rank} was killed by SIGKILL" in output
     checkpoints = CheckpointDirectory(tmp_path)
     assert checkpoints.steps() == steps
@@ -48,7 +48,7 @@ def test_a_kill_during_a_save_leaves_complete_checkpoints_only(
     for step in steps:
         verify_checkpoint(checkpoints.at(step))
 
-    finished = txl(*command(dataset, tmp_path))
+    finished = txl(*command(dataset, tmp_path), timeout_seconds=240)
     assert finished.returncode == 0, finished.stderr
     assert f"resuming at step {steps[-1]} " in finished.stdout
     assert losses(tmp_path) == losses(straight)
@@ -62,15 +62,17 @@ def test_a_second_request_during_a_save_ends_the_run_and_keeps_the_previous_chec
     faults = {FAULT_VARIABLE: "save/manifest:sleep=300:2:0"}
     process = start_txl(*command(dataset, tmp_path), environment=faults)
     checkpoints = CheckpointDirectory(tmp_path)
-    wait_until(lambda: checkpoints.steps() == [6] and checkpoints.staging.exists())
+    wait_until(
+        lambda: checkpoints.steps() == [6] and checkpoints.staging.exists(), timeout_seconds=180
+    )
     process.send_signal(signal.SIGTERM)
     time.sleep(4)  # longer than what counts as a copy of the same request
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert checkpoints.steps() == [6]
     verify_checkpoint(checkpoints.at(6))
 
-    finished = txl(*command(dataset, tmp_path))
+    finished = txl(*command(dataset, tmp_path), timeout_seconds=240)
     assert finished.returncode == 0, finished.stderr
     assert losses(tmp_path) == losses(straight)

@@ -132,7 +132,7 @@ def main() -> None:
             result.write_text(json.dumps(compare(run.path, reference.path)))
         comparisons.append(json.loads(result.read_text()))
         print(f"run {number}: {comparisons[-1]}", flush=True)
-        if len(kills) >= num_kills:
+        if sum(kill.run <= number for kill in kills) >= num_kills:
             break
     summary = summarise(kills, comparisons)
     (out / "result.json").write_text(json.dumps(summary, indent=1) + "\n")

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup quickstart test test-all faults check format clean
+.PHONY: help setup quickstart test test-all faults chaos check format clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -26,8 +26,12 @@ test: setup      ## the test suite, under 8 minutes on 2 cores
 test-all: setup  ## also the exhaustive grids, with all examples of property tests
 	$(BIN)/python -m pytest -m 'not fault' --hypothesis-profile=all
 
-faults: setup    ## fault tests: killed ranks, full disks, damaged files
-	$(BIN)/python -m pytest -m fault
+faults: setup    ## run the fault matrix of docs/faults.md: killed ranks, full disks, damaged files
+	$(BIN)/python -m tests.faults.matrix --run
+
+N ?= 100
+chaos: setup     ## kill random processes of training runs N times and compare with a quiet run
+	$(BIN)/python benchmarks/chaos.py --kills $(N)
 
 check: setup     ## format, lint and types
 	$(BIN)/ruff format --check .

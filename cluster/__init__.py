@@ -5,8 +5,8 @@ connection.py         connects to a cluster (address.py) or to a private Ray (pr
 ray_train.py          runs the ranks with Ray Train, in a thread of the launcher
 supervisor.py         the launcher's main thread: stop signals, status lines, time limits
 cluster_monitor.py    asks Ray for nodes and free resources, for the supervisor
-launch_files.py       files in the run directory that launcher and ranks communicate through
 failure_callback.py   called by Ray Train when ranks fail; reports it to the supervisor
+failure_counter.py    which failures count, and when there were too many
 network.py            the network interface that gloo and NCCL use
 ray_log.py            sends Ray's log to RUN/logs/ray.log
 evaluation.py         scores a split with actors

@@ -6,7 +6,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 from ray.train import UserCallback
 
-from cluster.launch_files import LaunchFiles
+from txl_dist.launch.launch_files import LaunchFiles
 
 
 class FailureCallback(UserCallback):
@@ -17,15 +17,19 @@ class FailureCallback(UserCallback):
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Record the failure in a file, because the launcher's call into Ray still blocks."""
-        died = tuple(rank for rank, error in worker_exceptions.items() if _is_death(error))
-        LaunchFiles(self._run, self._launch_id).append_failure(worker_exceptions, died=died)
+        deaths = {rank: _death(error) for rank, error in worker_exceptions.items()}
+        LaunchFiles(self._run, self._launch_id).append_failure(
+            worker_exceptions,
+            died=tuple(rank for rank, death in deaths.items() if death is not None),
+            is_preemption=any(death is not None and death.preempted for death in deaths.values()),
+        )
 
 
-def _is_death(error: BaseException) -> bool:
-    """Whether the worker's process ended. Ray Train wraps Ray's error in others."""
+def _death(error: BaseException) -> RayActorError | None:
+    """The error of Ray about the worker's process, if it ended. Ray Train wraps it in others."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RayActorError):
-            return True
+            return cause
         cause = getattr(cause, "health_check_failure", None) or cause.__cause__
-    return False
+    return None

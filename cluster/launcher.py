@@ -21,11 +21,22 @@ class RayLauncher:
     def __init__(self, address: str | None = None) -> None:
         self._address = address
 
-    def train(self, job: TrainJob, *, num_ranks: int, on_line: OnLine) -> None:
-        """Raises the TxlError that ended the run; PreemptedError after a stop signal."""
+    def train(
+        self, job: TrainJob, *, num_ranks: int, on_line: OnLine, max_restarts: int | None = None
+    ) -> None:
+        """Raises the TxlError that ended the run; PreemptedError after a stop signal.
+
+        `max_restarts` None: `ray.max_restarts` of the config.
+        """
         from cluster.ray_train import train_on_ray
 
-        train_on_ray(job, num_ranks=num_ranks, address=self._address, on_line=on_line)
+        train_on_ray(
+            job,
+            num_ranks=num_ranks,
+            address=self._address,
+            on_line=on_line,
+            max_restarts=max_restarts,
+        )
 
     def evaluate(
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]

@@ -12,6 +12,7 @@ loop checks after every step.
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,31 @@ import torch
 
 from cluster.cluster_monitor import ClusterMonitor
 from cluster.connection import ray_connection, uses_gpus
-from cluster.launch_files import LaunchFiles, RankLocation
 from cluster.ray_log import ray_log
 from cluster.supervisor import Supervisor
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import DivergedError, LostRankError, PreemptedError, TxlError
+from txl_dist.launch.launch_files import LaunchFiles, RankLocation
 from txl_dist.launch.launcher import OnLine
+from txl_dist.launch.supervision import RestartBudget
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
 
 
-def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line: OnLine) -> None:
-    """Run `job` to its end. Raises the TxlError that ended it."""
+def train_on_ray(
+    job: TrainJob,
+    *,
+    num_ranks: int,
+    address: str | None,
+    on_line: OnLine,
+    max_restarts: int | None = None,
+) -> None:
+    """Run `job` to its end. Raises the TxlError that ended it.
+
+    `max_restarts` None: `ray.max_restarts` of the config.
+    """
     directory = RunDirectory(job.run_path)
     directory.create()
     with directory.locked():
@@ -45,6 +57,8 @@ def train_on_ray(job: TrainJob, *, num_ranks: int, address: str | None, on_line:
         num_ranks=num_ranks,
         address=address,
         start_timeout_seconds=job.config.ray.start_timeout_seconds,
+        grace_seconds=job.config.training.grace_seconds,
+        budget=RestartBudget(job.config.ray.max_restarts if max_restarts is None else max_restarts),
         on_line=on_line,
     )
 
@@ -89,7 +103,7 @@ def _fit(job: TrainJob, num_ranks: int, *, use_gpu: bool) -> TxlError | None:
         run_config=RunConfig(
             name="ray",  # Ray Train keeps its own state in RUN/ray
             storage_path=str(job.run_path.resolve()),
-            failure_config=FailureConfig(max_failures=job.config.ray.max_restarts),
+            failure_config=FailureConfig(max_failures=-1),  # the supervisor counts
             callbacks=[FailureCallback(job.run_path.resolve(), job.launch_id)],
         ),
     )
@@ -97,9 +111,8 @@ def _fit(job: TrainJob, num_ranks: int, *, use_gpu: bool) -> TxlError | None:
         trainer.fit()
     except TrainingFailedError as error:
         return TxlError(
-            f"the ranks failed more than ray.max_restarts={job.config.ray.max_restarts} times; "
-            f"the last error: {error}. Their logs: {RunDirectory(job.run_path).logs}. "
-            f"{resume_advice(job.run_path)}"
+            f"Ray Train ended the run: {error}. Logs of all ranks: "
+            f"{RunDirectory(job.run_path).logs}. {resume_advice(job.run_path)}"
         )
     return None
 
@@ -121,11 +134,12 @@ def _train_loop(settings: dict[str, Any]) -> None:
         ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
     )
     files.write_location(world.rank, location)
-    if files.saved.exists():
-        # After a restart, this launch's newest checkpoint replaces the command line's --resume.
-        job = job.model_copy(update={"resume": "auto"})
     try:
-        train_rank(job, world)
+        train_rank(
+            files.job_after_restart(job),
+            world,
+            report_stop=partial(files.write_error, world.rank),
+        )
     except LostRankError:
         raise  # caused by another rank; a restart can help
     except TxlError as error:

@@ -15,16 +15,19 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from cluster.address import responds
 from cluster.cluster_monitor import ClusterMonitor
-from cluster.launch_files import LaunchFiles, RankFailure, RankLocation
+from cluster.failure_counter import NODE_LOSS_SECONDS, FailureCounter
 from cluster.private_ray import end_private_ray
 from data_pipeline.processes.process_exit import exit_without_teardown
 from data_pipeline.processes.stop_signals import StopSignals, block_stop_signals, end_now
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
+from txl_dist.launch.launch_files import LaunchFiles, RankFailure, RankLocation
 from txl_dist.launch.launcher import OnLine
+from txl_dist.launch.supervision import RestartBudget
 from txl_dist.runtime.stop_request import STOPPING
 from txl_dist.training.follow import LogFollower, step_of
 from txl_dist.training.run_directory import RunDirectory
@@ -32,8 +35,8 @@ from txl_dist.training.run_directory import RunDirectory
 POLL_SECONDS = 0.2
 STATUS_SECONDS = 10.0
 """Before the first step, a status line is printed after this time without output."""
-NODE_LOSS_SECONDS = 6.0
-"""A failure is held back this long, because Ray may find out meanwhile that a node died."""
+STOP_MARGIN_SECONDS = 3.0
+"""Ranks end by themselves `grace_seconds` after a stop request; this is what they may exceed it."""
 HEAD_SECONDS = 30.0
 """Time limit for the head node to respond. Ray itself aborts this process after 60 seconds."""
 SHUTDOWN_SECONDS = 15.0
@@ -56,19 +59,26 @@ class Supervisor:
         num_ranks: int,
         address: str | None,
         start_timeout_seconds: float,
+        grace_seconds: float,
+        budget: RestartBudget,
         on_line: OnLine,
     ) -> None:
         self.monitor: ClusterMonitor | None = None
         self._directory, self._files = directory, files
         self._num_ranks, self._address = num_ranks, address
-        self._start_timeout_seconds = start_timeout_seconds
+        self._start_timeout_seconds, self._grace_seconds = start_timeout_seconds, grace_seconds
+        # A private Ray has one node, which this process would not outlive.
+        wait_seconds = 0.0 if address is None else NODE_LOSS_SECONDS
+        self._counter = FailureCounter(budget, directory, wait_seconds=wait_seconds)
         self._on_line, self._print_lock = on_line, threading.Lock()
         self._waiting_since = self._last_print = time.monotonic()
         self._locations: dict[int, RankLocation] = {}
         """Filled once all ranks have started; empty again after a failure."""
         self._failure: tuple[float, RankFailure] | None = None
         """A failure that is not yet reported, and when it was read."""
-        self._has_stepped = self._has_failed = self._has_forwarded_stop = False
+        self._has_stepped = self._has_failed = False
+        self._stop_deadline: float | None = None
+        """When to give up on ranks that were asked to stop."""
         self._ended_at: float | None = None
         self._error: Exception | None = None
 
@@ -122,6 +132,8 @@ class Supervisor:
         self._report_failure()
         if is_stop_requested and (error := self._forward_stop()):
             return error
+        if not is_stop_requested and (error := self._check_budget()):
+            return error
         if not self._has_stepped and time.monotonic() - self._last_print > STATUS_SECONDS:
             seconds = time.monotonic() - self._waiting_since
             self._print(f"waiting {seconds:.0f} s for {self._describe_wait()}")
@@ -161,6 +173,9 @@ class Supervisor:
             for rank, text in failure.errors.items():
                 log.warning("rank %d: %s", rank, text)
             self._failure = time.monotonic(), failure
+            if not failure.is_preemption:
+                node_ids = frozenset(location.node_id for location in self._locations.values())
+                self._counter.add(self._describe_failure(failure), node_ids=node_ids)
             self._files.remove_locations(self._num_ranks)  # before the restarted ranks write theirs
 
     def _report_failure(self) -> None:
@@ -170,20 +185,29 @@ class Supervisor:
         since, failure = self._failure
         # When a node dies, Ray Train reports an error of the surviving ranks first. The node's
         # death explains it, and Ray notices that some seconds later.
-        died = self._ranks_on_dead_nodes() or failure.died
-        if not died and time.monotonic() - since < NODE_LOSS_SECONDS:
+        failure = replace(failure, died=self._ranks_on_dead_nodes() or failure.died)
+        if not failure.died and time.monotonic() - since < NODE_LOSS_SECONDS:
             return
-        if died:
-            event = " and ".join(f"{self._describe_rank(rank)} died" for rank in died)
-        else:
-            rank, text = next(iter(failure.errors.items()))
-            event = f"{self._describe_rank(rank)} failed ({text.splitlines()[0]})"
+        event = self._describe_failure(failure)
         self._failure, self._locations, self._has_failed = None, {}, True
         self._waiting_since, self._has_stepped = time.monotonic(), False
         self._print(
             f"{event}; waiting for {self._describe_wait()}. Training then resumes from the newest "
             f"checkpoint (details: {self._ray_log})"
         )
+
+    def _describe_failure(self, failure: RankFailure) -> str:
+        if failure.died:
+            return " and ".join(f"{self._describe_rank(rank)} died" for rank in failure.died)
+        rank, text = next(iter(failure.errors.items()))
+        return f"{self._describe_rank(rank)} failed ({text.splitlines()[0]})"
+
+    def _check_budget(self) -> TxlError | None:
+        """Count failures; returns the error that ends the launch after too many."""
+        if self._files.error() is not None:  # the ranks return, and the launch ends with this error
+            return None
+        state = self.monitor.state if self.monitor else None
+        return self._counter.check(state.node_ids if state else None)
 
     def _ranks_on_dead_nodes(self) -> tuple[int, ...]:
         state = self.monitor.state if self.monitor else None
@@ -205,12 +229,17 @@ class Supervisor:
             return PreemptedError(
                 f"stopped on request while no rank was training. {self._resume_advice}"
             )
-        if not self._has_forwarded_stop:
-            self._has_forwarded_stop = True
+        if self._stop_deadline is None:
+            self._stop_deadline = time.monotonic() + self._grace_seconds + STOP_MARGIN_SECONDS
             self._files.stop.touch()
             self._print(STOPPING)
         if self._files.error() is not None:  # the ranks' PreemptedError: do not wait for Ray
             self.set_ended(None)
+        elif time.monotonic() > self._stop_deadline:
+            return PreemptedError(
+                "stopped on request, and the ranks were killed, because they did not end within "
+                f"training.grace_seconds={self._grace_seconds:g}. {self._resume_advice}"
+            )
         return None
 
     def _kill_ray_and_end(self) -> None:

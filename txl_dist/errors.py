@@ -6,7 +6,7 @@
         UnfinishedError     3   preparation that was interrupted; the same command resumes it
       ReadFailureError      1   data that cannot be read now; it may be intact
       CheckpointError       4   damaged, incomplete or incompatible checkpoint
-      DivergedError         5   loss or gradient that is not finite
+      DivergedError         5   loss or gradient that is not finite, or a spike
       LostRankError         1   no reply from other ranks in a collective
       PreemptedError       75   stopped on request; resumable (EX_TEMPFAIL)
 
@@ -37,7 +37,7 @@ class CheckpointError(TxlError):
 
 
 class DivergedError(TxlError):
-    """The loss or a gradient is not finite. Every rank stops before the optimizer step."""
+    """A loss or gradient that is not finite, or a spike. Every rank stops before the update."""
 
     exit_code = 5
 

@@ -18,8 +18,8 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
-# Without "B:" Slurm signals the tasks, not this script: every rank finishes its step and saves. 120
-# seconds must suffice for one step and one checkpoint.
+# Without "B:" Slurm signals the tasks, not this script: every rank finishes its step and saves.
+# grace_seconds below must be less than these 120 seconds.
 #SBATCH --signal=USR1@120
 
 set -euo pipefail
@@ -29,6 +29,8 @@ if (($# == 0)); then
     exit 2
 fi
 python=${TXL_PYTHON:-.venv/bin/python}
+# A rank that has not saved by then ends by itself, and says what is lost, before Slurm kills it.
+grace_seconds=110
 
 # The variables that torchrun sets and that are the same for all ranks. `txl train` is a rank, and
 # starts no processes, only if it finds the complete set (txl_dist/runtime/torchrun.py).
@@ -49,7 +51,7 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 code=0
 srun --kill-on-bad-exit=0 --wait=60 \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
-    "$python" -m txl_dist train "$@" || code=$?
+    "$python" -m txl_dist train "$1" "training.grace_seconds=$grace_seconds" "${@:2}" || code=$?
 
 if ((code == 75)); then
     scontrol requeue "$SLURM_JOB_ID"  # on a real cluster this ends the script

@@ -5,15 +5,23 @@ moment (disk, network, permissions) and a damaged file are different errors: the
 intact, the second must not be used.
 """
 
+import errno
 import os
 import stat
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.storage.remote_path import DatasetPath, RemotePath
 from data_pipeline.storage.source_errors import is_read_failure
+
+_MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a disk or a network file system after which a second attempt may succeed."""
+_WAITS_SECONDS = (0.5, 1.0)
+"""Before the second and the third attempt."""
 
 
 def read_bytes_at(
@@ -26,15 +34,31 @@ def read_bytes_at(
     try:
         if isinstance(path, RemotePath):
             return path.read_range(first, size)
-        # Opened for every read: a corpus may have more shards than a process may have open files.
-        # O_NONBLOCK: opening a FIFO would otherwise block until somebody writes to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            return os.pread(descriptor, size, first)
-        finally:
-            os.close(descriptor)
+        return _read_local(path, first, size)
     except OSError as error:
         raise unreadable_file(path, directory, part, error) from error
+
+
+def _read_local(path: Path, first: int, size: int) -> bytes:
+    """Read again after an error that may pass, as `retry_request` does for URLs."""
+    for wait_seconds in _WAITS_SECONDS:
+        try:
+            return _read_once(path, first, size)
+        except OSError as error:
+            if error.errno not in _MAY_PASS:
+                raise
+            time.sleep(wait_seconds)
+    return _read_once(path, first, size)
+
+
+def _read_once(path: Path, first: int, size: int) -> bytes:
+    # Opened for every read: a corpus may have more shards than a process may have open files.
+    # O_NONBLOCK: opening a FIFO would otherwise block until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        return os.pread(descriptor, size, first)
+    finally:
+        os.close(descriptor)
 
 
 def read_frame(directory: DatasetPath, entry: ShardEntry, frame: Frame, number: int) -> bytes:

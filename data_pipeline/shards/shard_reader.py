@@ -43,6 +43,9 @@ class TokenSource(Protocol):
     def document_starts(self, block: int) -> np.ndarray:
         """int64 [documents of the block]: first token of each in the block, rising from 0."""
 
+    def document_ids(self, block: int) -> list[str]:
+        """Ids of these documents, in the same order."""
+
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a block, 1-D."""
 
@@ -105,6 +108,17 @@ class SplitReader:
         view = index.document_starts[first:last]
         view.flags.writeable = False  # of the cached index
         return view
+
+    def document_ids(self, block: int) -> list[str]:
+        """Ids of the documents of a block, in the order of `document_starts`.
+
+        Ids are not kept in memory, so each call reads the index of the shard again.
+        """
+        shard, number = self._locate(block)
+        index = self._read_index(self.entry.shards[shard])
+        first = int(index.block_documents[:number].sum())
+        stop = first + int(index.block_documents[number])
+        return [index.document_id(document) for document in range(first, stop)]
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of `block`, a new 1-D array of `dtype`.

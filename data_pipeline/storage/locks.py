@@ -14,14 +14,15 @@ import time
 POLL_SECONDS = 0.1
 
 
-def try_lock(descriptor: int, *, if_unsupported: bool = True) -> bool:
-    """Take the exclusive lock of an open file or directory; False if another process holds it.
+def try_lock(descriptor: int, *, shared: bool = False, if_unsupported: bool = True) -> bool:
+    """Take the lock of an open file or directory; False if another process prevents it.
 
-    `if_unsupported` is the result on a file system without locks. The lock is released when the
-    descriptor is closed or the process ends.
+    The lock is exclusive, or `shared` by any number of processes. `if_unsupported` is the result on
+    a file system without locks. The lock is released when the descriptor is closed or the process
+    ends.
     """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

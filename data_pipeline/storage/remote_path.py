@@ -90,6 +90,15 @@ class RemotePath:
             if info["type"] == "file"
         }
 
+    def folders(self) -> list[str]:
+        """Names of the folders in this directory, sorted; none if it does not exist."""
+        try:
+            listed = self._request(lambda system: system.ls(self.url, detail=True))
+        except FileNotFoundError:  # a folder of an object store exists once it contains a file
+            return []
+        names = (PurePosixPath(info["name"]).name for info in listed if info["type"] != "file")
+        return sorted(names)
+
     def iterdir(self) -> Iterator["RemotePath"]:
         return (self / name for name in self.sizes())
 
@@ -125,7 +134,18 @@ class RemotePath:
 
     def write_from(self, source: Path) -> None:
         """Upload a local file. Atomic, as object stores make a new object visible when complete."""
-        self._request(lambda system: system.put_file(str(source), self.url))
+        # s3fs reads this many parts of 50 MiB at a time into memory.
+        options = {"max_concurrency": 2} if scheme_of(self.url) == "s3" else {}
+        self._request(lambda system: system.put_file(str(source), self.url, **options))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Upload `data`. Atomic, as `write_from`."""
+        self._request(lambda system: system.pipe_file(self.url, data))
+
+    def remove(self) -> None:
+        """Remove this file, or this folder with all files below it. It may be missing."""
+        with contextlib.suppress(FileNotFoundError):
+            self._request(lambda system: system.rm(self.url, recursive=True))
 
     def _request(self, request: Callable[[Any], _T]) -> _T:
         system = file_system(self.url)

@@ -24,6 +24,13 @@ a new order in the same way:
 The token after a slice's end belongs to unrelated text. That one target is masked, and the age of
 the tokens starts again from zero (`segments.py`).
 
+The number of lanes may change inside an epoch. The ranges of the order that are still unread, with
+the tail, are then joined, and the new lanes are cut from them. Where a lane crosses from one range
+to the next, it is as at the end of a slice. Two lanes at offset o, continued by three:
+
+    epoch order     |..o-----------------|..o-----------------|-|       .. read by the two lanes
+    new lanes          |lane 0 ----|lane 1 --  -|lane 2 ------|
+
 Each rank reads whole lanes (`lanes_of_rank`). The content of a lane does not depend on the number
 of ranks, so a run can stop on 8 ranks and resume, with its memory, on 3.
 
@@ -34,10 +41,13 @@ Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2
 slices is `batchify` of the paper's code, here applied to every epoch and to any order.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.streams.remainder import Range, Remainder, merged
 
 
 class EpochRange(NamedTuple):
@@ -48,7 +58,25 @@ class EpochRange(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRange(NamedTuple):
+    """Tokens [start, stop) of an epoch's order, which a lane reads at consecutive positions."""
+
+    epoch: int
+    start: int
+    stop: int
+    age: int
+    """Tokens directly before `start` that the lane has read or replayed (`Remainder`)."""
+
+
+class EpochProgress(NamedTuple):
+    """What a plan has read of an epoch at some position, and what is unread."""
+
+    epoch: int
+    read: tuple[Range, ...]
+    unread: tuple[Range, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class LanePlan:
     """Assigns the tokens of every epoch to lanes, lanes to ranks, and lane positions to steps.
 
@@ -65,6 +93,8 @@ class LanePlan:
     """First lane position of the plan. Positions before it belong to the plan of another phase."""
     first_epoch: int = 0
     """Number of the epoch that begins at `start`."""
+    remainder: Remainder | None = None
+    """The part of `first_epoch` that earlier phases have left; None: all of it."""
 
     def __post_init__(self) -> None:
         if self.num_lanes < 1 or self.tgt_len < 1:
@@ -83,20 +113,60 @@ class LanePlan:
                 f"data.num_lanes to {self.num_tokens // 2} or less, or prepare more text with "
                 "txl prepare."
             )
+        if self.lane_tokens_in(self.first_epoch) < 1:
+            raise ValueError(f"{self.remainder} has no token for each of {self.num_lanes} lanes")
 
     # --- who reads what -------------------------------------------------------------------------
 
     @property
     def lane_tokens(self) -> int:
-        """Q = N // L, the tokens of one lane in one epoch."""
+        """Q = N // L, the tokens of one lane in one whole epoch."""
         return self.num_tokens // self.num_lanes
 
-    def slice_start(self, lane: int) -> int:
-        """The first token of a lane, in the order of every epoch; its last is Q - 1 tokens later.
+    def lane_tokens_in(self, epoch: int) -> int:
+        """The tokens of one lane in this epoch."""
+        return self._remainder_of(epoch).num_tokens // self.num_lanes
 
-        The lane reads its slice from left to right.
+    def token_ranges(self, lane: int, part: EpochRange) -> list[TokenRange]:
+        """What a lane reads at these positions, from left to right: usually one range.
+
+        Between two ranges the text breaks off: the last token of the first one has no target.
+        Positions before the plan's start have the tokens to replay; where there are none, the
+        ranges have fewer tokens than `part`.
         """
-        return lane * self.lane_tokens
+        remainder = self._remainder_of(part.epoch)
+        lane_tokens = remainder.num_tokens // self.num_lanes
+        (first, end), *others = remainder.ranges_of(lane * lane_tokens, (lane + 1) * lane_tokens)
+        # The tokens to replay extend the lane's first range to the left, to negative offsets.
+        offset = -min(remainder.context_tokens, first)
+        token_ranges = []
+        for start, stop in [(first + offset, end), *others]:
+            low, high = max(part.start, offset), min(part.stop, offset + stop - start)
+            if low < high:
+                age = low - offset
+                token_ranges.append(TokenRange(part.epoch, start + age, start + high - offset, age))
+            offset += stop - start
+        return token_ranges
+
+    def progress(self, position: int) -> EpochProgress:
+        """What this plan has read of the epoch at `position`, and what is unread, with the tail."""
+        epoch, offset = self._locate(position)
+        remainder, lane_tokens = self._remainder_of(epoch), self.lane_tokens_in(epoch)
+        read, unread = [], []
+        for slice_start in range(0, self.num_lanes * lane_tokens, lane_tokens):
+            read += remainder.ranges_of(slice_start, slice_start + offset)
+            unread += remainder.ranges_of(slice_start + offset, slice_start + lane_tokens)
+        unread += remainder.ranges_of(self.num_lanes * lane_tokens, remainder.num_tokens)
+        return EpochProgress(epoch, merged(read), merged(unread))
+
+    def _remainder_of(self, epoch: int) -> Remainder:
+        if self.remainder is not None and epoch == self.first_epoch:
+            return self.remainder
+        return self._whole_epoch
+
+    @cached_property
+    def _whole_epoch(self) -> Remainder:
+        return Remainder(((0, self.num_tokens),))
 
     def lanes_of_rank(self, rank: int, num_ranks: int) -> range:
         """The lanes that one of W ranks reads: [floor(rL / W), floor((r + 1)L / W)).
@@ -130,7 +200,8 @@ class LanePlan:
             raise ConfigError(
                 f"{num_ranks} ranks for data.num_lanes={self.num_lanes}: every rank needs a lane. "
                 f"Start at most {self.num_lanes} ranks, or set data.num_lanes to {num_ranks} or "
-                "more in a new run (lanes are the global batch, so a run cannot change them)."
+                "more (lanes are the global batch: a run that has begun also needs --allow-change "
+                "data.num_lanes)."
             )
 
     # --- in which step --------------------------------------------------------------------------
@@ -139,21 +210,21 @@ class LanePlan:
         """Lane positions [start, stop), split where epochs end. A step at p reads [p, p + tgt_len).
 
         With Q = 10, `plan.epoch_ranges(8, 25)` is epoch 0 [8, 10), epoch 1 [0, 10), epoch 2 [0, 5).
+        Positions before the plan's start have negative offsets in its first epoch.
         """
         epoch_ranges = []
         while start < stop:
-            # Positions count on through phases; epochs of this plan start at `self.start`.
-            epoch, offset = divmod(start - self.start, self.lane_tokens)
-            num_tokens = min(self.lane_tokens - offset, stop - start)
-            epoch_ranges.append(EpochRange(self.first_epoch + epoch, offset, offset + num_tokens))
+            epoch, offset = self._locate(start)
+            num_tokens = min(self.lane_tokens_in(epoch) - offset, stop - start)
+            epoch_ranges.append(EpochRange(epoch, offset, offset + num_tokens))
             start += num_tokens
         return epoch_ranges
 
     def slice_ends(self, start: int, stop: int) -> range:
         """Lane positions in [start, stop) of the last token of a slice: these have no target."""
-        # A slice ends at every p with p = self.start - 1 (mod Q). The modulo is the distance from
-        # `start` to the first of them, 0 to Q - 1.
-        return range(start + (self.start - start - 1) % self.lane_tokens, stop, self.lane_tokens)
+        first_end = self.start + self.lane_tokens_in(self.first_epoch) - 1
+        num_before = max(0, -(-(start - first_end) // self.lane_tokens))  # rounded up
+        return range(first_end + num_before * self.lane_tokens, stop, self.lane_tokens)
 
     def targets_in_step(self, position: int) -> int:
         """Unmasked targets of the step at `position`, over all lanes of all ranks.
@@ -161,5 +232,33 @@ class LanePlan:
         Known before the first micro-batch, so that every rank divides its loss sum by the same
         number and no collective is needed to count targets.
         """
-        num_ends = len(self.slice_ends(position, position + self.tgt_len))
-        return self.num_lanes * (self.tgt_len - num_ends)
+        return self.targets_between(position, position + self.tgt_len)
+
+    def targets_between(self, start: int, stop: int) -> int:
+        """Unmasked targets at lane positions [start, stop), over all lanes of all ranks."""
+        num_positions = stop - start - len(self.slice_ends(start, stop))
+        first_gap, end = (bisect_left(self._gaps, p - self.start) for p in (start, stop))
+        return self.num_lanes * num_positions - (end - first_gap)
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        """The epoch at a lane position, and the offset in every lane's slice."""
+        # Positions count on through phases; epochs of this plan start at `self.start`.
+        offset = position - self.start - self.lane_tokens_in(self.first_epoch)
+        if offset < 0:
+            return self.first_epoch, position - self.start
+        epoch, offset = divmod(offset, self.lane_tokens)
+        return self.first_epoch + 1 + epoch, offset
+
+    @cached_property
+    def _gaps(self) -> list[int]:
+        """Offsets in the first epoch, ascending, where some lane's text breaks off in its slice."""
+        remainder, lane_tokens = (
+            self._remainder_of(self.first_epoch),
+            self.lane_tokens_in(self.first_epoch),
+        )
+        last_tokens = (divmod(start - 1, lane_tokens) for start in remainder.starts[1:-1])
+        return sorted(
+            offset
+            for lane, offset in last_tokens
+            if lane < self.num_lanes and offset < lane_tokens - 1
+        )

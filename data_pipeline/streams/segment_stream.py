@@ -72,7 +72,7 @@ class SegmentStream:
             shuffle=shuffle,
             seed=seed,
         )
-        self._position = position
+        self._position, self._tgt_len = position, plan.tgt_len
         # One segment per call for long segments, several for short ones: a call has a fixed cost.
         segment_tokens = max(1, self._reader.num_rows) * plan.tgt_len
         self._group_segments = max(1, min(GROUP_TOKENS // segment_tokens, prefetch_segments))
@@ -85,6 +85,12 @@ class SegmentStream:
     def position(self) -> int:
         """Lane position of the segment that `next` will return."""
         return self._position
+
+    def segments_before(self, num_segments: int) -> list[Segment]:
+        """The segments before `position`, to replay them. Call it before the first `next`."""
+        assert self._finalizer is None, "the thread uses the reader"
+        start = self._position - num_segments * self._tgt_len
+        return self._reader.read(start, num_segments) if num_segments else []
 
     def __iter__(self) -> Self:
         return self

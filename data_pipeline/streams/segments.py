@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import TokenSource
 
 Reset = Literal["document", "stream"]
-"""What the age of a token counts from: its document's first token, or its lane's slice."""
+"""What the age of a token counts from: its document's first token, or its lane's text without a
+break (`LanePlan.token_ranges`), usually the lane's slice."""
 
 IGNORED = -1
 """A target that is not scored."""
@@ -40,10 +41,11 @@ class Segment:
     input: NDArray[np.int64]
     """[B, T] token ids; 0 in rows of padding."""
     target: NDArray[np.int64]
-    """[B, T] the next token of the lane; IGNORED at a slice's end and in rows of padding."""
+    """[B, T] the next token of the lane; IGNORED where its text breaks off, as at a slice's end,
+    and in rows of padding."""
     age: NDArray[np.int32]
-    """[B, T] tokens since the start of the lane's slice or, under reset `document`, since the start
-    of the document if that is later. Key j is visible to query i only if i - j <= age(i)."""
+    """[B, T] tokens since the text of the lane last broke off or, under reset `document`, since the
+    start of the document if that is later. Key j is visible to query i only if i - j <= age(i)."""
     position: int
     """Lane position of the first token."""
     next_position: int
@@ -78,8 +80,7 @@ class SegmentReader:
             )
         self._source, self._plan = source, plan
         self._reset, self._shuffle, self._seed = reset, shuffle, seed
-        self.num_rows = num_rows
-        self._starts = [plan.slice_start(lane) for lane in lanes]
+        self.num_rows, self._lanes = num_rows, lanes
         # Lanes are far apart: a shared cursor would read one chunk per lane and step.
         self._cursors = [LaneCursor() for _ in lanes]
         self._epochs: dict[int, _Epoch] = {}
@@ -97,25 +98,23 @@ class SegmentReader:
         input_KBT, target_KBT = np.empty(shape_KBT, np.int64), np.empty(shape_KBT, np.int64)
         age_KBT = np.empty(shape_KBT, np.int32)
 
-        slice_age_KT = self._slice_age(position, stop).reshape(shape_KT)
         # One token more than the inputs: the last target.
         epoch_ranges = self._plan.epoch_ranges(position, stop + 1)
         epochs = self._epochs_of(epoch_ranges)
+        ends = []
         for row in range(len(self._cursors)):
-            tokens, document_age = self._read_lane(row, epoch_ranges, epochs)
+            tokens, age, lasts = self._read_lane(row, epoch_ranges, epochs)
             input_KBT[:, row] = tokens[:-1].reshape(shape_KT)
             target_KBT[-1, row, -1] = tokens[-1]
-            if self._reset == "document":
-                np.minimum(document_age[:-1].reshape(shape_KT), slice_age_KT, out=age_KBT[:, row])
-            else:
-                age_KBT[:, row] = slice_age_KT
+            age_KBT[:, row] = age[:-1].reshape(shape_KT)
+            ends += [(last // tgt_len, row, last % tgt_len) for last in lasts]
 
         # Targets are the inputs shifted by one token. Copied from the inputs, which are int64
         # already: converting the tokens a second time costs more than this copy.
         target_KBT[:, :, :-1] = input_KBT[:, :, 1:]
         target_KBT[:-1, :, -1] = input_KBT[1:, :, 0]
-        ends = np.asarray(self._plan.slice_ends(position, stop), np.int64) - position
-        target_KBT[ends // tgt_len, :, ends % tgt_len] = IGNORED
+        if ends:
+            target_KBT[tuple(np.transpose(ends))] = IGNORED
         padding = slice(len(self._cursors), None)
         input_KBT[:, padding], target_KBT[:, padding], age_KBT[:, padding] = 0, IGNORED, 0
         return [
@@ -127,22 +126,31 @@ class SegmentReader:
 
     def _read_lane(
         self, row: int, epoch_ranges: list[EpochRange], epochs: list[_Epoch]
-    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        """Tokens and document ages of one row's lane, over consecutive epoch_ranges."""
-        cursor, slice_start = self._cursors[row], self._starts[row]
-        runs = [
-            cursor.read(*epoch, slice_start + part.start, slice_start + part.stop)
-            for part, epoch in zip(epoch_ranges, epochs, strict=True)
-        ]
-        if len(runs) == 1:
-            return runs[0]
-        tokens, ages = zip(*runs, strict=True)
-        return np.concatenate(tokens), np.concatenate(ages)
+    ) -> tuple[NDArray[Any], NDArray[np.int32], list[int]]:
+        """Tokens and ages of one row's lane, and the indices of tokens that have no target."""
+        parts, num_tokens = [], 0
+        for epoch_range, epoch in zip(epoch_ranges, epochs, strict=True):
+            num_tokens += epoch_range.stop - epoch_range.start
+            for _, start, stop, age in self._plan.token_ranges(self._lanes[row], epoch_range):
+                tokens, document_age = self._cursors[row].read(*epoch, start, stop)
+                parts.append((tokens, self._age(document_age, age)))
+        if len(parts) == 1 and len(parts[0][0]) == num_tokens:
+            return *parts[0], []
+        lengths = [len(tokens) for tokens, _ in parts]
+        if missing := num_tokens - sum(lengths):  # before the first token that can be replayed
+            parts.insert(0, (np.zeros(missing, self._source.dtype), np.zeros(missing, np.int32)))
+            lengths.insert(0, missing)
+        all_tokens, ages = zip(*parts, strict=True)
+        ends = np.cumsum(lengths[:-1]) - 1
+        return np.concatenate(all_tokens), np.concatenate(ages), ends.tolist()
 
-    def _slice_age(self, start: int, stop: int) -> NDArray[np.int32]:
-        """Tokens since the slice's start at lane positions [start, stop), the same in all lanes."""
-        ages = [rising_ages(part.start, part.stop) for part in self._plan.epoch_ranges(start, stop)]
-        return ages[0] if len(ages) == 1 else np.concatenate(ages)
+    def _age(self, document_age: NDArray[np.int32], age: int) -> NDArray[np.int32]:
+        """Ages of consecutive tokens; the lane has `age` tokens directly before the first."""
+        # If the lane has the document's start, the document is younger at all of these tokens.
+        if self._reset == "document" and document_age[0] <= age:
+            return document_age
+        age_N = rising_ages(age, age + len(document_age))
+        return np.minimum(document_age, age_N) if self._reset == "document" else age_N
 
     def _epochs_of(self, epoch_ranges: list[EpochRange]) -> list[_Epoch]:
         """The epoch of each part. Keeps only these, usually one, for the next call."""

@@ -18,6 +18,7 @@ from txl_dist.evaluation.evaluate import (
 )
 
 
+@pytest.mark.fault_row(49)
 @pytest.mark.slow
 def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
     dataset: Path, trained: Path

@@ -77,6 +77,7 @@ def test_the_token_folder_and_the_ray_processes_of_a_killed_launcher_are_removed
             one.wait()
 
 
+@pytest.mark.fault_row(43)
 @pytest.mark.slow
 def test_a_private_ray_listens_on_loopback_and_requires_its_token() -> None:
     with ray_connection(None, num_cpus=1):

@@ -23,6 +23,7 @@ def test_a_run_on_ray_has_the_losses_of_plain_processes(
     assert losses(trained) == losses(tmp_path)
 
 
+@pytest.mark.fault_row(1)
 @pytest.mark.fault
 def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
     ranks: RankGroups, dataset: Path, tmp_path: Path
@@ -46,6 +47,7 @@ def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
     assert losses(run) == losses(straight)
 
 
+@pytest.mark.fault_row(5)
 @pytest.mark.fault
 def test_sigterm_to_every_process_saves_and_exits_75_and_leaves_no_process(
     dataset: Path, tmp_path: Path
@@ -63,5 +65,25 @@ def test_sigterm_to_every_process_saves_and_exits_75_and_leaves_no_process(
     assert "SIGTERM received" not in output
     stopped_at = max(losses(tmp_path))
     assert (tmp_path / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive
+
+
+@pytest.mark.fault
+def test_too_many_failures_without_a_checkpoint_between_end_the_run(
+    dataset: Path, tmp_path: Path
+) -> None:
+    overrides = (f"data.path={dataset}", f"directory={tmp_path}", *LONG)
+    process = start_txl("train", TINY, *overrides, "--ranks", 2, "--max-restarts", 0)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=120)
+    children = psutil.Process(process.pid).children(recursive=True)
+    (victim, *_) = [child for child in children if "TrainWorker" in " ".join(child.cmdline())]
+    os.kill(victim.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    last = output.splitlines()[-1]
+    assert "the ranks failed more than 0 times" in last
+    assert re.search(r"the last failure: rank [01] \(node 127\.0\.0\.1, pid \d+\) died", last)
+    assert "ray.max_restarts" in last
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive

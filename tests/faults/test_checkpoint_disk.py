@@ -34,6 +34,7 @@ def small_disk(at: Path, *, kilobytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", mount_point], check=True)
 
 
+@pytest.mark.fault_row(10)
 @pytest.mark.fault
 @pytest.mark.parametrize("kilobytes", range(700, 900, 16))
 def test_a_disk_that_fills_up_ends_all_ranks_with_4_and_keeps_what_was_saved(

@@ -30,6 +30,7 @@ def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPath
     return run
 
 
+@pytest.mark.fault_row(5)
 @pytest.mark.fault
 @pytest.mark.parametrize("step", [10, 20])
 def test_sigterm_in_an_evaluation_ends_it_with_the_checkpoint_that_was_due(

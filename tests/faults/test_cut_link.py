@@ -68,6 +68,7 @@ def test_a_short_cut_does_not_change_the_losses(
     assert losses(run) == losses(straight)
 
 
+@pytest.mark.fault_row(7)
 def test_a_link_cut_for_good_ends_both_ranks_with_collective_and_checkpoint(
     dataset: Path, tmp_path: Path
 ) -> None:

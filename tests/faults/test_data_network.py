@@ -71,6 +71,7 @@ def proxy(
     proxy.close()
 
 
+@pytest.mark.fault_row(19)
 @pytest.mark.parametrize("cut", [b".tar.zst", b".index.safetensors", b"tokenizer.json", b"GET /"])
 def test_verify_calls_cut_answers_of_a_store_unread(
     proxy: CuttingProxy,

@@ -37,6 +37,7 @@ def fill(disk: Path) -> None:
                 continue
 
 
+@pytest.mark.fault_row(10)
 def test_a_disk_that_fills_up_ends_the_run_with_4_and_the_reason(
     dataset: Path, small_disk: Path
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_4_and_the_reason(
     assert "disk full" in output
 
 
+@pytest.mark.fault_row(12)
 def test_a_disk_full_from_the_start_is_refused_before_the_first_step(
     dataset: Path, small_disk: Path
 ) -> None:

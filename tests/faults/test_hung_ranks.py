@@ -1,17 +1,35 @@
-"""FAULTS 7: the error names a rank that hangs, and the collective that waits for it."""
+"""FAULTS 7: the error names a rank that hangs, and the collective that waits for it.
+
+A rank that is only slow is named too, and nothing ends.
+"""
 
 import os
+import re
 import signal
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from data_pipeline.streams.segments import Segment
 from tests.support.commands import children_of, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, ZERO, tiny_job
+from tests.support.training_runs import (
+    NO_EVALUATION,
+    TINY,
+    ZERO,
+    losses,
+    tiny_job,
+    train,
+)
+from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.errors import LostRankError
+from txl_dist.runtime.collective_watch import CollectiveWatch
 from txl_dist.runtime.world import World
+from txl_dist.training import build_computation, rank
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.step import TrainStep
@@ -19,24 +37,42 @@ from txl_dist.training.step import TrainStep
 pytestmark = pytest.mark.fault
 
 LIMIT_SECONDS = 4
+LIMIT_OF_PROCESSES_SECONDS = 10
+"""Longer, because the ranks also have to meet at their start within it."""
 
 
+@pytest.mark.fault_row(7)
 def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Path) -> None:
     process = start_txl(
         "train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION,
         "tracking.enabled=false", "training.num_steps=100000",
-        f"training.rank_timeout_seconds={LIMIT_SECONDS}", "--on", "processes", "--ranks", 2,
+        f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}",
+        "--on", "processes", "--ranks", 2,
     )  # fmt: skip
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 5)
-    os.kill(children_of(process.pid)[1], signal.SIGSTOP)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 5, timeout_seconds=180)
+    stopped = children_of(process.pid)[1]
+    os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
-    assert time.monotonic() - began < LIMIT_SECONDS + 30
+    assert time.monotonic() - began < LIMIT_OF_PROCESSES_SECONDS + 30
     assert "rank 1 hung and was killed" in output
-    assert f"rank 0 waited training.rank_timeout_seconds={LIMIT_SECONDS}" in output
+    limit = f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}"
+    assert f"rank 0 waited {limit}" in output
     assert "for the other ranks in " in output
     assert "There is no checkpoint in" in output
+    # In the error, and in the log before the limit.
+    name = rf"rank 1 \(host \S+, pid {stopped}\) has not responded for \d+ s \(last in "
+    error = output.rpartition("rank 1 hung and was killed")[2]
+    assert re.search(name, error), output
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    notice, _, _ = log.partition("rank 0 failed")
+    assert re.search(rf"rank 0 has waited .*{name}", notice), log
+    (stacks,) = (tmp_path / "logs").glob("stacks-*-rank-*.txt")
+    text = stacks.read_text()
+    assert stacks.name.endswith("-rank-0.txt"), "the stopped rank cannot write"
+    assert re.search(rf"waits in \w+. Other ranks: {name}", text), text
+    assert "in _train" in text
 
 
 def stall_in_backward(world: World, job: TrainJob) -> str | None:
@@ -59,6 +95,7 @@ def stall_in_backward(world: World, job: TrainJob) -> str | None:
     return None
 
 
+@pytest.mark.fault_row(7)
 @pytest.mark.parametrize("stage", ZERO)
 def test_the_limit_reaches_the_gradients_at_every_stage(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
@@ -71,3 +108,42 @@ def test_the_limit_reaches_the_gradients_at_every_stage(
     assert message is not None
     assert message.startswith(f"rank 0 waited {limit} for the other ranks in ")
     assert "(step 3)" in message
+
+
+def train_slowly(world: World, job: TrainJob, *, save: bool) -> int:
+    """Rank 1 needs 4 s for the data of step 3, or for each checkpoint."""
+    segment_pipeline = build_computation.segment_pipeline
+
+    def slow_segments(*args: Any) -> Iterator[Segment]:
+        for number, segment in enumerate(segment_pipeline(*args), start=1):
+            time.sleep(4 if number == 3 and world.rank == 1 and not save else 0)
+            yield segment
+
+    def slow_snapshot(*args: Any) -> Snapshot:
+        time.sleep(4 if world.rank == 1 and save else 0)
+        return Snapshot(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_computation, "segment_pipeline", slow_segments)
+        patch.setattr("txl_dist.training.saving.Snapshot", slow_snapshot)
+        patch.setattr(rank, "CollectiveWatch", partial(CollectiveWatch, notice_seconds=1.0))
+        return train(world, job)
+
+
+@pytest.mark.parametrize(
+    ("save", "place"),
+    [(False, r"step 3, data wait for \d s: "), (True, r"checkpoint of step 6, save wait for \d s")],
+    ids=["data", "save"],
+)
+def test_a_slow_rank_is_named_and_nothing_ends(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, save: bool, place: str
+) -> None:
+    plain, slow = tmp_path / "plain", tmp_path / "slow"
+    settings = (NO_EVALUATION, "training.num_steps=6")
+    assert ranks(2).run(train, tiny_job(dataset, plain, *settings)) == [0, 0]
+    assert ranks(2).run(train_slowly, tiny_job(dataset, slow, *settings), save=save) == [0, 0]
+    assert losses(slow) == losses(plain)
+    log = (slow / "logs" / "rank-0.log").read_text()
+    assert re.search(rf"rank 0 has waited .*rank 1 \(host \S+, pid \d+\) has been in {place}", log)
+    assert "has not responded" not in log
+    assert not list((slow / "logs").glob("stacks-*"))

@@ -52,6 +52,7 @@ def kill_and_resume(dataset: Path, run: Path, *, victim: str) -> None:
     assert "resuming at step" in finished.stdout
 
 
+@pytest.mark.fault_row(1, 2)
 @pytest.mark.fault
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_losses_after_a_sigkill_are_those_of_a_straight_run(
@@ -64,6 +65,7 @@ def test_losses_after_a_sigkill_are_those_of_a_straight_run(
     assert [e["valid/loss"] for e in evaluations] == [e["valid/loss"] for e in expected]
 
 
+@pytest.mark.fault_row(5)
 @pytest.mark.fault
 def test_sigterm_saves_and_exits_75_and_the_run_goes_on(
     dataset: Path, straight: Path, tmp_path: Path

@@ -13,6 +13,7 @@ from tests.support.training_runs import NO_EVALUATION, TINY
 pytestmark = pytest.mark.fault
 
 
+@pytest.mark.fault_row(41)
 @pytest.mark.parametrize("num_presses", [1, 2])
 def test_nothing_is_left_running_after_ctrl_c(
     dataset: Path, tmp_path: Path, num_presses: int

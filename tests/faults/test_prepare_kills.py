@@ -89,6 +89,7 @@ def test_a_killed_run_leaves_no_process_and_its_finished_units(
     assert files_of(out) == whole
 
 
+@pytest.mark.fault_row(48)
 @pytest.mark.fault
 def test_killed_at_any_moment_a_rerun_gives_the_same_bytes(
     lines: Path, whole: dict[str, bytes], tmp_path: Path
@@ -124,6 +125,7 @@ def test_a_signal_to_the_group_ends_with_75_and_keeps_finished_units(
     assert files_of(out) == whole
 
 
+@pytest.mark.fault_row(40)
 def test_a_worker_killed_in_a_run_is_replaced(
     lines: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -152,6 +154,7 @@ def test_a_unit_whose_worker_dies_is_tried_once_more(tmp_path: Path) -> None:
         assert sorted(workers.map(die_at_first, units)) == list(enumerate("abcde"))
 
 
+@pytest.mark.fault_row(40)
 def test_a_unit_that_kills_two_workers_is_named_and_errors_come_as_they_are(
     tmp_path: Path,
 ) -> None:
@@ -198,6 +201,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
+@pytest.mark.fault_row(11)
 def test_a_full_disk_names_the_shard_and_a_rerun_with_space_goes_on(
     lines: Path, whole: dict[str, bytes], small_disk: Path
 ) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.fault
 LONG = (NO_EVALUATION, "training.num_steps=600", "training.checkpoint_interval_steps=50")
 
 
+@pytest.mark.fault_row(3)
 def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
     assert losses(run) == losses(straight)
 
 
+@pytest.mark.fault_row(4)
 def test_a_lost_head_ends_the_run_with_an_error_that_names_it(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +77,7 @@ def temporary() -> Iterator[Path]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.mark.fault_row(2)
 def test_the_leftovers_of_a_killed_launcher_are_removed_by_the_next(
     dataset: Path, tmp_path: Path, temporary: Path
 ) -> None:
@@ -97,6 +100,7 @@ def test_the_leftovers_of_a_killed_launcher_are_removed_by_the_next(
     assert not list(temporary.glob("txl-ray-*"))
 
 
+@pytest.mark.fault_row(49)
 def test_an_evaluation_whose_worker_dies_says_which_and_what_to_do(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +127,7 @@ def test_an_evaluation_whose_worker_dies_says_which_and_what_to_do(
     assert "Traceback" not in output
 
 
+@pytest.mark.fault_row(37)
 @pytest.mark.parametrize("command", ["train", "eval", "prepare"])
 def test_an_address_without_a_cluster_ends_soon_with_2_and_is_named(
     command: str, dataset: Path, tmp_path: Path

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.commands import start_txl, wait_until
+from tests.support.commands import num_lines, start_txl, wait_until
 from tests.support.nodes import ray_node, token_environment
 from tests.support.training_runs import NO_EVALUATION, TINY
 
@@ -70,6 +70,24 @@ def test_a_stop_while_ray_starts_ends_soon_with_75_and_leaves_nothing(
     _, alive = psutil.wait_procs(children, timeout=SOON_SECONDS)
     assert not alive
     assert not list(temporary.glob("txl-ray-*"))
+
+
+def test_a_stop_while_the_ranks_start_ends_them_before_their_first_step(
+    dataset: Path, tmp_path: Path
+) -> None:
+    overrides = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION)
+    process = start_txl("train", TINY, *overrides, "--ranks", 2)
+    wait_until((tmp_path / "logs" / "rank-0.log").exists, timeout_seconds=120)
+    children = psutil.Process(process.pid).children(recursive=True)
+    seconds = stop(process, signal.SIGTERM)
+    assert process.stdout is not None
+    output = process.stdout.read()
+    assert process.returncode == 75, output
+    assert seconds < SOON_SECONDS
+    assert "before the first step; nothing is lost" in output
+    assert num_lines(tmp_path / "metrics.jsonl") == 0
+    _, alive = psutil.wait_procs(children, timeout=SOON_SECONDS)
+    assert not alive
 
 
 @pytest.fixture(scope="module")

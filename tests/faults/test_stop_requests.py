@@ -43,6 +43,7 @@ def assert_saved_where_it_stopped(run: Path) -> None:
     assert "Error" not in (run / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.fault_row(5)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_to_every_process_of_a_job_is_one_request(
     dataset: Path, tmp_path: Path, number: int
@@ -58,6 +59,7 @@ def test_a_signal_to_every_process_of_a_job_is_one_request(
     assert_saved_where_it_stopped(tmp_path)
 
 
+@pytest.mark.fault_row(6)
 def test_a_second_request_long_after_the_first_ends_the_run_immediately(
     dataset: Path, tmp_path: Path
 ) -> None:

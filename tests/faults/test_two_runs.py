@@ -18,6 +18,7 @@ def command(dataset: Path, run: Path, *overrides: str, num_ranks: int = 2) -> tu
     return ("train", TINY, *overrides_of_run, "--on", "processes", "--ranks", num_ranks)
 
 
+@pytest.mark.fault_row(37)
 def test_runs_on_one_machine_do_not_take_each_others_port(dataset: Path, tmp_path: Path) -> None:
     runs = [tmp_path / name for name in ("one", "two")]
     processes = [start_txl(*command(dataset, run, NO_EVALUATION)) for run in runs]
@@ -27,6 +28,7 @@ def test_runs_on_one_machine_do_not_take_each_others_port(dataset: Path, tmp_pat
     assert losses(runs[0]) == losses(runs[1])
 
 
+@pytest.mark.fault_row(35, 36)
 def test_the_directory_of_a_living_run_is_refused_and_that_of_a_killed_one_is_not(
     dataset: Path, tmp_path: Path
 ) -> None:

@@ -206,6 +206,7 @@ def test_the_last_target_of_a_step_is_the_first_input_of_the_next(
             assert_array_equal(segment.target[:, -1], following.input[:, 0])
 
 
+@pytest.mark.fault_row(39)
 @quickly
 @given(case=cases(), prefetch=prefetches)
 def test_each_epoch_reads_every_token_once_except_the_remainder(case: Case, prefetch: int) -> None:

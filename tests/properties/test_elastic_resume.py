@@ -3,33 +3,55 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch.testing import assert_close
 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_job, train
+from txl_dist.checkpoint.directory import resolve_checkpoint
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.reader import load_memory, load_model
 
 # As in test_one_trajectory.py: another number of ranks sums floats in another order.
 TOLERANCE = 2e-6
-SETTINGS = (NO_EVALUATION, *DROPOUT, "training.checkpoint_interval_steps=4")
-
-
-def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
-) -> None:
-    # Each leg is stopped by num_steps; the schedule must not notice, so it is constant here.
-    legs = [
+SETTINGS = (
+    NO_EVALUATION,
+    *DROPOUT,
+    "training.checkpoint_interval_steps=4",
+    "optimizer.weight_decay=0.1",  # two groups of parameters
+    "optimizer.averaging=ema",  # one more state of every parameter
+    "optimizer.ema_decay=0.8",
+)
+MUON = ("optimizer.name=muon", "optimizer.lr=0.02", "optimizer.averaging=asgd")
+# Newton-Schulz iterations enlarge differences of small singular values up to 500 times.
+MUON_TOLERANCE = 2e-5
+LEGS = {
+    # (ranks, last step, overrides) of each start of the run
+    "adamw": [
         (2, 4, ZERO["3-all-spread"]),
         (1, 8, (*ZERO["1"], "training.micro_batch_lanes=2")),
         (2, 12, ZERO["3"]),
         (1, 15, (*ZERO["3-all-spread"], "training.micro_batch_lanes=2")),
         (2, 17, ZERO["2"]),
         (1, 20, (*ZERO["0"], "training.micro_batch_lanes=1")),
-    ]
-    constant = (*SETTINGS, "optimizer.schedule=constant")
+    ],
+    "muon": [(1, 6, ZERO["0"]), (2, 13, ZERO["2"]), (1, 20, ZERO["1"])],
+}
+
+
+@pytest.mark.fault_row(27)
+@pytest.mark.parametrize("optimizer", LEGS)
+def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, optimizer: str
+) -> None:
+    # Each leg is stopped by num_steps; the schedule must not notice, so it is constant here.
+    rule = MUON if optimizer == "muon" else ()
+    constant = (*SETTINGS, *rule, "optimizer.schedule=constant")
     reference = tmp_path / "reference"
     assert ranks(2).run(train, tiny_job(dataset, reference, *constant)) == [0, 0]
 
     moved = tmp_path / "moved"
-    for num_ranks, num_steps, overrides in legs:
+    for num_ranks, num_steps, overrides in LEGS[optimizer]:
         job = tiny_job(
             dataset,
             moved,
@@ -40,15 +62,71 @@ def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
         )
         assert ranks(num_ranks).run(train, job) == [0] * num_ranks
 
-    assert losses(moved) == pytest.approx(losses(reference), rel=TOLERANCE)
+    tolerance = MUON_TOLERANCE if optimizer == "muon" else TOLERANCE
+    assert losses(moved) == pytest.approx(losses(reference), rel=tolerance)
     assert len(losses(moved)) == 20
+    for weights in ("last", "averaged"):
+        models = [load_model(run_end(run), weights=weights)[0] for run in (reference, moved)]
+        for first, second in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(first, second, rtol=tolerance, atol=50 * tolerance)
+
+
+def run_end(run: Path) -> Path:
+    return run / "checkpoints" / "step-00000020"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+def test_a_resume_with_muon_is_bit_for_bit(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
+) -> None:
+    resumed_equals_straight(ranks, dataset, tmp_path, (*SETTINGS, *MUON, *ZERO[stage]))
+
+
+@pytest.mark.slow
+def test_ranks_and_lanes_change_in_one_run(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """Ranks 1 -> 2 -> 3 -> 1 and lanes 6 -> 12 in one run; the reference has one rank."""
+    changes = "training.changes=[{step: 6, num_lanes: 12}]"
+    settings = (*SETTINGS, "optimizer.schedule=constant", "data.num_lanes=6", changes)
+    legs = {
+        "moved": [
+            (1, 4, ZERO["1"]), (2, 8, ZERO["2"]), (3, 12, ZERO["3-all-spread"]), (1, 15, ZERO["1"])
+        ],
+        "reference": [(1, 15, ZERO["1"])],
+    }  # fmt: skip
+    for name, moves in legs.items():
+        for num_ranks, num_steps, stage in moves:
+            overrides = (*settings, *stage, f"training.num_steps={num_steps}")
+            allowed = ("training.num_steps",)
+            job = tiny_job(dataset, tmp_path / name, *overrides, allow_change=allowed)
+            assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+    reference, moved = losses(tmp_path / "reference"), losses(tmp_path / "moved")
+    largest = max(abs(moved[step] / loss - 1) for step, loss in reference.items())
+    print(f"largest relative difference of {len(moved)} losses: {largest:.1e}")
+    assert len(moved) == 15
+    assert largest < 1e-6
+    memories = []
+    for name in ("reference", "moved"):
+        checkpoint = resolve_checkpoint(tmp_path / name)
+        manifest = load_checkpoint_manifest(checkpoint)
+        memories.append(load_memory(checkpoint, manifest, range(12)))
+    for lane in range(12):
+        assert_close(memories[1][lane], memories[0][lane], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", ZERO)
 def test_a_resume_at_the_same_world_size_is_bit_for_bit(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
 ) -> None:
-    settings = (*SETTINGS, *ZERO[stage], "training.keep_checkpoints=9")
+    resumed_equals_straight(ranks, dataset, tmp_path, (*SETTINGS, *ZERO[stage]))
+
+
+def resumed_equals_straight(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    settings = (*settings, "training.keep_checkpoints=9")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert ranks(2).run(train, tiny_job(dataset, straight, *settings)) == [0, 0]
 
@@ -58,6 +136,10 @@ def test_a_resume_at_the_same_world_size_is_bit_for_bit(
 
     expected = {step: loss for step, loss in losses(straight).items() if step > 8}
     assert losses(resumed) == expected
+    for weights in ("last", "averaged"):
+        models = [load_model(run_end(run), weights=weights)[0] for run in (straight, resumed)]
+        for first, second in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(first, second)
 
 
 def test_the_interval_of_step_lines_survives_a_resume(

@@ -93,6 +93,7 @@ OPTIONS = {"n_layer": 2, "mem_len": 6}
 LONG_DOCUMENT = SplitCase([[60]], tgt_len=3, model_options=OPTIONS, reset="stream")
 
 
+@pytest.mark.fault_row(39)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7, 30])
 @pytest.mark.parametrize("reset", ["document", "stream"])
 def test_any_number_of_workers_gives_the_same_sums(num_workers: int, reset: Reset) -> None:

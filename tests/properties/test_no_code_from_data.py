@@ -27,6 +27,7 @@ from txl_dist.checkpoint.reader import (
 from txl_dist.errors import CheckpointError
 
 
+@pytest.mark.fault_row(23)
 @pytest.mark.parametrize("writer", ["torch", "pickle"])
 def test_a_pickle_instead_of_weights_is_refused_and_not_run(tmp_path: Path, writer: str) -> None:
     path, mark = saving.save(tmp_path / "run", step=1), tmp_path / "mark"
@@ -44,6 +45,7 @@ def test_a_pickle_instead_of_weights_is_refused_and_not_run(tmp_path: Path, writ
     assert not mark.exists()
 
 
+@pytest.mark.fault_row(45)
 def test_a_manifest_cannot_point_outside_its_directory(tmp_path: Path) -> None:
     directory = save(tmp_path, step=3)
     path = directory / "manifest.json"
@@ -66,6 +68,7 @@ def sign(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (directory / "manifest.json").write_bytes(unchecked.to_bytes())
 
 
+@pytest.mark.fault_row(21, 22)
 @pytest.mark.parametrize(
     "name",
     ["../secret.tar.zst", "/etc/passwd", "train-000001.tar.zst", "train-000000.tar", "pipe:cat x"],

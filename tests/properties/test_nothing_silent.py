@@ -1,9 +1,11 @@
 """Promise 6: a damaged, swapped or missing file is refused by name before it is used."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,13 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.verify import verify_dataset
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
 from tests.txl_dist.checkpoint.saving import save
+from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import (
     verify_checkpoint,
 )
 from txl_dist.errors import CheckpointError
+from txl_dist.runtime.world import World
+from txl_dist.training.resume import _newest_intact
 
 Dataset = tuple[Path, ShardManifest]
 
@@ -38,6 +43,7 @@ def tokens_of(directory: Path) -> dict[str, list[int]]:
     return tokens
 
 
+@pytest.mark.fault_row(14)
 @pytest.mark.parametrize(
     ("name", "flips"),
     [
@@ -67,6 +73,7 @@ def test_a_flipped_bit_is_refused_or_changes_no_token(
     assert len(refusals) > 0.75 * flips
 
 
+@pytest.mark.fault_row(13)
 @pytest.mark.parametrize("name", ["train-000001.tar.zst", "train-000001.index.safetensors"])
 def test_every_truncation_is_refused_with_both_sizes(dataset: Dataset, name: str) -> None:
     directory, _ = dataset
@@ -79,6 +86,7 @@ def test_every_truncation_is_refused_with_both_sizes(dataset: Dataset, name: str
             open_split(directory, "train")
 
 
+@pytest.mark.fault_row(17)
 def test_a_shard_overwritten_while_open_is_refused_at_the_next_frame(dataset: Dataset) -> None:
     directory, _ = dataset
     source = open_split(directory, "train", cache_frames=1)
@@ -90,6 +98,7 @@ def test_a_shard_overwritten_while_open_is_refused_at_the_next_frame(dataset: Da
         source.read(3, 0, 5)
 
 
+@pytest.mark.fault_row(15)
 def test_swapped_shards_are_refused_and_listed(dataset: Dataset) -> None:
     directory, _ = dataset
     first, second = directory / "train-000000.tar.zst", directory / "train-000001.tar.zst"
@@ -189,6 +198,7 @@ def test_an_index_that_contradicts_itself_is_refused_despite_a_valid_sha256(
         open_split(dataset[0], "train").read(0, 0, 1)
 
 
+@pytest.mark.fault_row(18)
 def test_a_fifo_in_place_of_a_shard_is_refused_without_blocking(dataset: Dataset) -> None:
     import os
 
@@ -201,6 +211,7 @@ def test_a_fifo_in_place_of_a_shard_is_refused_without_blocking(dataset: Dataset
     assert problem == "train-000000.tar.zst: missing, or not a regular file"
 
 
+@pytest.mark.fault_row(24)
 def test_every_flipped_bit_is_noticed_before_use(tmp_path: Path) -> None:
     directory = save(tmp_path, step=3)
     files = sorted(directory.iterdir())
@@ -217,6 +228,7 @@ def test_every_flipped_bit_is_noticed_before_use(tmp_path: Path) -> None:
     verify_checkpoint(directory)
 
 
+@pytest.mark.fault_row(24)
 @pytest.mark.parametrize("kind", ["manifest.json", "weights", "optimizer", "memory", "tokenizer"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
 def test_every_missing_or_shortened_file_is_named(tmp_path: Path, kind: str, damage: str) -> None:
@@ -229,3 +241,69 @@ def test_every_missing_or_shortened_file_is_named(tmp_path: Path, kind: str, dam
         path.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=path.name):
         verify_checkpoint(directory)
+
+
+def byte_ranges(path: Path) -> dict[str, range]:
+    """The classes of bytes in a file of a checkpoint, by name."""
+    content = path.read_bytes()
+    if path.suffix != ".safetensors":
+        third = len(content) // 3
+        return {
+            f"part {n}": range(n * third, len(content) if n == 2 else (n + 1) * third)
+            for n in range(3)
+        }
+    start = 8 + int.from_bytes(content[:8], "little")
+    ranges = {"length of the header": range(8), "header": range(8, start)}
+    for name, entry in json.loads(content[8:start]).items():
+        first, stop = entry["data_offsets"]
+        ranges[name] = range(start + first, start + stop)
+    return ranges
+
+
+def newest_intact(run: Path) -> int:
+    """Step of the checkpoint that a run would resume from."""
+    job: Any = SimpleNamespace(strict=False)
+    point = _newest_intact(job, CheckpointDirectory(run), World(0, 1))
+    assert point is not None
+    return point.state.step
+
+
+@pytest.mark.slow
+def test_damage_in_every_range_of_every_file_makes_the_previous_checkpoint_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, step=2)
+    damaged = save(tmp_path, step=3)
+    random_ = random.Random(3)
+    num_ranges = 0
+    for path in sorted(damaged.iterdir()):
+        intact = path.read_bytes()
+        for name, positions in byte_ranges(path).items():
+            for position in {positions[0], random_.choice(positions), positions[-1]}:
+                content = bytearray(intact)
+                content[position] ^= 1 << random_.randrange(8)
+                path.write_bytes(content)
+                caplog.clear()
+                assert newest_intact(tmp_path) == 2, (path.name, name, position)
+                assert path.name in caplog.text
+                assert "Resuming from step 2 instead; 1 steps are lost" in caplog.text
+            num_ranges += 1
+        path.write_bytes(intact)
+    assert num_ranges > 60
+    assert newest_intact(tmp_path) == 3
+
+
+@pytest.mark.parametrize("kind", ["weights", "optimizer", "memory", "manifest.json"])
+def test_a_file_swapped_between_two_checkpoints_is_refused_by_name_in_both(
+    tmp_path: Path, kind: str
+) -> None:
+    save(tmp_path, step=1)
+    first, second = save(tmp_path, step=2), save(tmp_path, step=3)
+    (name,) = [path.name for path in first.iterdir() if path.name.startswith(kind)]
+    if kind != "manifest.json":
+        assert (first / name).stat().st_size == (second / name).stat().st_size
+    swap(first / name, second / name)
+    for directory in (first, second):
+        with pytest.raises(CheckpointError, match=name):
+            verify_checkpoint(directory)
+    assert newest_intact(tmp_path) == 1

@@ -48,7 +48,7 @@ class Run:
             )
             for name, weight in weights.items()
         ]  # fmt: skip
-        return Phase(corpora=tuple(entries))
+        return Phase(corpora=tuple(entries), num_lanes=self.num_lanes)
 
     def phases(self) -> tuple[tuple[Phase, ...], int]:
         """The phases after all legs, and the position reached."""
@@ -56,15 +56,12 @@ class Run:
         position = 0
         for weights, num_steps in self.legs:
             current = self.mixture(weights)
-            phases = phases_from(phases, current, position=position, num_lanes=self.num_lanes)
+            phases = phases_from(phases, current, position=position)
             position += num_steps * TGT_LEN
         return phases, position
 
     def plan(self, phase: Phase) -> LanePlan:
-        return LanePlan(
-            num_tokens=phase.num_tokens, num_lanes=self.num_lanes, tgt_len=TGT_LEN,
-            start=phase.position, first_epoch=phase.first_epoch,
-        )  # fmt: skip
+        return phase.plan(tgt_len=TGT_LEN)
 
     def source(self, phase: Phase) -> Any:
         return mixed_source(phase, self.sources, shuffle=self.shuffle, seed=5)
@@ -130,7 +127,7 @@ def test_a_resume_inside_the_last_phase_reads_on_with_any_number_of_ranks(
 
     weights = {name: 3 * weight for name, weight in run.legs[-1][0].items()}
     renamed = run.mixture(weights)
-    again = phases_from(phases, renamed, position=position, num_lanes=run.num_lanes)
+    again = phases_from(phases, renamed, position=position)
     assert again == phases, "the same shares are no new phase"
     num_ranks = data.draw(st.integers(1, run.num_lanes))
     for rank in range(num_ranks):

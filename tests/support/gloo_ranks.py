@@ -44,8 +44,10 @@ class RankGroup:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """`function(world, *args, **kwargs)` on every rank; the results, in rank order.
 
-        Raises AssertionError with the remote traceback if a rank fails.
+        Raises AssertionError with the remote traceback if a rank fails, OSError or EOFError if its
+        process has ended. The group cannot be used again then.
         """
+        self.is_broken = True
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         results, failures = [], []
@@ -56,8 +58,8 @@ class RankGroup:
             ok, value = pipe.recv()
             (results if ok else failures).append(value)
         if failures:
-            self.is_broken = True
             raise AssertionError("\n".join(failures))
+        self.is_broken = False
         return results
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ def plan_all(sizes: np.ndarray, *, num_lanes: int, num_ranks: int) -> list[Block
     plan = LanePlan(num_tokens=int(sizes.sum()), num_lanes=num_lanes, tgt_len=512)
     order = EpochOrder.of(sizes, seed=0, epoch=0, shuffle="blocks")
     return [
-        order.locate(plan.slice_start(lane))
+        order.locate(lane * plan.lane_tokens)
         for rank in range(num_ranks)
         for lane in plan.lanes_of_rank(rank, num_ranks)
     ]

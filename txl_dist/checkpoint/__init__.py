@@ -2,9 +2,13 @@
 
     manifest.py    what a checkpoint contains, as JSON with a hash per file
     fragments.py   Fragment: one rank's slice of a parameter and of its optimizer state
+    snapshot.py    a copy of one rank's tensors, which is written while training goes on
+    tensor_file.py writes a safetensors file block by block and hashes it
     writer.py      every rank writes its slices; a rename publishes the checkpoint
     reader.py      verifies a checkpoint and reads any slice of it
-    directory.py   the checkpoints of a run: names, pointers, removal
+    directory.py   the checkpoints of a run: names, pointers, locks of readers, removal
+    mirror.py      copies the checkpoints of a run to a URL
+    remote.py      the copies at a URL: names, download, removal
 
 Files are safetensors and JSON; nothing is unpickled. Which checkpoint a run may resume from is
 decided in `txl_dist/training/resume.py`.

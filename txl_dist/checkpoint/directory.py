@@ -8,32 +8,45 @@ numbers in their names, never by file times. LATEST and BEST are pointers for pe
     superseded-step-NNNNNNNN   from a later step than the run last resumed from; never read
     .*.tmp                     being written or removed; the next start removes what a killed
                                process has left
+
+A process that reads a checkpoint holds a shared lock of its directory (`reading`); a checkpoint
+that is locked is not removed.
 """
 
 import logging
+import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import fsync_directory, remove_leftovers, write_file
 from data_pipeline.storage.directories import publish_directory, remove_directory
+from data_pipeline.storage.locks import try_lock
 from txl_dist.checkpoint.manifest import MANIFEST_NAME
 from txl_dist.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(r"superseded-step-\d{8,}")
-_STAGING = ".saving.tmp"
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run. Only rank 0 changes them, and only under the run's lock."""
+    """The checkpoints of one run. Only rank 0 changes them, and only under the run's lock.
+
+    During a run, all changes are made by one thread of rank 0 (`txl_dist/training/saving.py`).
+    """
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self.path = run / "checkpoints"
-        self.staging = self.path / _STAGING
-        """Where the next checkpoint is written before it is renamed."""
+
+    def staging(self, save_id: str) -> Path:
+        """Where the files of one save are written before the directory is renamed."""
+        # A name per save: a rank that outlives its run cannot write into the save of another run.
+        return self.path / f".saving-{save_id}.tmp"
 
     def at(self, step: int) -> Path:
         """Path of the checkpoint of a step."""
@@ -46,6 +59,10 @@ class CheckpointDirectory:
         # Not from LATEST, which a kill may have left one checkpoint behind.
         matches = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
+
+    def newest_step(self) -> int | None:
+        """Step of the newest complete checkpoint, if there is one."""
+        return max(self.steps(), default=None)
 
     def open(self) -> None:
         """Create the directory and remove leftovers of killed processes; at the start of a run."""
@@ -62,28 +79,41 @@ class CheckpointDirectory:
         """Write RUN/LATEST or RUN/BEST."""
         write_file(self.run / name, f"checkpoints/{self.at(step).name}\n".encode())
 
-    def begin(self) -> Path:
-        """An empty staging directory for the next checkpoint.
+    def pointer(self, name: str) -> int | None:
+        """The step that RUN/LATEST or RUN/BEST names; None without one, or if it is damaged."""
+        try:
+            text = (self.run / name).read_text(errors="replace")
+        except OSError:
+            return None
+        match = _NAME.fullmatch(_pointed_name(text))
+        return int(match[1]) if match else None
+
+    def begin(self, save_id: str) -> Path:
+        """The staging directory of a save; every rank calls this.
 
         Raises CheckpointError if the run directory has been removed. It is not created again,
         because the new one would lack the config, the metrics and all older checkpoints.
         """
-        if not self.path.is_dir():
+        staging = self.staging(save_id)
+        try:
+            staging.mkdir(exist_ok=True)
+        except FileNotFoundError:
             raise CheckpointError(
                 f"{self.path} is gone: the run directory was removed or renamed during the run. "
                 "Restore it"
-            )
-        if self.staging.exists():
-            _remove(self.staging)
-        self.staging.mkdir()
-        return self.staging
+            ) from None
+        return staging
 
-    def finish(self, step: int) -> Path:
+    def finish(self, save_id: str, step: int) -> Path:
         """Rename the staging directory, whose files are synced, to the step's final name."""
         # The step exists already if the run had fallen back to before a damaged checkpoint.
-        if replaced := publish_directory(self.staging, self.at(step)):
+        if replaced := publish_directory(self.staging(save_id), self.at(step)):
             _remove(replaced)
         return self.at(step)
+
+    def discard(self, save_id: str) -> None:
+        """Remove the files of a save that has failed, as far as possible."""
+        shutil.rmtree(self.staging(save_id), ignore_errors=True)
 
     def rewind(
         self, step: int, *, best_step: int | None = None, source: Path | None = None
@@ -99,7 +129,7 @@ class CheckpointDirectory:
         if later:
             for entry in self.path.iterdir():
                 if _SUPERSEDED.fullmatch(entry.name) and not (source and entry.samefile(source)):
-                    _remove(entry)
+                    _remove_unless_read(entry)
             for other in later:
                 self.at(other).rename(self.path / f"superseded-{self.at(other).name}")
             fsync_directory(self.path)
@@ -108,17 +138,64 @@ class CheckpointDirectory:
         self._point_or_remove("BEST", best_step if best_step in remaining else None)
         return later
 
-    def prune(self, *, keep: int, best_step: int | None) -> None:
-        """Remove all checkpoints except the newest `keep` and the best."""
+    def prune(
+        self, *, keep: int, best_step: int | None, keep_interval_steps: int | None = None
+    ) -> None:
+        """Remove all checkpoints except the newest `keep`, the best, and those being read.
+
+        Steps that are multiples of `keep_interval_steps` are kept too. A checkpoint that is being
+        read is removed by a later call.
+        """
         for step in self.steps()[:-keep]:
-            if step != best_step:
-                _remove(self.at(step))
+            is_multiple = keep_interval_steps is not None and step % keep_interval_steps == 0
+            if step != best_step and not is_multiple:
+                _remove_unless_read(self.at(step))
 
     def _point_or_remove(self, name: str, step: int | None) -> None:
         if step is None:
             (self.run / name).unlink(missing_ok=True)
         else:
             self.set_pointer(name, step)
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Prevent the removal of a checkpoint while it is read.
+
+    Raises CheckpointError if it is being removed now. Without effect on file systems without locks
+    of directories, such as NFS: there, a read of a removed file fails with an error that names it.
+    """
+    try:
+        descriptor = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be read ({error.strerror}). A run removes old checkpoints. "
+            f"To list the present ones: txl checkpoint list {checkpoint.parent.parent}"
+        ) from None
+    try:
+        if not try_lock(descriptor, shared=True):
+            raise CheckpointError(
+                f"{checkpoint} is being removed by its run. Choose a newer one: "
+                f"txl checkpoint list {checkpoint.parent.parent}"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unless_read(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # removed by someone else, or not readable: `_remove` explains it
+        _remove(path)
+        return
+    try:
+        if try_lock(descriptor):
+            _remove(path)
+        else:
+            log.info("%s is being read, so it is removed later", path)
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
@@ -162,6 +239,10 @@ def divergence_advice(run: Path, *, before: int) -> str:
     return advice
 
 
+def _pointed_name(text: str) -> str:
+    return text.strip().removeprefix("checkpoints/")
+
+
 def resolve_checkpoint(path: str | Path) -> Path:
     """The directory of a checkpoint, given as itself, a run directory, or a LATEST or BEST file.
 
@@ -171,7 +252,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     if (path / MANIFEST_NAME).is_file():
         return path
     if path.is_file() and path.name in ("LATEST", "BEST"):
-        name = path.read_text(errors="replace").strip().removeprefix("checkpoints/")
+        name = _pointed_name(path.read_text(errors="replace"))
         if _NAME.fullmatch(name):
             return path.parent / "checkpoints" / name
         raise CheckpointError(

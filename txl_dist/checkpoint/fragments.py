@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
-"""AdamW's running averages of the gradient and of its square."""
+AVERAGE = "average"
+"""Name of the average of the weights over steps, kept like a state of the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Fragment:
     master: Tensor
     """fp32 weights."""
     states: dict[str, Tensor]
-    """Optimizer state by name (OPTIMIZER_STATES)."""
+    """The optimizer's states of this parameter, by name."""
 
     @property
     def stop(self) -> int:

@@ -31,6 +31,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
 FileName = Annotated[
     str, Field(pattern=r"^(tokenizer\.json|(weights|optimizer|memory)-rank-\d{5}\.safetensors)\z")
 ]
+SaveId = Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}\z")]
 Kind = Literal["weights", "optimizer", "memory"]
 
 
@@ -55,6 +56,27 @@ class Slice(StrictModel):
     rank: Count
     start: Count
     stop: Count
+
+
+class PartSlice(StrictModel):
+    """The slice of one parameter that one rank has written."""
+
+    shape: tuple[Count, ...]
+    """Shape of the whole parameter."""
+    start: Count
+    stop: Count
+    states: tuple[str, ...]
+    """Names of the optimizer states that were written."""
+
+
+class RankPart(StrictModel):
+    """The files of one rank, from which rank 0 makes the manifest (`writer.py`)."""
+
+    rank: Count
+    slices: dict[str, PartSlice]
+    """By parameter."""
+    lanes: tuple[Count, ...]
+    files: dict[FileName, FileEntry]
 
 
 class ParameterEntry(StrictModel):
@@ -100,8 +122,13 @@ class CheckpointManifest(StrictModel):
     rank_of_lane: tuple[Count, ...]
     """For each lane, the rank whose file contains its memory."""
     optimizer_states: tuple[str, ...]
+    """Names of the optimizer's states, over all parameters; not every parameter has all."""
     parameters: dict[str, ParameterEntry]
     files: dict[FileName, FileEntry]
+    save_id: SaveId | None = None
+    """Identifies this save, also among saves of one step. None: written by an older version."""
+    run_id: str | None = None
+    """Identifies the run and stays the same when it resumes. None as for `save_id`."""
 
     @field_validator("state")
     @classmethod

@@ -6,6 +6,7 @@ because slices are located by parameter and range, and memory by lane.
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from data_pipeline.storage.atomic_files import sha256_file
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
-from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.checkpoint.directory import reading
+from txl_dist.checkpoint.fragments import AVERAGE, Fragment
 from txl_dist.checkpoint.manifest import (
     TOKENIZER_NAME,
     CheckpointManifest,
@@ -25,6 +27,9 @@ from txl_dist.checkpoint.manifest import (
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
+
+Weights = Literal["auto", "averaged", "last"]
+"""Which weights to load: the average over steps, those of the last step, or the average if any."""
 
 
 def find_damage(directory: Path, manifest: CheckpointManifest, names: Iterable[str]) -> list[str]:
@@ -48,9 +53,11 @@ def verify_checkpoint(directory: Path, *, kinds: Sequence[str] = ()) -> Checkpoi
 
     Raises CheckpointError listing every damaged file.
     """
-    manifest = load_checkpoint_manifest(directory)
-    names = [name for name in manifest.files if not kinds or name.startswith(tuple(kinds))]
-    if damage := find_damage(directory, manifest, names):
+    with reading(directory):
+        manifest = load_checkpoint_manifest(directory)
+        names = [name for name in manifest.files if not kinds or name.startswith(tuple(kinds))]
+        damage = find_damage(directory, manifest, names)
+    if damage:
         raise CheckpointError(
             f"{directory} is damaged: {'; '.join(damage)}. Use another checkpoint: "
             f"txl checkpoint list {directory.parent.parent}"
@@ -59,21 +66,44 @@ def verify_checkpoint(directory: Path, *, kinds: Sequence[str] = ()) -> Checkpoi
 
 
 def load_model(
-    directory: Path, *, config: ModelConfig | None = None
+    directory: Path, *, config: ModelConfig | None = None, weights: Weights = "auto"
 ) -> tuple[TransformerXL, Tokenizer, CheckpointManifest]:
     """The model for evaluation or generation, on the CPU, with its tokenizer.
 
     `config` may differ from the saved one in fields that affect no weights (mem_len, clamp_len,
-    same_length, attention). Verifies the weights first; raises CheckpointError.
+    same_length, attention). Verifies the weights first; raises CheckpointError, also if averaged
+    weights are wanted and there are none.
     """
-    manifest = verify_checkpoint(directory, kinds=("weights", "tokenizer"))
-    model = TransformerXL(config or manifest.architecture)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    check_parameters(directory, manifest, shapes)
-    with _Slices(directory, manifest) as slices, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.view(-1).copy_(slices.weights(name, 0, parameter.numel()))
-    return model, load_tokenizer(directory / TOKENIZER_NAME), manifest
+    with reading(directory):
+        manifest = load_checkpoint_manifest(directory)
+        averaged = chosen_weights(directory, manifest, weights) == "averaged"
+        kinds = ("optimizer" if averaged else "weights", "tokenizer")
+        manifest = verify_checkpoint(directory, kinds=kinds)
+        model = TransformerXL(config or manifest.architecture)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        check_parameters(directory, manifest, shapes)
+        with _Slices(directory, manifest) as slices, torch.no_grad():
+            for name, parameter in model.named_parameters():
+                span = (name, 0, parameter.numel())
+                values = (
+                    slices.optimizer(*span, state=AVERAGE) if averaged else slices.weights(*span)
+                )
+                parameter.view(-1).copy_(values)
+        tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
+    return model, tokenizer, manifest
+
+
+def chosen_weights(
+    directory: Path, manifest: CheckpointManifest, weights: Weights
+) -> Literal["averaged", "last"]:
+    """The weights that `load_model` loads. Raises CheckpointError if there are none such."""
+    has_average = AVERAGE in manifest.optimizer_states
+    if weights == "averaged" and not has_average:
+        raise CheckpointError(
+            f"{directory} has no averaged weights: the run had optimizer.averaging=null. Leave the "
+            "option out to use the weights of the last step"
+        )
+    return "averaged" if has_average and weights != "last" else "last"
 
 
 def load_fragments(
@@ -117,6 +147,19 @@ def check_parameters(
         )
 
 
+def check_optimizer_states(
+    directory: Path, manifest: CheckpointManifest, expected: Iterable[str]
+) -> None:
+    """Raises CheckpointError if the checkpoint has other optimizer states than `expected`."""
+    if set(manifest.optimizer_states) != set(expected):
+        raise CheckpointError(
+            f"{directory} is a checkpoint of another optimizer: it contains "
+            f"{', '.join(sorted(manifest.optimizer_states))}, this run needs "
+            f"{', '.join(sorted(expected))}. Start a new run, or restore the section `optimizer` "
+            "from RUN/config.yaml"
+        )
+
+
 class _Slices:
     """Reads ranges of parameters, and memories of lanes, from a checkpoint's files."""
 
@@ -148,7 +191,13 @@ class _Slices:
             if low < high:
                 file = self._file(file_name(kind, part.rank))
                 # get_slice reads only these bytes, not the whole tensor.
-                parts.append(file.get_slice(key)[low - part.start : high - part.start])
+                try:
+                    parts.append(file.get_slice(key)[low - part.start : high - part.start])
+                except SafetensorError:
+                    raise CheckpointError(
+                        f"{self._directory / file_name(kind, part.rank)} has no {key}: it was "
+                        "written with another optimizer, or by another version of txl"
+                    ) from None
         return torch.cat(parts)
 
     def _file(self, name: str) -> safe_open:

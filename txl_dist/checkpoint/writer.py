@@ -1,44 +1,46 @@
 """Writes a checkpoint: every rank its own slices, rank 0 the manifest, then one rename.
 
-    .saving.tmp/            all ranks write, fsync and hash their files
-    .saving.tmp/manifest    rank 0, after all other files
-    step-NNNNNNNN           by rename; then LATEST, by rename
-    .../manifest            replaced by rename when the step has been evaluated, to add its score
+    .saving-ID.tmp/                 every rank writes, syncs and hashes its files,
+    .saving-ID.tmp/part-rank-N.json and then this list of them
+    .saving-ID.tmp/manifest.json    rank 0, when the parts of all ranks are there
+    step-NNNNNNNN                   by rename; then LATEST, by rename
+    .../manifest.json               replaced by rename when the step has been evaluated
 
-A kill at any moment leaves the older checkpoints unchanged. No rank gathers more than its own
-slices. A checkpoint with a NaN or an infinity is never written: nothing could resume from it, and
-older checkpoints would be removed in favour of it.
+There are no collectives, so that a save can run in background threads. A kill at any moment leaves
+the older checkpoints unchanged. No rank gathers more than its own slices. A checkpoint with a NaN
+or an infinity is never published: the rank that has it writes no part. Nothing could resume from
+it, and older checkpoints would be removed in favour of it.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
-from torch import Tensor
+from pydantic import ValidationError
 
-from data_pipeline.storage.atomic_files import sha256_file, write_file, write_synced, write_with
+from data_pipeline.storage.atomic_files import sha256_file, write_file, write_synced
+from data_pipeline.storage.strict_model import first_problem
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
-from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
     CheckpointManifest,
     FileEntry,
-    Kind,
     ParameterEntry,
+    RankPart,
     Slice,
-    file_name,
-    lane_key,
     load_checkpoint_manifest,
 )
+from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
-from txl_dist.runtime.world import World
+from txl_dist.runtime.fault_injection import fault_point
+
+_POLL_SECONDS = 0.02
+"""Between two looks for the parts of the other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +50,7 @@ class CheckpointHeader:
     written_by: str
     model: dict[str, Any]
     run: dict[str, Any]
+    run_id: str | None = None
     tokenizer_json: str
     tokenizer_digest: str
     data_digest: str
@@ -56,36 +59,107 @@ class CheckpointHeader:
     num_lanes: int
 
 
-def save_checkpoint(
-    directory: CheckpointDirectory,
-    *,
-    header: CheckpointHeader,
-    state: Mapping[str, Any],
-    fragments: Iterable[Fragment],
-    memory_of_lane: Mapping[int, Tensor],
-    mlflow_run_id: str | None,
-    world: World,
-) -> Path:
-    """Save `state` (JSON with a `step`) and all tensors. Collective; returns the final directory.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Save:
+    """One save of one rank. `save_id`, `state` and `num_ranks` are the same on all ranks."""
 
-    Raises CheckpointError on every rank if any rank fails, after removing the written files, and
-    DivergedError before anything is written if any rank has a number that is not finite.
-    """
-    step: int = state["step"]
-    local = _RankContent(list(fragments), memory_of_lane)
-    sizes, not_finite = zip(*world.all_gather((local.num_bytes, local.not_finite)), strict=True)
-    _require_finite(step, not_finite)
-    with explain_failed_save(directory):
-        try:
-            world.run_on_rank_zero(lambda: _begin(directory, sum(sizes)))
-            # Files are complete and on disk on all ranks before rank 0 writes the manifest.
-            parts = world.run_on_all(lambda: local.write(directory.staging, world.rank))
-            world.run_on_rank_zero(lambda: _finish(directory, header, state, parts, mlflow_run_id))
-        except TxlError:
-            if world.is_rank_zero:
-                shutil.rmtree(directory.staging, ignore_errors=True)
-            raise
-    return directory.at(step)
+    directory: CheckpointDirectory
+    save_id: str
+    """Unique among all saves: the parts of two saves never meet in one directory."""
+    state: Mapping[str, Any]
+    """JSON with a `step`."""
+    rank: int
+    num_ranks: int
+    require_useful: Callable[[], None] = lambda: None
+    """Called often; raises an exception when the save has failed on another rank."""
+
+    @property
+    def step(self) -> int:
+        """The step whose checkpoint is written."""
+        step: int = self.state["step"]
+        return step
+
+    def write_part(self, snapshot: Snapshot) -> None:
+        """Write this rank's files. Raises DivergedError or CheckpointError."""
+        snapshot.require_finite(step=self.step, rank=self.rank)
+        with explain_failed_save(self.directory, rank=self.rank):
+            staging = self.directory.begin(self.save_id)
+            fault_point("save/files")
+            needed, free = snapshot.num_bytes, shutil.disk_usage(staging).free
+            if free < needed:
+                raise CheckpointError(
+                    f"disk full: rank {self.rank} needs {needed:,} bytes, {free:,} are free"
+                )
+            part = snapshot.write(staging, rank=self.rank, before_block=self.require_useful)
+            write_file(staging / _part_name(self.rank), part.model_dump_json().encode())
+
+    def publish(
+        self, header: CheckpointHeader, *, mlflow_run_id: str | None, timeout_seconds: float
+    ) -> Path:
+        """Rank 0: wait for the parts of all ranks, and publish the checkpoint; returns its path.
+
+        Raises CheckpointError, also if a part is missing after `timeout_seconds`.
+        """
+        with explain_failed_save(self.directory, rank=self.rank):
+            staging = self.directory.staging(self.save_id)
+            self._wait_for_parts(staging, timeout_seconds)
+            fault_point("save/manifest")
+            parts = [_read_part(staging, rank) for rank in range(self.num_ranks)]
+            self._write_manifest(staging, header, parts, mlflow_run_id)
+            for rank in range(self.num_ranks):
+                (staging / _part_name(rank)).unlink()
+            path = self.directory.finish(self.save_id, self.step)
+            fault_point("save/latest")
+            self.directory.set_pointer("LATEST", self.step)
+        return path
+
+    def _wait_for_parts(self, staging: Path, timeout_seconds: float) -> None:
+        missing = set(range(self.num_ranks))
+        deadline = time.monotonic() + timeout_seconds
+        while missing := {rank for rank in missing if not (staging / _part_name(rank)).exists()}:
+            self.require_useful()
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the files of {_ranks(missing)} are missing after "
+                    f"training.rank_timeout_seconds={timeout_seconds:g}: the disk is very slow, or "
+                    "the ranks do not share the run directory; the logs of these ranks say more"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _write_manifest(
+        self,
+        staging: Path,
+        header: CheckpointHeader,
+        parts: list[RankPart],
+        mlflow_run_id: str | None,
+    ) -> None:
+        tokenizer = staging / TOKENIZER_NAME
+        write_synced(tokenizer, header.tokenizer_json.encode())
+        files = {TOKENIZER_NAME: _file_entry(tokenizer)}
+        for part in parts:
+            files |= part.files
+        # Which ranks had which lanes is stored, because a resume may distribute them differently.
+        rank_of_lane = {lane: part.rank for part in parts for lane in part.lanes}
+        states = {state for part in parts for each in part.slices.values() for state in each.states}
+        manifest = CheckpointManifest(
+            written_by=header.written_by,
+            state=dict(self.state),
+            model=header.model,
+            run=header.run,
+            tokenizer_digest=header.tokenizer_digest,
+            data_digest=header.data_digest,
+            vocab_size=header.vocab_size,
+            num_ranks=self.num_ranks,
+            zero_stage=header.zero_stage,
+            mlflow_run_id=mlflow_run_id,
+            rank_of_lane=tuple(rank_of_lane[lane] for lane in range(header.num_lanes)),
+            optimizer_states=tuple(sorted(states)),
+            parameters=_join_slices(parts),
+            files=files,
+            save_id=self.save_id,
+            run_id=header.run_id,
+        )
+        write_synced(staging / MANIFEST_NAME, manifest.to_json())
 
 
 def update_state(directory: CheckpointDirectory, step: int, changes: Mapping[str, Any]) -> None:
@@ -97,145 +171,56 @@ def update_state(directory: CheckpointDirectory, step: int, changes: Mapping[str
 
 
 @contextmanager
-def explain_failed_save(directory: CheckpointDirectory) -> Iterator[None]:
-    """Turn errors of collective work on a checkpoint into a CheckpointError with advice."""
+def explain_failed_save(directory: CheckpointDirectory, *, rank: int) -> Iterator[None]:
+    """Turn errors of work on a checkpoint into a CheckpointError with the rank and advice."""
     try:
         yield
-    except TxlError as error:
+    except DivergedError:
+        raise
+    except Exception as error:
+        reason = error if isinstance(error, TxlError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{directory.path}: the checkpoint could not be written: {error}. Free some space "
-            f"or repair the directory. {resume_advice(directory.run)}"
+            f"{directory.path}: the checkpoint could not be written: rank {rank}: {reason}. Free "
+            f"some space or repair the directory. {resume_advice(directory.run)}"
         ) from error
 
 
-def _require_finite(step: int, not_finite_of_ranks: Sequence[Sequence[str]]) -> None:
-    bad = [f"{name} (rank {r})" for r, names in enumerate(not_finite_of_ranks) for name in names]
-    if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        raise DivergedError(
-            f"after step {step} not all numbers are finite in {', '.join(bad[:3])}{more}: "
-            "the update was too large, so no checkpoint is written"
-        )
+def _part_name(rank: int) -> str:
+    return f"part-rank-{rank:05d}.json"
 
 
-def _begin(directory: CheckpointDirectory, num_bytes: int) -> None:
-    free = shutil.disk_usage(directory.begin()).free
-    if free < num_bytes:
-        raise CheckpointError(f"disk full: {num_bytes:,} bytes needed, {free:,} are free")
+def _read_part(staging: Path, rank: int) -> RankPart:
+    path = staging / _part_name(rank)
+    try:
+        part = RankPart.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {first_problem(error)}") from None
+    if part.rank != rank:
+        raise CheckpointError(f"{path} lists files of rank {part.rank}, expected rank {rank}")
+    return part
 
 
-def _finish(
-    directory: CheckpointDirectory,
-    header: CheckpointHeader,
-    state: Mapping[str, Any],
-    parts: list["_RankPart"],
-    mlflow_run_id: str | None,
-) -> None:
-    _write_manifest(directory.staging, header, state, parts, mlflow_run_id)
-    directory.finish(state["step"])
-    directory.set_pointer("LATEST", state["step"])
-
-
-@dataclass(frozen=True, slots=True)
-class _RankPart:
-    """The files and slices that one rank has written."""
-
-    slices: dict[str, tuple[tuple[int, ...], int, int]]
-    """Parameter -> its whole shape, start, stop."""
-    lanes: list[int]
-    files: dict[str, FileEntry]
-
-
-class _RankContent:
-    """The tensors that one rank has to write, copied to the CPU."""
-
-    def __init__(self, fragments: list[Fragment], memory_of_lane: Mapping[int, Tensor]) -> None:
-        self._slices = {f.name: (f.shape, f.start, f.stop) for f in fragments}
-        self._lanes = sorted(memory_of_lane)
-        self._tensors: dict[Kind, dict[str, np.ndarray]] = {
-            "weights": {f.name: _to_numpy(f.master) for f in fragments},
-            "optimizer": {
-                f"{f.name}/{state}": _to_numpy(f.states[state])
-                for f in fragments
-                for state in OPTIMIZER_STATES
-            },
-            "memory": {lane_key(lane): _to_numpy(m) for lane, m in memory_of_lane.items()},
-        }
-
-    @property
-    def num_bytes(self) -> int:
-        # Without file headers: a disk that is full because of those fails with ENOSPC later.
-        return sum(array.nbytes for kind in self._tensors.values() for array in kind.values())
-
-    @property
-    def not_finite(self) -> list[str]:
-        """Names of the tensors that contain a NaN or an infinity."""
-        tensors = (
-            (k, name, a) for k, arrays in self._tensors.items() for name, a in arrays.items()
-        )
-        return [f"{kind} {name}" for kind, name, a in tensors if not np.isfinite(a).all()]
-
-    def write(self, staging: Path, rank: int) -> _RankPart:
-        """Write, fsync and hash this rank's files."""
-        files = {}
-        for kind, arrays in self._tensors.items():
-            path = staging / file_name(kind, rank)
-            write_with(path, partial(save_file, arrays))
-            files[path.name] = _file_entry(path)
-        return _RankPart(self._slices, self._lanes, files)
-
-
-def _write_manifest(
-    staging: Path,
-    header: CheckpointHeader,
-    state: Mapping[str, Any],
-    parts: list[_RankPart],
-    mlflow_run_id: str | None,
-) -> None:
-    tokenizer = staging / TOKENIZER_NAME
-    write_synced(tokenizer, header.tokenizer_json.encode())
-    files = {TOKENIZER_NAME: _file_entry(tokenizer)}
-    for part in parts:
-        files |= part.files
-    # Which ranks had which lanes is stored, because a resume may distribute them differently.
-    rank_of_lane = {lane: rank for rank, part in enumerate(parts) for lane in part.lanes}
-    manifest = CheckpointManifest(
-        written_by=header.written_by,
-        state=dict(state),
-        model=header.model,
-        run=header.run,
-        tokenizer_digest=header.tokenizer_digest,
-        data_digest=header.data_digest,
-        vocab_size=header.vocab_size,
-        num_ranks=len(parts),
-        zero_stage=header.zero_stage,
-        mlflow_run_id=mlflow_run_id,
-        rank_of_lane=tuple(rank_of_lane[lane] for lane in range(header.num_lanes)),
-        optimizer_states=OPTIMIZER_STATES,
-        parameters=_join_slices(parts),
-        files=files,
-    )
-    write_synced(staging / MANIFEST_NAME, manifest.to_json())
+def _ranks(ranks: set[int]) -> str:
+    names = ", ".join(map(str, sorted(ranks)))
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 def _file_entry(path: Path) -> FileEntry:
     return FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
 
 
-def _join_slices(parts: list[_RankPart]) -> dict[str, ParameterEntry]:
+def _join_slices(parts: list[RankPart]) -> dict[str, ParameterEntry]:
     slices: dict[str, list[Slice]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, part in enumerate(parts):
-        for name, (shape, start, stop) in part.slices.items():
-            shapes[name] = shape
-            slices.setdefault(name, []).append(Slice(rank=rank, start=start, stop=stop))
+    for part in parts:
+        for name, each in part.slices.items():
+            shapes[name] = each.shape
+            slices.setdefault(name, []).append(
+                Slice(rank=part.rank, start=each.start, stop=each.stop)
+            )
     return {
         name: ParameterEntry(
             shape=shapes[name], slices=tuple(sorted(parts_of_name, key=lambda part: part.start))
         )
         for name, parts_of_name in slices.items()
     }
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().float().cpu().contiguous().numpy()

@@ -50,6 +50,39 @@ def data(
     _print_figures(bench_data(megabytes=megabytes), as_json=as_json)
 
 
+@app.command()
+def train(
+    *,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds; each one trains every candidate once.")
+    ] = 3,
+    steps: Annotated[int, typer.Option(min=20, help="Steps of every run.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Data wait, tracking with a server that never answers, and weak scaling to two ranks.
+
+    Example: txl bench train --rounds 5
+    """
+    from txl_dist.bench.train import bench_train
+
+    _print_figures(bench_train(rounds=rounds, num_steps=steps), as_json=as_json)
+
+
+@app.command()
+def start(
+    *,
+    rounds: Annotated[int, typer.Option(min=1, help="Starts; the median counts.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Seconds from `txl train` to the first step, by part.
+
+    Example: txl bench start --rounds 5
+    """
+    from txl_dist.bench.start import bench_start
+
+    _print_figures(bench_start(rounds=rounds), as_json=as_json)
+
+
 def _print_figures(figures: Iterable["Figure"], *, as_json: bool) -> None:
     """Print each figure when it is measured, or all figures as one JSON object."""
     if as_json:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ def list_(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """List the complete checkpoints of a run, oldest first.
+    """List the complete checkpoints of a run, oldest first, and which are LATEST and BEST.
 
     Example: txl checkpoint list runs/quickstart
     """
@@ -31,9 +31,11 @@ def list_(
     directory = CheckpointDirectory(run)
     if not directory.path.is_dir():
         raise CheckpointError(f"{run} has no checkpoints directory; give a run directory")
+    pointed_at = {name: directory.pointer(name) for name in ("LATEST", "BEST")}
     rows = []
     for step in directory.steps():
-        row: dict[str, object] = {"step": step, "path": str(directory.at(step))}
+        row: dict[str, Any] = {"step": step, "path": str(directory.at(step))}
+        row["pointers"] = [name for name, target in pointed_at.items() if target == step]
         try:
             manifest = load_checkpoint_manifest(directory.at(step))
             state = load_state(directory.at(step), manifest)
@@ -54,7 +56,7 @@ def list_(
             f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  {row['num_ranks']} ranks"
             f"{'  best so far' if row['best_so_far'] else ''}"
         )
-        print(f"{row['path']}  {summary}")
+        print("  ".join([f"{row['path']}  {summary}", *row["pointers"]]))
     if not rows:
         print(f"{run} has no complete checkpoint yet")
 

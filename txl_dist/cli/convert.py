@@ -50,6 +50,8 @@ def import_(
 def export(checkpoint: SavedCheckpoint, out: Out, as_json: AsJson = False) -> None:
     """Write model.safetensors, config.json and tokenizer.json of a checkpoint, and nothing else.
 
+    If the run averaged its weights (optimizer.averaging), the average is written.
+
     Example: txl export runs/quickstart --out models/quickstart
     """
     from txl_dist.checkpoint.directory import resolve_checkpoint

@@ -17,6 +17,7 @@ from txl_dist.cli.options import (
 
 if TYPE_CHECKING:
     from data_pipeline.storage.remote_path import DatasetPath
+    from txl_dist.checkpoint.reader import Weights
     from txl_dist.config.run_config import Precision
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 
@@ -46,6 +47,13 @@ def evaluate(
     ] = False,
     precision: PrecisionOption = "fp32",
     batch: Annotated[int, typer.Option(min=1, help="Chunks per batch.")] = 8,
+    weights: Annotated[
+        Literal["auto", "averaged", "last"],
+        typer.Option(
+            help="averaged: the average over steps (optimizer.averaging); last: those of the last "
+            "step; auto: the average if the checkpoint has one."
+        ),
+    ] = "auto",
     workers: Annotated[
         int, typer.Option(min=1, help="Number of workers; more than one needs Ray.")
     ] = 1,
@@ -73,6 +81,7 @@ def evaluate(
         same_length=same_length,
         batch=batch,
         precision=precision,
+        weights=weights,
     )
     launcher = find_launcher(on or ("processes" if workers == 1 else "ray"))
     with chunk_progress(quiet=as_json) as on_progress:
@@ -80,7 +89,14 @@ def evaluate(
     _log_to_mlflow(job, result)
     if as_json:
         print(
-            json.dumps({**result.to_json(), "checkpoint": str(job.checkpoint), "workers": workers})
+            json.dumps(
+                {
+                    **result.to_json(),
+                    "checkpoint": str(job.checkpoint),
+                    "weights": job.weights,
+                    "workers": workers,
+                }
+            )
         )
     else:
         _print_table(job, result)
@@ -99,6 +115,7 @@ def evaluation_job(
     batch: int,
     precision: "Precision" = "fp32",
     max_tokens: int | None = None,
+    weights: "Weights" = "auto",
 ) -> "EvaluationJob":
     """An evaluation with the settings of training, except for the options that are not None.
 
@@ -109,7 +126,7 @@ def evaluation_job(
     from txl_dist.errors import ConfigError
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
 
-    stored = find_model(checkpoint)
+    stored = find_model(checkpoint, weights=weights)
     trained = stored.config
     new_mem_len = trained.mem_len if mem_len is None else mem_len
     settings = EvaluationSettings(
@@ -126,7 +143,11 @@ def evaluation_job(
         max_tokens=max_tokens,
     )
     job = EvaluationJob(
-        checkpoint=stored.path, data=dataset_path(data), settings=settings, batch_chunks=batch
+        checkpoint=stored.path,
+        data=dataset_path(data),
+        settings=settings,
+        batch_chunks=batch,
+        weights=stored.weights,
     )
     try:  # Here, and not on the workers, so that wrong options start nothing.
         job.model_config(trained)
@@ -147,6 +168,8 @@ def _log_to_mlflow(job: "EvaluationJob", result: "EvaluationResult") -> None:
 def _print_table(job: "EvaluationJob", result: "EvaluationResult") -> None:
     sums, settings = result.sums, result.settings
     print(f"{job.checkpoint} on {job.data}, split {settings.split} ({settings.mode})")
+    if job.weights == "averaged":
+        print("  weights          averaged over steps; those of the last one: --weights last")
     print(f"  targets scored   {sums.num_tokens:,}")
     print(f"  nats             {sums.nats:.4f}  ({sums.nats_per_token:.4f} per token)")
     print(f"  perplexity       {sums.perplexity:.4f}")

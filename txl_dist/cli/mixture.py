@@ -16,7 +16,7 @@ def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = Fa
     from txl_dist.training.phases import realised_shares
 
     data = load_run_config(config, overrides or []).data
-    phase = first_phase(open_corpora(data), data.train_split)
+    phase = first_phase(open_corpora(data), data.train_split, num_lanes=data.num_lanes)
     shares = realised_shares(phase)
     if as_json:
         corpora = {share.name: {**asdict(share), "passes": share.passes} for share in shares}

@@ -47,6 +47,15 @@ def train(
     strict: Annotated[
         bool, typer.Option("--strict", help="Never fall back to an older checkpoint.")
     ] = False,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Restarts from the newest checkpoint after a rank was killed or hung. A new "
+            "checkpoint resets the count.",
+            show_default="ray.max_restarts with Ray, 0 with processes",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check config and data, then stop.")
     ] = False,
@@ -69,19 +78,35 @@ def train(
     )
     _require_known_settings(job)
     if is_torchrun():
-        _train_as_rank(job, on=on, num_ranks=ranks, dry_run=dry_run)
+        _train_as_rank(job, on=on, num_ranks=ranks, max_restarts=max_restarts, dry_run=dry_run)
     else:
-        _launch(job, config, on=on or "ray", num_ranks=ranks or 1, dry_run=dry_run, quiet=quiet)
+        _launch(
+            job,
+            config,
+            on=on or "ray",
+            num_ranks=ranks or 1,
+            max_restarts=max_restarts,
+            dry_run=dry_run,
+            quiet=quiet,
+        )
 
 
 def _launch(
-    job: "TrainJob", config: Path, *, on: str, num_ranks: int, dry_run: bool, quiet: bool
+    job: "TrainJob",
+    config: Path,
+    *,
+    on: str,
+    num_ranks: int,
+    max_restarts: int | None,
+    dry_run: bool,
+    quiet: bool,
 ) -> None:
     """Open the data to find errors early, then let a launcher start the ranks."""
     from txl_dist.cli.progress import run_progress
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.runtime.torchrun import stray_variables
     from txl_dist.training.data import TrainingData
+    from txl_dist.training.duration import resolve_duration
     from txl_dist.training.run_directory import RunDirectory
 
     if stray := stray_variables():
@@ -92,6 +117,7 @@ def _launch(
     # In this process first: one message, instead of one from every rank after a slow start.
     launcher = find_launcher(on)
     data = TrainingData.open(job.config, num_ranks=num_ranks)
+    num_steps = resolve_duration(job.config, data.plan).num_steps
     if dry_run:
         print(
             f"{config}: ready. {data.plan.num_tokens:,} training tokens in {data.plan.num_lanes} "
@@ -99,8 +125,8 @@ def _launch(
         )
         return
     RunDirectory(job.run_path).create()
-    with run_progress(job.config.training.num_steps, quiet=quiet) as on_line:
-        launcher.train(job, num_ranks=num_ranks, on_line=on_line)
+    with run_progress(num_steps, quiet=quiet) as on_line:
+        launcher.train(job, num_ranks=num_ranks, on_line=on_line, max_restarts=max_restarts)
     if not quiet:
         print(f"done: {job.run_path} (checkpoints, metrics.jsonl, logs)")
 
@@ -121,7 +147,12 @@ def _require_known_settings(job: "TrainJob") -> None:
 
 
 def _train_as_rank(
-    job: "TrainJob", *, on: str | None, num_ranks: int | None, dry_run: bool
+    job: "TrainJob",
+    *,
+    on: str | None,
+    num_ranks: int | None,
+    max_restarts: int | None,
+    dry_run: bool,
 ) -> None:
     """Train as the rank that torchrun made of this process. Rank 0 prints its log."""
     import logging
@@ -137,6 +168,8 @@ def _train_as_rank(
     world = World.from_environment()
     contradictions = [f"--on {on}"] if on is not None else []
     contradictions += [f"--ranks {num_ranks}"] if num_ranks not in (None, world.num_ranks) else []
+    # torchrun restarts the ranks that it starts.
+    contradictions += [f"--max-restarts {max_restarts}"] if max_restarts is not None else []
     contradictions += ["--dry-run"] if dry_run else []
     if contradictions:
         raise ConfigError(

@@ -13,14 +13,17 @@ class DeepSpeedConfig(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What ranks shard: 0 nothing, 1 the optimizer state, 2 also gradients, 3 also parameters."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What is kept on the host: optimizer state (stages 1-3), or also parameters (stage 3)."""
     extra: dict[str, Any] = Field(default={})
     """Merged into DeepSpeed's JSON. `deepspeed_keys.py` decides which keys are refused."""
 
     @model_validator(mode="after")
     def _reject_owned_keys(self) -> Self:
-        problems = list(refused_keys(self.extra))
-        if isinstance(self.extra.get("zero_optimization", {}), dict):
-            problems += refused_offload(self.extra, zero_stage=self.zero_stage)
+        problems = [
+            *refused_keys(self.extra),
+            *refused_offload(self.offload, zero_stage=self.zero_stage),
+        ]
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -23,6 +23,7 @@ DECIDED_BY = {
     "data_types": "precision",
     "torch_autocast": "precision",
     "checkpoint": "training",
+    "zero_force_ds_cpu_optimizer": "deepspeed.offload",
 }
 """Keys that are refused, because a setting of RunConfig decides their value."""
 
@@ -37,8 +38,7 @@ READ_BY_DEEPSPEED = frozenset({
     "seq_parallel_communication_data_type", "sparse_attention", "sparse_gradients",
     "steps_per_print", "tensor_parallel", "tensorboard", "timers",
     "use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb",
-    "weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "zero_optimization",
+    "weight_quantization", "zero_allow_untested_optimizer", "zero_optimization",
 })  # fmt: skip
 """Every other top-level key that DeepSpeed reads, including removed ones that it refuses itself."""
 
@@ -58,32 +58,25 @@ def refused_keys(extra: Mapping[str, Any]) -> Iterator[str]:
     zero = extra.get("zero_optimization", {})
     if not isinstance(zero, dict):
         yield f"extra.zero_optimization={zero!r} must be a mapping"
-    elif "stage" in zero:
-        yield "extra.zero_optimization.stage would contradict deepspeed.zero_stage; remove it"
+    else:
+        if "stage" in zero:
+            yield "extra.zero_optimization.stage would contradict deepspeed.zero_stage; remove it"
+        for key in sorted(key for key in zero if key.startswith("offload_")):
+            yield (
+                f"extra.zero_optimization.{key} would contradict deepspeed.offload; remove it and "
+                "set deepspeed.offload to none, optimizer or parameters"
+            )
 
 
-def refused_offload(extra: Mapping[str, Any], *, zero_stage: int) -> Iterator[str]:
-    """A message if DeepSpeed would ignore or refuse the offload, or a checkpoint would be lost."""
-    zero = extra.get("zero_optimization", {})
-    offloads = sorted(key for key in zero if key.startswith("offload_"))
-    stage = f"at zero_stage={zero_stage}"
-    if zero_stage == 3 and offloads:
+def refused_offload(offload: str, *, zero_stage: int) -> Iterator[str]:
+    """A message if DeepSpeed would ignore `deepspeed.offload` at this stage."""
+    if offload == "optimizer" and zero_stage == 0:
         yield (
-            f"extra.zero_optimization.{offloads[0]} {stage} is not supported: a checkpoint would "
-            "be loaded into copies. Remove it, or use zero_stage 1 or 2"
+            "offload=optimizer at zero_stage=0 would be ignored: there is no partition to move. "
+            "Use zero_stage 1, 2 or 3"
         )
-    elif "offload_param" in offloads:
+    if offload == "parameters" and zero_stage < 3:
         yield (
-            f"extra.zero_optimization.offload_param {stage} would be ignored: DeepSpeed moves "
-            "parameters at stage 3 only, where this is not supported. Remove it"
-        )
-    elif "offload_optimizer" in offloads and zero_stage == 0:
-        yield (
-            f"extra.zero_optimization.offload_optimizer {stage} would be ignored: there is no "
-            "partition to move. Remove it, or use zero_stage 1 or 2"
-        )
-    elif "offload_optimizer" in offloads and extra.get("zero_force_ds_cpu_optimizer") is not False:
-        yield (
-            "extra.zero_optimization.offload_optimizer is refused by DeepSpeed with the AdamW "
-            "used here; add deepspeed.extra.zero_force_ds_cpu_optimizer=false, or remove it"
+            f"offload=parameters at zero_stage={zero_stage} would be ignored: DeepSpeed moves "
+            "parameters at stage 3 only. Use zero_stage=3, or offload=optimizer"
         )

@@ -1,15 +1,22 @@
 """The section `optimizer`: the update rule and the schedule of its learning rate."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from txl_dist.config.section import Section
 
+SCRIPT_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
+"""Schedules that the training script of the paper also has."""
+
 
 class OptimizerConfig(Section):
-    """AdamW and the schedule of its learning rate."""
+    """The optimizer and the schedule of its learning rate."""
 
+    name: Literal["adamw", "adam", "lamb", "muon"] = "adamw"
+    """`adamw`; `adam`: weight decay is part of the gradient; `lamb`: ZeRO stage 0 only; `muon`:
+    orthogonalised momentum for hidden matrices, AdamW for the rest, ZeRO stages 0 to 2 only."""
     # Defaults are those of the paper's base models: Adam, lr 2.5e-4, clipping at 0.25.
     lr: float = Field(default=2.5e-4, gt=0)
     """Learning rate after the warm-up, the highest of the run."""
@@ -20,12 +27,94 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator of the update, so that it is never 0."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled weight decay, of all parameters; 0 is Adam."""
+    """Weight decay of the parameters that `weight_decay_parameters` names; decoupled from the
+    gradient, except with `adam`."""
+    weight_decay_parameters: Literal["matrices", "all"] = "matrices"
+    """`matrices`: the weights of linear layers and projections, not embeddings, cluster weights of
+    the softmax, position biases, LayerNorms and biases. `all`: every parameter."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """`muon` only: decay per step of the running mean of a hidden matrix's gradients."""
     gradient_clipping: float = Field(default=0.25, ge=0)
     """Largest global L2 norm of the gradient; 0 does not clip."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up: half a cosine period down to `min_lr`, or constant `lr`."""
+    averaging: Literal["ema", "asgd"] | None = None
+    """Average of the weights over steps, which evaluation uses and checkpoints contain. `ema`:
+    exponential, with `ema_decay`. `asgd`: the mean of all weights since `averaging_start_step`."""
+    ema_decay: float = Field(default=0.999, gt=0, lt=1)
+    """`ema` only: weight of the previous average at each step."""
+    averaging_start_step: int = Field(default=1, ge=1)
+    """The average begins with the weights after this step."""
+    schedule: Literal["cosine", "inverse_sqrt", "constant", "linear", "wsd"] = "cosine"
+    """Learning rate after the warm-up. `cosine`: half a period down to `min_lr`. `linear`: a line
+    down to `min_lr`. `inverse_sqrt`: `lr` x sqrt(warm-up steps / step). `constant`: `lr`. `wsd`:
+    `lr`, then in the last `decay_steps` a line down to `min_lr` (warm-up, stable, decay)."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps at the start in which the learning rate rises linearly from 0 to `lr`."""
+    warmup_tokens: int | None = Field(default=None, ge=1)
+    """Length of the warm-up in tokens of all lanes, instead of `warmup_steps`; rounded up."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """`wsd` only: steps at the end of the run in which the learning rate falls to `min_lr`."""
     min_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the end of the cosine, at step `training.num_steps`."""
+    """Learning rate of the last step with `cosine`, `linear` and `wsd`."""
+    schedule_of_paper_code: bool = False
+    """Set the rate exactly as the training script of the paper does: update n has the rate of step
+    n - 1, the first one the full `lr` even with a warm-up, the cosine spans all steps including the
+    warm-up, and `inverse_sqrt` is `lr` / sqrt(step)."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        problems = list(self._schedule_problems())
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def problems_with(self, *, num_steps: int) -> Iterator[str]:
+        """Messages about a schedule that does not fit into a run of `num_steps`."""
+        warmup, decay = self.warmup_steps, self.decay_steps or 0
+        if warmup > num_steps:
+            yield (
+                f"optimizer.warmup_steps={warmup} is longer than training.num_steps={num_steps}; "
+                "lower it"
+            )
+        elif warmup + decay > num_steps:
+            yield (
+                f"optimizer.warmup_steps={warmup} and optimizer.decay_steps={decay} are together "
+                f"longer than training.num_steps={num_steps}; lower one"
+            )
+
+    def problems_at_stage(self, zero_stage: int) -> Iterator[str]:
+        """A message if the optimizer cannot run at this ZeRO stage."""
+        if self.name == "lamb" and zero_stage > 0:
+            yield (
+                f"optimizer.name=lamb at deepspeed.zero_stage={zero_stage} is not supported: LAMB "
+                "needs the norms of whole parameters, and ZeRO gives a rank only parts of them. "
+                "Use deepspeed.zero_stage=0, or another optimizer"
+            )
+        if self.name == "muon" and zero_stage > 2:
+            yield (
+                f"optimizer.name=muon at deepspeed.zero_stage={zero_stage} is not supported: Muon "
+                "needs whole matrices, and stage 3 cuts every one of them. Use "
+                "deepspeed.zero_stage=2, or another optimizer"
+            )
+
+    def _schedule_problems(self) -> Iterator[str]:
+        if self.warmup_steps and self.warmup_tokens is not None:
+            yield (
+                f"warmup_tokens={self.warmup_tokens} and warmup_steps={self.warmup_steps} both "
+                "set the length of the warm-up; remove one"
+            )
+        if self.schedule == "wsd" and self.decay_steps is None:
+            yield (
+                "schedule=wsd needs decay_steps, the steps at the end in which the rate falls; a "
+                "fifth of the run is usual"
+            )
+        if self.schedule != "wsd" and self.decay_steps is not None:
+            yield (
+                f"decay_steps={self.decay_steps} has no effect with schedule={self.schedule}; "
+                "remove it, or use schedule=wsd"
+            )
+        if self.schedule_of_paper_code and self.schedule not in SCRIPT_SCHEDULES:
+            yield (
+                f"schedule={self.schedule} is not in the paper's code, so "
+                "schedule_of_paper_code=true has no meaning; use "
+                f"{', '.join(SCRIPT_SCHEDULES)}, or remove it"
+            )

@@ -5,6 +5,7 @@ Each section is a class in a module of its own. Reading files and command-line o
 once, here; no other code checks or edits it.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -13,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from data_pipeline.storage.urls import is_url, shown
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.deepspeed_config import DeepSpeedConfig
+from txl_dist.config.divergence_config import DivergenceConfig
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.section import Section
 from txl_dist.config.training_config import (
@@ -39,6 +41,7 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig
+    divergence: DivergenceConfig = DivergenceConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
@@ -68,13 +71,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         # Collect all contradictions, so that one correction is enough.
-        problems = []
-        warmup, steps = self.optimizer.warmup_steps, self.training.num_steps
-        if warmup > steps:
-            problems.append(
-                f"optimizer.warmup_steps={warmup} is longer than training.num_steps={steps}; "
-                "lower it"
-            )
+        steps = self.training.num_steps
+        problems = [] if steps is None else list(self.optimizer.problems_with(num_steps=steps))
+        problems += self.optimizer.problems_at_stage(self.deepspeed.zero_stage)
         min_lr, lr = self.optimizer.min_lr, self.optimizer.lr
         if min_lr > lr:
             problems.append(f"optimizer.min_lr={min_lr} is above optimizer.lr={lr}; lower it")
@@ -83,10 +82,47 @@ class RunConfig(Section):
             problems.append(
                 f"training.micro_batch_lanes={micro} is above data.num_lanes={lanes}; use null"
             )
+        for change in self.training.changes:
+            try:
+                self.after_step(change.step)
+            except ValueError as error:
+                problems.append(f"training.changes, step {change.step}: {error}")
+        if self.training.compile and self.deepspeed.zero_stage == 3:
+            problems.append(
+                "training.compile=true is not supported at deepspeed.zero_stage=3: there DeepSpeed "
+                "gathers weights in hooks inside the layers, which end every compiled graph; use "
+                "stage 0, 1 or 2"
+            )
         if problems:
             raise ValueError("\n".join(problems))  # `problems.explain` splits the lines.
         return self
 
     @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run. Tokens and epochs: first call `resolve_duration`."""
+        assert self.training.num_steps is not None
+        return self.training.num_steps
+
+    @property
     def run_path(self) -> Path:
         return Path(self.directory)
+
+    def after_step(self, step: int) -> "RunConfig":
+        """The settings after `step` steps: this config with the changes up to that step applied."""
+        settings = {
+            "num_lanes": self.data.num_lanes,
+            "tgt_len": self.data.tgt_len,
+            "mem_len": self.model.mem_len,
+        }
+        for change in self.training.changes:
+            if change.step <= step:
+                settings |= change.model_dump(exclude={"step"}, exclude_none=True)
+        model = replace(self.model, mem_len=settings.pop("mem_len"))
+        return self.model_copy(
+            update={"data": self.data.model_copy(update=settings), "model": model}
+        )
+
+    def last_step_with(self, step: int) -> int:
+        """The last step with the settings after `step` steps: that of a change, or of the run."""
+        changes = (change.step for change in self.training.changes if change.step > step)
+        return min([*changes, self.num_steps])

@@ -1,26 +1,125 @@
 """The sections `training`, `evaluation`, `tracking` and `ray`: the course of a run."""
 
-from pydantic import Field, field_validator
+import re
+from itertools import pairwise
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
 
 from txl_dist.config.redaction import redact
 from txl_dist.config.section import Section
 
 
+class SettingsChange(Section):
+    """Other lanes or lengths from one step on. What is null stays as it was."""
+
+    step: int = Field(ge=1)
+    """The last step with the settings before the change."""
+    num_lanes: int | None = Field(default=None, ge=1)
+    """`data.num_lanes` after that step."""
+    tgt_len: int | None = Field(default=None, ge=1)
+    """`data.tgt_len` after that step."""
+    mem_len: int | None = Field(default=None, ge=0)
+    """`model.mem_len` after that step."""
+
+
 class TrainingConfig(Section):
     """Length of the run, micro-batches, logging and checkpoints."""
 
-    num_steps: int = Field(ge=1)
-    """Optimizer steps of the whole run, those before a resume included."""
+    num_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of the whole run, those before a resume included. Exactly one of `num_steps`,
+    `num_tokens` and `num_epochs` sets the length of a run."""
+    num_tokens: int | None = Field(default=None, ge=1)
+    """Length in tokens of all lanes; rounded up to whole steps."""
+    num_epochs: float | None = Field(default=None, gt=0)
+    """Length in epochs of the training data; rounded up to whole steps."""
     micro_batch_lanes: int | None = Field(default=None, ge=1)
     """Lanes per micro-batch of a rank; null: all its lanes. Changes speed and memory only."""
     log_interval_steps: int = Field(default=10, ge=1)
     """Steps between two step lines; the last step always has one."""
     checkpoint_interval_steps: int = Field(default=500, ge=1)
     """Steps between two checkpoints; the last step and a stop request always save one."""
+    checkpoint_interval_minutes: float | None = Field(default=None, gt=0)
+    """Also save when this time has passed since the last checkpoint; null: by steps only."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep, in addition to the best one."""
+    keep_interval_steps: int | None = Field(default=None, ge=1)
+    """Also keep every checkpoint whose step is a multiple of this; null: none."""
+    checkpoint_url: str | None = None
+    """Also copy checkpoints and metrics to this s3:// or gs:// URL, and resume from there if the
+    run directory has no newer checkpoint; null: no copies. One URL per run."""
+    checkpoint_upload_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long the end of a run waits for the copies at `checkpoint_url`."""
+    changes: tuple[SettingsChange, ...] = ()
+    """Changes of lanes and lengths during the run, e.g. `[{step: 5000, num_lanes: 32}]`, by
+    ascending step. Each saves a checkpoint and resumes from it."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long a rank waits in a collective before it fails."""
+    grace_seconds: float = Field(default=25.0, gt=0)
+    """How long a stop request waits for the step and its checkpoint; then the run ends without that
+    checkpoint. The default is 5 seconds less than what Kubernetes grants by default."""
+    compile: bool = False
+    """Compile the layers with torch.compile at the start, a minute or more; stages 0 to 2."""
+    activation_checkpointing: bool = False
+    """Compute each layer's activations again in backward: less memory, more time, same numbers."""
+    memory_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states."""
+    memory_device: Literal["default", "cpu"] = "default"
+    """Where the recurrent memory is stored: with the weights, or on the host. Same numbers."""
+    statistics_interval_steps: int | None = Field(default=None, ge=1)
+    """Steps between two lines with norms of weights, gradients and updates by layer; null: none."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step of a trace by torch.profiler in RUN/profile; null: none."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that write a trace."""
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _require_rising_steps(cls, steps: tuple[int, int] | None) -> tuple[int, int] | None:
+        if steps is not None and not 1 <= steps[0] <= steps[1]:
+            raise ValueError(
+                f"{list(steps)} must be the first and the last step to profile, from 1 on; write "
+                "for example [100, 104]"
+            )
+        return steps
+
+    @field_validator("checkpoint_url")
+    @classmethod
+    def _require_writable_store(cls, url: str | None) -> str | None:
+        if url is not None and not re.match(r"(s3|gs)://[^/]", url):
+            raise ValueError(f"{redact(url)!r} is not an s3:// or gs:// URL; write one, or null")
+        return url
+
+    @field_validator("changes")
+    @classmethod
+    def _require_ascending_steps(
+        cls, changes: tuple[SettingsChange, ...]
+    ) -> tuple[SettingsChange, ...]:
+        for before, change in pairwise(changes):
+            if change.step <= before.step:
+                raise ValueError(
+                    f"step {change.step} follows step {before.step}; list each step once, in "
+                    "ascending order"
+                )
+        return changes
+
+    @model_validator(mode="after")
+    def _require_one_duration(self) -> Self:
+        lengths = {name: getattr(self, name) for name in ("num_steps", "num_tokens", "num_epochs")}
+        given = [f"{name}={value}" for name, value in lengths.items() if value is not None]
+        if not given:
+            raise ValueError("num_steps, num_tokens or num_epochs is missing: the length of a run")
+        if len(given) > 1:
+            raise ValueError(
+                f"{' and '.join(given)} all set the length of the run; keep one "
+                "and remove the others, or set them to null"
+            )
+        if self.changes and self.num_steps is None:
+            raise ValueError(
+                f"{given[0]} cannot be combined with `changes`: the tokens of a step change during "
+                "the run. Set num_steps instead"
+            )
+        return self
 
 
 class EvaluationConfig(Section):
@@ -70,6 +169,7 @@ class RayConfig(Section):
     """Restarts and timeouts of `--on ray`."""
 
     max_restarts: int = Field(default=3, ge=0)
-    """How often a run is restarted from its newest checkpoint after a rank died."""
+    """Restarts from the newest checkpoint after failures of ranks, without a new checkpoint between
+    them. A lost or drained node does not count; `--max-restarts` overrides it."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long Ray may take to start the ranks, at first and after a rank died."""

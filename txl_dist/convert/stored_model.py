@@ -15,7 +15,7 @@ from data_pipeline.streams.segments import Reset
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
-from txl_dist.checkpoint.reader import load_model
+from txl_dist.checkpoint.reader import Weights, chosen_weights, load_model
 from txl_dist.convert.single_file import CONFIG_NAME, describe_exported, load_exported
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.model.config import ModelConfig
@@ -35,6 +35,8 @@ class StoredModel:
     tgt_len: int
     reset: Reset
     """`tgt_len` and `reset` as in training."""
+    weights: Weights = "last"
+    """Of a checkpoint: the average over steps, or those of the last step."""
     load: Load
     """Returns the model on the CPU and its tokenizer. The config may differ from the stored one in
     fields without weights. Raises CheckpointError for damaged files."""
@@ -72,15 +74,20 @@ class StoredModel:
         return model, tokenizer
 
 
-def find_model(path: Path) -> StoredModel:
+def find_model(path: Path, *, weights: Weights = "auto") -> StoredModel:
     """The model of a checkpoint, of a run (its newest checkpoint) or of an exported directory.
 
-    Raises CheckpointError if `path` is not one of them, or is damaged.
+    `weights` chooses between those of a checkpoint; an exported directory has one set. Raises
+    CheckpointError if `path` is not one of them, or is damaged, or has no averaged weights.
     """
     # A directory with a manifest is a checkpoint, whatever else is in it.
     if (path / CONFIG_NAME).is_file() and not (path / MANIFEST_NAME).is_file():
+        if weights == "averaged":
+            raise CheckpointError(
+                f"{path} is an exported model with one set of weights; leave the option out"
+            )
         return _exported(path)
-    return _checkpoint(resolve_checkpoint(path))
+    return _checkpoint(resolve_checkpoint(path), weights)
 
 
 def _exported(path: Path) -> StoredModel:
@@ -95,13 +102,15 @@ def _exported(path: Path) -> StoredModel:
     )
 
 
-def _checkpoint(path: Path) -> StoredModel:
+def _checkpoint(path: Path, weights: Weights) -> StoredModel:
     manifest = load_checkpoint_manifest(path)
+    chosen = chosen_weights(path, manifest, weights)
     return StoredModel(
         path=path,
         config=manifest.architecture,
         tokenizer_digest=manifest.tokenizer_digest,
         tgt_len=manifest.run["data.tgt_len"],
         reset=manifest.run["data.reset"],
-        load=lambda config: load_model(path, config=config)[:2],
+        weights=chosen,
+        load=lambda config: load_model(path, config=config, weights=chosen)[:2],
     )

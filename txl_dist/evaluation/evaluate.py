@@ -17,6 +17,7 @@ from data_pipeline.shards.shard_reader import TokenSource, open_split
 from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.segments import Reset
+from txl_dist.checkpoint.reader import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import DataError
@@ -146,6 +147,7 @@ class EvaluationJob:
     data: DatasetPath
     settings: EvaluationSettings
     batch_chunks: int
+    weights: Weights = "auto"
 
     def model_config(self, trained: ModelConfig) -> ModelConfig:
         """The trained architecture with the memory options of this evaluation.
@@ -169,7 +171,7 @@ class EvaluationJob:
         """Load model and split. Raises CheckpointError; DataError if the tokenizers differ."""
         keep_freed_memory()
         # The tokenizer of the dataset serves models without one; check_data has compared the sizes.
-        trained = find_model(self.checkpoint)
+        trained = find_model(self.checkpoint, weights=self.weights)
         manifest = load_manifest(self.data)
         trained.check_data(manifest, self.data)
         model, tokenizer = trained.load(self.model_config(trained.config))

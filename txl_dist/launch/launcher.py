@@ -23,8 +23,14 @@ OnLine = Callable[[str], None]
 class Launcher(Protocol):
     """Starts ranks or workers, and raises the TxlError that ended them."""
 
-    def train(self, job: "TrainJob", *, num_ranks: int, on_line: OnLine) -> None:
-        """Run the job to its end. Raises PreemptedError after a stop signal."""
+    def train(
+        self, job: "TrainJob", *, num_ranks: int, on_line: OnLine, max_restarts: int | None = None
+    ) -> None:
+        """Run the job to its end. Raises PreemptedError after a stop signal.
+
+        `max_restarts`: restarts after failures of ranks, without a new checkpoint between them;
+        None is the launcher's default.
+        """
 
     def evaluate(
         self, job: "EvaluationJob", *, num_workers: int, on_progress: Callable[[int, int], None]

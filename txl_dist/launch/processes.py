@@ -2,9 +2,10 @@
 
 A child reads its job from standard input, and ends when that pipe is closed, so no child outlives
 this process, even if it is killed. A child writes the error that ended it to standard output. If
-one child fails, the run ends.
+one child fails, all end. `supervision.py` decides whether they are started again.
 """
 
+import math
 import os
 import signal
 import socket
@@ -12,45 +13,72 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
 import torch
 
-from data_pipeline.processes.stop_signals import STOP_SIGNALS, StopSignals
+from data_pipeline.processes.stop_signals import StopSignals
 from data_pipeline.processes.workers import ProcessWorkers, Workers
-from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.errors import ConfigError, LostRankError, PreemptedError, TxlError, error_from_json
+from txl_dist.errors import ConfigError, TxlError, error_from_json
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_in_process
+from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import OnLine
-from txl_dist.runtime.stop_request import STOPPING
+from txl_dist.launch.supervision import (
+    RankEnd,
+    RestartBudget,
+    RunFailure,
+    failure_of,
+    is_stop_code,
+    restart_line,
+)
+from txl_dist.runtime.stop_request import STOPPING, StopRequest
 from txl_dist.runtime.torchrun import without_torchrun
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 
-GRACE_SECONDS = 10.0
+AFTER_FAILURE_SECONDS = 10.0
 """After one rank has failed, the others are killed after this time. They notice the failure at
 their next collective; a rank that does not end by then hangs."""
+AFTER_KILL_SECONDS = 1.0
+"""The same after a rank was killed. Then it is known why the ranks end, and a restart waits."""
+STOP_MARGIN_SECONDS = 3.0
+"""Ranks end by themselves `training.grace_seconds` after a stop request; those that cannot are
+killed after this additional time, which Kubernetes' grace period still includes."""
 POLL_SECONDS = 0.1
 
 
 class ProcessLauncher:
     """Trains with `num_ranks` processes, evaluates in this process, prepares with processes."""
 
-    def train(self, job: TrainJob, *, num_ranks: int, on_line: OnLine) -> None:
-        """Raises the error that ended the run; PreemptedError after a stop signal."""
+    def train(
+        self, job: TrainJob, *, num_ranks: int, on_line: OnLine, max_restarts: int | None = None
+    ) -> None:
+        """Raises the error that ended the run; PreemptedError after a stop signal.
+
+        After a failure that a restart can repair, all ranks are started again from the newest
+        checkpoint, `max_restarts` times (None: 0) without a new checkpoint in between.
+        """
         directory = RunDirectory(job.run_path)
         _require_devices(num_ranks)
         directory.create()
-        with directory.locked():
-            pass  # raises if another run uses the directory, before any process is started
+        with directory.locked():  # raises if another run uses it, before any process is started
+            LaunchFiles.remove_all(directory.path)  # of a killed launcher
+        files = LaunchFiles(directory.path, job.launch_id)
+        job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
+        budget = RestartBudget(max_restarts or 0)
         with ExitStack() as stack:
+            stack.callback(files.remove)
             stack.enter_context(LogFollower(directory.log(0), on_line))
             signals = stack.enter_context(StopSignals())
-            processes = stack.enter_context(_start_ranks(job, directory, num_ranks))
-            ends = _wait(processes, signals, on_line)
-        _raise_cause(ends, stop_requested=bool(signals), directory=directory)
+            while failure := _run_ranks(job, directory, files, num_ranks, signals, on_line):
+                if not failure.can_restart or budget.max_restarts == 0:
+                    raise failure.error
+                newest_step = directory.checkpoints.newest_step()
+                if not budget.allows_restart(newest_step=newest_step):
+                    raise budget.exhausted_error(failure.event, directory) from failure.error
+                job = files.job_after_restart(job)
+                on_line(restart_line(failure, budget, newest_step=newest_step, resume=job.resume))
 
     def evaluate(
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
@@ -77,6 +105,21 @@ def _require_devices(num_ranks: int) -> None:
         )
 
 
+def _run_ranks(
+    job: TrainJob,
+    directory: RunDirectory,
+    files: LaunchFiles,
+    num_ranks: int,
+    signals: StopSignals,
+    on_line: OnLine,
+) -> RunFailure | None:
+    """Start all ranks and wait until they have ended; returns why they failed."""
+    with _start_ranks(job, directory, num_ranks) as processes:
+        grace_seconds = job.config.training.grace_seconds
+        ends = _wait(processes, signals, files, grace_seconds=grace_seconds, on_line=on_line)
+    return failure_of(ends, stop_requested=bool(signals), directory=directory)
+
+
 @contextmanager
 def _start_ranks(
     job: TrainJob, directory: RunDirectory, num_ranks: int
@@ -95,39 +138,34 @@ def _start_ranks(
         for rank in range(num_ranks):
             with directory.log(rank).open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "txl_dist.training.rank"],
+                    [sys.executable, "-m", "txl_dist.launch.rank_process"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     # Ctrl-C then reaches only this process, which forwards one signal.
                     start_new_session=True,
+                    bufsize=0,
                 )
             processes.append(stack.enter_context(process))  # closes the pipes and waits
             stack.callback(process.kill)  # has no effect on a process that has ended
             assert process.stdin is not None
-            process.stdin.write(job.to_json().encode() + b"\n")
-            process.stdin.flush()  # and stays open: closing it ends the rank
+            with suppress(BrokenPipeError):  # the rank was killed; its exit code tells
+                # Stays open: closing it ends the rank.
+                process.stdin.write(job.to_json().encode() + b"\n")
         yield processes
 
 
-@dataclass(frozen=True, slots=True)
-class _RankEnd:
-    """How one rank ended."""
-
-    rank: int
-    code: int
-    """Exit code, or minus the number of the signal that killed the process."""
-    error: TxlError | None
-    hung: bool
-    """The launcher killed it, because it did not end after another rank had failed."""
-
-
 def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], signals: StopSignals, on_line: OnLine
-) -> list[_RankEnd]:
-    """Wait for all ranks. Forward a stop request once; kill the others after one has failed."""
-    deadline, is_forwarded = float("inf"), False
+    processes: Sequence[subprocess.Popen[bytes]],
+    signals: StopSignals,
+    files: LaunchFiles,
+    *,
+    grace_seconds: float,
+    on_line: OnLine,
+) -> list[RankEnd]:
+    """Wait for all ranks. Pass a stop request on once; kill the ranks that do not end in time."""
+    deadline, is_forwarded = math.inf, False
     hung: set[int] = set()
     while running := {n: process for n, process in enumerate(processes) if process.poll() is None}:
         if signals and not is_forwarded:
@@ -135,17 +173,29 @@ def _wait(
             on_line(STOPPING)
             for process in running.values():
                 process.send_signal(signal.SIGTERM)
-        if deadline == float("inf") and any(process.returncode for process in processes):
-            deadline = time.monotonic() + GRACE_SECONDS
+            deadline = time.monotonic() + grace_seconds + STOP_MARGIN_SECONDS
+        codes = [process.returncode for process in processes if process.returncode]
+        if not is_forwarded and any(map(is_stop_code, codes)):
+            # Not a signal: where a rank has already got one, a second means to end without saving.
+            StopRequest(stop_file=files.stop).share()
+        limits = [_seconds_for_others(code, grace_seconds=grace_seconds) for code in codes]
+        deadline = min([deadline, *(time.monotonic() + seconds for seconds in limits)])
         if time.monotonic() > deadline:
             hung |= running.keys()
             for process in running.values():
                 process.kill()
         time.sleep(POLL_SECONDS)
     return [
-        _RankEnd(rank, process.wait(), _error_of_rank(process), rank in hung)
+        RankEnd(rank, process.wait(), _error_of_rank(process), rank in hung)
         for rank, process in enumerate(processes)
     ]
+
+
+def _seconds_for_others(code: int, *, grace_seconds: float) -> float:
+    """How long the other ranks have to end, after one has ended with a code other than 0."""
+    if is_stop_code(code):
+        return grace_seconds + STOP_MARGIN_SECONDS
+    return AFTER_KILL_SECONDS if code < 0 else AFTER_FAILURE_SECONDS
 
 
 def _error_of_rank(process: subprocess.Popen[bytes]) -> TxlError | None:
@@ -153,46 +203,6 @@ def _error_of_rank(process: subprocess.Popen[bytes]) -> TxlError | None:
     assert process.stdout is not None
     line = process.stdout.readline()
     return error_from_json(line) if line else None
-
-
-def _raise_cause(
-    ends: Sequence[_RankEnd], *, stop_requested: bool, directory: RunDirectory
-) -> None:
-    """Raise the error that ended the run, if it failed.
-
-    One failure usually makes all ranks fail. The first of these that exists is raised:
-    1. a stop request; 2. a rank killed from outside; 3. an error of a rank's own; 4. a rank that
-    hung. LostRankError comes last, because it is a consequence of another rank's failure.
-    """
-    failed = [end for end in ends if end.code]
-    if not failed:
-        return
-    advice = resume_advice(directory.path)
-    for end in failed:
-        if isinstance(end.error, PreemptedError):
-            raise end.error
-    for end in failed:
-        # During start-up a rank exits without an error, or is killed by the signal if it has not
-        # yet installed its handlers.
-        if end.code == PreemptedError.exit_code or (stop_requested and -end.code in STOP_SIGNALS):
-            raise PreemptedError(f"stopped on request. {advice}")
-    logs = f"Logs of all ranks: {directory.logs}"
-    for end in failed:
-        if end.code < 0 and not end.hung:
-            name = signal.Signals(-end.code).name
-            raise TxlError(
-                f"rank {end.rank} was killed by {name}; the run stopped. {logs}. {advice}"
-            )
-    for end in failed:
-        if end.error is not None and not isinstance(end.error, LostRankError):
-            raise end.error
-    hung = ", ".join(str(end.rank) for end in failed if end.hung)
-    if hung:
-        event = f"rank {hung} hung and was killed"
-    else:
-        event = f"rank {failed[0].rank} ended with code {failed[0].code}"
-    consequence = next((str(end.error) for end in failed if end.error is not None), advice)
-    raise TxlError(f"{event}. {consequence}. {logs}")
 
 
 def _free_port() -> int:

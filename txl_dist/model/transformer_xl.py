@@ -8,8 +8,11 @@ The model has no state: `forward` takes the memory and returns the next one. The
 `age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.model.attention import AttentionWeightsCallback, SegmentContext
@@ -20,7 +23,7 @@ from txl_dist.model.encodings import encoding_class
 from txl_dist.model.initialisation import initialise
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.layers import Layer
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory import Memory, read_as
 from txl_dist.model.visibility import mask_scores, visible_keys
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
@@ -31,13 +34,21 @@ class TransformerXL(nn.Module):
 
     `memory` may also be a KVCache, if weights are constant and gradients are disabled. `forward`
     changes a KVCache in place and returns the same one; a Memory is not changed.
+
+    `recompute_layers`: backward computes the activations inside each layer again, so forward stores
+    only the layers' inputs (activation checkpointing). Results are the same bit for bit.
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, *, seed: int = 0, recompute_layers: bool = False
+    ) -> None:
         super().__init__()
         if config.vocab_size < 1:
             raise ValueError("ModelConfig.vocab_size must be set to build a model")
         self.config = config
+        self.recompute_layers = recompute_layers
+        self.compute_layer = _compute_layer
+        """Runs a layer if gradients are enabled. `training/compilation.py` compiles it."""
         self.encoding = encoding_class(config)
         self.table = AdaptiveEmbedding(config)
         if config.shares_biases:
@@ -84,8 +95,29 @@ class TransformerXL(nn.Module):
         inputs = []  # of each layer: the next memory
         for layer, layer_memory in zip(self.layers, memory.layers, strict=True):
             inputs.append(x_BTD)
-            x_BTD = layer(x_BTD, layer_memory, context)
+            x_BTD = self._run_layer(layer, x_BTD, layer_memory, context)
         return self.output_dropout(x_BTD, dropout_masks), memory.after(inputs)
+
+    def _run_layer(
+        self,
+        layer: nn.Module,
+        x_BTD: Tensor,
+        memory: Any,
+        context: SegmentContext,
+    ) -> Tensor:
+        memory = read_as(memory, x_BTD) if isinstance(memory, Tensor) else memory
+        if not torch.is_grad_enabled():
+            return layer(x_BTD, memory, context)
+        if not self.recompute_layers:
+            return self.compute_layer(layer, x_BTD, memory, context)
+        # No random state to restore: dropout masks are a function of their place (dropout.py).
+        # No early stop: it leaves forward by an exception, so hooks that release the layer's
+        # gathered weights (ZeRO stage 3) would not run.
+        output_BTD: Tensor = checkpoint(
+            self.compute_layer, layer, x_BTD, memory, context,
+            use_reentrant=False, preserve_rng_state=False, early_stop=False,
+        )  # fmt: skip
+        return output_BTD
 
     def _segment_context(
         self,
@@ -113,17 +145,25 @@ class TransformerXL(nn.Module):
         """Logits of the next token, [B, T, V]."""
         return self.softmax.logits(hidden_BTD, self.table)
 
-    def empty_memory(self, num_lanes: int) -> Memory:
-        """The memory at the start of `num_lanes` streams, with the parameters' dtype and device."""
+    def empty_memory(
+        self, num_lanes: int, *, dtype: torch.dtype | None = None, on_host: bool = False
+    ) -> Memory:
+        """The memory at the start of `num_lanes` streams, with the parameters' dtype and device.
+
+        `dtype`: another one to store it in. `on_host`: for a model on a GPU, in pinned memory of
+        the host.
+        """
         # Like a weight, so that `model.to(...)` or `.double()` also applies to new memories.
         weight, config = self.table.weights[0], self.config
+        pin = on_host and weight.device.type == "cuda"
         return Memory.empty(
             n_layer=config.n_layer,
             num_lanes=num_lanes,
             mem_len=config.mem_len,
             d_model=config.d_model,
-            dtype=weight.dtype,
-            device=weight.device,
+            dtype=dtype or weight.dtype,
+            device="cpu" if on_host else weight.device,
+            pin=pin,
         )
 
     def empty_kv_cache(self, num_lanes: int) -> KVCache:
@@ -136,3 +176,8 @@ class TransformerXL(nn.Module):
             n_head=config.n_head,
             d_head=config.d_head,
         )
+
+
+def _compute_layer(layer: nn.Module, x_BTD: Tensor, memory: Any, context: SegmentContext) -> Tensor:
+    output_BTD: Tensor = layer(x_BTD, memory, context)
+    return output_BTD

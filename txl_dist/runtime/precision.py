@@ -10,11 +10,11 @@ import torch
 
 from txl_dist.config.run_config import Precision
 
-MATMUL_DTYPE: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""The dtype of matrix products."""
+TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The dtype that a precision names."""
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:
     """The context in which the model runs; disabled for fp32."""
-    dtype = MATMUL_DTYPE[precision]
+    dtype = TORCH_DTYPE[precision]
     return torch.autocast(device.type, dtype, enabled=dtype is not torch.float32)

@@ -4,6 +4,7 @@ The signals are caught in `data_pipeline/processes/stop_signals.py`. Imports onl
 library, so that `txl train` can install it before its first slow import.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from data_pipeline.processes.stop_signals import StopSignals, end_now, print_unbuffered
@@ -21,7 +22,8 @@ def exit_before_first_step(_number: int) -> None:
 class StopRequest:
     """True once a stop signal has reached this process, or `stop_file` exists.
 
-    Under Ray a rank runs in a thread, where no signal can be caught; the launcher creates the file.
+    All ranks of a launch have the same `stop_file`. Under Ray a rank runs in a thread, where no
+    signal can be caught; the launcher creates the file.
     """
 
     def __init__(self, signals: StopSignals | None = None, stop_file: Path | None = None) -> None:
@@ -29,3 +31,9 @@ class StopRequest:
 
     def __bool__(self) -> bool:
         return bool(self._signals) or (self._stop_file is not None and self._stop_file.exists())
+
+    def share(self) -> None:
+        """Create `stop_file`, so that the request reaches all ranks."""
+        if self._stop_file is not None:
+            with suppress(OSError):  # a full disk; the ranks then agree at their next step
+                self._stop_file.touch()

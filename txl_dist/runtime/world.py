@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from txl_dist.errors import ConfigError, TxlError
-from txl_dist.runtime.collective_watch import Activity
+from txl_dist.errors import ConfigError, LostRankError, TxlError
+from txl_dist.runtime.activity import Activity
 
 T = TypeVar("T")
 
@@ -55,16 +55,30 @@ class World:
         return torch.device("cpu")
 
     def join(self, *, timeout_seconds: float) -> None:
-        """Create the process group, unless it exists. Returns when all ranks have joined."""
+        """Create the process group, unless it exists. Returns when all ranks have joined.
+
+        Raises LostRankError if they cannot meet: the port is in use, or a rank has not started.
+        """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if not dist.is_initialized():
+        if dist.is_initialized():
+            return
+        try:
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
                 rank=self.rank,
                 world_size=self.num_ranks,
                 timeout=timedelta(seconds=timeout_seconds),
             )
+        except dist.DistError as error:
+            reason = str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
+            address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            raise LostRankError(
+                f"rank {self.rank} of {self.num_ranks} could not meet the other ranks at {address} "
+                f"({reason}). Another program uses that port, or a "
+                "rank did not start: see the logs of all ranks. Run the same command again; under "
+                "torchrun, with another --master-port"
+            ) from error
 
     def set_timeouts(self, *, timeout_seconds: float) -> None:
         """Set the time limit of all existing process groups.
@@ -90,6 +104,15 @@ class World:
             dist.all_reduce(shared)
             values.copy_(shared)
         return values
+
+    def all_gather_parts(self, part_N: torch.Tensor) -> torch.Tensor:
+        """All-gather: the tensors [N] of all ranks, one after the other in rank order."""
+        if self.num_ranks == 1:
+            return part_N
+        shared = part_N.to(self.device)
+        whole = shared.new_empty(self.num_ranks * shared.numel())
+        dist.all_gather_into_tensor(whole, shared)
+        return whole.to(part_N.device)
 
     def all_gather(self, value: Any) -> list[Any]:
         """All-gather: the `value` of every rank, in rank order, on every rank."""

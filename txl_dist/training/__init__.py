@@ -8,6 +8,9 @@ phases.py         changes of corpora and weights during a run
 same_job.py       verifies that all ranks have the same config, data and code
 loop.py           the order of events
 step.py           one step, in micro-batches
+divergence.py     judges whether a step has diverged, before it updates the weights
+recovery.py       what follows: stop, skip or rollback
+divergence_dump.py  losses and documents of the lanes of a step that has diverged
 engine/           DeepSpeed, one module per ZeRO stage
 schedule.py       the learning rate of each step
 lane_dropout.py   dropout masks as a function of seed, step and lane
@@ -15,9 +18,12 @@ evaluator.py      the evaluation of a split during training
 state.py          progress of a run, stored in each checkpoint
 saving.py         when checkpoints are written and removed
 resume.py         which checkpoint to resume from
+remote_resume.py  downloads the newest checkpoint of a URL before that
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and the lock of its directory
 report.py         metrics.jsonl and the step line
+goodput.py        productive time and lost time of a run, through restarts
+stragglers.py     the slowest rank, and what it is slow in
 utilisation.py    the MFU: FLOP/s of the run divided by the peak FLOP/s of the machine
 follow.py         passes the log of rank 0 on to the launcher
 """

@@ -1,9 +1,9 @@
 """Which settings and data may differ between a checkpoint and the run that resumes from it.
 
 There are three kinds of settings. Those that affect no number may differ freely. Those that change
-the trajectory, but for which weights, memory and position stay valid, need `--allow-change KEY`.
-All others define another model or another token order, for which the checkpoint's memory and
-position would be wrong; they cannot change.
+the trajectory, but for which weights and position stay valid, need `--allow-change KEY`; the memory
+is rebuilt if it does not fit (`replay.py`). All others define another model or another token order,
+for which the checkpoint's weights or position would be wrong; they cannot change.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,17 +26,46 @@ _FREE = (
     "data.prefetch_segments",
     "model.attention",
     "model.vocab_size",
+    "optimizer.warmup_tokens",  # compared as optimizer.warmup_steps
+    "training.num_tokens",  # compared as training.num_steps, like num_epochs
+    "training.num_epochs",
     "training.micro_batch_lanes",
     "training.log_interval_steps",
     "training.checkpoint_interval_steps",
+    "training.checkpoint_interval_minutes",
+    "training.checkpoint_upload_timeout_seconds",
+    "training.checkpoint_url",
     "training.keep_checkpoints",
+    "training.keep_interval_steps",
     "training.rank_timeout_seconds",
+    "training.grace_seconds",
+    "training.activation_checkpointing",
+    "training.memory_device",
+    "training.compile",
+    "training.statistics_interval_steps",
+    "training.profile_",
     "evaluation.",
     "tracking.",
     "deepspeed.",
     "ray.",
 )
-_ON_REQUEST = ("optimizer.", "training.num_steps", "model.dropout", "model.dropatt", "precision")
+_ON_REQUEST = (
+    "optimizer.",
+    "training.num_steps",
+    "training.changes",
+    "training.memory_dtype",
+    "data.num_lanes",
+    "data.tgt_len",
+    "model.mem_len",
+    "model.dropout",
+    "model.dropatt",
+    "precision",
+    "divergence.",
+)
+_FIXED = ("optimizer.name", "optimizer.averaging")
+"""Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
+_BEFORE = {"optimizer.weight_decay_parameters": "all"}
+"""Values that settings had, in effect, before they existed, if not their defaults."""
 
 
 def check_config(
@@ -45,10 +74,12 @@ def check_config(
     """Compare resolved configs by dotted key. Raises CheckpointError that lists the differences."""
     lines = []
     # A setting added in a later version had its default value when the checkpoint was written.
-    old = {**default_settings(), **old}
+    old = {**default_settings(), **_BEFORE, **old}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
-        on_request = key.startswith(_ON_REQUEST)
+        on_request = key.startswith(_ON_REQUEST) and key not in _FIXED
+        if key == "optimizer.weight_decay_parameters" and not _decays(old) and not _decays(new):
+            continue
         if before == after or key.startswith(_FREE) or (on_request and key in allowed):
             continue
         remedy = (
@@ -59,6 +90,10 @@ def check_config(
         lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
     if lines:
         raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")
+
+
+def _decays(settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("optimizer.weight_decay"))
 
 
 def check_data(

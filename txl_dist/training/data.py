@@ -84,15 +84,16 @@ class TrainingData:
                 f"{manifest.vocab_size} ids (digest {manifest.tokenizer_digest}). Set data.path to "
                 "the right data, or model.vocab_size=0 to take the data's vocabulary"
             )
-        phase = first_phase(corpora, config.data.train_split)
-        # An epoch has as many tokens as all corpora together, whatever their weights.
-        plan = LanePlan(
-            num_tokens=phase.num_tokens,
-            num_lanes=config.data.num_lanes,
-            tgt_len=config.data.tgt_len,
+        phase = first_phase(corpora, config.data.train_split, num_lanes=config.data.num_lanes)
+        plan = phase.plan(tgt_len=config.data.tgt_len)
+        changed = (config.after_step(change.step).data for change in config.training.changes)
+        later = (
+            phase.model_copy(update={"num_lanes": data.num_lanes}).plan(tgt_len=data.tgt_len)
+            for data in changed
         )
-        plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
-        _require_segment_fits(plan)
+        for each in (plan, *later):
+            each.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
+            _require_segment_fits(each)
         try:
             model_config = replace(config.model, vocab_size=manifest.vocab_size)
         except ValueError as error:
@@ -123,7 +124,7 @@ class TrainingData:
 
     def plan_of(self, phase: Phase) -> LanePlan:
         """The lanes of a phase of these corpora."""
-        return replace(self.plan, start=phase.position, first_epoch=phase.first_epoch)
+        return phase.plan(tgt_len=self.plan.tgt_len)
 
     def source_of(self, phase: Phase, config: RunConfig) -> TokenSource | MixedSource:
         """The tokens of a phase of these corpora. Raises DataError for damaged shard indexes."""
@@ -196,7 +197,7 @@ def _require_same_tokens(first: Corpus, other: Corpus) -> None:
             )
 
 
-def first_phase(corpora: Sequence[Corpus], split: str) -> Phase:
+def first_phase(corpora: Sequence[Corpus], split: str, *, num_lanes: int) -> Phase:
     """The phase of a run that starts with these corpora.
 
     Raises DataError for a corpus without tokens, ConfigError for weights so different that a corpus
@@ -215,7 +216,7 @@ def first_phase(corpora: Sequence[Corpus], split: str) -> Phase:
                 weight=corpus.weight,
             )
         )
-    phase = Phase(corpora=tuple(entries))
+    phase = Phase(corpora=tuple(entries), num_lanes=num_lanes)
     # Also raises ConfigError here, before any rank is started.
     assert sum(phase.tokens_per_epoch.values()) == phase.num_tokens
     return phase

@@ -23,6 +23,8 @@ def build_evaluator(
 ) -> Evaluate | None:
     """A function that scores `data.evaluation` with the current weights; None without a split.
 
+    If the run averages its weights, the average is scored.
+
     The split is opened and its chunks are planned here, once. Raises DataError if it has no target.
     """
     if data.evaluation is None:
@@ -52,7 +54,7 @@ def build_evaluator(
 
     def evaluate(*, stop: object) -> EvaluationResult | None:
         world.activity.name = f"evaluation of split {settings.split}"
-        with engine.whole_model() as whole_model:
+        with engine.averaged_weights(), engine.whole_model() as whole_model:
             whole_scorer = replace(scorer, model=whole_model)
             return evaluate_on_ranks(whole_scorer, chunks, settings, world=world, stop=stop)
 

@@ -1,6 +1,7 @@
 """The training loop: the order of events of a run.
 
-    segment -> step -> state -> report -> checkpoint -> stop? -> evaluation -> score
+    segment -> step (diverged? -> skip or rollback) -> state -> report -> checkpoint -> stop?
+            -> evaluation -> score
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
 launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` writes checkpoints, and
@@ -10,8 +11,8 @@ launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` write
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
@@ -20,7 +21,11 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.runtime.activity import Activity, Span
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.training.profiler import StepProfiler
+from txl_dist.training.recovery import Recovery
 from txl_dist.training.report import Report
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
@@ -38,9 +43,10 @@ class Evaluate(Protocol):
 class Trainer:
     """One rank's part of a run.
 
-    These calls are collective, so all ranks must make them at the same event: `step`, `saver.*`,
-    `evaluate` and `report.measure_peak`. Other methods of `report`, `segments` and `stop` are local
-    to the rank. The peak is the highest FLOP/s that the machine reaches (`utilisation.py`).
+    These calls are collective, so all ranks must make them at the same event: `step`, `evaluate`,
+    `report.measure_peak`, `report.compare_ranks`, and of `saver` save, wait, wait_after and finish.
+    The other methods of `report` and `saver`, `segments` and `stop` are local to the rank. The peak
+    is the highest FLOP/s that the machine reaches (`utilisation.py`).
     """
 
     config: RunConfig
@@ -54,88 +60,177 @@ class Trainer:
     evaluated_data: str | None
     """Digest of the dataset that `evaluate` scores."""
     state: TrainState
+    last_step: int
+    """Where `run` returns: the last step of the run, or that of a change of settings."""
+    recovery: Recovery
+    profiler: StepProfiler | None = None
+    _last_update: tuple[StepResult, float] | None = field(default=None, init=False)
+    """Result and learning rate of the last step of this process that updated the weights."""
 
     def run(self) -> TrainState:
-        """Train to the last step, save, and return the final state.
+        """Train to `last_step`, save, and return the final state.
 
-        Raises, on every rank, DivergedError if a loss, gradient or weight is not finite (that step
-        is not saved), and PreemptedError after a stop request, once the state is saved.
+        Raises, on every rank, DivergedError if a step has diverged and `divergence.policy` ends the
+        run (that step is not saved), and PreemptedError after a stop request, once the state is
+        saved.
         """
+        is_complete = False
         try:
-            return self._train()
+            state = self._train()
+            is_complete = True
         except DivergedError as error:
+            cause = self.saver.wait_after(error)
             # Not the checkpoint of this step: resuming from it would produce the same numbers.
-            advice = divergence_advice(self.config.run_path, before=self.state.step)
-            raise DivergedError(f"{error}. {advice}") from error
+            last_update = self.state.divergence.last_update(self.state.step)
+            advice = divergence_advice(self.config.run_path, before=last_update)
+            raise DivergedError(f"{cause}. {advice}") from error
+        finally:
+            self.report.end(self.state, is_complete=is_complete)
+        return state
+
+    @property
+    def _activity(self) -> Activity:
+        return self.step.world.activity
 
     def _train(self) -> TrainState:
         if self.state.evaluation_pending:
             self._evaluate()  # the checkpoint was written before the evaluation of its step
-        while self.state.step < self.config.training.num_steps:
+        while self.state.step < self.last_step:
+            if self.profiler is not None:
+                self.profiler.before_step(self.state.step + 1)
             segment = self._next_segment()
             result, lr = self._step(segment)
-            # The loss was finite, so the checkpoint written after the previous step is usable.
-            self.saver.confirm(self.state)
+            if "save_failed" in result.raised:
+                self.saver.wait()  # raises the error on every rank
+            if result.event is not None and self._rolls_back(segment, result):
+                continue
+            if result.is_update:
+                # The step was accepted, so the checkpoint written after the previous one is usable.
+                self.saver.confirm(self.state)
+                self._last_update = result, lr
             self._advance(segment, result)
             if self._is_due(self.config.training.log_interval_steps):
-                self._report(result, lr)
+                self._report()
+            self.report.statistics(self.state, result.statistics)
             # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
-            if self._is_due(self.config.training.checkpoint_interval_steps):
+            if self._save_is_due(result):
                 self._save()
             # Agreed on by all ranks in the step's collective, so all stop after the same step.
             if "stop" in result.raised and not self._is_finished:
                 self._stop()
             if self.state.evaluation_pending:
                 self._evaluate()
-        self.saver.confirm(self.state)
+        if self.state.step == self.config.num_steps:
+            self.saver.confirm(self.state)
+        elif self.saver.saved_step != self.state.step:
+            self._save()  # the run continues from here with other settings
+        self._finish_saving(require_copies=self.state.step == self.config.num_steps)
         return self.state
+
+    def _save_is_due(self, result: StepResult) -> bool:
+        is_due = self._is_due(self.config.training.checkpoint_interval_steps)
+        return is_due or self.state.step == self.last_step or "save_due" in result.raised
 
     def _is_due(self, interval_steps: int) -> bool:
         # A function of the step number only, so a resumed run has the same events.
         step = self.state.step
-        return step % interval_steps == 0 or step == self.config.training.num_steps
+        return step % interval_steps == 0 or step == self.config.num_steps
 
     @property
     def _is_finished(self) -> bool:
-        is_last = self.state.step == self.config.training.num_steps
+        is_last = self.state.step == self.config.num_steps
         return is_last and not self.state.evaluation_pending
 
     def _next_segment(self) -> Segment:
         start = time.monotonic()
+        self._activity.name = f"step {self.state.step + 1}"
+        self._activity.enter(Span.DATA_WAIT)
         segment = next(self.segments)
+        self._activity.enter(Span.OTHER)
         self.report.data_wait(time.monotonic() - start)
         return segment
 
     def _step(self, segment: Segment) -> tuple[StepResult, float]:
         number = self.state.step + 1
-        lr = lr_at(number, self.config.optimizer, num_steps=self.config.training.num_steps)
+        lr = lr_at(number, self.config.optimizer, num_steps=self.config.num_steps)
+        flags = {
+            "stop": bool(self.stop),
+            "measure_peak": self.report.peak_is_due,
+            "save_due": self.saver.is_due,
+            "save_failed": self.saver.has_failed,
+            "compare_ranks": self.report.comparison_is_due,
+        }
+        if number in self.state.divergence.skip_steps:
+            self.report.event("step %d is skipped: a rollback has excluded it", number)
+            return self.step.skip(step=number, flags=flags), lr
         result = self.step(
             segment,
             step=number,
             num_targets=self.plan.targets_in_step(segment.position),
             lr=lr,
-            flags={"stop": bool(self.stop), "measure_peak": self.report.peak_is_due},
+            judge=self._judge,
+            contiguous_from=self.state.contiguous_from,
+            flags=flags,
         )
+        self._activity.end_step()
         return result, lr
 
+    def _judge(self, sums: LossSums, gradient_norm: float) -> str | None:
+        return self.state.divergence.find_event(
+            self.config.divergence,
+            step=self.state.step + 1,
+            sums=sums,
+            gradient_norm=gradient_norm,
+        )
+
+    def _rolls_back(self, segment: Segment, result: StepResult) -> bool:
+        """Respond to a step that has diverged; returns whether the run is at an older step now."""
+        self.state = self.recovery.record(self.state, segment, result)
+        if self.config.divergence.policy != "rollback":
+            return False
+        self.state, self.plan, self.segments = self.recovery.roll_back(self.state)
+        self._last_update = None  # a step of the abandoned trajectory
+        if self.state.evaluation_pending:
+            self._evaluate()
+        return True
+
     def _advance(self, segment: Segment, result: StepResult) -> None:
-        unreported = LossSums(*self.state.unreported) + result.sums
         self.state = self.state.model_copy(
             update={
                 "step": self.state.step + 1,
                 "position": segment.next_position,
-                "tokens": self.state.tokens + result.sums.num_tokens,
-                "unreported": (unreported.nats, unreported.num_tokens, unreported.num_bytes),
-                "unreported_steps": self.state.unreported_steps + 1,
+                **(self._trained(result) if result.is_update else self._skipped(segment)),
             }
         )
         if self.evaluate is not None and self._is_due(self.config.evaluation.interval_steps):
             self.state = self.state.model_copy(update={"evaluation_pending": True})
 
-    def _report(self, result: StepResult, lr: float) -> None:
-        # A segment of one token has no target. The next line then covers this step too.
-        if not self.state.unreported[1]:
+    def _trained(self, result: StepResult) -> dict[str, Any]:
+        unreported = LossSums(*self.state.unreported) + result.sums
+        divergence = self.state.divergence.with_accepted(
+            self.config.divergence, sums=result.sums, gradient_norm=result.gradient_norm
+        )
+        return {
+            "tokens": self.state.tokens + result.sums.num_tokens,
+            "unreported": (unreported.nats, unreported.num_tokens, unreported.num_bytes),
+            "unreported_steps": self.state.unreported_steps + 1,
+            "divergence": divergence,
+        }
+
+    def _skipped(self, segment: Segment) -> dict[str, Any]:
+        # The memory is that of the tokens before this segment: the next one must not attend to it.
+        return {
+            "skipped_steps": self.state.skipped_steps + 1,
+            "contiguous_from": segment.next_position,
+        }
+
+    def _report(self) -> None:
+        # Without trained targets (skipped steps, a segment of one token), the next line covers
+        # this step too.
+        if not self.state.unreported[1] or self._last_update is None:
+            self.report.without_loss(self.state)
             return
+        result, lr = self._last_update
         self.report.step(
             self.state,
             lr=lr,
@@ -144,6 +239,8 @@ class Trainer:
         )
         if "measure_peak" in result.raised:
             self.report.measure_peak()
+        if "compare_ranks" in result.raised:
+            self.report.compare_ranks()
         self.state = self.state.model_copy(
             update={"unreported": (0.0, 0, 0), "unreported_steps": 0}
         )
@@ -151,8 +248,11 @@ class Trainer:
     def _evaluate(self) -> None:
         """Score the validation split, and save the score with the checkpoint of this step."""
         assert self.evaluate is not None
+        fault_point("evaluation")
         start = time.monotonic()
+        previous = self._activity.enter(Span.EVALUATION)
         result = self.evaluate(stop=self.stop)
+        self._activity.enter(previous)
         if result is None:
             self._stop()
         improved = self._take_score(result)
@@ -185,9 +285,16 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.monotonic()
+        previous = self._activity.enter(Span.SAVE_WAIT)
         self.report.sync()  # a resume from this checkpoint keeps all lines up to its step
         self.saver.save(self.state)
-        self.report.exclude(time.monotonic() - start)
+        self._activity.enter(previous)
+        self.report.save_wait(self.state, time.monotonic() - start)
+
+    def _finish_saving(self, *, require_copies: bool) -> None:
+        previous = self._activity.enter(Span.SAVE_WAIT)
+        self.saver.finish(require_copies=require_copies)
+        self._activity.enter(previous)
 
     def _save_score(self) -> None:
         self.report.sync()
@@ -197,6 +304,7 @@ class Trainer:
         """Save and end the run, as requested by a signal or a stop file."""
         if self.saver.saved_step != self.state.step:
             self._save()
+        self._finish_saving(require_copies=False)
         pending = " It begins with the evaluation." if self.state.evaluation_pending else ""
         raise PreemptedError(
             f"stopped on request after step {self.state.step}; everything is saved. "

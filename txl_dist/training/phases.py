@@ -1,15 +1,22 @@
-"""Phases: how a run continues when its corpora or their weights change. Pure integers, no files.
+"""Phases: how a run continues when its corpora, their weights or its lanes change. Pure integers.
 
-A new phase begins at the lane position of the change, with a new division of the tokens into lanes;
-ages restart at 0 there, as at the end of an epoch. Each corpus is read cyclically
-(data_pipeline/streams/mixture.py) and continues after the last epoch that was begun, so tokens not
-read yet come before tokens read already. Corpora are identified by digest: a new name or path for
-the same data changes nothing.
+A new phase begins at the lane position of the change, with a new division of the tokens into lanes.
+
+If only the number of lanes changes, the new phase reads the unread remainder of the epoch first, so
+every token is still read once per epoch, except fewer than `num_lanes`. The memory of a new lane is
+rebuilt from the tokens before it (replay.py), and ages count from the first of these.
+
+If the corpora or weights change, ages restart at 0, as at the end of an epoch. Each corpus is read
+cyclically (data_pipeline/streams/mixture.py) and continues after the last epoch that was begun, so
+tokens not read yet come before tokens read already. Corpora are identified by digest: a new name or
+path for the same data changes nothing.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+from data_pipeline.streams.remainder import num_tokens
 from txl_dist.training.state import CorpusEntry, Phase
 
 
@@ -21,9 +28,11 @@ class PhaseChange:
     """Other data under the same name: (before, after)."""
     mixture: tuple[str, ...]
     """One line per corpus that was added, removed or has another share."""
+    num_lanes: bool
+    """Whether the number of lanes changes."""
 
     def __bool__(self) -> bool:
-        return bool(self.replaced or self.mixture)
+        return bool(self.replaced or self.mixture or self.num_lanes)
 
     @classmethod
     def between(cls, before: Phase, after: Phase) -> "PhaseChange":
@@ -46,34 +55,48 @@ class PhaseChange:
             for old, new in [*pairs, *replaced]
             if not math.isclose(old_shares[old.name], new_shares[new.name])
         ]
-        return cls(replaced, tuple(lines))
+        return cls(replaced, tuple(lines), before.num_lanes != after.num_lanes)
 
 
 def phases_from(
-    phases: tuple[Phase, ...], current: Phase, *, position: int, num_lanes: int
+    phases: tuple[Phase, ...], current: Phase, *, position: int, context_tokens: int = 0
 ) -> tuple[Phase, ...]:
-    """The phases of a run that continues at lane `position` with the corpora of `current`."""
+    """The phases of a run that continues at lane `position` with the data and lanes of `current`.
+
+    `context_tokens` per lane will be replayed if the number of lanes changes inside an epoch.
+    """
     if not phases:
         return (current,)
-    if not PhaseChange.between(phases[-1], current):
+    last, change = phases[-1], PhaseChange.between(phases[-1], current)
+    if not change:
         return phases
-    # Recomputed from the list of phases on every change; nothing but the phases is stored.
-    cyclic_starts: dict[str, int] = {}
-    first_epoch = 0
-    stops = [*(phase.position for phase in phases[1:]), position]
-    for phase, stop in zip(phases, stops, strict=True):
-        lane_tokens = phase.num_tokens // num_lanes
-        num_epochs = -(-(stop - phase.position) // lane_tokens)  # rounded up
-        for corpus in phase.corpora:
-            end = corpus.start + num_epochs * phase.tokens_per_epoch[corpus.name]
-            # Over all phases, so a corpus that was removed and added again continues too.
-            cyclic_starts[corpus.digest] = end % corpus.tokens
-        first_epoch = phase.first_epoch + num_epochs
-    corpora = tuple(
-        corpus.model_copy(update={"start": cyclic_starts.get(corpus.digest, 0)})
-        for corpus in current.corpora
+    epoch, _, unread = last.plan().progress(position)
+    changes: dict[str, Any] = {"position": position, "first_epoch": epoch}
+    if unread != ((0, last.num_tokens),):  # inside an epoch
+        if change.replaced or change.mixture or num_tokens(unread) < (current.num_lanes or 0):
+            changes["first_epoch"] = epoch + 1
+        else:
+            changes |= {"unread": unread, "context_tokens": context_tokens}
+    # With the same shares, the weights of the checkpoint: rounding must not move the epoch's cuts.
+    corpora = current.corpora if change.replaced or change.mixture else last.corpora
+    starts = _cyclic_starts(phases, next_epoch=changes["first_epoch"])
+    changes["corpora"] = tuple(
+        corpus.model_copy(update={"start": starts.get(corpus.digest, 0)}) for corpus in corpora
     )
-    return (*phases, Phase(position=position, first_epoch=first_epoch, corpora=corpora))
+    return (*phases, current.model_copy(update=changes))
+
+
+def _cyclic_starts(phases: tuple[Phase, ...], *, next_epoch: int) -> dict[str, int]:
+    """Where each corpus, by digest, has arrived in its cyclic order when `next_epoch` begins."""
+    # Recomputed from the list of phases on every change; nothing but the phases is stored.
+    starts: dict[str, int] = {}
+    next_epochs = [*(phase.first_epoch for phase in phases[1:]), next_epoch]
+    for phase, stop in zip(phases, next_epochs, strict=True):
+        for corpus in phase.corpora:
+            tokens = (stop - phase.first_epoch) * phase.tokens_per_epoch[corpus.name]
+            # Over all phases, so a corpus that was removed and added again continues too.
+            starts[corpus.digest] = (corpus.start + tokens) % corpus.tokens
+    return starts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,61 +1,76 @@
-"""One rank of a run, from start to exit: the entry of every launcher.
+"""One rank of a run, from start to exit: called by every launcher in the process of the rank."""
 
-`python -m txl_dist.training.rank` reads a TrainJob from standard input, and RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the environment. An error is returned to the launcher
-as one JSON line on standard output, which contains nothing else. (A file could not be written on a
-full disk.) The exit code is that of the error. The process also ends when standard input is closed,
-which means that the launcher has died.
-"""
-
+import gc
 import logging
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from data_pipeline.processes.parent import end_with_parent
-from data_pipeline.processes.process_exit import exit_without_teardown
-from data_pipeline.processes.stop_signals import StopSignals, print_unbuffered
+from data_pipeline.processes.stop_signals import StopSignals
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.errors import LostRankError, PreemptedError, TxlError, error_to_json
+from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
-from txl_dist.runtime.stop_request import STOPPING, StopRequest, exit_before_first_step
+from txl_dist.runtime.fault_injection import fault_point
+from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.state import TrainState
-
-MAX_MESSAGE_LENGTH = 30_000
-"""Of the error for the launcher. Fits into a pipe's buffer, so writing never blocks."""
+from txl_dist.training.stop_deadline import StopDeadline
 
 log = logging.getLogger("txl_dist.training")
 
 
-def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> TrainState:
+def train_rank(
+    job: TrainJob,
+    world: World,
+    *,
+    announce_stop: bool = False,
+    report_stop: Callable[[PreemptedError], None] = lambda error: None,
+) -> TrainState:
     """Take part in a run until it ends. Errors are logged and raised.
 
-    A stop signal before the first step ends the process immediately, with exit code 75. A later one
-    is a request to stop after the step; `announce_stop` confirms it on standard error.
+    A stop request before the first step ends the process immediately, with exit code 75. A later
+    one asks to stop after the step; `announce_stop` confirms it on standard error. If that takes
+    longer than `training.grace_seconds`, the process ends too. Whenever a request ends the process,
+    `report_stop` is called with the reason first.
     """
+    fault_point("start")
     keep_freed_memory()  # before the first large allocation
     directory = RunDirectory(job.run_path)
     directory.create()
     limit_seconds = job.config.training.rank_timeout_seconds
+    watch = CollectiveWatch(
+        world.activity,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        limit_seconds=limit_seconds,
+        run=directory.path,
+        on_gpu=world.device.type == "cuda",
+    )
     with (
         _logging_to(directory.log(world.rank)),
-        StopSignals(on_request=exit_before_first_step) as signals,
-        CollectiveWatch(world.activity, rank=world.rank, limit_seconds=limit_seconds),
+        StopSignals() as signals,
+        watch,
+        StopDeadline(
+            stop := StopRequest(signals, Path(job.stop_file) if job.stop_file else None),
+            world.activity,
+            run=job.run_path,
+            grace_seconds=job.config.training.grace_seconds,
+            announce=announce_stop,
+            report=report_stop,
+        ) as deadline,
     ):
         try:
-            with ExitStack() as stack:
-                stop = StopRequest(signals, Path(job.stop_file) if job.stop_file else None)
-                trainer = build_trainer(job, world, directory, stack, stop)
-                # From here on there is a state to save, so a signal no longer ends the process.
-                signals.on_request = lambda _: print_unbuffered(STOPPING) if announce_stop else None
-                state = trainer.run()
+            state, is_finished = _train(job, world, directory, stop, deadline)
+            while not is_finished:
+                # Settings change after this step (`training.changes`): resume from its checkpoint.
+                deadline.begin_start_up()
+                gc.collect()  # frees the old engine before the new one is built
+                job = job.model_copy(update={"resume": "auto"})
+                state, is_finished = _train(job, world, directory, stop, deadline)
             log.info("finished at step %d", state.step)
             return state
         except PreemptedError as request:
@@ -68,13 +83,33 @@ def train_rank(job: TrainJob, world: World, *, announce_stop: bool = False) -> T
             log.exception("rank %d failed", world.rank)
             # If a collective has failed, the cause is on another rank: report that instead.
             lost = lost_rank_error(
-                error, world.activity, rank=world.rank, limit_seconds=limit_seconds
+                error,
+                world.activity,
+                rank=world.rank,
+                limit_seconds=limit_seconds,
+                others=watch.describe_others(),
             )
             if lost is None:
                 raise
             lost = LostRankError(f"{lost}. {resume_advice(job.run_path)}")
             log.error("%s", lost)
             raise lost from error
+
+
+def _train(
+    job: TrainJob,
+    world: World,
+    directory: RunDirectory,
+    stop: StopRequest,
+    deadline: StopDeadline,
+) -> tuple[TrainState, bool]:
+    """Build all parts of the run and train to a change of settings, or to its end (True)."""
+    world.activity.reset()
+    with ExitStack() as stack:
+        trainer = build_trainer(job, world, directory, stack, stop)
+        deadline.begin_steps(lambda: trainer.state.step)
+        state = trainer.run()
+        return state, state.step >= trainer.config.num_steps
 
 
 @contextmanager
@@ -93,32 +128,3 @@ def _logging_to(path: Path) -> Iterator[None]:
             logger.removeHandler(handler)
         with suppress(OSError):  # a full disk must not hide the error that ended the run
             handler.close()
-
-
-def _take_standard_output() -> int:
-    """A copy of standard output for the error line; prints of libraries go to standard error."""
-    error_output = os.dup(1)
-    os.dup2(2, 1)
-    return error_output
-
-
-def main() -> int:
-    """Read the job, train, return the exit code."""
-    error_output = _take_standard_output()
-    try:
-        job = TrainJob.from_json(sys.stdin.buffer.readline())
-        world = World.from_environment()
-        end_with_parent(0)  # the launcher holds the other end of this pipe
-        train_rank(job, world)
-        world.leave()
-    except TxlError as error:
-        os.write(error_output, error_to_json(error, max_chars=MAX_MESSAGE_LENGTH))
-        return error.exit_code
-    except Exception:
-        log.exception("this rank failed")  # on standard error: the log file may not be open yet
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    exit_without_teardown(main())

@@ -7,6 +7,7 @@ checkpoint, so a resumed run writes the same lines as an uninterrupted one.
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +16,20 @@ from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
+from txl_dist.training.goodput import Goodput
 from txl_dist.training.phases import realised_shares
 from txl_dist.training.state import TrainState
+from txl_dist.training.stragglers import StragglerCheck
 from txl_dist.training.utilisation import Utilisation
 
 log = logging.getLogger(__name__)
 
 
 class Report:
-    """The report of ranks other than 0: measures the peak with the others, writes nothing."""
+    """The report of ranks other than 0: measures and compares with the others, writes nothing."""
 
-    def __init__(self, utilisation: Utilisation) -> None:
-        self._utilisation = utilisation
+    def __init__(self, utilisation: Utilisation, stragglers: StragglerCheck) -> None:
+        self._utilisation, self._stragglers = utilisation, stragglers
 
     @property
     def peak_is_due(self) -> bool:
@@ -39,8 +42,21 @@ class Report:
         self._utilisation.measure()
         self.exclude(time.monotonic() - start)
 
+    @property
+    def comparison_is_due(self) -> bool:
+        """Whether this rank would look for stragglers after the next line."""
+        return self._stragglers.is_due
+
+    def compare_ranks(self) -> None:
+        """Log the slowest rank, if it is much slower than the others. Collective."""
+        if line := self._stragglers.compare():
+            self.event("stragglers | %s", line)
+
     def data_wait(self, seconds: float) -> None:
         """Called once per step: seconds until its segment was available."""
+
+    def save_wait(self, state: TrainState, seconds: float) -> None:
+        """Called after each checkpoint: seconds for which it blocked the loop."""
 
     def exclude(self, seconds: float) -> None:
         """Exclude time (evaluation, checkpoints) from the training speed."""
@@ -49,6 +65,15 @@ class Report:
         self, state: TrainState, *, lr: float, gradient_norm: float, memory_valid: float
     ) -> None:
         """Write one line for the steps since the last one."""
+
+    def without_loss(self, state: TrainState) -> None:
+        """Write the counters of skipped steps and rollbacks; for a line without trained targets."""
+
+    def rewind(self, state: TrainState) -> None:
+        """Remove all lines after `state`, to which a rollback has returned."""
+
+    def statistics(self, state: TrainState, values: Mapping[str, float]) -> None:
+        """Write the norms by layer of this step, if it has any."""
 
     def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
         """Write the score of a split."""
@@ -65,6 +90,9 @@ class Report:
     def sync(self) -> None:
         """Flush all lines to disk. Call before a checkpoint, which assumes that they exist."""
 
+    def end(self, state: TrainState, *, is_complete: bool) -> None:
+        """Write the summary of the run. `is_complete`: it ends as planned, not by an error."""
+
 
 @dataclass(slots=True)
 class Stopwatch:
@@ -75,22 +103,36 @@ class Stopwatch:
     """On the first line after a resume, fewer than the steps of the loss sums."""
     data_wait_seconds: float = 0.0
     excluded_seconds: float = 0.0
+    save_wait_seconds: float = 0.0
 
 
 class RankZeroReport(Report):
     """The report of rank 0, which writes."""
 
     def __init__(
-        self, utilisation: Utilisation, journal: MetricsJournal, *, num_steps: int
+        self,
+        utilisation: Utilisation,
+        stragglers: StragglerCheck,
+        journal: MetricsJournal,
+        goodput: Goodput,
+        *,
+        num_steps: int,
+        split: str | None = None,
     ) -> None:
-        super().__init__(utilisation)
-        self._journal = journal
+        super().__init__(utilisation, stragglers)
+        self._split = split
+        self._journal, self._goodput = journal, goodput
         self._num_steps = num_steps
         self._stopwatch = Stopwatch(time.monotonic())
 
     def data_wait(self, seconds: float) -> None:
         self._stopwatch.num_steps += 1
         self._stopwatch.data_wait_seconds += seconds
+
+    def save_wait(self, state: TrainState, seconds: float) -> None:
+        self._stopwatch.save_wait_seconds += seconds
+        self._stopwatch.excluded_seconds += seconds
+        self._goodput.checkpoint(state.step)
 
     def exclude(self, seconds: float) -> None:
         self._stopwatch.excluded_seconds += seconds
@@ -118,11 +160,30 @@ class RankZeroReport(Report):
             "peak_flops": self._utilisation.peak_flops,
             "memory_valid": memory_valid,
             "data_wait": stopwatch.data_wait_seconds / seconds,
+            # Of all the time, because saving is excluded from `seconds`.
+            "save_wait": stopwatch.save_wait_seconds / max(1e-9, end - stopwatch.start),
+            **self._goodput.values(),
+            **_counters(state),
         }
         self._write(state, values)
+        self._goodput.update(state.step)
         remaining_tokens = (self._num_steps - state.step) * tokens_per_step
         eta_seconds = remaining_tokens / values["tokens_per_second"]
         log.info("%s", step_line(state.step, values, eta_seconds=eta_seconds))
+
+    def without_loss(self, state: TrainState) -> None:
+        if counters := _counters(state):
+            self._write(state, counters)
+
+    def rewind(self, state: TrainState) -> None:
+        self._journal.sync()
+        self._journal.truncate_after(state.step, redone=redone_metric(state, self._split))
+        self._goodput.rewind(state.step)
+        self._stopwatch = Stopwatch(time.monotonic())
+
+    def statistics(self, state: TrainState, values: Mapping[str, float]) -> None:
+        if values:
+            self._write(state, dict(values))
 
     def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
         sums, split = result.sums, result.settings.split
@@ -175,10 +236,29 @@ class RankZeroReport(Report):
     def sync(self) -> None:
         self._journal.sync()
 
+    def end(self, state: TrainState, *, is_complete: bool) -> None:
+        if summary := self._goodput.end(state.step, is_complete=is_complete):
+            log.info("%s", summary)
+
     def _write(self, state: TrainState, values: dict[str, float]) -> None:
         self._journal.write(
             {"step": state.step, "tokens": state.tokens, "time": time.time(), **values}
         )
+
+
+def redone_metric(state: TrainState, split: str | None) -> str | None:
+    """The metric of the evaluation that a run at `state` still has to do; None if it has none."""
+    # A process killed after writing a score to the journal, but before saving it, left this metric.
+    return f"{split}/loss" if split is not None and state.evaluation_pending else None
+
+
+def _counters(state: TrainState) -> dict[str, float]:
+    """Skipped steps and rollbacks of the whole run, unless there are none."""
+    counters = {
+        "skipped_steps": state.skipped_steps,
+        "rollbacks": state.divergence.num_rollbacks,
+    }
+    return {name: count for name, count in counters.items() if count}
 
 
 def evaluation_line(config: EvaluationConfig, evaluated: EvaluatedSplit) -> str:

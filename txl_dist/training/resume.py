@@ -8,22 +8,26 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
+from txl_dist.checkpoint.directory import CheckpointDirectory, reading, resolve_checkpoint
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.checkpoint.reader import (
+    check_optimizer_states,
     check_parameters,
     find_damage,
     load_fragments,
     load_memory,
 )
 from txl_dist.config.config_file import flatten_config
+from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import check_config, check_data
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
+from txl_dist.training.remote_resume import download_newest
 from txl_dist.training.state import TrainState, load_state
 from txl_dist.training.step import TrainStep
 
@@ -38,6 +42,23 @@ class ResumePoint:
     manifest: CheckpointManifest
     state: TrainState
 
+    def is_of(self, checkpoints: CheckpointDirectory) -> bool:
+        """Whether the checkpoint belongs to this run, superseded or not."""
+        return self.path.resolve().parent == checkpoints.path.resolve()
+
+    def has_memory_for(self, config: RunConfig) -> bool:
+        """Whether its memory fits: the same lanes, and at least as many tokens."""
+        return (
+            len(self.manifest.rank_of_lane) == config.data.num_lanes
+            and self.manifest.architecture.mem_len >= config.model.mem_len
+        )
+
+    @property
+    def settings_step(self) -> int:
+        """The run continues with the settings after this step (`RunConfig.after_step`)."""
+        # A pending evaluation belongs to the last step, so it precedes a change after that step.
+        return self.state.step - self.state.evaluation_pending
+
     def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
         """The step, or None if the checkpoint belongs to another run or is superseded."""
         step = self.state.step
@@ -50,6 +71,7 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
     Raises CheckpointError (damaged with --strict, none intact, another model or mixture), DataError
     (other data), ConfigError (`never` in a directory that has checkpoints).
     """
+    download_newest(job, world)
     directory = CheckpointDirectory(job.run_path)
     if job.resume == "never":
         if steps := directory.steps():
@@ -98,14 +120,26 @@ def _newest_intact(
     return None
 
 
+def newest_before(step: int, directory: CheckpointDirectory, world: World) -> ResumePoint | None:
+    """The newest intact checkpoint of an earlier step than `step`, or None. Collective."""
+    for earlier in reversed(world.broadcast(directory.steps())):
+        if earlier < step:
+            try:
+                return _verify(directory.at(earlier), world)
+            except CheckpointError as error:
+                log.warning("%s", error)
+    return None
+
+
 def _verify(path: Path, world: World) -> ResumePoint:
     """Hash all files, each rank a part of them; every rank raises the same error."""
     try:
-        manifest = load_checkpoint_manifest(path)
-        state = load_state(path, manifest)
-        # Each rank hashes 1/num_ranks of the files, not only those that it will read.
-        names = sorted(manifest.files)[world.rank :: world.num_ranks]
-        problems = find_damage(path, manifest, names)
+        with reading(path):
+            manifest = load_checkpoint_manifest(path)
+            state = load_state(path, manifest)
+            # Each rank hashes 1/num_ranks of the files, not only those that it will read.
+            names = sorted(manifest.files)[world.rank :: world.num_ranks]
+            problems = find_damage(path, manifest, names)
     except CheckpointError as error:
         problems = [str(error)]
     if damage := sorted({text for texts in world.all_gather(problems) for text in texts}):
@@ -124,9 +158,9 @@ def _require_compatible(point: ResumePoint, job: TrainJob, data: TrainingData) -
         allow_data_change=job.allow_data_change,
         checkpoint=path,
     )
-    check_config(
-        manifest.run, flatten_config(job.config), allowed=job.allow_change, checkpoint=path
-    )
+    # A change after the checkpoint's step is not applied yet.
+    config = job.config.after_step(point.state.step - 1)
+    check_config(manifest.run, flatten_config(config), allowed=job.allow_change, checkpoint=path)
     # A warning, not an error: most changes of the code do not change losses.
     if manifest.written_by != (current := code_description()):
         log.warning(
@@ -138,13 +172,18 @@ def _require_compatible(point: ResumePoint, job: TrainJob, data: TrainingData) -
         )
 
 
-def restore(point: ResumePoint, engine: Engine, step: TrainStep) -> None:
-    """Load weights, optimizer state and the memory of this rank's lanes."""
+def restore(point: ResumePoint, config: RunConfig, engine: Engine, step: TrainStep) -> None:
+    """Load weights, optimizer state and, if it fits, the memory of this rank's lanes."""
+    fault_point("resume")
     # The configs are compatible; this detects changes in the code of the model.
     check_parameters(point.path, point.manifest, engine.shapes)
-    load_fragments(point.path, point.manifest, engine.fragments_to_load())
-    engine.finish_loading(num_steps=point.state.step)
-    step.load_memory(load_memory(point.path, point.manifest, step.lanes))
+    check_optimizer_states(point.path, point.manifest, engine.optimizer_states)
+    # Another run may own the checkpoint (--resume PATH) and remove it.
+    with reading(point.path):
+        load_fragments(point.path, point.manifest, engine.fragments_to_load())
+        engine.finish_loading(num_steps=point.state.step - point.state.skipped_steps)
+        if point.has_memory_for(config):
+            step.load_memory(load_memory(point.path, point.manifest, step.lanes))
 
 
 def remaining_work(state: TrainState, *, num_steps: int) -> str | None:

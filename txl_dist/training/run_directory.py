@@ -15,13 +15,15 @@ PROBE_BYTES = 64 * 1024
 
 
 class RunDirectory:
-    """RUN/config.yaml, metrics.jsonl, logs/, checkpoints/, LATEST, BEST."""
+    """RUN/config.yaml, metrics.jsonl, goodput.json, logs/, events/, checkpoints/, LATEST, BEST."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.goodput = path / "goodput.json"
         self.logs = path / "logs"
+        self.events = path / "events"
         self.checkpoints = CheckpointDirectory(path)
 
     def log(self, rank: int) -> Path:

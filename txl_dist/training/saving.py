@@ -1,36 +1,55 @@
 """RunSaver: when the checkpoints of a run are written, scored and removed.
 
-    save        write all tensors and the state; set LATEST, and BEST if it has the best score
-    save_score  add the score to the existing checkpoint; set BEST
-    confirm     a loss computed from it was finite: remove older checkpoints
+    save        copy this rank's tensors; a background thread writes them and publishes the
+                checkpoint, then sets LATEST, and BEST if it has the best score
+    save_score  add the score to the checkpoint of the step; set BEST
+    confirm     a loss computed from it was accepted: remove older checkpoints
+    rewind      continue from an older checkpoint; later ones are superseded
+    wait        until all of that is done; raises the errors of the background threads
+    finish      `wait`, and until the copies at `training.checkpoint_url` are complete
+
+One thread per rank does the work, in the order of the calls. It uses no collectives: rank 0 finds
+the files of the other ranks in the staging directory. An error on any rank reaches all ranks at the
+same step: the loop passes `has_failed` with the flags of a step, and then calls `wait`.
 
 Weights can be finite and yet too large to compute with. The run then has to resume from an older
 checkpoint, so older ones are removed only at `confirm`, not at `save`. The format is defined in
-`txl_dist/checkpoint/`.
+`txl_dist/checkpoint/`, the reasons are in docs/decisions/0016-checkpoints-behind-the-loop.md.
 """
 
 import logging
+import math
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from data_pipeline.processes.background_queue import BackgroundQueue
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.writer import (
-    CheckpointHeader,
-    explain_failed_save,
-    save_checkpoint,
-    update_state,
-)
+from txl_dist.checkpoint.mirror import CheckpointMirror
+from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
+from txl_dist.config.training_config import TrainingConfig
+from txl_dist.errors import CheckpointError, DivergedError, TxlError
+from txl_dist.runtime.background_wait import wait_for_queues
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
+
+RETRY_SECONDS = 5.0
+"""Between two uploads at the end of a run, while the store fails."""
+CLOSE_TIMEOUT_SECONDS = 10.0
+"""How long a save may take to complete after an error that ends the run."""
 
 log = logging.getLogger(__name__)
 
 
 class RunSaver:
-    """Saves from all ranks. Every method is collective.
+    """Saves from all ranks. `save`, `wait*` and `finish` are collective, other methods are not.
 
     `saved_file` is created at the first checkpoint (see TrainJob). `saved_step` is the step of the
-    newest checkpoint of this run: the one it resumed from, or wrote last.
+    newest save of this run, or of the checkpoint that it resumed from.
     """
 
     def __init__(
@@ -40,59 +59,238 @@ class RunSaver:
         header: CheckpointHeader,
         step: TrainStep,
         tracker: Tracker | None,
-        keep: int,
+        mirror: CheckpointMirror | None,
+        config: TrainingConfig,
         saved_file: Path | None,
         saved_step: int | None,
     ) -> None:
-        self._checkpoints, self._header, self._keep = checkpoints, header, keep
+        self._checkpoints, self._header, self._config = checkpoints, header, config
+        self._mirror = mirror
         self._step, self._tracker, self._saved_file = step, tracker, saved_file
         self.saved_step = saved_step
+        self.waited_seconds = 0.0
+        """Time that `save` has waited for the save before, over the whole run."""
         self._is_confirmed = False
+        self._saved_at = time.monotonic()
+        # From rank 0: unique, also if an older process of this run still writes.
+        self._launch = step.world.broadcast(uuid.uuid4().hex)
+        self._num_saves = 0
+        self._deadline = math.inf
+        """When the background thread gives up, in seconds of the monotonic clock."""
+        self._queue = BackgroundQueue("checkpoint")
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `checkpoint_interval_minutes` have passed, by the clock of rank 0.
+
+        For the flags of a step: true on rank 0 only, so that all ranks follow one clock.
+        """
+        minutes = self._config.checkpoint_interval_minutes
+        if minutes is None or not self._step.world.is_rank_zero:
+            return False
+        return time.monotonic() - self._saved_at >= 60 * minutes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the background thread of this rank has failed; for the flags of a step."""
+        return self._queue.error is not None
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint. Raises CheckpointError or DivergedError, on every rank."""
+        """Start to write a checkpoint. Collective.
+
+        Waits for the save before, and raises its CheckpointError or DivergedError on every rank.
+        """
         world = self._step.world
         world.activity.name = f"checkpoint of step {state.step}"
-        path = save_checkpoint(
-            self._checkpoints,
-            header=self._header,
+        self._wait_for_previous(state.step)
+        self._num_saves += 1
+        save = Save(
+            directory=self._checkpoints,
+            save_id=self._save_id,
             state=state.model_dump(mode="json"),
-            fragments=self._step.engine.fragments(),
-            memory_of_lane=self._step.memory_of_lanes(),
-            mlflow_run_id=self._tracker.run_id if self._tracker else None,
-            world=world,
+            rank=world.rank,
+            num_ranks=world.num_ranks,
+            require_useful=self._require_useful,
         )
+        snapshot = Snapshot(self._step.engine.fragments(), self._step.memory_of_lanes())
+        mlflow_run_id = self._tracker.run_id if self._tracker else None
+        self._queue.submit(partial(self._write, save, snapshot, state, mlflow_run_id))
         self.saved_step, self._is_confirmed = state.step, False
-        with explain_failed_save(self._checkpoints):
-            world.run_on_rank_zero(lambda: self._finish_save(state, path))
+        self._saved_at = time.monotonic()
 
     def save_score(self, state: TrainState) -> None:
-        """Add the score to the checkpoint of this step. Raises CheckpointError on every rank."""
-        with explain_failed_save(self._checkpoints):
-            self._step.world.run_on_rank_zero(lambda: self._write_score(state))
+        """Add the score to the checkpoint of this step."""
+        self._submit_on_rank_zero(lambda: self._write_score(state))
+
+    def rewind(self, state: TrainState) -> None:
+        """Continue from the checkpoint of `state`, which a rollback has loaded.
+
+        Later checkpoints are superseded, and `state.divergence` becomes part of this one, so that a
+        resume from it skips the same steps. Raises CheckpointError on every rank.
+        """
+        best_step = state.best.step if state.best else None
+        changes = state.model_dump(mode="json", include={"divergence"})
+
+        def rewrite() -> None:
+            self._checkpoints.rewind(state.step, best_step=best_step)
+            update_state(self._checkpoints, state.step, changes)
+
+        world = self._step.world
+        with explain_failed_save(self._checkpoints, rank=0):
+            world.run_on_rank_zero(rewrite)
+        self.saved_step, self._is_confirmed = state.step, False
 
     def confirm(self, state: TrainState) -> None:
-        """Remove old checkpoints; call after a finite loss, and at the end of the run."""
-        # Called after every step, but collective only once per checkpoint.
+        """Remove old checkpoints; call after an accepted step, and at the end of the run."""
+        # Called after every step, but needed only once per checkpoint.
         if not self._is_confirmed:
-            best_step = state.best.step if state.best else None
-            with explain_failed_save(self._checkpoints):
-                self._step.world.run_on_rank_zero(
-                    lambda: self._checkpoints.prune(keep=self._keep, best_step=best_step)
-                )
+            self._submit_on_rank_zero(lambda: self._prune(state))
         self._is_confirmed = True
 
-    def _finish_save(self, state: TrainState, path: Path) -> None:
-        # Only now: Ray restarts with `resume: auto` once this file exists.
-        if self._saved_file:
-            self._saved_file.touch()
-        log.info("checkpoint at step %d | %s", state.step, path)
-        self._update_best(state)
+    def wait(self) -> None:
+        """Wait until everything is written. Collective.
+
+        Raises CheckpointError or DivergedError on every rank if the thread of any rank has failed.
+        """
+        wait_for_queues(self._step.world, self._queue, on_error=self._give_up)
+
+    def finish(self, *, require_copies: bool) -> None:
+        """`wait`, then wait until the copies at the URL are complete. Collective.
+
+        While the store fails, the uploads are repeated for `checkpoint_upload_timeout_seconds`.
+        After that, CheckpointError on every rank. Without `require_copies` a failure is logged.
+        """
+        self.wait()
+        if self._mirror is None:
+            return
+        world, start = self._step.world, time.monotonic()
+        world.activity.name = "upload of checkpoints"
+        self._mirror.update()
+        while True:
+            is_idle = self._mirror.wait(RETRY_SECONDS)
+            outcome = (is_idle, self._mirror.failure, time.monotonic() - start)
+            outcomes = world.all_gather(outcome)
+            failures = [failure for _, failure, _ in outcomes if failure]
+            if all(is_idle for is_idle, _, _ in outcomes) and not failures:
+                return
+            # By the clock of rank 0, so that all ranks end at the same time.
+            is_late = outcomes[0][2] > self._config.checkpoint_upload_timeout_seconds
+            # The failure of a rank that is not idle is that of an earlier update.
+            has_failed = any(is_idle and failure for is_idle, failure, _ in outcomes)
+            if is_late or (has_failed and not require_copies):
+                break
+            if is_idle and self._mirror.failure:
+                time.sleep(RETRY_SECONDS)
+                self._mirror.update()
+        message = (
+            f"the checkpoints could not be copied to {self._mirror}: "
+            f"{failures[0] if failures else 'the uploads took too long'}. They are complete in "
+            f"{self._checkpoints.path}. The same command repeats the upload; or increase "
+            "training.checkpoint_upload_timeout_seconds="
+            f"{self._config.checkpoint_upload_timeout_seconds:g}"
+        )
+        if require_copies:
+            raise CheckpointError(message)
+        log.warning("%s", message)
+
+    def wait_after(self, error: DivergedError) -> DivergedError:
+        """`wait` before a run ends with `error`. Collective; returns the error to end it with.
+
+        That is the error of the save if it has found numbers that are not finite: they are the
+        cause of what came later.
+        """
+        try:
+            self.wait()
+        except DivergedError as cause:
+            return cause
+        except TxlError as failure:
+            log.error("%s", failure)
+        return error
+
+    def close(self) -> None:
+        """End the thread. A save in flight is completed first, if the other ranks have done so."""
+        self._deadline = min(self._deadline, time.monotonic() + CLOSE_TIMEOUT_SECONDS)
+        if self._mirror is not None:
+            self._mirror.close()
+        if not self._queue.close(2 * CLOSE_TIMEOUT_SECONDS):
+            log.warning("the checkpoint of step %s could not be completed", self.saved_step)
+        elif self._queue.error is not None:
+            log.info("%s", self._queue.error)
+            self._checkpoints.discard(self._save_id)
+
+    @property
+    def _save_id(self) -> str:
+        return f"{self._launch}{self._num_saves:08x}"
+
+    def _wait_for_previous(self, step: int) -> None:
+        start = time.monotonic()
+        is_busy = not self._queue.wait(0)
+        self.wait()
+        seconds = time.monotonic() - start
+        self.waited_seconds += seconds
+        if is_busy:
+            log.info(
+                "checkpoint at step %d | waited %.1f s until that of step %s was written; to avoid "
+                "this, save less often (training.checkpoint_interval_steps)",
+                step,
+                seconds,
+                self.saved_step,
+            )
+
+    def _submit_on_rank_zero(self, work: Callable[[], None]) -> None:
+        if self._step.world.is_rank_zero:
+            self._queue.submit(work)
+
+    def _give_up(self) -> None:
+        """Remove the files of a save that has failed on some rank; all ranks call this."""
+        self._deadline = -math.inf
+        self._queue.wait(CLOSE_TIMEOUT_SECONDS)
+        # By every rank, after its own thread has ended: the last one finds all files.
+        self._checkpoints.discard(self._save_id)
+
+    # --- in the background thread ---------------------------------------------------------------
+
+    def _require_useful(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise TxlError("given up, because the save has failed on another rank")
+
+    def _write(
+        self, save: Save, snapshot: Snapshot, state: TrainState, mlflow_run_id: str | None
+    ) -> None:
+        save.write_part(snapshot)
+        if self._mirror is not None and save.rank != 0:
+            self._mirror.update(published=(state.step, save.save_id))
+        if save.rank != 0:
+            return
+        path = save.publish(
+            self._header,
+            mlflow_run_id=mlflow_run_id,
+            timeout_seconds=self._config.rank_timeout_seconds,
+        )
+        with explain_failed_save(self._checkpoints, rank=0):
+            # Only now: Ray restarts with `resume: auto` once this file exists.
+            if self._saved_file:
+                self._saved_file.touch()
+            log.info("checkpoint at step %d | %s", state.step, path)
+            self._update_best(state)
+        if self._mirror is not None:
+            self._mirror.update()
 
     def _write_score(self, state: TrainState) -> None:
-        score = state.model_dump(mode="json", include={"best", "evaluation_pending"})
-        update_state(self._checkpoints, state.step, score)
-        self._update_best(state)
+        with explain_failed_save(self._checkpoints, rank=0):
+            score = state.model_dump(mode="json", include={"best", "evaluation_pending"})
+            update_state(self._checkpoints, state.step, score)
+            self._update_best(state)
+        if self._mirror is not None:
+            self._mirror.update()
+
+    def _prune(self, state: TrainState) -> None:
+        with explain_failed_save(self._checkpoints, rank=0):
+            self._checkpoints.prune(
+                keep=self._config.keep_checkpoints,
+                best_step=state.best.step if state.best else None,
+                keep_interval_steps=self._config.keep_interval_steps,
+            )
 
     def _update_best(self, state: TrainState) -> None:
         if state.best is not None and state.best.step == state.step:

@@ -1,20 +1,78 @@
 """The learning rate as a pure function of the step: a resume has no scheduler state to restore.
 
-Linear warm-up from 0, then constant, or half a cosine period down to `min_lr` at the last step, as
-in the training script of the paper (arXiv:1901.02860).
+The warm-up is a line from 0 to `lr`, which step `warmup_steps` reaches. `_SHAPES` follow after it.
+
+`schedule_of_paper_code` gives the rates of the training script of the paper (arXiv:1901.02860),
+which differ: `_rate_of_paper_code`, and docs/decisions/0021.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from txl_dist.config.optimizer_config import OptimizerConfig
 
 
 def lr_at(step: int, config: OptimizerConfig, *, num_steps: int) -> float:
     """Learning rate of optimizer step `step`, counted from 1."""
+    if config.schedule_of_paper_code:
+        return _rate_of_paper_code(step - 1, config, num_steps=num_steps)
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
+    return _SHAPES[config.schedule](step, config, num_steps)
+
+
+def _cosine(step: int, config: OptimizerConfig, num_steps: int) -> float:
     progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return config.min_lr + (config.lr - config.min_lr) * cosine
+
+
+def _linear(step: int, config: OptimizerConfig, num_steps: int) -> float:
+    return _line(config, start=config.warmup_steps, step=step, end=num_steps)
+
+
+def _wsd(step: int, config: OptimizerConfig, num_steps: int) -> float:
+    assert config.decay_steps is not None
+    return _line(config, start=num_steps - config.decay_steps, step=step, end=num_steps)
+
+
+def _line(config: OptimizerConfig, *, start: int, step: int, end: int) -> float:
+    """`lr` up to step `start`, then a line down to `min_lr` at step `end`."""
+    progress = (step - start) / max(1, end - start)
+    return config.lr + (config.min_lr - config.lr) * min(1.0, max(0.0, progress))
+
+
+def _inverse_sqrt(step: int, config: OptimizerConfig, num_steps: int) -> float:
+    return config.lr * math.sqrt(max(1, config.warmup_steps) / step)
+
+
+def _constant(step: int, config: OptimizerConfig, num_steps: int) -> float:
+    return config.lr
+
+
+_SHAPES: Mapping[str, Callable[[int, OptimizerConfig, int], float]] = MappingProxyType({
+    "cosine": _cosine,
+    "linear": _linear,
+    "wsd": _wsd,
+    "inverse_sqrt": _inverse_sqrt,
+    "constant": _constant,
+})  # fmt: skip
+"""Rates after the warm-up, as functions of (step, config, num_steps)."""
+
+
+def _rate_of_paper_code(done: int, config: OptimizerConfig, *, num_steps: int) -> float:
+    """Rate of the update after `done` steps. The script sets a new rate after each update.
+
+    So the first update has the initial rate: 0 for `inverse_sqrt` with a warm-up, otherwise `lr`.
+    """
+    lr, warmup = config.lr, config.warmup_steps
+    if config.schedule == "inverse_sqrt":
+        return lr * done / warmup**1.5 if done < warmup else lr / math.sqrt(max(1, done))
+    if 0 < done < warmup:
+        return lr * done / warmup
+    if config.schedule == "constant":
+        # The script sets no rate after the warm-up: the last one of the warm-up stays.
+        return lr * (warmup - 1) / warmup if done and warmup > 1 else lr
+    cosine = 0.5 * (1 + math.cos(math.pi * done / num_steps))
+    return config.min_lr + (lr - config.min_lr) * cosine

@@ -12,9 +12,12 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from data_pipeline.storage.strict_model import StrictModel, first_problem
+from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import tokens_per_epoch
+from data_pipeline.streams.remainder import Remainder
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
 from txl_dist.errors import CheckpointError
+from txl_dist.training.divergence import DivergenceState
 
 
 class BestScore(StrictModel):
@@ -51,12 +54,35 @@ class CorpusEntry(StrictModel):
 
 
 class Phase(StrictModel):
-    """The corpora and weights that a run reads from one lane position until they change."""
+    """The corpora, weights and lanes that a run reads from one lane position until they change."""
 
     position: Count = 0
     first_epoch: Count = 0
-    """Number of the epoch that begins at `position`."""
+    """Number of the epoch that begins at `position`, or continues there if `unread` is set."""
     corpora: Annotated[tuple[CorpusEntry, ...], Field(min_length=1)]
+    num_lanes: Annotated[Count, Field(ge=1)] | None = None
+    """None only in a checkpoint of an older version; `load_state` sets it."""
+    unread: tuple[tuple[Count, Count], ...] = ()
+    """Ranges of the order of `first_epoch` that earlier phases have not read; empty: all of it."""
+    context_tokens: Count = 0
+    """Tokens per lane before `position` that were replayed when the phase began (`Remainder`)."""
+
+    @property
+    def remainder(self) -> Remainder | None:
+        """The part of `first_epoch` that this phase reads; None: all of it."""
+        return Remainder(self.unread, self.context_tokens) if self.unread else None
+
+    def plan(self, *, tgt_len: int = 1) -> LanePlan:
+        """The lanes of the phase. Without `tgt_len`, for questions that do not depend on it."""
+        assert self.num_lanes is not None
+        return LanePlan(
+            num_tokens=self.num_tokens,
+            num_lanes=self.num_lanes,
+            tgt_len=tgt_len,
+            start=self.position,
+            first_epoch=self.first_epoch,
+            remainder=self.remainder,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +108,9 @@ class TrainState(StrictModel):
     """The progress of a run after a step."""
 
     step: Count = 0
-    """Optimizer steps done."""
+    """Steps done, including skipped ones."""
+    skipped_steps: Count = 0
+    """Steps without an update of the weights. The optimizer has counted the others only."""
     position: Count = 0
     """Lane position of the next segment."""
     tokens: Count = 0
@@ -95,15 +123,26 @@ class TrainState(StrictModel):
     """All phases in order; the last one is the current one."""
     evaluation_pending: bool = False
     """The evaluation due at this step has not been done yet."""
+    contiguous_from: Count = 0
+    """Lane position from which the memory is contiguous: the lanes' memory of earlier tokens is not
+    followed directly by this position, so no token may attend across it."""
+    divergence: DivergenceState = DivergenceState()
 
 
 def load_state(path: Path, manifest: CheckpointManifest) -> TrainState:
     """The state in the manifest of checkpoint `path`. Raises CheckpointError if it is invalid."""
     try:
         # From JSON text: in strict mode only JSON input may give a tuple as a list.
-        return TrainState.model_validate_json(json.dumps(manifest.state))
+        state = TrainState.model_validate_json(json.dumps(manifest.state))
     except ValidationError as error:
         raise CheckpointError(
             f"{path / MANIFEST_NAME}: state.{first_problem(error)}. The checkpoint was written by "
             f"{manifest.written_by}; resume with that version, or choose another checkpoint"
         ) from None
+    # Before the number of lanes could change, it was stored only in the list of their memories.
+    num_lanes = len(manifest.rank_of_lane)
+    phases = tuple(
+        phase if phase.num_lanes else phase.model_copy(update={"num_lanes": num_lanes})
+        for phase in state.phases
+    )
+    return state.model_copy(update={"phases": phases})

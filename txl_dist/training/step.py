@@ -4,22 +4,30 @@ Gradients are accumulated over lanes, never over time, and each micro-batch has 
 The loss is the sum of nats divided by the global number of targets, which is known before the first
 micro-batch. So the result does not depend on the number of ranks or the size of micro-batches,
 except for the order of floating-point sums.
+
+Before the optimizer step, all ranks judge the loss and the gradient norm of all ranks. A rejected
+step changes nothing: neither weights, nor optimizer state, nor memory.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
-from txl_dist.errors import DivergedError
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.activity import Span
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks
+from txl_dist.training.statistics import WeightStatistics
 
 # Shapes: R rows of a micro-batch, T segment tokens, M memory tokens, D d_model, L layers,
 # V vocabulary
@@ -38,6 +46,25 @@ class StepResult:
     """Share of the memory tokens of all lanes that the segment's first tokens may attend to."""
     raised: frozenset[str]
     """Flags that are true on at least one rank."""
+    event: str | None = None
+    """Why the step has diverged. Its sums and norm are those that were rejected."""
+    is_update: bool = True
+    """Whether the weights were updated and the memory advanced."""
+    lane_sums: Mapping[int, LossSums] = field(default_factory=dict)
+    """Loss sums of each lane of this rank, of a step that has diverged; else empty."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """Norms by layer (statistics.py), in steps that have them."""
+
+
+Judge = Callable[[LossSums, float], str | None]
+"""From the loss sums and the gradient norm over all ranks: why the step has diverged, or None."""
+
+
+class _MicroBatch(NamedTuple):
+    nats_RT: Tensor
+    target_RT: Tensor
+    memory: Memory
+    """The next memory, which is used once the step is accepted."""
 
 
 class TrainStep:
@@ -46,69 +73,134 @@ class TrainStep:
     def __init__(
         self, engine: Engine, world: World, *, lanes: Sequence[int], micro_batch_rows: int,
         num_micro_batches: int, seed: int, byte_counts_V: Tensor,
+        memory_dtype: torch.dtype | None = None, memory_on_host: bool = False,
     ) -> None:  # fmt: skip
         self.engine, self.world, self.seed, self.lanes = engine, world, seed, lanes
         self.micro_batch_rows = micro_batch_rows
         num_rows = micro_batch_rows * num_micro_batches
         # Padding rows are last, so row i is lanes[i] for all rows with a lane.
         self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
+        self.statistics: WeightStatistics | None = None
         self.byte_counts_V = byte_counts_V.to(world.device)
         self.memories = [
-            engine.model.empty_memory(micro_batch_rows) for _ in range(num_micro_batches)
+            engine.model.empty_memory(micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host)
+            for _ in range(num_micro_batches)
         ]
 
     def __call__(
-        self, segment: Segment, *, step: int, num_targets: int, lr: float,
-        flags: Mapping[str, bool] = MappingProxyType({}),
+        self, segment: Segment, *, step: int, num_targets: int, lr: float, judge: Judge,
+        contiguous_from: int = 0, flags: Mapping[str, bool] = MappingProxyType({}),
     ) -> StepResult:  # fmt: skip
         """Step number `step` (from 1). `num_targets` counts the targets of all ranks' lanes.
 
+        `judge` must decide the same on every rank. No token attends to tokens before lane position
+        `contiguous_from`.
+
         `flags` are local to the rank, with the same names on all ranks: the ranks agree on them in
         the collective of the step, so that they act on them after the same step.
-
-        Raises DivergedError on every rank before the optimizer step if a loss is not finite.
         """
         self.world.activity.name = f"step {step}"
-        local = LossSums()
+        fault_point("step")
+        segment = self._without_gap(segment, contiguous_from)
+        local, batches = LossSums(), []
         for index in range(len(self.memories)):
-            local += self._micro_batch(index, segment, step=step, num_targets=num_targets)
+            batch = self._micro_batch(index, segment, step=step, num_targets=num_targets)
+            batches.append(batch)
+            local += LossSums.of(batch.nats_RT, batch.target_RT, self.byte_counts_V)
         visible, size = self._visible_memory(segment)
+        self.world.activity.enter(Span.REDUCE)
         # One collective for everything the ranks have to agree on.
         values = [local.nats, local.num_tokens, local.num_bytes, visible, size]
         nats, num_tokens, num_bytes, visible, size, *counts = self.world.all_reduce_sum(
             # float64 is exact for counts up to 2**53.
             torch.tensor([*values, *flags.values()], dtype=torch.float64)
         ).tolist()
-        # Checked on the sum of all ranks, so all ranks raise, and before any of them updates.
-        if not math.isfinite(nats):
-            raise DivergedError(
-                f"the loss of step {step} is {nats} (segment position {segment.position}, this "
-                f"rank's lanes {self.lane_of_row}); no rank has changed its weights"
-            )
+        self.world.activity.enter(Span.OPTIMIZER)
+        sums = LossSums(nats, int(num_tokens), int(num_bytes))
+        event: str | None = None
+
+        def accept(gradient_norm: float) -> bool:
+            nonlocal event
+            event = judge(sums, gradient_norm)
+            return event is None
+
+        statistics = self.statistics if self.statistics and self.statistics.is_due(step) else None
+        if statistics is not None:
+            statistics.before_update()
+        gradient_norm = self.engine.step(lr, accept)
+        if event is None:
+            self.memories = [batch.memory for batch in batches]
         return StepResult(
-            LossSums(nats, int(num_tokens), int(num_bytes)),
-            gradient_norm=self.engine.step(lr),
+            sums,
+            gradient_norm=gradient_norm,
             memory_valid=visible / size if size else 0.0,
-            raised=frozenset(name for name, count in zip(flags, counts, strict=True) if count > 0),
+            raised=_raised(flags, counts),
+            event=event,
+            is_update=event is None,
+            lane_sums={} if event is None else self._lane_sums(batches),
+            statistics=statistics.after_update() if statistics and event is None else {},
         )
+
+    def skip(self, *, step: int, flags: Mapping[str, bool]) -> StepResult:
+        """A step that no rank computes: nothing changes, and the ranks agree on `flags`."""
+        self.world.activity.name = f"step {step}"
+        counts = self.world.all_reduce_sum(torch.tensor([*flags.values()], dtype=torch.float64))
+        raised = _raised(flags, counts.tolist())
+        return StepResult(
+            LossSums(), gradient_norm=0.0, memory_valid=0.0, raised=raised, is_update=False
+        )
+
+    def _without_gap(self, segment: Segment, contiguous_from: int) -> Segment:
+        """The segment with ages that limit attention to tokens from `contiguous_from` on."""
+        num_contiguous = segment.position - contiguous_from
+        if num_contiguous >= self.memories[0].mem_len:
+            return segment  # the gap is before the memory
+        tgt_len = segment.age.shape[1]
+        limit_T = np.arange(num_contiguous, num_contiguous + tgt_len, dtype=np.int32)
+        return replace(segment, age=np.minimum(segment.age, limit_T))
 
     def _micro_batch(
         self, index: int, segment: Segment, *, step: int, num_targets: int
-    ) -> LossSums:
+    ) -> _MicroBatch:
         rows = slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
         input_RT, target_RT, age_RT = (
             torch.from_numpy(array[rows]).to(self.world.device)
             for array in (segment.input, segment.target, segment.age)
         )
+        self.world.activity.enter(Span.FORWARD)
         self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
         # Masks depend on the lane, not on the row or rank: any split into micro-batches is equal.
         masks = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
-        nats_RT, self.memories[index] = self.engine.forward(
+        nats_RT, memory = self.engine.forward(
             input_RT, target_RT, age_RT, self.memories[index], masks
         )
+        self.world.activity.enter(Span.BACKWARD)
         # max: a segment of one token at the end of an epoch has no target. Its gradients are zero.
         self.engine.backward(nats_RT.sum() / max(1, num_targets))
-        return LossSums.of(nats_RT, target_RT, self.byte_counts_V)
+        return _MicroBatch(nats_RT.detach(), target_RT, memory)
+
+    def _lane_sums(self, batches: Sequence[_MicroBatch]) -> dict[int, LossSums]:
+        return {
+            lane: LossSums.of(
+                batches[index].nats_RT[row], batches[index].target_RT[row], self.byte_counts_V
+            )
+            for index, row, lane in self._rows_with_lanes()
+        }
+
+    def replay(self, segment: Segment, model: TransformerXL) -> None:
+        """Replace the memories by those after `segment`, without loss, gradient or dropout.
+
+        `model` is the whole model (`Engine.whole_model`).
+        """
+        for index, memory in enumerate(self.memories):
+            rows = slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
+            input_RT, age_RT = (
+                torch.from_numpy(array[rows]).to(self.world.device)
+                for array in (segment.input, segment.age)
+            )
+            _, next_memory = model.hidden(input_RT, age_RT, memory)
+            assert isinstance(next_memory, Memory)  # not a KVCache
+            self.memories[index] = next_memory
 
     def _visible_memory(self, segment: Segment) -> tuple[int, int]:
         """Memory tokens of this rank's lanes: those the first tokens may attend to, and all."""
@@ -118,17 +210,20 @@ class TrainStep:
         return sum(min(int(age), mem_len) for age in ages), mem_len * len(ages)
 
     def memory_of_lanes(self) -> dict[int, Tensor]:
-        """Lane -> its memory [L, M, D], for the checkpoint."""
+        """Lane -> its memory [L, M, D], for the checkpoint: fp32, in which bf16 is exact."""
         return {
-            lane: torch.stack([layer[row] for layer in self.memories[index].layers])
+            lane: torch.stack([layer[row] for layer in self.memories[index].layers]).float()
             for index, row, lane in self._rows_with_lanes()
         }
 
     def load_memory(self, memory_of_lane: dict[int, Tensor]) -> None:
-        """Copy the memory [L, M, D] of each of this rank's lanes from a checkpoint."""
+        """Copy the memory [L, M, D] of each of this rank's lanes from a checkpoint.
+
+        If the checkpoint has more tokens, the newest ones.
+        """
         for index, row, lane in self._rows_with_lanes():
             for saved, layer in zip(memory_of_lane[lane], self.memories[index].layers, strict=True):
-                layer[row].copy_(saved)
+                layer[row].copy_(saved[saved.shape[0] - layer.shape[1] :])
 
     def _rows_with_lanes(self) -> list[tuple[int, int, int]]:
         """(micro-batch, row in it, lane) of every lane of this rank."""
@@ -137,3 +232,8 @@ class TrainStep:
             for row, lane in enumerate(self.lane_of_row)
             if lane != NO_LANE
         ]
+
+
+def _raised(flags: Mapping[str, bool], counts: Sequence[float]) -> frozenset[str]:
+    """The flags that at least one rank has raised; `counts` are the sums over ranks."""
+    return frozenset(name for name, count in zip(flags, counts, strict=True) if count > 0)

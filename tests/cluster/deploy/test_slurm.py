@@ -1,6 +1,7 @@
 """cluster/deploy/slurm.sh, with replacements for srun and scontrol that work on this host."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,6 +77,15 @@ def submit(environment: dict[str, str], *words: object) -> subprocess.Popen[str]
 
 def test_the_script_is_valid_bash() -> None:
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
+
+
+def test_the_ranks_end_before_slurm_kills_them() -> None:
+    text = SCRIPT.read_text()
+    notice = re.search(r"^#SBATCH --signal=USR1@(\d+)$", text, re.MULTILINE)
+    grace = re.search(r"^grace_seconds=(\d+)$", text, re.MULTILINE)
+    assert notice is not None
+    assert grace is not None
+    assert int(grace[1]) < int(notice[1])
 
 
 def test_an_invalid_config_ends_with_its_exit_code_and_is_not_requeued(

@@ -27,6 +27,7 @@ def test_a_file_that_changes_between_the_passes_is_refused(corpus: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fault_row(50)
 def test_a_disk_that_fails_on_the_second_reading_is_named_and_costs_no_finished_work(
     corpus: Path, tmp_path: Path
 ) -> None:

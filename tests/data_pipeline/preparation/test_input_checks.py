@@ -35,6 +35,7 @@ BAD_LINES = {
 }
 
 
+@pytest.mark.fault_row(47)
 @pytest.mark.parametrize("kind", BAD_LINES)
 def test_a_bad_line_fails_with_its_file_line_byte_and_cause(
     txl: Txl, tmp_path: Path, kind: str

@@ -59,6 +59,7 @@ def test_a_staged_directory_cannot_be_created_at_a_file(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.fault_row(12)
 def test_a_read_only_directory_is_refused_before_anything_is_read(
     corpus: Path, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_no_path_of_this_machine_is_in_the_dataset(corpus: Path, tmp_path: Path)
     assert not any(bytes(tmp_path) in content for content in files_of(tmp_path / "out").values())
 
 
+@pytest.mark.fault_row(35)
 def test_a_second_writer_is_refused_while_the_first_writes(
     txl: Txl, corpus: Path, tmp_path: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_second_writer_is_refused_while_the_first_writes(
     assert txl("prepare", corpus, "--out", out).code == 0
 
 
+@pytest.mark.fault_row(11)
 def test_a_full_disk_is_explained_and_leaves_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +98,7 @@ def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.fault_row(48)
 def test_after_a_kill_at_any_file_operation_a_rerun_gives_the_same_bytes(
     corpus: Path, tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_format_that_is_asked_for_takes_the_files_it_can_be(tree: Path) -> Non
     assert len(names(tree, format="lines")) == 5
 
 
+@pytest.mark.fault_row(22)
 @pytest.mark.parametrize("url", ["ftp://host/x", "simplecache::s3://b/k", "hf://datasets/x"])
 def test_a_url_of_another_scheme_is_refused_by_name_with_the_legal_ones(url: str) -> None:
     with pytest.raises(ConfigError, match="legal are file, s3, gs, http, https"):
@@ -124,6 +125,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
         pytest.skip("gcsfs is installed")
 
 
+@pytest.mark.fault_row(21)
 def test_archives_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz").write_bytes(b"")
     with pytest.raises(ConfigError, match="not unpacked here"):

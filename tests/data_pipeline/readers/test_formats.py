@@ -65,6 +65,7 @@ def test_a_file_that_vanished_shrank_or_became_a_folder_is_rejected(tmp_path: Pa
     assert "not a regular file" in str(records)
 
 
+@pytest.mark.fault_row(50)
 @pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.gz", "in.zst", "in.wiki"])
 def test_a_failing_disk_stops_the_run_and_rejects_nothing(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("/proc/self/mem")  # reading there is an EIO

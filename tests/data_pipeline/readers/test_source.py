@@ -99,6 +99,7 @@ def test_a_crlf_is_not_split_at_the_end_of_a_chunk(tmp_path: Path, shift: int) -
     assert texts(read(one_file(tmp_path / "in.txt", "lines"))) == [first, "b"]
 
 
+@pytest.mark.fault_row(47)
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("format_", ["text", "lines", "jsonl", "wikitext"])

@@ -79,6 +79,7 @@ def frame_of(data: bytes, *, raw_size: int) -> Frame:
     return Frame(0, len(data), 0, raw_size, int.from_bytes(data[-4:], "little"))
 
 
+@pytest.mark.fault_row(20)
 def test_a_bomb_is_refused_before_it_is_decoded() -> None:
     size = 4 * MAX_FRAME_BYTES
     bomb = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(bytes(size))
@@ -89,6 +90,7 @@ def test_a_bomb_is_refused_before_it_is_decoded() -> None:
         decode_frame(bomb, frame_of(bomb, raw_size=4096))
 
 
+@pytest.mark.fault_row(20)
 def test_a_window_over_the_limit_is_refused() -> None:
     parameters = zstandard.ZstdCompressionParameters(
         window_log=27, write_checksum=True, write_content_size=True

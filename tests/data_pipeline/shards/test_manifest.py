@@ -49,6 +49,7 @@ def test_a_file_that_is_not_a_manifest_is_refused_with_the_cause(
     assert str(tmp_path / "manifest.json") in str(caught.value)
 
 
+@pytest.mark.fault_row(16)
 @pytest.mark.parametrize(
     ("key", "value", "cause"),
     [

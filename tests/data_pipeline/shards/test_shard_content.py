@@ -1,6 +1,7 @@
 """Without a manifest, rebuild compares the decoded content of every shard with its index."""
 
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
+from data_pipeline.shards import shard_content
 from data_pipeline.shards.document_table import pack_documents, unpack_documents
 from data_pipeline.shards.manifest import ShardManifest, index_name
 from data_pipeline.shards.rebuild import rebuild_manifest
+from data_pipeline.shards.shard_files import read_frame
 from data_pipeline.shards.shard_index import index_bytes, read_unlisted_index
 
 Dataset = tuple[Path, ShardManifest]
@@ -76,6 +79,7 @@ def test_an_index_that_describes_other_content_is_refused(
     refuse_rebuilding(directory, rf"{shard.name} does not match its index: .*{problem}")
 
 
+@pytest.mark.fault_row(15)
 def test_shards_swapped_with_their_indexes_are_refused(dataset: Dataset) -> None:
     directory, manifest = dataset
     first, second, *_ = (shard.name for shard in manifest.splits["train"].shards)
@@ -84,3 +88,28 @@ def test_shards_swapped_with_their_indexes_are_refused(dataset: Dataset) -> None
         (directory / other).rename(directory / one)
         (directory / "spare").rename(directory / other)
     refuse_rebuilding(directory, r"expected train-00000\d-00000000\.npy, got train-00000\d-")
+
+
+@pytest.mark.fault_row(21)
+@pytest.mark.parametrize("name", [b"../../../../escape-0000.npy", b"/tmp/absolute-path-0000.npy"])
+def test_a_tar_with_a_name_outside_is_refused_and_writes_nothing(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: bytes
+) -> None:
+    """Frames with valid checksums, as an attacker could write them."""
+    directory, manifest = dataset
+    first = f"{manifest.splits['train'].shards[0].name.removesuffix('.tar.zst')}-00000000.npy"
+    assert len(name) >= len(first)
+    header = tarfile.TarInfo(name.decode())
+
+    def hostile(*place: Any) -> bytes:
+        raw = read_frame(*place)
+        if not raw.startswith(first.encode()):
+            return raw
+        header.size = tarfile.TarInfo.frombuf(raw[:512], "utf-8", "strict").size
+        return header.tobuf(tarfile.USTAR_FORMAT) + raw[512:]
+
+    monkeypatch.setattr(shard_content, "read_frame", hostile)
+    before = sorted(tmp_path.rglob("*"))
+    refuse_rebuilding(directory, rf"expected {first}, got .*0000\.npy")
+    (directory / "manifest.json").write_bytes(manifest.to_bytes())
+    assert sorted(tmp_path.rglob("*")) == before

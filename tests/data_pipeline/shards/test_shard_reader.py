@@ -62,6 +62,7 @@ def test_block_sizes_equal_those_of_the_complete_indexes(dataset: Dataset) -> No
         assert_array_equal(open_split(directory, split).block_tokens, np.concatenate(whole))
 
 
+@pytest.mark.fault_row(17)
 def test_an_index_changed_after_opening_is_refused(dataset: Dataset) -> None:
     directory, manifest = dataset
     source = open_split(directory, "train")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from data_pipeline.processes.workers import ProcessWorkers
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.verify import verify_dataset
@@ -21,6 +23,7 @@ def test_a_fresh_dataset_verifies_without_a_problem(dataset: tuple[Path, ShardMa
     assert verify_dataset(directory).problems == []
 
 
+@pytest.mark.fault_row(14)
 def test_verify_detects_every_flipped_bit_of_a_shard(dataset: Dataset) -> None:
     directory, _ = dataset
     path = directory / "valid-000000.tar.zst"
@@ -35,6 +38,7 @@ def test_verify_detects_every_flipped_bit_of_a_shard(dataset: Dataset) -> None:
         ]
 
 
+@pytest.mark.fault_row(15)
 def test_verify_lists_every_problem(dataset: Dataset, txl: Callable[..., Any]) -> None:
     directory, _ = dataset
     (directory / "train-000000.tar.zst").unlink()

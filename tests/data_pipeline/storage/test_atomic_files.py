@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.storage.atomic_files import (
+    PAGE_BYTES,
+    overwrite_page,
     remove_leftovers,
     write_file,
     write_with,
@@ -25,6 +27,18 @@ def test_a_file_that_could_not_be_written_leaves_the_old_one(
     with pytest.raises(OSError, match="Input/output"):
         write_file(path, b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("state.json", b"old")]
+
+
+def test_a_page_is_overwritten_completely_also_by_a_shorter_text(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_file(path, b"x" * 99)
+    inode = path.stat().st_ino
+    for text in ("a longer text", "short", "é" * (PAGE_BYTES // 2)):
+        overwrite_page(path, text)
+        assert path.read_text("utf-8").rstrip(" ") == text
+    assert path.stat().st_ino == inode
+    with pytest.raises(ValueError, match="do not fit into a page"):
+        overwrite_page(path, "é" * PAGE_BYTES)
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o077])

@@ -53,6 +53,7 @@ def test_waiting_ends_when_the_lock_is_released(descriptors: tuple[int, int]) ->
     timer.join()
 
 
+@pytest.mark.fault_row(35)
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE)

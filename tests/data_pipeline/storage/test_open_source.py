@@ -145,6 +145,7 @@ def test_skippable_frames_of_zstd_are_ignored(tmp_path: Path) -> None:
     assert texts(read(one_file(tmp_path / "in.zst", "lines"))) == LINES
 
 
+@pytest.mark.fault_row(20)
 @pytest.mark.parametrize(
     ("descriptor", "rest", "reason"),
     [
@@ -227,6 +228,7 @@ def test_a_request_that_fails_once_is_retried(page: str) -> None:
     assert texts(read(file)) == WEB_LINES
 
 
+@pytest.mark.fault_row(19)
 def test_a_server_that_keeps_failing_is_named_without_secrets(page: str) -> None:
     _Page.failures = 1000
     with pytest.raises(DataError, match=r"lines\.jsonl: cannot be read") as caught:

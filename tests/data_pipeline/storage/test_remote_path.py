@@ -115,6 +115,7 @@ def test_push_sends_no_damaged_dataset(dataset: Dataset, bucket: Any) -> None:
         push_dataset(directory, "https://host/data")
 
 
+@pytest.mark.fault_row(19)
 def test_requests_to_a_dead_store_are_retried_then_reported(
     dataset: Dataset, s3_server: ThreadedMotoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +336,7 @@ def test_a_server_without_ranges_is_refused_by_name(
         open_split(f"{url}/data", "train").read(0, 0, 9)
 
 
+@pytest.mark.fault_row(22)
 def test_credentials_in_a_url_reach_no_message(web: tuple[str, type[_Files]]) -> None:
     host = web[0].partition("://")[2]
     path = dataset_path(f"http://me:secret@{host}/nothing?token=secret")
@@ -368,6 +370,7 @@ def test_a_damaged_cached_frame_is_read_again(dataset: Dataset, bucket: Any, cac
     np.testing.assert_array_equal(segments_of(open_split(URL, "train")), expected)
 
 
+@pytest.mark.fault_row(17)
 def test_a_changed_source_is_never_served(
     dataset: Dataset, bucket: Any, corpus: Path, tmp_path: Path
 ) -> None:

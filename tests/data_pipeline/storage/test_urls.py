@@ -28,12 +28,14 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.001)
 
 
+@pytest.mark.fault_row(19)
 def test_a_request_is_retried_twice() -> None:
     requests = Requests(OSError(5, "reset"), ValueError("a client library's own error"))
     assert retry_request(requests) == 7
     assert requests.attempts == 3
 
 
+@pytest.mark.fault_row(19)
 def test_the_third_failure_is_an_unreachable_error_without_secrets() -> None:
     requests = Requests(*[RuntimeError("GET https://me:secret@host/a?token=secret failed")] * 3)
     with pytest.raises(UnreachableError, match=r"after 3 attempts: GET https://host/a failed$"):
@@ -57,6 +59,7 @@ def test_an_interrupt_is_not_retried() -> None:
     assert requests.attempts == 1
 
 
+@pytest.mark.fault_row(44)
 def test_passwords_queries_and_control_characters_are_not_displayed() -> None:
     assert shown("https://me:secret@host/a?token=secret") == "https://host/a"
     assert shown("s3://b/\x1b[2J") == r"s3://b/\x1b[2J"

@@ -6,14 +6,14 @@ milliseconds.
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.txl_dist.checkpoint.saving import BEST, model, save
-from txl_dist.checkpoint import writer
+from txl_dist.checkpoint import tensor_file
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model, verify_checkpoint
 from txl_dist.checkpoint.writer import update_state
@@ -56,7 +56,7 @@ def sweep_save(run: Path) -> None:
     """The newest checkpoint is intact at every moment of a save."""
     save(run, step=1)
     seen_new = seen_old = 0
-    for kill_at in range(1, 200):
+    for kill_at in range(1, 400):
         child = os.fork()
         if child == 0:
             count_down(kill_at)
@@ -69,7 +69,7 @@ def sweep_save(run: Path) -> None:
             assert newest == 2
             assert seen_old >= 8
             assert seen_new >= 2
-            assert not CheckpointDirectory(run).staging.exists()
+            assert not list(CheckpointDirectory(run).path.glob(".*"))
             print(f"{kill_at - 1} kill points")
             return
         assert code == KILLED, code
@@ -99,20 +99,28 @@ def count_down(kill_at: int) -> None:
     """End this process before its `kill_at`-th file operation from here."""
     done = 0
 
+    def count() -> None:
+        nonlocal done
+        done += 1
+        if done == kill_at:
+            os._exit(KILLED)
+
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal done
-            done += 1
-            if done == kill_at:
-                os._exit(KILLED)
+            count()
             return function(*args, **kwargs)
 
         return wrapper
 
+    def counted_blocks(arrays: Any) -> Iterator[Any]:
+        for block in blocks(arrays):
+            count()
+            yield block
+
     for name in ("rename", "replace", "mkdir", "unlink", "open"):
         setattr(Path, name, counted(getattr(Path, name)))
     os.fsync = counted(os.fsync)
-    writer.save_file = counted(writer.save_file)
+    blocks, tensor_file._blocks = tensor_file._blocks, counted_blocks
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Checkpoints of a tiny model without an engine, for tests that load or damage them."""
 
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -8,16 +9,30 @@ import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.checkpoint.writer import CheckpointHeader, save_checkpoint
+from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.writer import CheckpointHeader, Save
+from txl_dist.errors import TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.world import World
 from txl_dist.training.state import BestScore, TrainState
 
 NUM_LANES = 3
+STATES = ("exp_avg", "exp_avg_sq")
 BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)
 CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d_inner=7, mem_len=5)
+_TOKENIZER = ByteTokenizer()
+HEADER = CheckpointHeader(
+    written_by="tests",
+    model=asdict(CONFIG),
+    run={"data.tgt_len": 4, "data.reset": "document"},
+    tokenizer_json=_TOKENIZER.to_json(),
+    tokenizer_digest=_TOKENIZER.digest,
+    data_digest="0" * 64,
+    vocab_size=_TOKENIZER.vocab_size,
+    zero_stage=1,
+    num_lanes=NUM_LANES,
+)
 
 
 def leave(kind: str, tensor: torch.Tensor) -> None:
@@ -37,37 +52,35 @@ def save(
 
     `start`: create the checkpoint directory first, as at the start of a run.
     """
-    tokenizer = ByteTokenizer()
-    header = CheckpointHeader(
-        written_by="tests",
-        model=asdict(CONFIG),
-        run={"data.tgt_len": 4, "data.reset": "document"},
-        tokenizer_json=tokenizer.to_json(),
-        tokenizer_digest=tokenizer.digest,
-        data_digest="0" * 64,
-        vocab_size=tokenizer.vocab_size,
-        zero_stage=1,
-        num_lanes=NUM_LANES,
-    )
     directory = CheckpointDirectory(run)
     if start:
         directory.open()
+    state = TrainState(
+        step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
+    )
+    one_rank = Save(
+        directory=directory,
+        save_id=uuid.uuid4().hex,
+        state=state.model_dump(mode="json"),
+        rank=0,
+        num_ranks=1,
+    )
+    try:
+        one_rank.write_part(snapshot(step, change=change))
+        return one_rank.publish(HEADER, mlflow_run_id=None, timeout_seconds=60)
+    except TxlError:
+        directory.discard(one_rank.save_id)
+        raise
+
+
+def snapshot(step: int, *, change: Callable[[str, torch.Tensor], None] = leave) -> Snapshot:
+    """All tensors of a run on one rank."""
     fragments = [whole(name, p.detach()) for name, p in model(step).named_parameters()]
     memory_of_lane = {lane: memory(step, lane) for lane in range(NUM_LANES)}
     change("weights", fragments[1].master)
     change("optimizer", fragments[1].states["exp_avg_sq"])
     change("memory", memory_of_lane[1])
-    return save_checkpoint(
-        directory,
-        header=header,
-        state=TrainState(
-            step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
-        ).model_dump(mode="json"),
-        fragments=fragments,
-        memory_of_lane=memory_of_lane,
-        mlflow_run_id=None,
-        world=World(0, 1),
-    )
+    return Snapshot(fragments, memory_of_lane)
 
 
 def model(step: int) -> TransformerXL:
@@ -81,5 +94,5 @@ def memory(step: int, lane: int) -> torch.Tensor:
 def whole(name: str, parameter: torch.Tensor) -> Fragment:
     """A whole parameter, with optimizer states that differ from each other."""
     flat = parameter.reshape(-1).clone()
-    states = {state: flat * (number + 2) for number, state in enumerate(OPTIMIZER_STATES)}
+    states = {state: flat * (number + 2) for number, state in enumerate(STATES)}
     return Fragment(name, tuple(parameter.shape), 0, flat, states)

@@ -1,19 +1,25 @@
 """The checkpoint directory of a run: pointers, superseded checkpoints, removal."""
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_pipeline.storage.locks import try_lock
 from tests.txl_dist.checkpoint.saving import BEST, save
 from txl_dist.checkpoint.directory import (
     CheckpointDirectory,
     divergence_advice,
+    reading,
     resolve_checkpoint,
     resume_advice,
 )
+from txl_dist.checkpoint.reader import load_model, verify_checkpoint
 from txl_dist.errors import CheckpointError
 
 
@@ -32,6 +38,54 @@ def directory(tmp_path: Path) -> CheckpointDirectory:
 def test_pruning_keeps_the_newest_and_the_best(directory: CheckpointDirectory) -> None:
     directory.prune(keep=2, best_step=3)
     assert names(directory) == ["step-00000003", "step-00000005", "step-00000006"]
+
+
+def test_multiples_of_an_interval_are_kept(directory: CheckpointDirectory) -> None:
+    directory.prune(keep=1, best_step=5, keep_interval_steps=2)
+    assert directory.steps() == [2, 4, 5, 6]
+
+
+READER = """
+import sys
+from pathlib import Path
+from txl_dist.checkpoint.directory import reading
+with reading(Path(sys.argv[1])):
+    print("reading", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_checkpoint_that_is_read_is_removed_later(directory: CheckpointDirectory) -> None:
+    command = [sys.executable, "-c", READER, str(directory.at(2))]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "reading\n"
+    with reading(directory.at(2)):  # any number of readers
+        directory.prune(keep=2, best_step=None)
+    assert directory.steps() == [2, 5, 6]
+    directory.prune(keep=2, best_step=None)
+    assert directory.steps() == [2, 5, 6], "the other reader still reads"
+    reader.communicate("\n", timeout=60)
+    directory.prune(keep=2, best_step=None)
+    assert directory.steps() == [5, 6]
+    with pytest.raises(CheckpointError, match=r"step-00000002 cannot be read"):
+        verify_checkpoint(directory.at(2))
+
+
+def test_a_checkpoint_that_is_being_removed_is_not_read(directory: CheckpointDirectory) -> None:
+    descriptor = os.open(directory.at(2), os.O_RDONLY)
+    assert try_lock(descriptor)
+    with pytest.raises(CheckpointError, match="is being removed by its run"):
+        load_model(directory.at(2))
+    os.close(descriptor)
+    load_model(directory.at(2))
+
+
+def test_pointers_name_a_step(directory: CheckpointDirectory) -> None:
+    assert directory.pointer("LATEST") == 6
+    assert directory.pointer("BEST") is None
+    (directory.run / "BEST").write_text("checkpoints/../../etc")
+    assert directory.pointer("BEST") is None
 
 
 def test_a_directory_that_cannot_be_removed_is_a_warning_and_not_a_checkpoint(
@@ -70,6 +124,7 @@ def test_what_cannot_be_renamed_is_a_warning_and_stays_a_checkpoint(
     assert directory.steps() == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.fault_row(8)
 def test_a_start_removes_what_killed_processes_left(directory: CheckpointDirectory) -> None:
     before = names(directory)
     for folder in (".saving.tmp", ".step-00000001.0123abcd.tmp", ".superseded-step-00000002.tmp"):
@@ -140,6 +195,7 @@ def test_a_checkpoint_is_found_from_itself_its_run_or_its_pointer(tmp_path: Path
     assert resolve_checkpoint(tmp_path / "checkpoints" / "step-00000002").name == "step-00000002"
 
 
+@pytest.mark.fault_row(24, 45)
 @pytest.mark.parametrize("content", ["", "checkpoints/../../etc", "step-1", "\x00"])
 def test_a_damaged_pointer_is_refused(tmp_path: Path, content: str) -> None:
     save(tmp_path, step=2)

@@ -13,15 +13,26 @@ from typing import Any
 import pytest
 import torch
 
-from tests.txl_dist.checkpoint.saving import BEST, save
+from tests.txl_dist.checkpoint.saving import (
+    BEST,
+    HEADER,
+    NUM_LANES,
+    memory,
+    model,
+    save,
+    snapshot,
+    whole,
+)
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import (
     verify_checkpoint,
 )
-from txl_dist.checkpoint.writer import update_state
+from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.writer import Save, update_state
 from txl_dist.errors import CheckpointError, DivergedError
 
 
+@pytest.mark.fault_row(8, 9)
 def test_a_kill_at_any_file_operation_leaves_an_intact_newest_checkpoint(tmp_path: Path) -> None:
     sweep = [sys.executable, "-m", "tests.txl_dist.checkpoint.kill_sweep", str(tmp_path)]
     done = subprocess.run(sweep, check=False, capture_output=True, text=True, timeout=120)
@@ -29,25 +40,26 @@ def test_a_kill_at_any_file_operation_leaves_an_intact_newest_checkpoint(tmp_pat
     assert "kill points" in done.stdout
 
 
+@pytest.mark.fault_row(10)
 def test_a_full_disk_names_the_place_and_keeps_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, step=1)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("txl_dist.checkpoint.writer.save_file", full)
+    monkeypatch.setattr("txl_dist.checkpoint.snapshot.write_tensors", full)
     with pytest.raises(CheckpointError, match=r"checkpoints.*No space left"):
         save(tmp_path, step=2)
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [1]
-    assert not directory.staging.exists()
+    assert not list(directory.path.glob(".*"))
     verify_checkpoint(directory.at(1))
 
 
 def test_a_file_that_cannot_grow_is_reported_like_a_full_disk(tmp_path: Path) -> None:
-    """safetensors raises its own error. A subprocess, because the limit cannot be raised again."""
+    """A subprocess, because the limit cannot be raised again."""
     script = f"""
 import resource, signal, sys
 from pathlib import Path
@@ -66,9 +78,10 @@ sys.exit(2)
     assert done.returncode == 0
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [1]
-    assert not directory.staging.exists()
+    assert not list(directory.path.glob(".*"))
 
 
+@pytest.mark.fault_row(10)
 @pytest.mark.parametrize("pointer", ["manifest.json", "LATEST"])
 def test_a_disk_that_fills_up_late_is_a_checkpoint_error_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pointer: str
@@ -103,7 +116,7 @@ def test_numbers_that_are_not_finite_are_never_saved(
         save(tmp_path, step=2, change=poison)
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [1]
-    assert not directory.staging.exists()
+    assert not list(directory.path.glob(".*"))
 
 
 def test_checkpoint_files_follow_the_umask(tmp_path: Path) -> None:
@@ -127,3 +140,43 @@ def test_a_save_into_a_run_that_was_removed_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is gone: the run directory was removed or renamed"):
         save(tmp_path / "run", step=2, start=False)
     assert not (tmp_path / "run").exists()
+
+
+def one_of_two(run: Path, rank: int, save_id: str) -> Save:
+    return Save(
+        directory=CheckpointDirectory(run),
+        save_id=save_id,
+        state={"step": 2},
+        rank=rank,
+        num_ranks=2,
+    )
+
+
+def test_a_missing_rank_is_named_and_its_files_of_another_save_do_not_count(tmp_path: Path) -> None:
+    save(tmp_path, step=1)
+    tensors = snapshot(2)
+    stale, first = one_of_two(tmp_path, 1, "a" * 8), one_of_two(tmp_path, 0, "b" * 8)
+    stale.write_part(tensors)
+    first.write_part(tensors)
+    with pytest.raises(CheckpointError, match=r"files of rank 1 are missing after .*=0\.1"):
+        first.publish(HEADER, mlflow_run_id=None, timeout_seconds=0.1)
+    assert CheckpointDirectory(tmp_path).steps() == [1]
+
+
+def test_a_snapshot_does_not_change_with_its_originals(tmp_path: Path) -> None:
+    memory_of_lane = {lane: memory(3, lane) for lane in range(NUM_LANES)}
+    fragments = [whole(name, p.detach()) for name, p in model(3).named_parameters()]
+    copy = Snapshot(fragments, memory_of_lane)
+    for fragment in fragments:
+        for tensor in (fragment.master, *fragment.states.values()):
+            tensor.zero_()
+    for tensor in memory_of_lane.values():
+        tensor.zero_()
+    directory = CheckpointDirectory(tmp_path)
+    directory.open()
+    one = Save(directory=directory, save_id="c" * 8, state={"step": 3}, rank=0, num_ranks=1)
+    one.write_part(copy)
+    path = one.publish(HEADER, mlflow_run_id=None, timeout_seconds=60)
+    other = save(tmp_path / "other", step=3)
+    for name, entry in verify_checkpoint(path).files.items():
+        assert verify_checkpoint(other).files[name] == entry

@@ -12,3 +12,8 @@ def test_checkpoints_are_listed_with_what_they_hold(run: Path) -> None:
     listed = json.loads(output)["checkpoints"]
     assert [row["step"] for row in listed] == [18, 20]
     assert listed[-1]["tokens"] == 300
+    assert [row["pointers"] for row in listed][-1][0] == "LATEST"
+    assert sum("BEST" in row["pointers"] for row in listed) == 1
+    _, text = run_txl("checkpoint", "list", run)
+    assert "LATEST" in text.splitlines()[-1]
+    assert "LATEST" not in text.splitlines()[0]

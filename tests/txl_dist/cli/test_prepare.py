@@ -17,6 +17,7 @@ from tests.data_pipeline.preparation.preparing import texts_of
 Txl = Callable[..., Any]
 
 
+@pytest.mark.fault_row(47)
 def test_every_character_is_kept_but_the_byte_order_mark_of_a_file(
     txl: Txl, tmp_path: Path
 ) -> None:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import ENVIRONMENT, run_txl
 from tests.support.training_runs import TINY
 
@@ -55,6 +57,7 @@ def test_a_misspelt_allow_change_names_the_nearest_setting(dataset: Path, tmp_pa
     assert "did you mean optimizer.lr?" in output
 
 
+@pytest.mark.fault_row(35)
 def test_a_directory_in_use_is_refused_and_its_run_not_disturbed(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -71,6 +74,7 @@ def test_a_directory_in_use_is_refused_and_its_run_not_disturbed(
         assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+@pytest.mark.fault_row(12)
 def test_a_run_directory_that_cannot_be_written_is_refused_first(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -81,6 +85,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused_first(
     assert "directory=PATH" in output
 
 
+@pytest.mark.fault_row(26)
 def test_a_checkpoint_of_another_model_ends_training_with_4(dataset: Path, run: Path) -> None:
     arguments = (f"data.path={dataset}", f"directory={run}", "model.d_inner=48")
     code, output = run_txl("train", TINY, *arguments, "--on", "processes", "--ranks", 1)

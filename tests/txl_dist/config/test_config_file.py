@@ -108,6 +108,7 @@ def test_a_flat_config_has_every_setting_under_its_dotted_name() -> None:
     assert list(flat) == list(flatten_config(config))
 
 
+@pytest.mark.fault_row(44)
 def test_no_secret_reaches_a_dump_a_repr_a_flat_config_or_an_error(load: Any) -> None:
     config = RunConfig(
         directory="runs/x",

@@ -12,6 +12,7 @@ from txl_dist.errors import ConfigError
 SMALL = "directory: runs/x\ndata: {path: d}\ntraining: {num_steps: 4}\n"
 
 
+@pytest.mark.fault_row(46)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -42,6 +43,7 @@ def test_an_invalid_file_is_refused_with_its_line(load: Any, text: str, expected
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.fault_row(46)
 def test_an_alias_bomb_is_refused(load: Any) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
@@ -49,6 +51,7 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
         load("\n".join(lines))
 
 
+@pytest.mark.fault_row(45, 46)
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

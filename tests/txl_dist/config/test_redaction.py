@@ -12,6 +12,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 
 
+@pytest.mark.fault_row(44)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

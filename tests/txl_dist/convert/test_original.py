@@ -65,6 +65,7 @@ def test_names_without_prefix_and_the_config_in_a_json_file(tmp_path: Path) -> N
         assert torch.equal(loaded.state_dict()[name], weight), name
 
 
+@pytest.mark.fault_row(23)
 def test_arrays_with_code_are_rejected_before_it_runs(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     hostile = np.array([Hostile(mark)], dtype=object)

@@ -23,6 +23,7 @@ REPORTED_NAME = "layers.1.dec_attn.qkv_net.weight"
 NAME = f"transformer.{REPORTED_NAME}"
 
 
+@pytest.mark.fault_row(23)
 @pytest.mark.parametrize("writer", ["torch", "pickle"])
 def test_a_pickle_with_code_is_rejected_before_it_runs(tmp_path: Path, writer: str) -> None:
     source, mark = hf_copy(tmp_path / "hf"), tmp_path / "mark"

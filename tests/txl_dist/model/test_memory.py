@@ -118,3 +118,23 @@ def test_there_is_one_memory_per_layer_and_none_of_the_last_output() -> None:
     assert len(memory.layers) == 3
     table_BTD = model.table(random_text(2, 5, seed=0)[:, :-1])
     assert_close(memory.layers[0][:, -4:], table_BTD)
+
+
+@pytest.mark.parametrize("tgt_len", [3, 5, 9])
+def test_it_may_be_stored_in_another_dtype_than_the_models(tgt_len: int) -> None:
+    """Each layer reads the stored values, so storing them rounded is the only difference."""
+    model, text_BN = small_model(mem_len=5).float(), random_text(3, 2 * tgt_len + 1)
+    stored = model.empty_memory(3, dtype=torch.bfloat16)
+    age_BT = torch.arange(tgt_len).expand(3, tgt_len)
+    text = text_BN[:, :tgt_len], text_BN[:, 1 : tgt_len + 1]
+    _, exact = model(*text, age_BT, model.empty_memory(3))
+    _, stored = model(*text, age_BT, stored)
+    assert {layer.dtype for layer in stored.layers} == {torch.bfloat16}
+    for layer, exact_layer in zip(stored.layers, exact.layers, strict=True):
+        assert torch.equal(layer, exact_layer.bfloat16())
+
+    rounded = Memory(tuple(layer.float() for layer in stored.layers))
+    text = text_BN[:, tgt_len:-1], text_BN[:, tgt_len + 1 :]
+    nats_BT, _ = model(*text, age_BT + tgt_len, stored)
+    expected_BT, _ = model(*text, age_BT + tgt_len, rounded)
+    assert torch.equal(nats_BT, expected_BT)

@@ -1,22 +1,28 @@
 """A rank that waits long for the other ranks logs a warning with the name of the collective."""
 
 import logging
+import re
+import socket
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.commands import wait_until
 from tests.support.gloo_ranks import RankGroups
+from txl_dist.runtime.activity import Activity
 from txl_dist.runtime.collective_watch import (
-    Activity,
+    GPU_WAIT,
     CollectiveWatch,
     collective_name,
     lost_rank_error,
 )
+from txl_dist.runtime.stacks import stack_file
 from txl_dist.runtime.world import World
 
 NOTICE_SECONDS = 0.4
@@ -33,30 +39,50 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def wait_for_a_late_rank(world: World) -> list[str]:
-    """Rank 1 enters a collective late; returns the lines that this rank logged."""
+def wait_for_a_late_rank(world: World, run: Path) -> list[str]:
+    """Rank 1 enters a collective when both ranks have written their stacks.
+
+    Returns the lines that this rank logged.
+    """
+    (run / "logs").mkdir(exist_ok=True)
+    stacks = [stack_file(run, "step-7", rank) for rank in (0, 1)]
     handler = Lines()
     logger = logging.getLogger("txl_dist.training")
     logger.addHandler(handler)
     world.activity.name = "step 7"
     with CollectiveWatch(
-        world.activity, rank=world.rank, limit_seconds=60, notice_seconds=NOTICE_SECONDS
+        world.activity,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        run=run,
+        limit_seconds=4 * NOTICE_SECONDS,  # of the watch only: the collective has another one
+        notice_seconds=NOTICE_SECONDS,
     ):
         if world.rank == 1:
-            time.sleep(4 * NOTICE_SECONDS)
+            wait_until(lambda: all(path.exists() for path in stacks))
         world.all_gather(world.rank)
     logger.removeHandler(handler)
     return handler.lines
 
 
-def test_a_long_wait_is_logged_with_its_collective_and_a_busy_rank_logs_nothing(
-    ranks: RankGroups,
+def test_a_long_wait_is_logged_with_its_collective_and_the_late_rank(
+    ranks: RankGroups, tmp_path: Path
 ) -> None:
-    waiting, busy = ranks(2).run(wait_for_a_late_rank)
+    waiting, busy = ranks(2).run(wait_for_a_late_rank, tmp_path)
     assert len(waiting) >= 2
     assert waiting[0].startswith("step 7 | rank 0 has waited ")
     assert "for the other ranks in all_gather_object;" in waiting[0]
+    late = rf"; rank 1 \(host {re.escape(socket.gethostname())}, pid \d+\) has been in step 7, "
+    assert any(re.search(late, line) for line in waiting)
     assert busy == []
+    # Before the limit, both ranks have written the stacks of all their threads.
+    for rank, state in enumerate(("waits in all_gather_object", "not in a collective")):
+        text = stack_file(tmp_path, "step-7", rank).read_text()
+        assert text.startswith(f"rank {rank}, host ")
+        assert state in text
+        assert "in wait_for_a_late_rank" in text
+        assert text.count("hread 0x") >= 2
+    assert list((tmp_path / ".heartbeats").glob("*rank*")) == [], "they have ended"
 
 
 def stop_answering(world: World, limit_seconds: float) -> str | None:
@@ -93,6 +119,15 @@ def test_the_limit_reaches_every_group_and_the_error_names_rank_and_collective(
 def test_an_error_outside_a_collective_is_not_a_lost_rank() -> None:
     error = RuntimeError("Connection closed by peer, timed out")
     assert lost_rank_error(error, Activity(), rank=0, limit_seconds=1) is None
+
+
+def test_on_a_gpu_a_call_that_waits_for_a_result_counts_as_a_collective(tmp_path: Path) -> None:
+    source = tmp_path / "step.py"
+    source.write_text("loss = nats.sum().item()\nx = load()\n")
+    for line, name in ((1, GPU_WAIT), (2, None)):
+        frames = [("loop.py", 1, "_train"), (str(source), line, "step")]
+        assert collective_name(frames, on_gpu=True) == name
+        assert collective_name(frames) is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """World: what the collectives return on two real ranks, and on one."""
 
+import socket
+
 import pytest
 import torch
 
@@ -52,3 +54,13 @@ def test_variables_that_are_missing_or_no_numbers_are_a_config_error(rank: str |
     environment = {name: value for name, value in variables.items() if value is not None}
     with pytest.raises(ConfigError, match="RANK, WORLD_SIZE and LOCAL_RANK must be numbers"):
         World.from_environment(environment)
+
+
+@pytest.mark.fault_row(37)
+def test_a_port_in_use_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(TxlError, match=rf"127\.0\.0\.1:{port}.*in use.*same command again"):
+            World(0, 2, 0).join(timeout_seconds=5.0)

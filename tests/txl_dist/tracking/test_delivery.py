@@ -83,6 +83,7 @@ def test_a_delivery_notices_that_the_journal_was_replaced(run_dir: Path) -> None
     assert steps == list(range(1, 51))
 
 
+@pytest.mark.fault_row(33)
 @pytest.mark.parametrize("moment", ["before a resume", "while running"])
 def test_a_deleted_run_is_replaced_by_a_complete_new_one(run_dir: Path, moment: str) -> None:
     write_steps(run_dir, range(1, 6))
@@ -104,6 +105,7 @@ def test_a_deleted_run_is_replaced_by_a_complete_new_one(run_dir: Path, moment: 
     assert status_of(database, run_id_of(run_dir)) == "FINISHED"
 
 
+@pytest.mark.fault_row(33)
 def test_a_finished_run_and_a_deleted_experiment_are_reopened(
     run_dir: Path,
 ) -> None:
@@ -135,6 +137,7 @@ def test_infinity_and_nan_become_tags_instead_of_points(run_dir: Path) -> None:
     assert tags_of(database, run_id_of(run_dir))["txl.not_finite.grad"] == "first at step 3"
 
 
+@pytest.mark.fault_row(32)
 @pytest.mark.parametrize("fault", ["500", "401", "lost response"])
 def test_points_arrive_once_although_calls_fail(
     run_dir: Path, server: MlflowServer, fault: str

@@ -67,6 +67,7 @@ def test_values_that_json_lacks_are_written_as_valid_json_and_read_back(tmp_path
     assert line == {"step": 1, "tokens": 2, "time": 3.0, "a": math.inf, "b": -math.inf, "d": 1e-300}
 
 
+@pytest.mark.fault_row(42)
 def test_a_full_disk_causes_one_warning_and_no_line_is_lost(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

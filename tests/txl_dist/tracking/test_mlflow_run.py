@@ -133,6 +133,7 @@ def test_a_running_delivery_notices_a_rollback(run_dir: Path) -> None:
     assert _curves(run_dir.parent / "mlflow.db", run_id_of(run_dir)) == _journalled(run_dir)
 
 
+@pytest.mark.fault_row(32)
 @pytest.mark.parametrize("fault", ["500", "lost response"])
 def test_a_rollback_in_outages_records_every_point_once(
     run_dir: Path, server: MlflowServer, fault: str

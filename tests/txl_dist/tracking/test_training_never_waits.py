@@ -33,6 +33,7 @@ from txl_dist.tracking.tracker import Tracker
 wait_until = partial(commands.wait_until, poll_seconds=0.25)
 
 
+@pytest.mark.fault_row(32)
 @pytest.mark.fault
 def test_a_killed_sender_is_replaced_and_no_point_is_doubled(run_dir: Path) -> None:
     began = time.monotonic()
@@ -77,6 +78,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.fault_row(2)
 @pytest.mark.fault
 def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path) -> None:
     """And a resume, started immediately, delivers into one complete MLflow run."""
@@ -105,6 +107,7 @@ def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path)
     assert senders_of(run_dir) == []
 
 
+@pytest.mark.fault_row(31, 32)
 def test_a_server_that_is_down_does_not_delay_training_and_gets_everything_later(
     run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -98,6 +98,7 @@ def refusal_of(world: World, job: TrainJob) -> str:
     return ""
 
 
+@pytest.mark.fault_row(25)
 def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
     ranks: RankGroups, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import SegmentReader
 from tests.support.gloo_ranks import RankGroups
+from tests.support.plain_optimizers import plain_optimizer
 from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
 from txl_dist.checkpoint.reader import load_model
 from txl_dist.config.run_config import RunConfig
@@ -24,6 +25,9 @@ from txl_dist.model.transformer_xl import TransformerXL
 # Both compute in fp32, but sum in different orders. Largest difference over all cases: 8e-7 in a
 # weight. A wrong setting changes losses by 1e-3 or more.
 TOLERANCE = 1e-5
+# Newton-Schulz iterations enlarge small singular values, and with them their rounding, 500 times.
+# Largest difference of a weight here: 1.7e-4, in a position bias. Losses agree as for the others.
+MUON_WEIGHT_TOLERANCE = 1e-3
 # Every value differs from its default and from all others: an exchanged or lost one changes losses.
 SETTINGS = (
     NO_EVALUATION,
@@ -33,15 +37,23 @@ SETTINGS = (
     "optimizer.beta2=0.95",
     "optimizer.eps=1e-5",
     "optimizer.weight_decay=0.3",
-    "optimizer.gradient_clipping=1.3",
-    "optimizer.schedule=cosine",
+    "optimizer.gradient_clipping=1.6",
     "optimizer.warmup_steps=4",
     "training.num_steps=20",
 )
-NUM_STEPS, WARMUP_STEPS, LR, MIN_LR, CLIPPING = 20, 4, 0.02, 0.003, 1.3
+NUM_STEPS, WARMUP_STEPS, DECAY_STEPS, LR, MIN_LR, CLIPPING = 20, 4, 6, 0.02, 0.003, 1.6
+RULES = {
+    "adamw": "optimizer={schedule: cosine}",
+    "adam": "optimizer={name: adam, schedule: linear}",
+    "lamb": f"optimizer={{name: lamb, schedule: wsd, decay_steps: {DECAY_STEPS}}}",
+    "muon": "optimizer={name: muon, schedule: inverse_sqrt, muon_momentum: 0.8}",
+}
+"""Every optimizer, each with another schedule."""
 
 
-def plain_run(config: RunConfig, dataset: Path) -> tuple[TransformerXL, list[dict[str, float]]]:
+def plain_run(
+    config: RunConfig, dataset: Path, optimizer_name: str
+) -> tuple[TransformerXL, list[dict[str, float]]]:
     """The trained model, and loss, rate and gradient norm of every step."""
     source = open_split(dataset, "train")
     plan = LanePlan(num_tokens=int(source.block_tokens.sum()), num_lanes=5, tgt_len=3)
@@ -49,9 +61,8 @@ def plain_run(config: RunConfig, dataset: Path) -> tuple[TransformerXL, list[dic
         source, plan, lanes=range(5), num_rows=5, reset="document", shuffle="blocks", seed=3
     )
     model = TransformerXL(replace(config.model, vocab_size=257, attention="reference"), seed=3)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1.0, betas=(0.7, 0.95), eps=1e-5, weight_decay=0.3, foreach=False
-    )
+    optimizer = plain_optimizer(optimizer_name, model)
+    schedule = config.optimizer.schedule
     memory, lines = model.empty_memory(5), []
     for step, segment in enumerate(segments.read(0, NUM_STEPS), start=1):
         columns = (segment.input, segment.target, segment.age)
@@ -60,28 +71,50 @@ def plain_run(config: RunConfig, dataset: Path) -> tuple[TransformerXL, list[dic
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
-        (group,) = optimizer.param_groups
-        group["lr"] = rate_of(step)
+        rate = rate_of(step, schedule)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
-        lines.append({"loss": loss.item(), "lr": rate_of(step), "gradient_norm": norm.item()})
+        lines.append({"loss": loss.item(), "lr": rate, "gradient_norm": norm.item()})
     return model, lines
 
 
-def rate_of(step: int) -> float:
-    """Linear up to LR, then half a cosine period down to MIN_LR at the last step."""
+def rate_of(step: int, schedule: str) -> float:
+    """Linear up to LR, then by the schedule."""
     if step <= WARMUP_STEPS:
         return LR * step / WARMUP_STEPS
-    angle = math.pi * (step - WARMUP_STEPS) / (NUM_STEPS - WARMUP_STEPS)
-    return (LR + MIN_LR) / 2 + (LR - MIN_LR) / 2 * math.cos(angle)
+    if schedule == "inverse_sqrt":
+        return LR * (WARMUP_STEPS / step) ** 0.5
+    remaining, decay_steps = NUM_STEPS - step, NUM_STEPS - WARMUP_STEPS
+    if schedule == "cosine":
+        angle = math.pi * (1 - remaining / decay_steps)
+        return (LR + MIN_LR) / 2 + (LR - MIN_LR) / 2 * math.cos(angle)
+    if schedule == "wsd":
+        decay_steps = DECAY_STEPS
+    return min(LR, MIN_LR + (LR - MIN_LR) * remaining / decay_steps)
 
 
-@pytest.mark.parametrize("stage", ["0", "1", "3-all-spread"])
+CASES = [
+    ("adamw", "0"), ("adamw", "1"), ("adamw", "3-all-spread"),
+    ("lamb", "0"), ("muon", "1"),
+]  # fmt: skip
+SLOW_CASES = [
+    ("adamw", "2"), ("adamw", "3"), ("adam", "0"), ("adam", "1"), ("adam", "2"),
+    ("adam", "3-all-spread"), ("muon", "0"), ("muon", "2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stage"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+)
 def test_losses_rates_norms_and_weights_are_those_of_a_plain_loop(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
+    ranks: RankGroups, dataset: Path, tmp_path: Path, optimizer: str, stage: str
 ) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS, *ZERO[stage])
+    # In this order: the first override replaces the whole section.
+    job = tiny_job(dataset, tmp_path, RULES[optimizer], *SETTINGS, *ZERO[stage])
     assert ranks(1).run(train, job) == [0]
-    model, expected = plain_run(job.config, dataset)
+    model, expected = plain_run(job.config, dataset, optimizer)
     norms = [line["gradient_norm"] for line in expected]
     assert min(norms) < CLIPPING < max(norms), "some steps are clipped, others are not"
     actual = [{name: line[name] for name in expected[0]} for line in metrics(tmp_path)]
@@ -90,8 +123,9 @@ def test_losses_rates_norms_and_weights_are_those_of_a_plain_loop(
         assert line == pytest.approx(plain, rel=TOLERANCE)
     trained, _, _ = load_model(tmp_path / "checkpoints" / f"step-{NUM_STEPS:08d}")
     weights = dict(trained.named_parameters())
+    atol = MUON_WEIGHT_TOLERANCE if optimizer == "muon" else TOLERANCE
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(weights[name], weight, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(weights[name], weight, rtol=TOLERANCE, atol=atol)
 
 
 @pytest.mark.parametrize("option", ["model.dropout", "model.dropatt"])

@@ -26,6 +26,7 @@ def train_while_the_clock_runs_backwards(world: World, job: TrainJob) -> int:
         return train(world, job)
 
 
+@pytest.mark.fault_row(34)
 def test_a_clock_that_jumps_back_changes_no_duration_and_no_order(
     ranks: RankGroups, dataset: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -38,6 +39,7 @@ def test_a_clock_that_jumps_back_changes_no_duration_and_no_order(
     assert all(line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1 for line in lines)
 
 
+@pytest.mark.fault_row(42)
 def test_a_log_on_a_full_disk_does_not_stop_training(
     ranks: RankGroups, dataset: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -47,6 +49,7 @@ def test_a_log_on_a_full_disk_does_not_stop_training(
     assert losses(tmp_path) == losses(undisturbed)
 
 
+@pytest.mark.fault_row(44)
 def test_no_secret_of_a_config_is_written_to_the_run_directory(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def flip(run: Path, step: int, kind: str) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.fault_row(24)
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_counts_the_lost_steps(
     ranks: RankGroups, dataset: Path, run: Path
 ) -> None:
@@ -50,12 +51,14 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_counts_the_lost_ste
     assert losses(run) == pytest.approx(expected, rel=2e-6)
 
 
+@pytest.mark.fault_row(24)
 def test_strict_refuses_to_fall_back(ranks: RankGroups, dataset: Path, run: Path) -> None:
     flip(run, 20, "optimizer")
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, strict=True)) == [4, 4]
     assert "optimizer-rank-00000.safetensors" in refusal(run)
 
 
+@pytest.mark.fault_row(8)
 def test_a_half_written_checkpoint_is_never_chosen(
     ranks: RankGroups, dataset: Path, run: Path
 ) -> None:
@@ -66,12 +69,13 @@ def test_a_half_written_checkpoint_is_never_chosen(
     assert not staging.exists()
 
 
+@pytest.mark.fault_row(26)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("model.d_model=18", "model.d_model: checkpoint 16, now 18 -> cannot change"),
-        ("data.num_lanes=7", "data.num_lanes: checkpoint 5, now 7 -> cannot change"),
-        ("data.tgt_len=4", "data.tgt_len: checkpoint 3, now 4 -> cannot change"),
+        ("data.num_lanes=7", "data.num_lanes: checkpoint 5, now 7 -> --allow-change"),
+        ("data.tgt_len=4", "data.tgt_len: checkpoint 3, now 4 -> --allow-change"),
         ("data.reset=stream", "data.reset: checkpoint 'document', now 'stream' -> cannot change"),
         ("data.shuffle=none", "data.shuffle: checkpoint 'blocks', now 'none' -> cannot change"),
         ("seed=4", "seed: checkpoint 3, now 4 -> cannot change"),
@@ -93,6 +97,7 @@ def test_an_allowed_change_takes_effect(ranks: RankGroups, dataset: Path, run: P
     assert max(losses(run)) == 23
 
 
+@pytest.mark.fault_row(16)
 def test_other_data_is_refused_unless_it_is_allowed(
     ranks: RankGroups, run: Path, tmp_path: Path
 ) -> None:
@@ -177,6 +182,7 @@ def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(
         check_config(older, {**new, "model.pre_lnorm": True}, allowed=(), checkpoint="here")
 
 
+@pytest.mark.fault_row(34)
 def test_the_newest_checkpoint_is_that_of_the_highest_step_not_of_the_latest_date(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

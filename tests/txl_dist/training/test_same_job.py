@@ -60,6 +60,7 @@ def resume_on_other_sources(world: World, job: TrainJob) -> int:
         resume.code_description = original
 
 
+@pytest.mark.fault_row(38)
 def test_other_data_under_the_same_path_is_refused_by_rank(
     ranks: RankGroups, two_hosts: list[Path], tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_other_data_under_the_same_path_is_refused_by_rank(
     assert ranks(2).run(train_in, same, tiny_job(Path("data"), tmp_path, *SHORT)) == [0, 0]
 
 
+@pytest.mark.fault_row(38)
 def test_other_sources_on_one_rank_are_refused(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

@@ -2,15 +2,26 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from txl_dist.config.config_file import load_run_config
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.training.schedule import lr_at
 
-SCHEDULES = ["cosine", "constant"]
+SCHEDULES: dict[str, dict[str, int]] = {
+    "cosine": {}, "constant": {}, "linear": {}, "inverse_sqrt": {}, "wsd": {"decay_steps": 3},
+}  # fmt: skip
+
+
+def schedule_of(schedule: str, **settings: Any) -> OptimizerConfig:
+    values = {"schedule": schedule, **SCHEDULES[schedule], **settings}
+    return OptimizerConfig.model_validate(values)
 
 
 def rates(config: OptimizerConfig, num_steps: int) -> list[float]:
@@ -20,7 +31,7 @@ def rates(config: OptimizerConfig, num_steps: int) -> list[float]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warm_up_is_a_straight_line_from_0_to_lr(schedule: str) -> None:
-    config = OptimizerConfig(lr=0.8, warmup_steps=4, schedule=schedule, min_lr=0.3)
+    config = schedule_of(schedule, lr=0.8, warmup_steps=4, min_lr=0.3)
     assert rates(config, 9)[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
@@ -45,15 +56,131 @@ def test_the_cosine_is_half_a_period_after_warm_up() -> None:
 @given(
     num_steps=st.integers(1, 60),
     warmup=st.integers(0, 60),
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from(sorted(SCHEDULES)),
     min_lr=st.sampled_from([0.0, 0.1, 0.8]),
 )
 def test_it_rises_to_lr_then_never_rises_again(
     num_steps: int, warmup: int, schedule: str, min_lr: float
 ) -> None:
-    warmup = min(warmup, num_steps)
-    config = OptimizerConfig(lr=0.8, warmup_steps=warmup, schedule=schedule, min_lr=min_lr)
+    num_steps += SCHEDULES[schedule].get("decay_steps", 0)
+    warmup = min(warmup, num_steps - SCHEDULES[schedule].get("decay_steps", 0))
+    config = schedule_of(schedule, lr=0.8, warmup_steps=warmup, min_lr=min_lr)
     values = rates(config, num_steps)
     assert all(a < b for a, b in pairwise(values[:warmup]))
     assert all(a >= b - 1e-12 for a, b in pairwise(values[max(0, warmup - 1) :]))
-    assert all(min_lr - 1e-12 <= rate <= 0.8 + 1e-12 for rate in values[warmup:])
+    lowest = 0 if schedule == "inverse_sqrt" else min_lr
+    assert all(lowest - 1e-12 <= rate <= 0.8 + 1e-12 for rate in values[warmup:])
+    if schedule in ("cosine", "linear", "wsd") and warmup < num_steps:
+        assert values[-1] == pytest.approx(min_lr)
+
+
+def test_linear_is_a_line_from_the_warm_up_to_min_lr() -> None:
+    config = schedule_of("linear", lr=0.8, warmup_steps=2, min_lr=0.2)
+    assert rates(config, 5) == pytest.approx([0.4, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_wsd_is_constant_until_its_last_steps() -> None:
+    config = schedule_of("wsd", lr=0.8, warmup_steps=2, min_lr=0.2)
+    assert rates(config, 7) == pytest.approx([0.4, 0.8, 0.8, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_inverse_sqrt_is_lr_at_the_end_of_the_warm_up() -> None:
+    config = schedule_of("inverse_sqrt", lr=0.8, warmup_steps=4)
+    assert rates(config, 100)[15] == pytest.approx(0.8 * math.sqrt(4 / 16))
+    assert rates(schedule_of("inverse_sqrt", lr=0.8), 9)[8] == pytest.approx(0.8 / 3)
+
+
+# --- the training script of the paper -----------------------------------------------------------
+
+PUBLISHED = {  # warm-up, steps (ANCHORS: published configurations; lr 2.5e-4 and cosine in all)
+    "wt103 base": (0, 200_000),
+    "wt103 large": (16_000, 4_000_000),
+    "enwik8 and text8 base": (0, 400_000),
+    "enwik8 and text8 large": (4_000, 400_000),
+    "lm1b base": (20_000, 500_000),
+    "lm1b large": (30_000, 1_200_000),
+}
+
+
+def script_rates(
+    scheduler: str, *, lr: float, warmup: int, num_steps: int, min_lr: float, updates: list[int]
+) -> list[float]:
+    """Rates at which the script updates, by its order of events with torch's own schedulers.
+
+    Update, count, then `lr * count / warmup` while the count is below the warm-up, otherwise
+    `scheduler.step(count)` (for `constant`, nothing). Only the counts before `updates`, and the
+    whole warm-up of a short one, are run: `step(count)` of these schedulers depends on the count.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    schedulers = {
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, num_steps, eta_min=min_lr
+        ),
+        "inverse_sqrt": lambda: torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda n: 1.0 if n == warmup == 0 else n**-0.5 if n > warmup else n / warmup**1.5,
+        ),
+        "constant": lambda: None,
+    }
+    torch_scheduler = schedulers[scheduler]()
+    (group,) = optimizer.param_groups
+    by_update = {1: group["lr"]}
+    for count in sorted({*range(1, min(num_steps, 20)), *(update - 1 for update in updates)} - {0}):
+        if scheduler != "inverse_sqrt" and count < warmup:
+            group["lr"] = lr * count / warmup
+        elif torch_scheduler is not None:
+            torch_scheduler.step(count)
+        by_update[count + 1] = group["lr"]
+    return [by_update[update] for update in updates]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the epoch argument is deprecated, and exact
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_settings_give_the_rates_of_the_paper_s_script(name: str) -> None:
+    warmup, num_steps = PUBLISHED[name]
+    near = [1, 2, 3, warmup - 1, warmup, warmup + 1, warmup + 2, 1234, num_steps // 2]
+    updates = sorted({*(n for n in near if n > 0), num_steps - 1, num_steps})
+    config = OptimizerConfig(warmup_steps=warmup, schedule_of_paper_code=True)
+    expected = script_rates(
+        "cosine", lr=2.5e-4, warmup=warmup, num_steps=num_steps, min_lr=0.0, updates=updates
+    )
+    actual = [lr_at(update, config, num_steps=num_steps) for update in updates]
+    assert actual == pytest.approx(expected, rel=1e-12)
+    assert actual[0] == 2.5e-4  # with a warm-up too: the script sets no rate before its update 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("schedule", ["cosine", "inverse_sqrt", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 5, 12])
+def test_every_rate_of_a_short_run_is_that_of_the_paper_s_script(
+    schedule: str, warmup: int
+) -> None:
+    config = schedule_of(
+        schedule, lr=0.8, warmup_steps=warmup, min_lr=0.1, schedule_of_paper_code=True
+    )
+    expected = script_rates(
+        schedule, lr=0.8, warmup=warmup, num_steps=12, min_lr=0.1, updates=list(range(1, 13))
+    )
+    assert rates(config, 12) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_config_of_the_paper_uses_the_schedule_of_its_script() -> None:
+    path = Path(__file__).parents[3] / "configs" / "paper" / "wt103-base.yaml"
+    config = load_run_config(path)
+    assert (config.optimizer.warmup_steps, config.num_steps) == PUBLISHED["wt103 base"]
+    assert config.optimizer.schedule_of_paper_code
+    assert config.optimizer.lr == 2.5e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_steps": 1, "warmup_tokens": 9}, "both set the length of the warm-up"),
+        ({"schedule": "wsd"}, "needs decay_steps"),
+        ({"decay_steps": 3}, "has no effect with schedule=cosine"),
+        ({"schedule": "linear", "schedule_of_paper_code": True}, "not in the paper's code"),
+    ],
+)
+def test_contradicting_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig.model_validate(settings)

@@ -4,6 +4,9 @@
     stage_0.py     parameters, gradients and optimizer state whole on every rank
     stage_1_2.py   optimizer state (1) and gradients (2) sharded, parameters whole
     stage_3.py     parameters sharded too
+    optimizers.py  the optimizer of a config (lamb.py, muon.py: our own)
+    parameter_groups.py  which parameters decay, which ones Muon orthogonalises
+    averaging.py   the average of the weights over steps
     settings.py    DeepSpeed's configuration, from ours
     initialise.py  `deepspeed.initialize` and its side effects
 

@@ -27,8 +27,11 @@ def initialise_deepspeed(
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with explain_refusals(extra):
-        with _without_mlflow():
+        with _without_mlflow(), _without_compiler():
             import deepspeed
+
+            # Imported by `deepspeed.initialize` otherwise.
+            import deepspeed.runtime.zero.muon.original_muon
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # At stage 3 DeepSpeed calls deprecated collectives, several times per step.
@@ -51,3 +54,22 @@ def _without_mlflow() -> Iterator[None]:
         yield
     finally:
         del sys.modules["mlflow"]
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Make `torch.compile` do nothing, for decorators that are applied on import.
+
+    DeepSpeed decorates the functions of an optimizer that is not used here (Muon). Only to create
+    the decorator, torch imports its compiler, which takes a third of the time to create an engine.
+    """
+    original = torch.compile
+    torch.compile = _uncompiled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    return _uncompiled if function is None else function

@@ -5,24 +5,29 @@ checkpoint can be written and read slice by slice. One subclass per group of ZeR
 what differs between stages.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.checkpoint.fragments import AVERAGE, Fragment
 from txl_dist.config.run_config import RunConfig
-from txl_dist.errors import DivergedError
 from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
+from txl_dist.training.engine.averaging import WeightAveraging
 from txl_dist.training.engine.initialise import initialise_deepspeed
+from txl_dist.training.engine.optimizers import create_optimizer
+from txl_dist.training.engine.parameter_groups import states_by_name
 from txl_dist.training.engine.settings import deepspeed_settings
+
+Accept = Callable[[float], bool]
+"""Decides from the global gradient norm whether the weights are updated. Must reject a norm that is
+not finite, and decide the same on every rank."""
 
 
 class Engine(ABC):
@@ -47,7 +52,10 @@ class Engine(ABC):
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         """Shapes of the whole parameters. At stage 3 the model holds only shards of them."""
         model.to(world.device)
-        self._optimizer = _adamw(model, config.optimizer)
+        self._optimizer = create_optimizer(model, config.optimizer)
+        self._states = dict(states_by_name(model, self._optimizer.param_groups))
+        """Names of the optimizer states of each parameter."""
+        self._averaging = WeightAveraging.of(config.optimizer)
         self._engine = initialise_deepspeed(
             model,
             self._optimizer,
@@ -58,6 +66,11 @@ class Engine(ABC):
         # DeepSpeed has created process groups, with torch's timeout of 30 minutes.
         world.set_timeouts(timeout_seconds=config.training.rank_timeout_seconds)
         self._create_optimizer_state()
+
+    @property
+    def optimizer_states(self) -> tuple[str, ...]:
+        """Names of the optimizer's states, over all parameters."""
+        return tuple(dict.fromkeys(state for names in self._states.values() for state in names))
 
     @property
     def model(self) -> TransformerXL:
@@ -71,6 +84,18 @@ class Engine(ABC):
         Inside the context ranks may call it different numbers of times: no forward is collective.
         """
         yield self.model
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Use the averages in place of the weights, if the run has averages. Collective."""
+        if self._averaging is None:
+            yield
+            return
+        self._exchange_averages()
+        try:
+            yield
+        finally:
+            self._exchange_averages()
 
     def forward(
         self,
@@ -92,23 +117,36 @@ class Engine(ABC):
         # DeepSpeed averages gradients over ranks, but shares of a global mean have to be summed.
         self._engine.backward(loss * self._world.num_ranks, scale_wrt_gas=False)
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, accept: Accept) -> float:
         """Clip gradients, update weights, clear gradients; returns the norm before clipping.
 
-        Raises DivergedError on every rank, with unchanged weights, if the norm is not finite.
+        Every rank calls `accept` with that norm before the update. If it returns False, gradients
+        are cleared, and weights, optimizer state and its step count do not change.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        norm = self._update()
-        if not math.isfinite(norm):
-            raise DivergedError(
-                f"the global gradient norm is {norm}; no rank has changed its weights"
-            )
+        is_accepted = False
+
+        def accept_and_note(norm: float) -> bool:
+            nonlocal is_accepted
+            is_accepted = accept(norm)
+            return is_accepted
+
+        norm = self._update(accept_and_note)
+        if is_accepted:
+            self._update_averages()
         return norm
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
         """The slices this rank saves; over all ranks, every element of every parameter once."""
+
+    @abstractmethod
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(parameter, gradient of the elements that `fragments` yields), reduced over ranks.
+
+        Between the backward of the last micro-batch and `step`; not clipped. Not for writing.
+        """
 
     def fragments_to_load(self) -> Iterator[Fragment]:
         """The slices to copy a checkpoint into. Call `finish_loading` after that."""
@@ -120,35 +158,48 @@ class Engine(ABC):
             state["step"].fill_(num_steps)
         self._refresh_weights()
 
-    def _update(self) -> float:
-        """Clip and update unless the gradient norm is not finite; returns that norm."""
-        self._engine.step()
-        # On overflow DeepSpeed skips the update and reports an infinite norm.
-        return float(self._engine.get_global_grad_norm())
+    @abstractmethod
+    def _update(self, accept: Accept) -> float:
+        """Clip and update if the gradient norm is accepted, else clear gradients; returns it."""
 
     def _refresh_weights(self) -> None:  # noqa: B027 - stage 0 loads into the weights themselves
         """Copy the fp32 masters into the weights that `forward` uses."""
 
-    def _optimized_tensors(self) -> list[Tensor]:
-        """The tensors for which the optimizer holds state."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+    def _optimized_tensors(self) -> list[tuple[Tensor, tuple[str, ...]]]:
+        """The tensors for which the optimizer holds state, with the names of their states."""
+        groups = self._optimizer.param_groups
+        return [(p, group["states"]) for group in groups for p in group["params"]]
 
     def _create_optimizer_state(self) -> None:
-        """Create AdamW's state as its first step would, so that it can be saved and loaded."""
-        for tensor in self._optimized_tensors():
+        """Create the state as the first step would, so that it can be saved and loaded."""
+        for tensor, states in self._optimized_tensors():
             self._optimizer.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-                **{key: torch.zeros_like(tensor) for key in OPTIMIZER_STATES},
+                **{key: torch.zeros_like(tensor) for key in states},
             }
 
+    def _exchange_averages(self) -> None:
+        for master, _ in self._optimized_tensors():
+            average = self._optimizer.state[master][AVERAGE]
+            weights = master.detach().clone()
+            master.detach().copy_(average)
+            average.copy_(weights)
+        self._refresh_weights()
 
-def _adamw(model: TransformerXL, config: OptimizerConfig) -> torch.optim.AdamW:
-    # torch's AdamW: DeepSpeed's variants compile for about a minute at the first start.
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    def _update_averages(self) -> None:
+        if self._averaging is None:
+            return
+        masters = [tensor for tensor, _ in self._optimized_tensors()]
+        weight = self._averaging.weight_at(int(self._optimizer.state[masters[0]]["step"]))
+        averages = [self._optimizer.state[master][AVERAGE] for master in masters]
+        torch._foreach_lerp_(averages, [master.detach() for master in masters], weight)
+
+
+@contextmanager
+def replaced_method(target: Any, name: str, replacement: Callable[[], Any]) -> Iterator[None]:
+    """While the context is open, `target.name()` calls `replacement`."""
+    setattr(target, name, replacement)
+    try:
+        yield
+    finally:
+        delattr(target, name)  # the method of the class becomes visible again

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from txl_dist.config.run_config import RunConfig
@@ -22,7 +23,11 @@ def deepspeed_settings(
         "train_batch_size": micro_batch_rows * num_micro_batches * num_ranks,
         # Always set: DeepSpeed's default is to clip at 1.0.
         "gradient_clipping": config.optimizer.gradient_clipping,
-        "zero_optimization": {"stage": config.deepspeed.zero_stage, **zero},
+        "zero_optimization": {
+            "stage": config.deepspeed.zero_stage,
+            **_offload(config.deepspeed.offload),
+            **zero,
+        },
         # Set here because DeepSpeed disables an autocast context around its engine. Gradients of
         # modules listed as safe would be reduced in bf16, so the list is empty.
         "torch_autocast": {
@@ -31,10 +36,23 @@ def deepspeed_settings(
             "lower_precision_safe_modules": [],
         },
         "zero_allow_untested_optimizer": True,
+        # DeepSpeed's own AdamW for offloaded states compiles for about a minute.
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,  # never: training has its own step line
         "wall_clock_breakdown": False,
         **extra,
     }
+
+
+def _offload(offload: str) -> dict[str, Any]:
+    """The sections of `zero_optimization` that keep tensors on the host."""
+    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    sections = {
+        "none": (),
+        "optimizer": ("offload_optimizer",),
+        "parameters": ("offload_optimizer", "offload_param"),
+    }
+    return {section: dict(host) for section in sections[offload]}
 
 
 @contextmanager

@@ -1,24 +1,25 @@
 """ZeRO stage 0: every rank holds all parameters, gradients and optimizer state."""
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.training.engine.interface import Engine
+from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.training.engine.interface import Accept, Engine
 
 
 class Stage0Engine(Engine):
     """Data parallel training without sharding."""
 
-    def _update(self) -> float:
+    def _update(self, accept: Accept) -> float:
         # Gradients are whole and reduced on every rank; DeepSpeed computes no norm at this stage.
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-        if math.isfinite(norm):
+        if accept(norm):
             self._engine.step()
+        else:
+            self._engine.zero_grad()
         return norm
 
     def fragments(self) -> Iterator[Fragment]:
@@ -29,6 +30,14 @@ class Stage0Engine(Engine):
             start, stop = rank * size // num_ranks, (rank + 1) * size // num_ranks
             if start < stop:
                 yield self._slice(name, parameter, start, stop)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Slices of the gradients, which are whole on every rank."""
+        parameters = dict(self.model.named_parameters())
+        for fragment in self.fragments():
+            gradient = parameters[fragment.name].grad
+            assert gradient is not None
+            yield fragment.name, gradient.view(-1)[fragment.start : fragment.stop]
 
     def fragments_to_load(self) -> Iterator[Fragment]:
         """Whole parameters, because every rank needs a full copy."""
@@ -42,5 +51,5 @@ class Stage0Engine(Engine):
             tuple(parameter.shape),
             start,
             parameter.detach().view(-1)[start:stop],
-            {key: state[key].view(-1)[start:stop] for key in OPTIMIZER_STATES},
+            {key: state[key].view(-1)[start:stop] for key in self._states[name]},
         )

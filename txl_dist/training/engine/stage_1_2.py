@@ -7,8 +7,12 @@ Uses private attributes of DeepSpeed. Its version is pinned, and
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from txl_dist.checkpoint.fragments import OPTIMIZER_STATES, Fragment
-from txl_dist.training.engine.interface import Engine
+import torch
+from torch import Tensor
+
+from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.training.engine.interface import Accept, Engine, replaced_method
+from txl_dist.training.engine.muon import FlatMatrices, Muon
 
 
 class Stage12Engine(Engine):
@@ -23,15 +27,55 @@ class Stage12Engine(Engine):
                 continue
             master = mapping.get_hp_fragment().detach()
             if master.numel():
-                states = {key: mapping.get_optim_state_fragment(key) for key in OPTIMIZER_STATES}
+                states = {key: mapping.get_optim_state_fragment(key) for key in self._states[name]}
                 start = mapping.lp_fragment_address.start
                 yield Fragment(name, tuple(parameter.shape), start, master, states)
+
+    def _update(self, accept: Accept) -> float:
+        # DeepSpeed discards a step with an infinite norm. So its own function for the norm asks
+        # `accept`, and returns infinity for a norm that is rejected (docs/decisions/0018).
+        zero = self._engine.optimizer
+        norm = torch.tensor(torch.inf)
+
+        def judged_norm() -> Tensor:
+            nonlocal norm
+            norm = type(zero).scaled_global_norm(zero)
+            return norm if accept(float(norm)) else torch.full_like(norm, torch.inf)
+
+        with replaced_method(zero, "scaled_global_norm", judged_norm):
+            self._engine.step()
+        return float(norm)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The partitions to which DeepSpeed has reduced the gradients."""
+        parameters: Iterable[tuple[str, Any]] = self.model.named_parameters()
+        for name, parameter in parameters:
+            mapping = parameter._hp_mapping
+            if mapping is not None and mapping.get_hp_fragment().numel():
+                yield name, mapping.get_lp_grad_fragment(parameter._index_in_param_group)
 
     def _refresh_weights(self) -> None:
         self._engine.optimizer.update_lp_params()
 
     def _create_optimizer_state(self) -> None:
         super()._create_optimizer_state()
+        if isinstance(self._optimizer, Muon):
+            self._optimizer.flat = self._flat_matrices()
         # Link each parameter to its slice of the state that now exists.
         self._engine.optimizer._hp_optimizer_states_linked = False
         self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _flat_matrices(self) -> dict[int, FlatMatrices]:
+        """Where the matrices of Muon's groups are in DeepSpeed's flat tensors."""
+        zero = self._engine.optimizer
+        groups = enumerate(self._optimizer.param_groups)
+        return {
+            id(group["params"][0]): FlatMatrices(
+                shapes=tuple(tuple(p.shape) for p in zero.round_robin_bit16_groups[number]),
+                offsets=tuple(zero.round_robin_bit16_offsets[number]),
+                rank=self._world.rank,
+                all_gather=self._world.all_gather_parts,
+            )
+            for number, group in groups
+            if group["rule"] == "muon"
+        }

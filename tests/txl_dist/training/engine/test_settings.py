@@ -79,6 +79,7 @@ def test_bf16_is_autocast_and_never_the_parameters(precision: Precision, enabled
         ("data_types", "precision"),
         ("torch_autocast", "precision"),
         ("checkpoint", "training"),
+        ("zero_force_ds_cpu_optimizer", "deepspeed.offload"),
     ],
 )
 def test_a_key_that_we_decide_is_refused_and_the_right_one_named(key: str, ours: str) -> None:
@@ -100,17 +101,35 @@ def test_it_is_json_the_same_every_time_and_changes_no_config() -> None:
     assert config.model_dump_json() == before
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_offload_is_refused_where_a_checkpoint_would_be_loaded_into_copies(stage: int) -> None:
-    extra = {
-        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    if stage == 3:
-        with pytest.raises(ValueError, match="offload_optimizer at zero_stage=3"):
-            DeepSpeedConfig(zero_stage=stage, extra=extra)
-    else:
-        assert DeepSpeedConfig(zero_stage=stage, extra=extra).extra == extra
+@pytest.mark.parametrize(
+    ("offload", "stage", "sections"),
+    [
+        ("none", 0, set()),
+        ("optimizer", 1, {"offload_optimizer"}),
+        ("optimizer", 3, {"offload_optimizer"}),
+        ("parameters", 3, {"offload_optimizer", "offload_param"}),
+    ],
+)
+def test_offload_keeps_sections_on_the_host(offload: str, stage: int, sections: set[str]) -> None:
+    zero = deepspeed_settings(config_with(zero_stage=stage, offload=offload), **SHAPE)[
+        "zero_optimization"
+    ]
+    assert {key for key in zero if key.startswith("offload_")} == sections
+    assert all(zero[section]["device"] == "cpu" for section in sections)
+
+
+@pytest.mark.parametrize(
+    ("offload", "stage", "expected"),
+    [
+        ("optimizer", 0, "offload=optimizer at zero_stage=0 would be ignored"),
+        ("parameters", 2, "offload=parameters at zero_stage=2 would be ignored"),
+    ],
+)
+def test_an_offload_that_deepspeed_would_ignore_is_refused(
+    offload: Any, stage: Any, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        DeepSpeedConfig(zero_stage=stage, offload=offload)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +138,7 @@ def test_offload_is_refused_where_a_checkpoint_would_be_loaded_into_copies(stage
         (1, {"zero_optimisation": {}}, "extra.zero_optimisation is not a key of DeepSpeed"),
         (1, {"zero_optimisation": {}}, "did you mean extra.zero_optimization"),
         (1, {"xyz": 1}, "extra.xyz is not a key of DeepSpeed, which would ignore it; remove it"),
-        (1, {"zero_optimization": {"offload_optimizer": {}}}, "zero_force_ds_cpu_optimizer=false"),
-        (0, {"zero_optimization": {"offload_optimizer": {}}}, "at zero_stage=0 would be ignored"),
-        (2, {"zero_optimization": {"offload_param": {}}}, "offload_param at zero_stage=2 would"),
+        (1, {"zero_optimization": {"offload_optimizer": {}}}, "contradict deepspeed.offload"),
     ],
 )
 def test_what_deepspeed_would_ignore_or_refuse_is_said_before_a_rank_starts(

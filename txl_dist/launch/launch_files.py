@@ -1,8 +1,9 @@
 """LaunchFiles: how the launcher and the ranks of one launch communicate.
 
-A launch is one start of a run by a person; restarts of its ranks by Ray belong to it. The files are
-in the run directory, which every node sees. Files, because a stop signal reaches the launcher
-only, and a rank that died cannot report anything.
+A launch is one start of a run by a person; restarts of its ranks belong to it. The files are in the
+run directory, which every node sees. Files, because a stop signal may reach only the launcher or
+one rank, and a rank that died cannot report anything. Plain processes use `stop` and `saved`, Ray
+all of them.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file
 from txl_dist.errors import TxlError, error_from_json, error_to_json
+from txl_dist.training.job import TrainJob
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class RankFailure:
     died: tuple[int, ...]
     """Ranks whose process ended. The others stopped for that reason or because of an error."""
     errors: dict[int, str]
+    is_preemption: bool = False
+    """Ray attributes it to a node that is drained or reclaimed."""
 
 
 class LaunchFiles:
@@ -39,7 +43,7 @@ class LaunchFiles:
     def __init__(self, run: Path, launch_id: str) -> None:
         self._base = run.resolve() / f".launch-{launch_id}"
         self.stop = self._base.with_suffix(".stop")
-        """Created by the launcher: the ranks must save and stop."""
+        """Created by the launcher, or a rank that received a signal: the ranks save and stop."""
         self.saved = self._base.with_suffix(".saved")
         """Created by rank 0 when this launch has saved its first checkpoint."""
         self._failures = self._base.with_suffix(".failures")
@@ -55,6 +59,10 @@ class LaunchFiles:
     def remove(self) -> None:
         for path in self._base.parent.glob(f"{self._base.name}.*"):
             path.unlink(missing_ok=True)
+
+    def job_after_restart(self, job: TrainJob) -> TrainJob:
+        """The job of restarted ranks: this launch's checkpoints replace the command's --resume."""
+        return job.model_copy(update={"resume": "auto"}) if self.saved.exists() else job
 
     def write_location(self, rank: int, location: RankLocation) -> None:
         """Called by a rank when it starts."""
@@ -83,10 +91,13 @@ class LaunchFiles:
             return error_from_json(path.read_bytes())
         return None
 
-    def append_failure(self, errors: Mapping[int, Exception], *, died: tuple[int, ...]) -> None:
+    def append_failure(
+        self, errors: Mapping[int, Exception], *, died: tuple[int, ...], is_preemption: bool = False
+    ) -> None:
         """Called in Ray Train's controller, on the launcher's node."""
         texts = {rank: str(error) or repr(error) for rank, error in errors.items()}
-        line = json.dumps({"died": died, "errors": texts}) + "\n"
+        record = {"died": died, "errors": texts, "is_preemption": is_preemption}
+        line = json.dumps(record) + "\n"
         # One write to a file opened for appending: `new_failures` never reads half a line.
         descriptor = os.open(self._failures, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -105,6 +116,7 @@ class LaunchFiles:
             RankFailure(
                 died=tuple(record["died"]),
                 errors={int(rank): text for rank, text in record["errors"].items()},
+                is_preemption=record["is_preemption"],
             )
             for record in records
         ]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch_files import LaunchFiles, RankLocation
 from data_pipeline.errors import DataError
+from txl_dist.launch.launch_files import LaunchFiles, RankLocation
 
 
 @pytest.fixture

@@ -1,0 +1,62 @@
+"""FailureCounter: which failures of ranks under Ray count, and when there were too many.
+
+Ray Train counts every failure of a run and cannot tell a crash from a lost node in time. So it
+restarts the ranks without limit, and the supervisor ends the launch once its budget is exhausted.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from txl_dist.errors import TxlError
+from txl_dist.launch.supervision import RestartBudget
+from txl_dist.training.run_directory import RunDirectory
+
+NODE_LOSS_SECONDS = 6.0
+"""Time for Ray to find out, after ranks have failed, that their node has died."""
+
+
+@dataclass(frozen=True)
+class _Uncounted:
+    event: str
+    node_ids: frozenset[str]
+    newest_step: int | None
+    seen_at: float = field(default_factory=time.monotonic)
+
+
+class FailureCounter:
+    """Counts failures since the newest checkpoint grew; a lost or drained node does not count.
+
+    `wait_seconds`: how long a failure stays undecided, because a node may have died.
+    """
+
+    def __init__(
+        self,
+        budget: RestartBudget,
+        directory: RunDirectory,
+        *,
+        wait_seconds: float = NODE_LOSS_SECONDS,
+    ) -> None:
+        self._budget, self._directory, self._wait_seconds = budget, directory, wait_seconds
+        self._uncounted: list[_Uncounted] = []
+
+    def add(self, event: str, *, node_ids: frozenset[str]) -> None:
+        """A failure of ranks that ran on these nodes; `event` says what failed."""
+        newest_step = self._directory.checkpoints.newest_step()
+        self._uncounted.append(_Uncounted(event, node_ids, newest_step))
+
+    def check(self, live_node_ids: frozenset[str] | None) -> TxlError | None:
+        """Decide what can be decided; returns the error that ends the launch.
+
+        `live_node_ids` are the nodes that Ray knows to be alive; None if that is not known yet.
+        """
+        now = time.monotonic()
+        undecided = []
+        for failure in self._uncounted:
+            if live_node_ids is not None and not failure.node_ids <= live_node_ids:
+                continue  # a preemption
+            if now - failure.seen_at < self._wait_seconds:
+                undecided.append(failure)
+            elif not self._budget.allows_restart(newest_step=failure.newest_step):
+                return self._budget.exhausted_error(failure.event, self._directory)
+        self._uncounted = undecided
+        return None

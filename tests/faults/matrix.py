@@ -1,0 +1,232 @@
+"""The fault matrix: which tests prove what happens in each of 50 faults. Source of docs/faults.md.
+
+    python -m tests.faults.matrix            # print the table
+    python -m tests.faults.matrix --write    # write docs/faults.md, after a test was added
+    make faults                              # --run: run the tests, print the table with results
+
+A test belongs to a row by `@pytest.mark.fault_row(N)`, wherever it is; a row of `EXCEPTIONS` says
+what is not applicable, or missing. The tests are found in the source, without importing them.
+"""
+
+import argparse
+import ast
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS.parent / "docs" / "faults.md"
+NUM_ROWS = 50
+
+FAULTS = (
+    "SIGKILL of a rank in a step",
+    "SIGKILL of the launcher",
+    "SIGKILL of a Ray node",
+    "the head of the Ray cluster dies",
+    "SIGTERM: preemption",
+    "second SIGTERM or SIGINT during a save",
+    "SIGSTOP of a rank: it hangs",
+    "kill during the write of a checkpoint, at every file",
+    "kill between the rename of a checkpoint and LATEST",
+    "disk full while a checkpoint is written",
+    "disk full while shards are written",
+    "output directory read-only or missing",
+    "shard truncated",
+    "bit flipped in a shard",
+    "shard missing, extra, renamed or swapped",
+    "manifest edited, corrupt, or of another corpus",
+    "shard overwritten while training reads it",
+    "slow storage, stalled read",
+    "object store answers 503 or not at all",
+    "zstd bomb, oversized window",
+    "tar with path traversal, links, absolute names",
+    "pickle in a shard, `pipe:` URL in a config",
+    "pickle with code in a checkpoint",
+    "checkpoint corrupt, incomplete, empty LATEST",
+    "other tokenizer or vocabulary at a resume",
+    "other model or settings at a resume",
+    "other number of ranks at a resume",
+    "NaN or infinity in the loss or gradient of one rank",
+    "loss spike",
+    "fp16: overflow storm",
+    "MLflow down at the start",
+    "MLflow dies, is slow, answers 500 or 401",
+    "MLflow run deleted or finished by someone else",
+    "clock jumps",
+    "two runs in one directory",
+    "resume while the old run lives",
+    "port in use, ranks that do not meet",
+    "a rank with other code, config or data",
+    "uneven numbers of batches on the ranks",
+    "a data worker is killed",
+    "processes left after Ctrl-C",
+    "log on a full disk",
+    "Ray dashboard without authentication",
+    "secrets in settings, URLs and logs",
+    "path traversal in names",
+    "YAML: tags, alias bomb, duplicate and unknown keys",
+    "NUL bytes, invalid Unicode, a line of 1 GB in a corpus",
+    "`txl prepare` interrupted",
+    "evaluation job killed",
+    "disk returns EIO",
+)
+assert len(FAULTS) == NUM_ROWS
+
+Status = Literal["holds", "in part", "not applicable", "open"]
+EXCEPTIONS: Mapping[int, tuple[Status, str]] = {
+    18: (
+        "in part",
+        "data wait is on every step line. A local read that never returns has no time limit of its "
+        "own: the other ranks end the run after `training.rank_timeout_seconds`",
+    ),
+    30: ("not applicable", "fp16 is refused, with `precision: bf16` as advice: no loss scale"),
+    40: (
+        "holds",
+        "training reads shards in a thread of each rank, so there is no worker to lose; the row is "
+        "about the workers of `txl prepare`",
+    ),
+    43: (
+        "in part",
+        "Ray that `txl` starts is safe; `txl doctor`, which checks a running cluster, does not "
+        "exist yet",
+    ),
+    49: (
+        "in part",
+        "the error names the worker, and a second call gives the same score; it scores all chunks "
+        "again",
+    ),
+}  # fmt: skip
+"""Row -> its status, if that does not follow from its tests, and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTest:
+    """A test function and its rows."""
+
+    path: Path
+    """Relative to the directory of the tests."""
+    name: str
+    rows: tuple[int, ...]
+
+    @property
+    def node_id(self) -> str:
+        return f"tests/{self.path.as_posix()}::{self.name}"
+
+
+def find_tests() -> list[RowTest]:
+    """All tests with the marker, in the order of their files."""
+    found = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "fault_row" not in text:
+            continue
+        for function in ast.parse(text).body:
+            if isinstance(function, ast.FunctionDef) and (rows := _rows_of(function)):
+                found.append(RowTest(path.relative_to(TESTS), function.name, rows))
+    return found
+
+
+def _rows_of(function: ast.FunctionDef) -> tuple[int, ...]:
+    return tuple(
+        ast.literal_eval(argument)
+        for decorator in function.decorator_list
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith(".fault_row")
+        for argument in decorator.args
+    )
+
+
+def status_of(row: int, tests: list[RowTest]) -> tuple[Status, str]:
+    """The status of a row and the reason, "" if the tests say it all."""
+    if row in EXCEPTIONS:
+        return EXCEPTIONS[row]
+    return ("holds", "") if any(row in test.rows for test in tests) else ("open", "no test yet")
+
+
+def page() -> str:
+    """The text of docs/faults.md."""
+    tests = find_tests()
+    rows = range(1, NUM_ROWS + 1)
+    counts = Counter(status_of(row, tests)[0] for row in rows)
+    lines = [
+        "# Faults",
+        "",
+        "<!-- Written by `python -m tests.faults.matrix --write`. -->",
+        "",
+        "Each fault is injected by tests, with real kills, full file systems and damaged files; "
+        "`make faults`",
+        "runs them all and prints this table with the results. `make chaos N=1000` kills random "
+        "processes of",
+        "training runs at random moments. To make a rank fail at a named point of your own run, "
+        "set `TXL_FAULT`",
+        "([`fault_injection.py`](../txl_dist/runtime/fault_injection.py)).",
+        "",
+        ", ".join(f"{counts[status]} {status}" for status in counts) + f"; {NUM_ROWS} in all.",
+        "",
+        "| # | fault | status | tests |",
+        "|--|--|--|--|",
+    ]
+    for row in rows:
+        status, reason = status_of(row, tests)
+        links = [_link(test) for test in tests if row in test.rows]
+        cell = f"{status}: {reason}" if reason else status
+        lines.append(f"| {row} | {FAULTS[row - 1]} | {cell} | {'; '.join(links)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _link(test: RowTest) -> str:
+    title = test.name.removeprefix("test_").replace("_", " ")
+    return f"[{title}](../tests/{test.path.as_posix()})"
+
+
+class ResultCollector:
+    """A pytest plugin: the outcomes of every test function."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, Counter[str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            function = report.nodeid.partition("[")[0]
+            self.outcomes.setdefault(function, Counter())[report.outcome] += 1
+
+
+def print_table(outcomes: Mapping[str, Counter[str]] | None = None) -> None:
+    """One line per row; with `outcomes`, how many of its tests passed, failed and were skipped."""
+    tests = find_tests()
+    for row in range(1, NUM_ROWS + 1):
+        status, reason = status_of(row, tests)
+        of_row = [test for test in tests if row in test.rows]
+        if outcomes is None:
+            result = f"{len(of_row)} tests"
+        else:
+            total = sum((outcomes.get(test.node_id, Counter()) for test in of_row), Counter())
+            result = ", ".join(f"{n} {outcome}" for outcome, n in total.items()) or "not run"
+        print(f"{row:>2}  {FAULTS[row - 1]:<58} {status:<14} {result}")
+        if reason:
+            print(f"      {reason}")
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write docs/faults.md")
+    parser.add_argument("--run", action="store_true", help="run the tests; other words to pytest")
+    options, words = parser.parse_known_args()
+    if options.write:
+        PAGE.write_text(page(), encoding="utf-8")
+    if not options.run:
+        print_table()
+        return 0
+    collector = ResultCollector()
+    code = pytest.main(["-m", "fault or fault_row", *words], plugins=[collector])
+    print_table(collector.outcomes)
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The accounts of a run survive a SIGKILL: every second, restart and lost step is counted."""
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, TINY, metrics
+
+pytestmark = pytest.mark.fault
+
+
+def test_a_killed_and_resumed_run_counts_all_of_its_time(dataset: Path, tmp_path: Path) -> None:
+    words = (
+        "train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION,
+        "tracking.enabled=false", "training.num_steps=300",
+        "training.checkpoint_interval_steps=50", "--on", "processes", "--ranks", 2,
+    )  # fmt: skip
+    process = start_txl(*words)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 0, timeout_seconds=180)
+    began = time.monotonic()
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 120)
+    ranks = children_of(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
+    last = metrics(tmp_path)[-1]["step"]
+    stored = json.loads((tmp_path / "goodput.json").read_text())
+    time.sleep(2)
+
+    finished = txl(*words)
+    seconds_at_least = time.monotonic() - began
+    assert finished.returncode == 0, finished.stderr + finished.stdout
+    resumed_at = int(re.findall(r"resuming at step (\d+)", finished.stdout)[0])
+    # The last steps before the kill may be missing in the file.
+    lost = stored["step"] - resumed_at
+    assert 0 <= lost <= last - resumed_at
+    assert f"summary | 1 restart, {lost} steps lost | goodput " in finished.stdout
+    assert {line["restarts"] for line in metrics(tmp_path)} == {0, 1}
+    assert metrics(tmp_path)[-1]["lost_steps"] == lost
+    accounts = json.loads((tmp_path / "goodput.json").read_text())
+    assert accounts["is_complete"]
+    assert accounts["step"] == 300
+    assert accounts["seconds"]["down"] > 2
+    assert accounts["seconds"]["steps"] > 0
+    # Only the start of the command itself, before the first rank, is not counted.
+    total_seconds = sum(accounts["seconds"].values())
+    assert seconds_at_least - 15 < total_seconds < seconds_at_least + 60

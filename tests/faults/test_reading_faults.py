@@ -1,0 +1,76 @@
+"""Disks that fail or are slow while training reads its shards."""
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.shards import shard_files
+from data_pipeline.streams.segments import SegmentReader
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_job, train
+from txl_dist.runtime.world import World
+from txl_dist.training.job import TrainJob
+
+SHORT = (NO_EVALUATION, "training.num_steps=6")
+
+
+def train_on_a_failing_disk(world: World, job: TrainJob, num_failures: int) -> tuple[int, int]:
+    """Reads of shards fail with EIO, `num_failures` times. Returns the exit code and that count."""
+    failed = 0
+    read = os.pread
+
+    def pread(descriptor: int, size: int, offset: int) -> bytes:
+        nonlocal failed
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name.endswith(".tar.zst") and failed < num_failures:
+            failed += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(descriptor, size, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        patch.setattr(shard_files, "_WAITS_SECONDS", (0.01, 0.01))
+        return train(world, job), failed
+
+
+@pytest.mark.fault_row(50)
+def test_a_read_that_fails_twice_is_repeated_and_changes_nothing(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path / "straight", *SHORT)) == [0]
+    job = tiny_job(dataset, tmp_path / "run", *SHORT)
+    assert ranks(1).run(train_on_a_failing_disk, job, 2) == [(0, 2)]
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+@pytest.mark.fault_row(50)
+def test_a_read_that_keeps_failing_ends_the_run_and_names_the_shard(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    ended = ranks(1).run(train_on_a_failing_disk, tiny_job(dataset, tmp_path, *SHORT), 99)
+    assert ended == [(3, 3)]
+    assert "train-000000.tar.zst" in refusal(tmp_path)
+    assert "Input/output error" in refusal(tmp_path)
+
+
+def train_on_a_slow_disk(world: World, job: TrainJob) -> int:
+    read = SegmentReader.read
+
+    def slow_read(*args: object) -> object:
+        time.sleep(0.1)
+        return read(*args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SegmentReader, "read", slow_read)
+        return train(world, job)
+
+
+@pytest.mark.fault_row(18)
+def test_a_slow_disk_shows_as_data_wait(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
+    assert ranks(1).run(train_on_a_slow_disk, tiny_job(dataset, tmp_path, *SHORT)) == [0]
+    waits = sorted(line["data_wait"] for line in metrics(tmp_path))
+    assert waits[3] > 0.3
+    assert "| data wait " in (tmp_path / "logs" / "rank-0.log").read_text()

@@ -1,0 +1,88 @@
+"""FAULTS 1 and 7 under `--max-restarts`: plain processes are restarted as Ray restarts them."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import children_of, num_lines, start_txl, wait_until
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+
+pytestmark = pytest.mark.fault
+
+SETTINGS = (
+    NO_EVALUATION,
+    "training.num_steps=200",
+    "training.checkpoint_interval_steps=20",
+    "training.rank_timeout_seconds=5",
+)
+
+
+def start(dataset: Path, run: Path, *words: object) -> subprocess.Popen[str]:
+    overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
+    return start_txl("train", TINY, *overrides, *words, "--on", "processes", "--ranks", 2)
+
+
+def kill_one(process: subprocess.Popen[str], run: Path, *, at_line: int, number: int) -> None:
+    """Signal rank 1 once the run has written `at_line` lines of metrics."""
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > at_line, timeout_seconds=90)
+    os.kill(children_of(process.pid)[1], number)
+
+
+def kill_ranks_that_start(process: subprocess.Popen[str], *, but_not: list[int]) -> list[int]:
+    """Kill one of two new ranks; returns the pids of both."""
+
+    def new() -> list[int]:
+        return [pid for pid in children_of(process.pid) if pid not in but_not]
+
+    wait_until(lambda: len(new()) == 2)
+    ranks = new()
+    os.kill(ranks[0], signal.SIGKILL)
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run."""
+    run = tmp_path_factory.mktemp("straight")
+    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [0, 0]
+    return run
+
+
+@pytest.mark.fault_row(1, 7)
+def test_killed_and_hung_ranks_are_restarted_with_the_same_losses(
+    dataset: Path, straight: Path, tmp_path: Path
+) -> None:
+    """Two failures and a limit of one: the checkpoints between them reset the count."""
+    process = start(dataset, tmp_path, "--max-restarts", 1)
+    kill_one(process, tmp_path, at_line=50, number=signal.SIGKILL)
+    kill_one(process, tmp_path, at_line=120, number=signal.SIGSTOP)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    restarts = re.findall(
+        r"^(rank .*); restart (\d) of at most 1 .*, from step (\d+)$", output, re.M
+    )
+    assert [(event, count) for event, count, _ in restarts] == [
+        ("rank 1 was killed by SIGKILL", "1"),
+        ("rank 1 hung and was killed", "1"),
+    ]
+    assert [step for *_, step in restarts] == re.findall(r"resuming at step (\d+) from", output)
+    assert losses(tmp_path) == losses(straight)
+    assert not list(tmp_path.glob(".launch-*"))
+
+
+def test_failures_before_the_first_step_exhaust_the_restarts(dataset: Path, tmp_path: Path) -> None:
+    process = start(dataset, tmp_path, "--max-restarts", 1)
+    first = kill_ranks_that_start(process, but_not=[])
+    kill_ranks_that_start(process, but_not=first)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert output.count("restart 1 of at most 1") == 1
+    last = output.splitlines()[-1]
+    assert "the ranks failed more than 1 times" in last
+    assert re.search(r"rank \d was killed by SIGKILL", last)
+    assert "--max-restarts" in last

@@ -1,0 +1,214 @@
+"""FAULTS 5: a stop request in each phase of a run ends it with 75, and the next start resumes.
+
+A rank blocks in one phase, in native code as far as possible, and is then signalled. Signals during
+an evaluation, with and without its checkpoint: `test_checkpoint_stop.py`.
+"""
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import (
+    ENVIRONMENT,
+    children_of,
+    is_alive,
+    num_lines,
+    start_txl,
+    txl,
+    wait_until,
+)
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.errors import TxlError
+from txl_dist.runtime.world import World
+from txl_dist.training import resume
+from txl_dist.training.job import TrainJob
+from txl_dist.training.rank import train_rank
+from txl_dist.training.step import TrainStep
+
+pytestmark = pytest.mark.fault
+
+GRACE_SECONDS = 2.0
+SETTINGS = (NO_EVALUATION, f"training.grace_seconds={GRACE_SECONDS}")
+SOON_SECONDS = 15.0
+"""The goal is GRACE_SECONDS and less than a second more. Shared machines are slow."""
+START_UP, LATER = "start-up", "later"
+
+
+def block(marker: Path) -> None:
+    """Minutes of native code, which releases Python's lock and does not check for signals."""
+    marker.touch()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
+
+
+def block_before(owner: Any, name: str, marker: Path, *, when: Callable[..., bool]) -> None:
+    original = getattr(owner, name)
+
+    def blocking(*args: Any, **options: Any) -> Any:
+        if when(*args, **options):
+            block(marker)
+        return original(*args, **options)
+
+    setattr(owner, name, blocking)
+
+
+def always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+PHASES: dict[str, tuple[str, Any, str, Callable[..., bool]]] = {
+    "rendezvous": (START_UP, World, "join", always),
+    "hashing": (START_UP, resume, "find_damage", always),
+    "loading": (START_UP, TrainStep, "load_memory", always),
+    # As a compilation of the model does.
+    "first step": (START_UP, TrainStep, "_micro_batch", always),
+    "later step": (LATER, TrainStep, "_micro_batch", lambda *_, step, **__: step == 9),
+    "save": (LATER, CheckpointDirectory, "finish", lambda _, step: step == 12),
+}
+"""Phase -> whether a step is completed before it, and the function that blocks in it."""
+
+
+def run_blocked(phase: str, job_path: str, marker: str) -> None:
+    """The process of a rank that blocks in `phase`."""
+    _, owner, name, when = PHASES[phase]
+    block_before(owner, name, Path(marker), when=when)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    job = TrainJob.from_json(Path(job_path).read_bytes())
+    train_rank(job, World(0, 1), report_stop=lambda error: print(error, flush=True))
+
+
+def stop_in(phase: str, job: TrainJob, directory: Path) -> str:
+    """Run a rank that blocks in `phase`, signal it, require code 75; returns its message."""
+    job_path, marker = directory / "job.json", directory / "marker"
+    job_path.write_text(job.to_json())
+    call = f"run_blocked({phase!r}, {str(job_path)!r}, {str(marker)!r})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from tests.faults.test_stop_phases import run_blocked; {call}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    try:
+        wait_until(marker.exists, timeout_seconds=120)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 75, output
+    assert time.monotonic() - began < SOON_SECONDS
+    return output
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run."""
+    run = tmp_path_factory.mktemp("straight")
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
+    return run
+
+
+@pytest.mark.fault_row(5)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_request_ends_the_phase_and_the_next_start_resumes(
+    phase: str, ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    job = tiny_job(dataset, run, *SETTINGS)
+    is_start_up = PHASES[phase][0] == START_UP
+    if is_start_up:  # a run to resume, which `train_some` has stopped in the middle
+        assert ranks(1).run(train_some, job, num_steps=8) == [1]
+    output = stop_in(phase, job, tmp_path)
+    if is_start_up:
+        assert "nothing is lost" in output
+    else:
+        assert re.search(r"the \d+ steps since the checkpoint of step 6 are lost", output), output
+        assert f"training.grace_seconds={GRACE_SECONDS:g}" in output
+    assert CheckpointDirectory(run).steps() == [6]
+    assert ranks(1).run(train, job) == [0]
+    assert losses(run) == losses(straight)
+
+
+def train_some(world: World, job: TrainJob, *, num_steps: int) -> int:
+    """Train `num_steps` steps of a longer run, which then fails."""
+    original = TrainStep.__call__
+
+    def failing(self: TrainStep, *args: Any, **options: Any) -> Any:
+        if options["step"] > num_steps:
+            raise TxlError("the end of this part")
+        return original(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", failing)
+        return train(world, job)
+
+
+def command(dataset: Path, run: Path, *words: object) -> tuple[object, ...]:
+    overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS, "training.num_steps=400")
+    return ("train", TINY, *overrides, *words, "--on", "processes", "--ranks", 2)
+
+
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.5, 2.0])
+def test_a_signal_to_one_rank_that_starts_ends_the_run(
+    delay_seconds: float, dataset: Path, tmp_path: Path
+) -> None:
+    """The rank imports its modules; at first the interpreter itself is not ready for signals."""
+    process = start_txl(*command(dataset, tmp_path, "--max-restarts", 3))
+    wait_until(lambda: len(children_of(process.pid)) == 2)
+    time.sleep(delay_seconds)
+    children = children_of(process.pid)
+    os.kill(children[1], signal.SIGTERM)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert time.monotonic() - began < SOON_SECONDS
+    assert "restart" not in output
+    assert not any(is_alive(child) for child in children)
+
+
+def test_a_signal_to_one_rank_in_an_evaluation_ends_it_on_all(
+    dataset: Path, tmp_path: Path
+) -> None:
+    """The other rank has not received it, and would score its share of the split first."""
+    words = (
+        "evaluation.split=valid", "evaluation.batch_chunks=1", "training.grace_seconds=100",
+        "training.checkpoint_interval_steps=10",
+    )  # fmt: skip
+    process = start_txl(*command(dataset, tmp_path, *words))
+    wait_until(CheckpointDirectory(tmp_path).at(10).is_dir)
+    os.kill(children_of(process.pid)[1], signal.SIGTERM)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 75, output
+    assert time.monotonic() - began < SOON_SECONDS
+    assert "stopped on request after step 10; everything is saved" in output
+
+
+def test_ranks_that_cannot_react_are_killed_after_the_grace_period(
+    dataset: Path, tmp_path: Path
+) -> None:
+    words = command(dataset, tmp_path)
+    process = start_txl(*words)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 10)
+    for rank in children_of(process.pid):
+        os.kill(rank, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert time.monotonic() - began < SOON_SECONDS
+    assert "rank 0, 1 was killed, because it did not end within training.grace_s" in output
+    finished = txl(*words)
+    assert finished.returncode == 0, finished.stderr
+    assert "resuming at step" in finished.stdout

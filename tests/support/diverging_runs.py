@@ -1,0 +1,124 @@
+"""Training runs with an injected fault: a NaN on one rank, or a learning rate that is too high."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from txl_dist.errors import TxlError
+from txl_dist.runtime.world import World
+from txl_dist.training.build import build_trainer
+from txl_dist.training.job import TrainJob
+from txl_dist.training.loop import Trainer
+from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.state import TrainState
+
+Fault = Callable[[Trainer], None]
+
+
+def train_with(world: World, job: TrainJob, *faults: Fault) -> tuple[int, str, list[str]]:
+    """Run a job with faults. Returns the exit code, the error's message, and the log's events."""
+    directory = RunDirectory(job.run_path)
+    directory.create()
+    events: list[str] = []
+    with ExitStack() as stack:
+        trainer = build_trainer(job, world, directory, stack)
+        trainer.report.event = lambda message, *values: events.append(  # type: ignore[method-assign]
+            message % values
+        )
+        for fault in faults:
+            fault(trainer)
+        try:
+            trainer.run()
+        except TxlError as error:
+            return error.exit_code, str(error), events
+    return 0, "", events
+
+
+class NanHidden:
+    """The inputs of the softmax are NaN on one rank, whenever it computes one of these steps."""
+
+    def __init__(self, rank: int, steps: Sequence[int]) -> None:
+        self.rank, self.steps = rank, steps
+
+    def __call__(self, trainer: Trainer) -> None:
+        def poisoned(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            hidden_BTD, *others = inputs
+            if trainer.state.step + 1 in self.steps and trainer.step.world.rank == self.rank:
+                hidden_BTD = hidden_BTD * float("nan")
+            return (hidden_BTD, *others)
+
+        trainer.step.engine.model.softmax.register_forward_pre_hook(poisoned)
+
+
+class NanWeight:
+    """One weight of one rank becomes NaN before a step, once, as by a failing memory chip."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def __call__(self, trainer: Trainer) -> None:
+        pending = [self.step]
+
+        def poison(module: nn.Module, _: object) -> None:
+            if pending == [trainer.state.step + 1] and trainer.step.world.rank == self.rank:
+                pending.clear()
+                weight = next(p for p in module.parameters() if p.numel())
+                weight.data.view(-1)[0] = float("nan")
+
+        trainer.step.engine.model.layers[1].register_forward_pre_hook(poison)
+
+
+class HighRate:
+    """The learning rate of one step is a thousand times too high, whenever it is computed."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, trainer: Trainer) -> None:
+        update = trainer.step.engine.step
+
+        def too_high(lr: float, accept: Callable[[float], bool]) -> float:
+            return update(lr * 1000 if trainer.state.step + 1 == self.step else lr, accept)
+
+        trainer.step.engine.step = too_high  # type: ignore[method-assign]
+
+
+class SkipSteps:
+    """The run begins with steps that a rollback has excluded."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, trainer: Trainer) -> None:
+        divergence = trainer.state.divergence.model_copy(update={"skip_steps": self.steps})
+        trainer.state = trainer.state.model_copy(update={"divergence": divergence})
+
+
+class StopAfter:
+    """A stop request after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, trainer: Trainer) -> None:
+        trainer.stop = _StopAfter(trainer, self.step)  # type: ignore[assignment]
+
+
+class _StopAfter:
+    def __init__(self, trainer: Trainer, step: int) -> None:
+        self.trainer, self.step = trainer, step
+
+    def __bool__(self) -> bool:
+        return self.trainer.state.step + 1 >= self.step
+
+
+def final_state(run: Any, step: int) -> TrainState:
+    """The state in the checkpoint of a step."""
+    from txl_dist.checkpoint.directory import CheckpointDirectory
+    from txl_dist.checkpoint.reader import verify_checkpoint
+    from txl_dist.training.state import load_state
+
+    path = CheckpointDirectory(run).at(step)
+    return load_state(path, verify_checkpoint(path))

@@ -1,0 +1,32 @@
+"""`txl bench train`: how its figures follow from the speeds of runs. Limits are not checked."""
+
+import socket
+
+import pytest
+
+from txl_dist.bench.train import Speed, figures_of, silent_server
+
+
+def test_figures_are_medians_of_the_ratios_of_neighbouring_runs() -> None:
+    speeds = {
+        "one": [Speed(100.0, 0.001), Speed(200.0, 0.002), Speed(50.0, 0.009)],
+        "hanging": [Speed(80.0, 0.5), Speed(160.0, 0.5), Speed(50.0, 0.5)],
+        "two": [Speed(190.0, 0.5), Speed(300.0, 0.5), Speed(100.0, 0.5)],
+    }
+    wait, tracking, scaling = figures_of(speeds)
+    assert wait.value == pytest.approx(0.2)
+    assert tracking.value == pytest.approx(25.0)
+    assert scaling.value == pytest.approx(0.95)
+    assert [figure.holds for figure in (wait, tracking, scaling)] == [True, False, True]
+    assert "0 to 25 in 3 rounds" in tracking.note
+
+
+def test_the_silent_server_accepts_and_does_not_answer() -> None:
+    with silent_server() as uri:
+        host, port = uri.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=0.1) as client:
+            client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)))

@@ -1,0 +1,162 @@
+"""The copies of checkpoints at a URL: order, owner, retention, damage. No training is needed.
+
+The store is moto's S3 on 127.0.0.1.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.storage import urls
+from data_pipeline.storage.remote_path import RemotePath
+from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
+from tests.txl_dist.checkpoint.saving import save
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.mirror import CheckpointMirror
+from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.remote import RemoteCheckpoints, step_of
+from txl_dist.checkpoint.writer import update_state
+from txl_dist.errors import CheckpointError, ConfigError
+
+URL = "s3://me:CANARY@bucket/run"
+REMOTE = RemoteCheckpoints(RemotePath("s3://bucket/run"))
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
+
+
+def mirrored(run: Path, *, rank: int = 0, num_ranks: int = 1) -> CheckpointMirror:
+    return CheckpointMirror(
+        REMOTE.url.url,
+        CheckpointDirectory(run),
+        rank=rank,
+        num_ranks=num_ranks,
+        timeout_seconds=60,
+    )
+
+
+@pytest.fixture
+def mirror(tmp_path: Path, bucket: Any) -> Iterator[CheckpointMirror]:  # noqa: F811
+    """Of one rank; the run has checkpoints of steps 1 and 2."""
+    for step in (1, 2):
+        save(tmp_path / "run", step=step)
+    mirror = mirrored(tmp_path / "run")
+    yield mirror
+    mirror.close()
+
+
+def updated(mirror: CheckpointMirror) -> list[int]:
+    """Steps of the complete copies after an update."""
+    mirror.update()
+    assert mirror.wait(60)
+    assert mirror.failure is None
+    return [step_of(name) for name in REMOTE.complete()]
+
+
+def test_copies_follow_the_local_checkpoints(mirror: CheckpointMirror, tmp_path: Path) -> None:
+    local = CheckpointDirectory(tmp_path / "run")
+    newer = "step-00000009.abcdabcd"  # another rank has begun to upload it
+    (REMOTE.at(newer) / "memory-rank-00001.safetensors").write_bytes(b"x")
+    assert updated(mirror) == [1, 2]
+    assert newer in REMOTE.names()
+    save(local.run, step=3)
+    local.prune(keep=2, best_step=None)
+    update_state(local, 3, {"position": 99})
+    assert updated(mirror) == [2, 3]
+    shutil.rmtree(local.at(3))
+    save(local.run, step=3)  # trained again
+    assert updated(mirror) == [2, 3]
+
+    other = CheckpointDirectory(tmp_path / "other")
+    other.open()
+    path = REMOTE.download(REMOTE.complete()[-1], other)
+    assert verify_checkpoint(path) == verify_checkpoint(local.at(3))
+    assert other.pointer("LATEST") == 3
+
+
+def test_the_manifest_comes_after_the_files_of_all_ranks(tmp_path: Path, bucket: Any) -> None:  # noqa: F811
+    path = save(tmp_path, step=1)
+    for file in ("weights", "optimizer", "memory"):  # as if a second rank had written them
+        assert (path / f"{file}-rank-00000.safetensors").is_file()
+    first, second = (mirrored(tmp_path, rank=rank, num_ranks=2) for rank in (0, 1))
+    second._is_own = lambda file: file.startswith("weights")  # type: ignore[method-assign]
+    first._is_own = lambda file: not file.startswith("weights")  # type: ignore[method-assign]
+    first.update()
+    assert not first.wait(2), "rank 0 waits for the weights"
+    assert REMOTE.complete() == []
+    second.update()
+    assert first.wait(60)
+    assert [step_of(name) for name in REMOTE.complete()] == [1]
+    first.close()
+    second.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
+def test_a_damaged_copy_is_refused_by_name_and_leaves_nothing(
+    mirror: CheckpointMirror,
+    bucket: Any,  # noqa: F811
+    tmp_path: Path,
+    file: str,
+) -> None:
+    updated(mirror)
+    name = REMOTE.complete()[-1]
+    place = f"bucket/run/checkpoints/{name}/{file}"
+    content = bytearray(bucket.cat(place))
+    content[len(content) // 2] ^= 4
+    bucket.pipe(place, bytes(content))
+    other = CheckpointDirectory(tmp_path / "other")
+    other.open()
+    with pytest.raises(CheckpointError, match=file):
+        REMOTE.download(name, other)
+    assert list(other.path.iterdir()) == []
+
+
+def test_the_checkpoints_of_another_run_are_never_removed(mirror: CheckpointMirror) -> None:
+    updated(mirror)
+    names = REMOTE.names()
+    manifest = (REMOTE.at(names[-1]) / "manifest.json").read_bytes()
+    assert b'"run_id": null' in manifest
+    owned = manifest.replace(b'"run_id": null', b'"run_id": "abc"')
+    (REMOTE.at(names[-1]) / "manifest.json").write_bytes(owned)
+    mirror.open("abc")
+    with pytest.raises(ConfigError, match="has checkpoints of another run"):
+        mirror.open("abd")
+    assert REMOTE.names() == names
+
+
+@pytest.mark.slow
+def test_a_start_removes_the_copies_that_the_run_has_abandoned(
+    mirror: CheckpointMirror, tmp_path: Path
+) -> None:
+    assert updated(mirror) == [1, 2]
+    CheckpointDirectory(tmp_path / "run").rewind(1)
+    mirror.open("any")
+    assert [step_of(name) for name in REMOTE.names()] == [1]
+
+
+@pytest.mark.slow
+def test_a_failure_names_the_url_without_secrets_and_is_repaired_by_the_next_update(
+    mirror: CheckpointMirror, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise TimeoutError("no answer")
+
+        patch.setattr(RemotePath, "write_from", refuse)
+        mirror.update()
+        assert mirror.wait(60)
+    assert mirror.failure == "rank 0: TimeoutError: no answer"
+    assert "upload to s3://bucket/run | rank 0: TimeoutError: no answer. Training" in caplog.text
+    assert updated(mirror) == [1, 2]
+
+
+def test_no_secret_of_a_url_is_shown(tmp_path: Path) -> None:
+    remote = RemoteCheckpoints(RemotePath(URL))
+    assert "CANARY" not in f"{remote} {remote.url} {remote.at('x')}"

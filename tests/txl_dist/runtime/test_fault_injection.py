@@ -1,0 +1,76 @@
+"""Fault injection does nothing by default, acts at the named point, and its points exist."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import tiny_job, train
+from txl_dist.errors import ConfigError
+from txl_dist.runtime.fault_injection import (
+    FAULT_VARIABLE,
+    POINTS,
+    TRACE_VARIABLE,
+    InjectedError,
+    Injector,
+    fault_point,
+    parse_fault,
+    read_trace,
+)
+from txl_dist.runtime.world import World
+from txl_dist.training.job import TrainJob
+
+
+def test_nothing_happens_without_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FAULT_VARIABLE, raising=False)
+    monkeypatch.delenv(TRACE_VARIABLE, raising=False)
+    for point in POINTS:
+        fault_point(point)
+
+
+def test_a_fault_happens_at_its_point_once_on_its_rank() -> None:
+    injector = Injector([parse_fault("step:raise:2:1"), parse_fault("evaluation:raise")], trace="")
+    injector.reach("step", rank=1)
+    with pytest.raises(InjectedError):
+        injector.reach("step", rank=1)
+    injector.reach("step", rank=1)
+    with pytest.raises(InjectedError):
+        injector.reach("evaluation", rank=0)
+    other_rank = Injector([parse_fault("step:raise:2:1")], trace="")
+    for _ in range(3):
+        other_rank.reach("step", rank=0)
+
+
+@pytest.mark.parametrize(
+    "text", ["step", "nowhere:kill", "step:explode", "step:kill:0", "step:kill:1:x", "step:sleep="]
+)
+def test_an_invalid_fault_is_refused_with_what_is_legal(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv(FAULT_VARIABLE, text)
+    with pytest.raises(ConfigError, match=re.escape(repr(text)) + ".*save/manifest.*terminate"):
+        fault_point("step")
+
+
+def train_traced(world: World, job: TrainJob, trace: Path) -> int:
+    os.environ[TRACE_VARIABLE] = str(trace)
+    try:
+        return train(world, job)
+    finally:
+        del os.environ[TRACE_VARIABLE]
+
+
+def test_a_run_and_its_resume_reach_every_point(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    settings = ("training.num_steps=4", "optimizer.warmup_steps=2", "evaluation.max_tokens=20")
+    job = tiny_job(dataset, tmp_path / "run", *settings, "training.checkpoint_interval_steps=3")
+    for _ in range(2):
+        assert ranks(1).run(train_traced, job, tmp_path / "trace") == [0]
+    reached = [line.point for line in read_trace(tmp_path / "trace")]
+    # No store and no change of lanes in this run.
+    assert set(reached) == {*POINTS} - {"upload", "replay"}
+    assert reached.count("step") == 4
+    assert reached.count("save/latest") == 2

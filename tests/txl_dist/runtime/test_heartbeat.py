@@ -1,0 +1,163 @@
+"""The heartbeats name the rank that others wait for: silent ranks first, then busy ones."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from txl_dist.runtime.heartbeat import MAX_NAMED, NUM_READERS, Heartbeat, HeartbeatFiles, Peers
+from txl_dist.runtime.stacks import innermost_calls, label_of
+
+BEAT_SECONDS = 5.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def beat(rank: int, number: int, *, collective: str | None = None, pid: int = 70) -> Heartbeat:
+    return Heartbeat(
+        rank=rank,
+        host="a",
+        pid=pid + rank,
+        number=number,
+        time=1e9 - number,  # a wall clock that runs backwards has no effect
+        activity="step 12",
+        span="data wait",
+        collective=collective,
+        seconds=6.0,
+        stack=("txl_dist/training/loop.py:7 in _next_segment",),
+    )
+
+
+def write(run: Path, *beats: Heartbeat) -> None:
+    for each in beats:
+        HeartbeatFiles(run, rank=each.rank).write(each)
+
+
+def peers_of(run: Path, *, rank: int = 0, num_ranks: int = 3) -> Peers:
+    files = HeartbeatFiles(run, rank=rank)
+    return Peers(files, rank=rank, num_ranks=num_ranks, beat_seconds=BEAT_SECONDS)
+
+
+def test_a_rank_whose_heartbeat_stops_is_named_and_not_the_busy_one(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    peers = peers_of(tmp_path)
+    for number in range(5):
+        write(tmp_path, beat(1, number), beat(2, 9, collective="all_reduce"))
+        peers.read("step 12")
+        clock[0] += BEAT_SECONDS
+    assert peers.describe("step 12") == (
+        "rank 2 (host a, pid 72) has not responded for 20 s (last in step 12, data wait)"
+    )
+
+
+def test_a_busy_rank_is_named_with_its_work_and_never_as_silent(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    peers = peers_of(tmp_path)
+    for number in range(100):
+        write(tmp_path, beat(1, number), beat(2, number, collective="all_reduce"))
+        peers.read("step 12")
+        clock[0] += 2 * BEAT_SECONDS
+        assert peers.describe("step 12") == (
+            "rank 1 (host a, pid 71) has been in step 12, data wait for 6 s: "
+            "txl_dist/training/loop.py:7 in _next_segment"
+        )
+
+
+def test_a_restarted_rank_responds_even_if_its_number_is_the_same(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    peers = peers_of(tmp_path, num_ranks=2)
+    for pid in range(10):
+        write(tmp_path, beat(1, 1, pid=pid))
+        peers.read("step 12")
+        clock[0] += 2 * BEAT_SECONDS
+    assert "has not responded" not in peers.describe("step 12")
+
+
+def test_without_a_rank_outside_of_collectives_all_are_listed(tmp_path: Path) -> None:
+    write(tmp_path, beat(1, 1, collective="all_reduce"), beat(2, 1, collective="barrier"))
+    peers = peers_of(tmp_path)
+    peers.read("step 12")
+    text = peers.describe("step 12")
+    assert "rank 1 in all_reduce" in text
+    assert "rank 2 in barrier" in text
+
+
+def test_what_was_read_in_another_activity_is_not_reported(tmp_path: Path) -> None:
+    """A rank that is killed later must not be described by an old heartbeat."""
+    write(tmp_path, beat(1, 1))
+    peers = peers_of(tmp_path, num_ranks=2)
+    assert peers.describe("step 12") == ""
+    peers.read("step 12")
+    assert peers.describe("step 13") == ""
+    peers.clear()
+    assert peers.describe("step 12") == ""
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"rank": 1', b"[1]", b"\xff\xfe"])
+def test_a_missing_or_damaged_heartbeat_is_no_error(tmp_path: Path, content: bytes | None) -> None:
+    peers = peers_of(tmp_path, num_ranks=2)
+    if content is not None:
+        (tmp_path / ".heartbeats" / "rank-1.json").write_bytes(content)
+    peers.read("step 12")
+    assert peers.describe("step 12") == "rank 1 has no heartbeat"
+
+
+def test_messages_and_reads_are_bounded_for_many_ranks(tmp_path: Path) -> None:
+    first = peers_of(tmp_path, num_ranks=40)
+    first.read("step 12")
+    assert first.describe("step 12").endswith(f"and {39 - MAX_NAMED} more ranks")
+    last = peers_of(tmp_path, rank=39, num_ranks=40)
+    last.read("step 12")
+    assert last.describe("step 12").endswith(f"and {NUM_READERS - MAX_NAMED} more ranks")
+
+
+def test_a_request_for_stacks_reaches_every_rank_once_and_no_later_process(tmp_path: Path) -> None:
+    first, second = (HeartbeatFiles(tmp_path, rank=rank) for rank in (0, 1))
+    first.request_stacks("step-12")
+    assert first.new_requests() == second.new_requests() == ["step-12"]
+    assert first.new_requests() == second.new_requests() == []
+    assert HeartbeatFiles(tmp_path, rank=1).new_requests() == []
+
+
+@pytest.mark.parametrize("label", ["../../x", "/etc/x", "", "a b", "x" * 81, "\0"])
+def test_a_label_that_is_no_plain_name_is_ignored(tmp_path: Path, label: str) -> None:
+    files = HeartbeatFiles(tmp_path, rank=0)
+    files.request_stacks(label)
+    assert files.new_requests() == []
+
+
+def test_every_activity_has_a_label_that_is_accepted(tmp_path: Path) -> None:
+    files = HeartbeatFiles(tmp_path, rank=0)
+    for activity in ("step 12", "evaluation of split Ünï/../x", "checkpoint of step 7", "y" * 200):
+        files.request_stacks(label_of(activity))
+        assert len(files.new_requests()) == 1
+
+
+def test_a_run_directory_that_cannot_be_written_has_no_effect() -> None:
+    files = HeartbeatFiles(Path("/dev/null/run"), rank=0)
+    files.write(beat(0, 1))
+    files.request_stacks("x")
+    files.remove()
+    assert files.new_requests() == []
+    assert files.read(0) is None
+
+
+def test_the_innermost_calls_are_those_of_this_project() -> None:
+    root = str(Path(__file__).parents[3])
+    frames = [
+        (f"{root}/txl_dist/training/loop.py", 5, "_train"),
+        (f"{root}/data_pipeline/streams/x.py", 7, "read"),
+        ("/usr/lib/python3/cluster/queue.py", 9, "get"),
+    ]
+    assert innermost_calls(frames) == (
+        "data_pipeline/streams/x.py:7 in read",
+        "txl_dist/training/loop.py:5 in _train",
+    )

@@ -1,0 +1,126 @@
+"""Which parameters decay, which ones Muon orthogonalises, and the update rules by themselves."""
+
+import pytest
+import torch
+
+from tests.support.plain_optimizers import newton_schulz_by_svd
+from txl_dist.config.optimizer_config import OptimizerConfig
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.training.engine.averaging import WeightAveraging
+from txl_dist.training.engine.muon import FlatMatrices, orthogonalised
+from txl_dist.training.engine.parameter_groups import hidden_matrices, matrices, parameter_groups
+
+SMALL = {"vocab_size": 31, "n_layer": 1, "d_model": 6, "n_head": 3, "d_head": 2, "d_inner": 7}
+LAYER_MATRICES = {
+    f"layers.0.{name}.weight"
+    for name in (
+        "attention.query", "attention.key_value", "attention.distances.project", "attention.out",
+        "feed_forward.up", "feed_forward.down",
+    )
+}  # fmt: skip
+
+
+def model(**options: object) -> TransformerXL:
+    return TransformerXL(ModelConfig(**{**SMALL, "mem_len": 5, **options}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tie_weight", [True, False])
+def test_only_weights_of_linear_layers_and_projections_are_matrices(tie_weight: bool) -> None:
+    adaptive = model(cutoffs=(9, 20), div_val=2, tie_weight=tie_weight, untie_r=True)
+    assert hidden_matrices(adaptive) == LAYER_MATRICES
+    projections = matrices(adaptive) - LAYER_MATRICES
+    assert {name.partition(".")[0] for name in projections} == {"table", "softmax"}
+    assert all(".projections." in name for name in projections)
+    rest = {name for name, _ in adaptive.named_parameters()} - matrices(adaptive)
+    # All of these have two dimensions: a rule by dimension takes them for matrices.
+    for name in ("table.weights.0", "softmax.cluster_weight"):
+        assert name in rest
+    for name in ("content_bias_HK", "distance_bias_HK"):
+        assert f"layers.0.attention.distances.{name}" in rest
+    assert all(name.endswith(("bias", "norm.weight", "_HK")) or "weights." in name
+               or name == "softmax.cluster_weight" for name in rest)  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal", "shaw", "rotary"])
+def test_every_parameter_is_in_one_group_for_all_encodings(encoding: str) -> None:
+    encoded = model(distance_encoding=encoding, clamp_len=4 if encoding == "shaw" else None)
+    config = OptimizerConfig(name="muon", weight_decay=0.1)
+    grouped = [id(p) for group in parameter_groups(encoded, config) for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in encoded.parameters())
+    muon = next(g for g in parameter_groups(encoded, config) if g["rule"] == "muon")
+    assert all(p.ndim == 2 and min(p.shape) > 1 for p in muon["params"])
+
+
+def test_without_weight_decay_or_with_all_decaying_there_is_one_group() -> None:
+    """Then DeepSpeed's flat tensors, and with them every bit of a run, are as before."""
+    for settings in ({}, {"weight_decay": 0.1, "weight_decay_parameters": "all"}):
+        (group,) = parameter_groups(model(), OptimizerConfig.model_validate(settings))
+        assert len(group["params"]) == len(list(model().parameters()))
+    decayed, rest = sorted(
+        parameter_groups(model(), OptimizerConfig(weight_decay=0.1)),
+        key=lambda group: -group["weight_decay"],
+    )
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) == len(LAYER_MATRICES)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 4)])
+def test_orthogonalisation_is_the_polynomial_of_the_singular_values(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = newton_schulz_by_svd(matrix).float() * 0.2 * max(shape) ** 0.5
+    torch.testing.assert_close(orthogonalised(matrix), expected, rtol=1e-4, atol=1e-5)
+    assert not orthogonalised(torch.zeros(shape)).any()
+
+
+def test_one_update_of_muon_is_that_of_torch() -> None:
+    """torch.optim.Muon computes the products in bf16, so they agree to about 1 %."""
+    weight = torch.nn.Parameter(torch.zeros(5, 3))
+    weight.grad = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.Muon([weight], lr=1.0, adjust_lr_fn="match_rms_adamw")
+    gradient = weight.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(-weight.detach(), orthogonalised(gradient), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_matrices_cut_by_ranks_are_orthogonalised_whole(num_ranks: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    first, second = torch.randn(4, 3, generator=generator), torch.randn(2, 7, generator=generator)
+    # 12 elements, 4 of padding, 14 elements, padding to 30.
+    whole = torch.zeros(30)
+    whole[:12], whole[16:30] = first.flatten(), second.flatten()
+    parts = []
+    for rank in range(num_ranks):
+        size = 30 // num_ranks
+        flat = FlatMatrices(
+            shapes=((4, 3), (2, 7)), offsets=(0, 16), rank=rank, all_gather=lambda part: whole
+        )
+        parts.append(flat.orthogonalised(whole[rank * size : (rank + 1) * size]))
+    update = torch.cat(parts)
+    assert torch.equal(update[:12].view(4, 3), orthogonalised(first))
+    assert torch.equal(update[16:].view(2, 7), orthogonalised(second))
+    assert not update[12:16].any()
+
+
+def test_averages_are_a_copy_until_their_start_then_the_mean_or_exponential() -> None:
+    values = [3.0, 5.0, 1.0, 7.0]  # after steps 1 to 4
+    results = {}
+    for kind in ("asgd", "ema"):
+        averaging = WeightAveraging.of(
+            OptimizerConfig.model_validate(
+                {"averaging": kind, "averaging_start_step": 2, "ema_decay": 0.9}
+            )
+        )
+        assert averaging is not None
+        average, by_step = 0.0, []
+        for step, value in enumerate(values, start=1):
+            average += averaging.weight_at(step) * (value - average)
+            by_step.append(average)
+        results[kind] = by_step
+    assert results["asgd"] == pytest.approx([3, 5, 3, 13 / 3])
+    assert results["ema"] == pytest.approx([3, 5, 4.6, 4.84])
+
+
+def test_weight_averaging_is_off_by_default() -> None:
+    assert WeightAveraging.of(OptimizerConfig()) is None

@@ -1,0 +1,123 @@
+"""`training.changes`: a schedule of lanes and lengths is the run that was changed by hand."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import DROPOUT, NO_EVALUATION, losses, refusal, tiny_job, train
+from txl_dist.checkpoint.directory import resolve_checkpoint
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.errors import ConfigError
+from txl_dist.training.data import TrainingData
+
+CONSTANT_LR = ("optimizer.schedule=constant", "optimizer.warmup_steps=1")  # for any number of steps
+LANES = ("data.num_lanes=8", "model.mem_len=10")
+ALLOWED = ("data.num_lanes", "data.tgt_len", "model.mem_len", "training.num_steps")
+
+
+def hashes(run: Path) -> dict[str, str]:
+    """Hashes of the weights, optimizer state and memory of the newest checkpoint."""
+    manifest = verify_checkpoint(resolve_checkpoint(run))
+    return {name: entry.sha256 for name, entry in manifest.files.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "legs"),
+    [
+        (
+            "[{step: 2, num_lanes: 8}]",
+            [("training.num_steps=2",), ("training.num_steps=4", "data.num_lanes=8")],
+        ),
+        pytest.param(
+            "[{step: 5, num_lanes: 8, mem_len: 10}, {step: 7, tgt_len: 4}]",
+            [
+                ("training.num_steps=5",),
+                ("training.num_steps=7", *LANES),
+                ("training.num_steps=9", *LANES, "data.tgt_len=4"),
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_schedule_equals_the_same_changes_by_hand(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, changes: str, legs: list[tuple[str, ...]]
+) -> None:
+    scheduled, by_hand = tmp_path / "scheduled", tmp_path / "by-hand"
+    settings = (*CONSTANT_LR, *DROPOUT, NO_EVALUATION)
+    overrides = (legs[-1][0], f"training.changes={changes}")
+    assert ranks(1).run(train, tiny_job(dataset, scheduled, *settings, *overrides)) == [0]
+    for leg in legs:
+        job = tiny_job(dataset, by_hand, *settings, *leg, allow_change=ALLOWED)
+        assert ranks(1).run(train, job) == [0]
+    assert losses(scheduled) == losses(by_hand)
+    assert hashes(scheduled) == hashes(by_hand)
+
+    manifest = load_checkpoint_manifest(resolve_checkpoint(scheduled))
+    assert len(manifest.rank_of_lane) == 8
+    written = yaml.safe_load((scheduled / "config.yaml").read_text())
+    assert written["data"]["num_lanes"] == 5, "config.yaml is the config that was given"
+    log = (scheduled / "logs" / "rank-0.log").read_text()
+    assert log.count("tokens lost by this resume 0, read twice 0") == len(legs) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped_after", [5, 6, 7])
+def test_a_run_stopped_around_a_change_resumes_on_the_same_trajectory(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stopped_after: int
+) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    keep = ("training.keep_checkpoints=9", "training.checkpoint_interval_steps=1")
+    # The evaluation of step 5 precedes the change after step 5.
+    steps = ("training.num_steps=9", "evaluation.interval_steps=5")
+    changes = "training.changes=[{step: 5, num_lanes: 8, mem_len: 10}, {step: 7, tgt_len: 4}]"
+    settings = (*CONSTANT_LR, *steps, *keep, changes)
+    assert ranks(1).run(train, tiny_job(dataset, straight, *settings)) == [0]
+    checkpoint = straight / "checkpoints" / f"step-{stopped_after:08}"
+    job = tiny_job(dataset, resumed, *settings, resume=str(checkpoint))
+    assert ranks(1).run(train, job) == [0]
+    expected = {step: loss for step, loss in losses(straight).items() if step > stopped_after}
+    assert losses(resumed) == expected
+    assert hashes(resumed) == hashes(straight)
+
+
+def test_a_change_of_the_past_is_refused(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, "training.num_steps=4")
+    assert ranks(1).run(train, job) == [0]
+    changes = "training.changes=[{step: 2, num_lanes: 8}]"
+    overrides = (NO_EVALUATION, "training.num_steps=6", changes)
+    allowed = ("training.num_steps", "training.changes")
+    job = tiny_job(dataset, tmp_path, *overrides, allow_change=allowed)
+    assert ranks(1).run(train, job) == [4]
+    assert "data.num_lanes: checkpoint 5, now 8 -> --allow-change data.num_lanes" in refusal(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("[{step: 4, num_lanes: 2}, {step: 4, tgt_len: 2}]", "step 4 follows step 4"),
+        ("[{step: 4, num_lanes: 0}]", "num_lanes"),
+        ("[{step: 4, dropout: 0.1}]", "dropout"),
+    ],
+)
+def test_an_invalid_schedule_is_a_config_error(tmp_path: Path, changes: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_job(tmp_path, tmp_path, f"training.changes={changes}")
+
+
+def test_a_change_that_the_model_does_not_support_is_a_config_error(tmp_path: Path) -> None:
+    overrides = ("model.same_length=true", "training.changes=[{step: 4, mem_len: 0}]")
+    with pytest.raises(ConfigError, match="step 4: same_length=true needs"):
+        tiny_job(tmp_path, tmp_path, *overrides)
+
+
+def test_more_ranks_than_a_later_number_of_lanes_are_refused_at_the_start(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, "training.changes=[{step: 4, num_lanes: 2}]")
+    with pytest.raises(ConfigError, match="3 ranks for data"):
+        TrainingData.open(job.config, num_ranks=3)

@@ -1,0 +1,114 @@
+"""The judgement of steps: what is a spike, and which steps have updated the weights."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from txl_dist.config.divergence_config import DivergenceConfig
+from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.training.divergence import DivergenceState
+from txl_dist.training.state import TrainState
+
+
+def judged(config: DivergenceConfig, losses: list[float], norms: list[float]) -> list[str | None]:
+    """The verdict of each step; only accepted steps enter the window."""
+    state, verdicts = DivergenceState(), []
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+        sums = LossSums(nats=4 * loss, num_tokens=4)
+        verdicts.append(state.find_event(config, step=step, sums=sums, gradient_norm=norm))
+        if verdicts[-1] is None:
+            state = state.with_accepted(config, sums=sums, gradient_norm=norm)
+    return verdicts
+
+
+def spikes(values: list[float], **settings: Any) -> list[int]:
+    """Steps that are events, with `values` as losses; the same with `values` as norms."""
+    ones = [1.0] * len(values)
+    of_loss = judged(DivergenceConfig(loss_spike=4, **settings), values, ones)
+    of_norm = judged(DivergenceConfig(gradient_spike=4, **settings), ones, values)
+    found = [[step for step, event in enumerate(v, start=1) if event] for v in (of_loss, of_norm)]
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_always_an_event(value: float) -> None:
+    losses = judged(DivergenceConfig(), [1.0, value], [1.0, 1.0])
+    assert losses[0] is None
+    assert "the loss of step 2 is" in str(losses[1])
+    norms = judged(DivergenceConfig(), [1.0, 1.0], [1.0, value])
+    assert "the global gradient norm of step 2 is" in str(norms[1])
+
+
+def test_without_thresholds_no_finite_value_is_an_event_and_nothing_is_kept() -> None:
+    config, state = DivergenceConfig(), DivergenceState()
+    assert judged(config, [1.0, 1e30, 1.0], [1.0, 1.0, 1e30]) == [None] * 3
+    sums = LossSums(nats=3.0, num_tokens=1)
+    assert state.with_accepted(config, sums=sums, gradient_norm=1.0) == state
+
+
+def test_a_spike_is_above_median_and_robust_deviations_of_the_window() -> None:
+    window = [3.0, 3.1, 2.9, 3.2, 2.8]  # median 3, MAD 0.1
+    limit = 3.0 + 4 * 1.4826 * 0.1
+    assert spikes([*window, limit - 1e-6], window_steps=5) == []
+    assert spikes([*window, limit + 1e-6], window_steps=5) == [6]
+    assert spikes([*window, 0.1], window_steps=5) == []  # falling is not divergence
+
+
+def test_equal_values_have_a_deviation_of_one_percent() -> None:
+    assert spikes([2.0] * 5 + [2.07], window_steps=5) == []
+    assert spikes([2.0] * 5 + [2.09], window_steps=5) == [6]
+
+
+def test_nothing_is_a_spike_before_the_window_is_full() -> None:
+    assert spikes([1.0] * 4 + [9.0], window_steps=5) == []
+    assert spikes([1.0] * 5 + [9.0], window_steps=5) == [6]
+
+
+def test_a_rejected_value_does_not_raise_the_limit() -> None:
+    assert spikes([1.0] * 5 + [9.0] * 7, window_steps=5) == list(range(6, 13))
+
+
+def test_the_window_follows_a_slow_change() -> None:
+    values = [float(value) for value in np.linspace(3, 30, 500)]
+    assert spikes(values, window_steps=5) == []
+    state, config = DivergenceState(), DivergenceConfig(loss_spike=4, window_steps=5)
+    for value in values:
+        sums = LossSums(nats=value, num_tokens=1)
+        state = state.with_accepted(config, sums=sums, gradient_norm=1.0)
+    assert state.losses == tuple(values[-5:])
+
+
+def test_a_step_without_targets_has_no_loss_to_judge() -> None:
+    config = DivergenceConfig(loss_spike=4, window_steps=5)
+    state = DivergenceState(losses=(1.0,) * 5)
+    assert state.find_event(config, step=6, sums=LossSums(), gradient_norm=0.0) is None
+    assert state.with_accepted(config, sums=LossSums(), gradient_norm=0.0) == state
+
+
+def test_events_outside_of_the_interval_do_not_count() -> None:
+    config = DivergenceConfig(max_events=3, max_events_interval_steps=10)
+    state = DivergenceState()
+    for step in (5, 9, 15):
+        state = state.with_event(config, step=step)
+    assert state.event_steps == (9, 15)
+
+
+def test_the_last_update_is_before_skipped_steps() -> None:
+    state = DivergenceState(event_steps=(9,), skip_steps=(7, 8))
+    assert [state.last_update(step) for step in (6, 7, 9, 10)] == [6, 6, 6, 10]
+
+
+def test_the_state_survives_a_checkpoint_and_older_ones_have_none() -> None:
+    divergence = DivergenceState(losses=(0.1,), event_steps=(3,), skip_steps=(2, 3))
+    state = TrainState(step=4, skipped_steps=2, contiguous_from=9, divergence=divergence)
+    assert TrainState.model_validate_json(state.model_dump_json()) == state
+    old = TrainState.model_validate_json('{"step": 4, "position": 12}')
+    assert (old.skipped_steps, old.contiguous_from, old.divergence) == (0, 0, DivergenceState())
+
+
+def test_a_limit_of_events_that_no_run_can_reach_is_refused() -> None:
+    with pytest.raises(ValueError, match="would never end"):
+        DivergenceConfig(max_events=10, max_events_interval_steps=10)

@@ -1,0 +1,186 @@
+"""Every second of a run has one cause, through kills and resumes."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, metrics, tiny_job, train
+from txl_dist.runtime.activity import Activity, Span
+from txl_dist.runtime.world import World
+from txl_dist.training.goodput import MAX_CHECKPOINTS, Goodput
+from txl_dist.training.job import TrainJob
+from txl_dist.training.step import TrainStep
+
+START_UP_SECONDS, STEP_SECONDS, SAVE_SECONDS = 7.0, 2.0, 1.0
+
+
+class Clocks:
+    """The clocks of a machine."""
+
+    def __init__(self) -> None:
+        self.monotonic, self.wall = 500.0, 1e9
+
+    def wait(self, seconds: float) -> None:
+        self.monotonic += seconds
+        self.wall += seconds
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    clocks = Clocks()
+    monkeypatch.setattr(time, "monotonic", lambda: clocks.monotonic)
+    monkeypatch.setattr(time, "time", lambda: clocks.wall)
+    return clocks
+
+
+class Process:
+    """A process of a run: resumes at `step`, reports every step, saves every `interval` steps."""
+
+    def __init__(self, run: Path, clocks: Clocks, *, step: int = 0, interval: int = 5) -> None:
+        self.activity, self.clocks, self.step, self.interval = Activity(), clocks, step, interval
+        self.activity.reset()
+        clocks.wait(START_UP_SECONDS)
+        self.goodput = Goodput(run / "goodput.json", self.activity, step=step)
+
+    def train(self, num_steps: int) -> "Process":
+        for _ in range(num_steps):
+            self.activity.enter(Span.FORWARD)
+            # The first step of a process is a part of its start-up.
+            self.clocks.wait(STEP_SECONDS if self.activity.num_steps else 0)
+            self.activity.end_step()
+            self.step += 1
+            self.goodput.update(self.step)
+            if self.step % self.interval == 0:
+                self.activity.enter(Span.SAVE_WAIT)
+                self.clocks.wait(SAVE_SECONDS)
+                self.activity.enter(Span.OTHER)
+                self.goodput.checkpoint(self.step)
+        return self
+
+    def end(self, *, is_complete: bool = False) -> str:
+        return self.goodput.end(self.step, is_complete=is_complete) or ""
+
+
+def test_the_causes_of_a_killed_run_add_up_to_its_wall_time(tmp_path: Path, clocks: Clocks) -> None:
+    began = clocks.wall
+    Process(tmp_path, clocks).train(13)  # killed after step 13, saved at step 10
+    clocks.wait(60)
+    Process(tmp_path, clocks, step=10)  # killed before its first step
+    clocks.wait(30)
+    last = Process(tmp_path, clocks, step=10).train(11)
+    seconds = last.goodput.seconds
+    assert sum(seconds.values()) == pytest.approx(clocks.wall - began)
+    assert seconds["steps"] == (9 + 10) * STEP_SECONDS
+    assert seconds["lost steps"] == 3 * STEP_SECONDS
+    # The second process ended without an update after that of its start.
+    assert seconds["down"] == 60 + 30
+    assert seconds["start-up"] == 3 * START_UP_SECONDS
+    assert seconds["save wait"] == 4 * SAVE_SECONDS
+    values = last.goodput.values()
+    assert (values["restarts"], values["lost_steps"]) == (2, 3)
+    assert values["goodput"] == pytest.approx(38 / (clocks.wall - began))
+    summary = last.end()
+    assert summary.startswith("summary | 2 restarts, 3 steps lost | goodput 23.")
+    assert "% of 0:02:" in summary
+    assert summary.endswith("start-up 13.2% | save wait 2.5% | lost steps 3.8% | down 56.6%")
+
+
+def test_the_time_after_the_last_update_is_down_time(tmp_path: Path, clocks: Clocks) -> None:
+    Process(tmp_path, clocks).train(5)
+    clocks.wait(0.9)  # in a step that never ended
+    assert Process(tmp_path, clocks, step=5).goodput.seconds["down"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("jump", [-1e6, 0.0])
+def test_a_wall_clock_that_jumps_back_gives_no_negative_time(
+    tmp_path: Path, clocks: Clocks, jump: float
+) -> None:
+    Process(tmp_path, clocks).train(5)
+    clocks.wall += jump
+    seconds = Process(tmp_path, clocks, step=5).train(3).goodput.seconds
+    assert min(seconds.values()) >= 0
+    assert seconds["down"] == 0
+    assert seconds["steps"] == (4 + 2) * STEP_SECONDS
+
+
+def test_a_finished_run_that_is_extended_was_not_down(tmp_path: Path, clocks: Clocks) -> None:
+    Process(tmp_path, clocks).train(5).end(is_complete=True)
+    before = (tmp_path / "goodput.json").read_bytes()
+    clocks.wait(1e6)
+    again = Process(tmp_path, clocks, step=5)
+    assert again.end(is_complete=True) == ""
+    assert (tmp_path / "goodput.json").read_bytes() == before, "nothing was trained"
+    seconds = again.train(2).goodput.seconds
+    assert (seconds["down"], again.goodput.values()["restarts"]) == (0, 0)
+
+
+def test_an_old_checkpoint_loses_about_the_time_of_its_steps(
+    tmp_path: Path, clocks: Clocks
+) -> None:
+    """Also where its own line is no longer in the file: interpolated, to one step's time."""
+    Process(tmp_path, clocks, interval=1).train(5 * MAX_CHECKPOINTS)
+    stored = json.loads((tmp_path / "goodput.json").read_text())["productive"]
+    assert len(stored) == MAX_CHECKPOINTS
+    seconds = Process(tmp_path, clocks, step=30).goodput.seconds
+    assert seconds["steps"] == pytest.approx(29 * STEP_SECONDS, abs=STEP_SECONDS)
+    assert seconds["lost steps"] == pytest.approx(70 * STEP_SECONDS, abs=STEP_SECONDS)
+
+
+def test_a_rollback_inside_a_process_counts_its_steps_as_lost(
+    tmp_path: Path, clocks: Clocks
+) -> None:
+    process = Process(tmp_path, clocks).train(13)
+    process.goodput.rewind(10)
+    process.step = 10
+    process.train(4)
+    seconds = process.goodput.seconds
+    assert seconds["lost steps"] == 3 * STEP_SECONDS
+    assert seconds["steps"] == (9 + 4) * STEP_SECONDS
+    assert process.goodput.values()["lost_steps"] == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"updated": 1}', b"\xff"])
+def test_a_damaged_file_starts_new_accounts(tmp_path: Path, clocks: Clocks, content: bytes) -> None:
+    (tmp_path / "goodput.json").write_bytes(content)
+    process = Process(tmp_path, clocks, step=5).train(5)
+    assert process.goodput.seconds["steps"] == 4 * STEP_SECONDS
+    assert Process(tmp_path, clocks, step=10).goodput.values()["restarts"] == 1
+
+
+def train_until(world: World, job: TrainJob, last: int) -> int:
+    """Fail in the step after `last`, as a bug or a lost GPU would."""
+    original = TrainStep.__call__
+
+    def failing(self: TrainStep, *args: Any, **options: Any) -> Any:
+        if options["step"] > last:
+            raise RuntimeError("failed")
+        return original(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainStep, "__call__", failing)
+        with pytest.raises(RuntimeError, match="failed"):
+            train(world, job)
+    return 0
+
+
+def test_metrics_and_summary_of_a_resumed_run(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION)  # saves every 6 steps
+    assert ranks(1).run(train_until, job, 9) == [0]
+    assert ranks(1).run(train, job) == [0]
+    lines = metrics(tmp_path)
+    assert [line["restarts"] for line in lines] == [0] * 6 + [1] * 14
+    assert [line["lost_steps"] for line in lines] == [0] * 6 + [3] * 14
+    assert all(0 <= line["goodput"] <= 1 and 0 <= line["save_wait"] < 1 for line in lines)
+    waits = {line["step"] for line in lines if line["save_wait"] > 0}
+    assert waits == {13, 19}, "the steps after the checkpoints of the last process"
+    summaries = (tmp_path / "logs" / "rank-0.log").read_text().split(" summary | ")[1:]
+    assert [text.partition(" | ")[0] for text in summaries] == [
+        "0 restarts, 0 steps lost",
+        "1 restart, 3 steps lost",
+    ]

@@ -1,0 +1,107 @@
+"""What of the optimizer may change at a resume, and checkpoints older than a setting."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.reader import check_optimizer_states, load_model
+from txl_dist.config.config_file import flatten_config
+from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.training.compatibility import check_config
+
+
+def settings(*overrides: str) -> dict[str, Any]:
+    return flatten_config(tiny_job(Path("data"), Path("run"), *overrides).config)
+
+
+def check(old: dict[str, Any], new: dict[str, Any], *allowed: str) -> None:
+    check_config(old, new, allowed=allowed, checkpoint="step-00000001")
+
+
+@pytest.mark.parametrize("key", ["name", "averaging"])
+def test_another_optimizer_or_average_is_refused_even_on_request(key: str) -> None:
+    new = settings(f"optimizer.{key}={'adam' if key == 'name' else 'ema'}")
+    with pytest.raises(CheckpointError, match=rf"optimizer\.{key}: .* cannot change in a run"):
+        check(settings(), new, f"optimizer.{key}")
+
+
+def test_an_old_checkpoint_with_weight_decay_had_all_parameters_decay() -> None:
+    decays = "optimizer.weight_decay=0.1"
+    old = settings(decays)
+    del old["optimizer.weight_decay_parameters"]
+    with pytest.raises(CheckpointError, match=r"parameters: checkpoint 'all', now 'matrices'"):
+        check(old, settings(decays))
+    check(old, settings(decays, "optimizer.weight_decay_parameters=all"))
+    check(old, settings(decays), "optimizer.weight_decay_parameters")
+
+
+def test_an_old_checkpoint_without_weight_decay_resumes() -> None:
+    old = settings()
+    for key in ("weight_decay_parameters", "name", "averaging", "schedule_of_paper_code"):
+        del old[f"optimizer.{key}"]
+    check(old, settings())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("optimizer.name=lamb",), "needs the norms of whole parameters"),
+        (("optimizer.name=muon", "deepspeed.zero_stage=3"), "stage 3 cuts every one of them"),
+    ],
+)
+def test_a_stage_that_cannot_run_the_optimizer_is_refused_with_the_reason(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(*overrides)
+    settings("optimizer.name=lamb", "deepspeed.zero_stage=0")
+    settings("optimizer.name=muon", "deepspeed.zero_stage=2")
+
+
+def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    short = ("training.num_steps=4", "optimizer.averaging=ema", "evaluation.max_tokens=40")
+    job = tiny_job(dataset, tmp_path, *short)
+    assert ranks(1).run(train, job) == [0]
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "scores the average of the weights (ema, decay 0.999, from step 1)" in log
+
+    path = tmp_path / "checkpoints" / "step-00000004"
+    manifest = load_checkpoint_manifest(path)
+    assert manifest.optimizer_states == ("average", "exp_avg", "exp_avg_sq")
+    with pytest.raises(CheckpointError, match=r"another optimizer: it contains average, exp_avg"):
+        check_optimizer_states(path, manifest, ["momentum_buffer"])
+
+    scored = score(path, dataset, "auto")
+    assert scored == score(path, dataset, "averaged") != score(path, dataset, "last")
+    assert manifest.state["best"]["nats_per_token"] == pytest.approx(scored, rel=1e-6)
+
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION, *short[:1])) == [4]
+    assert "optimizer.averaging: checkpoint 'ema', now None" in refusal(tmp_path)
+
+
+def score(checkpoint: Path, dataset: Path, weights: Any) -> float:
+    from txl_dist.cli.evaluate import evaluation_job
+    from txl_dist.evaluation.evaluate import evaluate_in_process
+
+    job = evaluation_job(
+        checkpoint, dataset, split="valid", tgt_len=None, mem_len=None, batch=4, max_tokens=40,
+        weights=weights,
+    )  # fmt: skip
+    return evaluate_in_process(job, on_progress=lambda done, total: None).sums.nats_per_token
+
+
+def test_averaged_weights_that_do_not_exist_are_refused(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, "training.num_steps=4")
+    assert ranks(1).run(train, job) == [0]
+    path = tmp_path / "checkpoints" / "step-00000004"
+    assert load_checkpoint_manifest(path).optimizer_states == ("exp_avg", "exp_avg_sq")
+    with pytest.raises(CheckpointError, match="has no averaged weights"):
+        load_model(path, weights="averaged")

@@ -1,0 +1,217 @@
+"""Skip and rollback: the trajectory afterwards, the run directory, and resumes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.diverging_runs import (
+    HighRate,
+    NanHidden,
+    NanWeight,
+    SkipSteps,
+    StopAfter,
+    final_state,
+    train_with,
+)
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
+from txl_dist.checkpoint.directory import CheckpointDirectory
+
+# As in tests/properties/test_one_trajectory.py: another number of ranks sums in another order.
+TOLERANCE = 2e-6
+SETTINGS = (NO_EVALUATION, "training.num_steps=12", "training.checkpoint_interval_steps=3")
+SKIP, ROLLBACK = "divergence.policy=skip", "divergence.policy=rollback"
+SPIKES = ("divergence.loss_spike=10", "divergence.window_steps=6")
+
+
+def counters(run: Path) -> dict[int, tuple[int, int]]:
+    """Step -> (skipped_steps, rollbacks), of lines that have one of them; each step once."""
+    lines = [line for line in metrics(run) if {"skipped_steps", "rollbacks"} & line.keys()]
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {
+        line["step"]: (line.get("skipped_steps", 0), line.get("rollbacks", 0)) for line in lines
+    }
+
+
+def dumps(run: Path, step: int) -> list[dict[str, Any]]:
+    """The dumps of all ranks, in rank order."""
+    paths = sorted((run / "events").glob(f"divergence-step-{step:08d}-rank-*.json"))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def test_a_rollback_continues_as_if_the_steps_had_never_been_computed(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """On two ranks after a poisoned weight, and on one rank that skips the steps directly."""
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    job = tiny_job(dataset, run, *SETTINGS, ROLLBACK, *ZERO["2"])
+    ends = ranks(2).run(train_with, job, NanWeight(rank=1, step=8))
+    assert [code for code, *_ in ends] == [0, 0]
+    (end,) = ranks(1).run(train_with, tiny_job(dataset, reference, *SETTINGS), SkipSteps(7, 8))
+    assert end[0] == 0
+    assert losses(run) == pytest.approx(losses(reference), rel=TOLERANCE)
+    assert [*losses(run)] == [1, 2, 3, 4, 5, 6, 9, 10, 11, 12]
+    assert counters(run) == {step: (min(2, step - 6), 1) for step in range(7, 13)}
+    assert counters(reference) == {step: (min(2, step - 6), 0) for step in range(7, 13)}
+    # The gap hides the memory of step 6: a segment of 3 tokens, a memory of 7.
+    shares = {line["step"]: line.get("memory_valid") for line in metrics(run)}
+    assert [shares[step] for step in (9, 10)] == [0.0, pytest.approx(3 / 7)]
+
+
+@pytest.mark.fault_row(28)
+def test_a_skipped_step_is_dumped_and_a_resume_in_the_gap_changes_nothing(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    settings = (*SETTINGS, SKIP, "training.num_steps=8")
+    job = tiny_job(dataset, straight, *settings)
+    ends = ranks(2).run(train_with, job, NanHidden(rank=1, steps=(5,)))
+    assert [code for code, *_ in ends] == [0, 0]
+    assert [*losses(straight)] == [1, 2, 3, 4, 6, 7, 8]
+    assert counters(straight) == dict.fromkeys(range(5, 9), (1, 0))
+    ((event,),) = [events for *_, events in ends][:1]
+    assert "policy=skip, event 1 of at most 10: the loss of step 5 is nan" in event
+
+    # Lanes 2, 3 and 4 are on rank 1. Their documents are those of the first tokens of each slice.
+    first, second = dumps(straight, 5)
+    assert [(lane["lane"], lane["loss"] == "nan") for lane in first["lanes"] + second["lanes"]] == [
+        (0, False), (1, False), (2, True), (3, True), (4, True),
+    ]  # fmt: skip
+    for dump in (first, second):
+        assert (dump["position"], dump["loss"]) == (12, "nan")
+        assert dump["epochs"] == [{"epoch": 0, "start": 12, "stop": 15}]
+        for lane in dump["lanes"]:
+            assert lane["targets"] == sum(d["num_tokens"] for d in lane["documents"]) == 3
+            assert all(d["id"].endswith(".py") for d in lane["documents"])
+
+    job = tiny_job(dataset, resumed, *settings)
+    ends = ranks(2).run(train_with, job, NanHidden(rank=1, steps=(5,)), StopAfter(5))
+    assert [code for code, *_ in ends] == [75, 75]
+    state = final_state(resumed, 5)
+    assert (state.skipped_steps, state.contiguous_from, state.position) == (1, 15, 15)
+    assert ranks(2).run(train, tiny_job(dataset, resumed, *settings)) == [0, 0]
+    assert losses(resumed) == losses(straight)
+    assert counters(resumed) == counters(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("policy", [SKIP, ROLLBACK])
+def test_every_stage_has_the_same_trajectory_and_resumes_bit_for_bit(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, policy: str
+) -> None:
+    """Two events, stops before and after them, on 2 ranks; and straight on 1 rank."""
+    one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
+    settings = (*SETTINGS, policy, "model.dropout=0.1", *ZERO[stage])
+    faults = (NanHidden(rank=0, steps=(6,)), NanHidden(rank=0, steps=(10,)))
+    for num_ranks, run in ((1, one), (2, two)):
+        ends = ranks(num_ranks).run(train_with, tiny_job(dataset, run, *settings), *faults)
+        assert [code for code, *_ in ends] == [0] * num_ranks
+    assert losses(two) == pytest.approx(losses(one), rel=TOLERANCE)
+    for step in (5, 7, 10):
+        job = tiny_job(dataset, resumed, *settings)
+        ends = ranks(2).run(train_with, job, *faults, StopAfter(step))
+        assert [code for code, *_ in ends] == [75, 75]
+    ends = ranks(2).run(train_with, tiny_job(dataset, resumed, *settings), *faults)
+    assert [code for code, *_ in ends] == [0, 0]
+    assert losses(resumed) == losses(two)
+    skipped = {5, 6, 9, 10} if policy == ROLLBACK else {6, 10}
+    assert {*range(1, 13)} - {*losses(two)} == skipped
+
+
+@pytest.mark.fault_row(29)
+@pytest.mark.slow
+def test_a_spike_is_undone_with_the_update_that_caused_it(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """The update of step 8 is too large, and the loss of step 9 shows it."""
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    job = tiny_job(dataset, run, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
+    assert [code for code, *_ in ranks(2).run(train_with, job, HighRate(8))] == [0, 0]
+    ranks(2).run(train_with, tiny_job(dataset, reference, *SETTINGS), SkipSteps(8, 9))
+    assert losses(run) == losses(reference)
+    assert dumps(run, 9)[0]["loss"] > 20
+    # No step was compared with losses of the abandoned trajectory.
+    accepted = [loss for step, loss in losses(run).items() if step <= 12]
+    assert final_state(run, 12).divergence.losses == pytest.approx(accepted[-6:])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_update_that_led_to_the_event_is_not_used(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS, *SPIKES, ROLLBACK, "training.keep_checkpoints=1")
+    ends = ranks(2).run(train_with, job, HighRate(9))  # the checkpoint of step 9 has its weights
+    assert [code for code, *_ in ends] == [0, 0]
+    assert "to the checkpoint of step 6; the run continues without steps 9 and 10" in ends[0][2][1]
+    names = {path.name for path in CheckpointDirectory(tmp_path).path.iterdir()}
+    assert "superseded-step-00000009" in names
+
+
+@pytest.mark.slow
+def test_skipped_steps_survive_a_kill_directly_after_the_rollback(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """The checkpoint of step 6 has them, before any later checkpoint is written."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    fault = NanWeight(rank=1, step=8)
+    ranks(2).run(train_with, tiny_job(dataset, straight, *SETTINGS, ROLLBACK), fault)
+    job = tiny_job(dataset, killed, *SETTINGS, ROLLBACK)
+    # The second fault ends the run as a kill would: nothing is saved.
+    ends = ranks(2).run(train_with, job, fault, EndAtStep(7))
+    assert [code for code, *_ in ends] == [3, 3]
+    assert CheckpointDirectory(killed).steps() == [3, 6]
+    assert ranks(2).run(train, tiny_job(dataset, killed, *SETTINGS, ROLLBACK)) == [0, 0]
+    assert losses(killed) == losses(straight)
+    assert counters(killed) == counters(straight)
+
+
+class EndAtStep:
+    """The data fails at a step that a rollback has excluded."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, trainer: Any) -> None:
+        from txl_dist.errors import DataError
+
+        skip = trainer.step.skip
+
+        def failing(**arguments: Any) -> Any:
+            if trainer.state.step + 1 == self.step:
+                raise DataError("the run ends here")
+            return skip(**arguments)
+
+        trainer.step.skip = failing
+
+
+@pytest.mark.slow
+def test_a_rollback_without_an_older_checkpoint_stops(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS, ROLLBACK)
+    ends = ranks(2).run(train_with, job, NanHidden(rank=0, steps=(4,)))
+    for code, message, _ in ends:
+        assert code == 5
+        assert "finds no checkpoint of a step before 3" in message
+    assert len(dumps(tmp_path, 4)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [SKIP, ROLLBACK])
+def test_too_many_events_end_the_run_and_name_the_last_good_checkpoint(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, policy: str
+) -> None:
+    """Also after a resume, which does not reset the number of events."""
+    settings = (*SETTINGS, policy, "divergence.max_events=2", "training.keep_checkpoints=9")
+    fault = NanHidden(rank=1, steps=range(8, 13))
+    job = tiny_job(dataset, tmp_path, *settings)
+    assert ranks(2).run(train_with, job, fault, StopAfter(8))[0][0] == 75
+    for code, message, _ in ranks(2).run(train_with, tiny_job(dataset, tmp_path, *settings), fault):
+        assert code == 5
+        assert "This is event 3 within 1000 steps, more than divergence.max_events=2" in message
+        # The rollback of step 9 has excluded step 6 too, the last update before it.
+        last_good = CheckpointDirectory(tmp_path).at(6 if policy == SKIP else 3)
+        assert f"--resume {last_good}" in message

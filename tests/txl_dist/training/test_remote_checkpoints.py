@@ -1,0 +1,155 @@
+"""Checkpoints are copied to an object store behind training, and a run resumes from the copies.
+
+The store is moto's S3 on 127.0.0.1.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
+
+from data_pipeline.storage import urls
+from data_pipeline.storage.remote_path import RemotePath
+from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, losses, tiny_job, train
+from tests.txl_dist.training.test_saving import train_changed
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.errors import DataError
+from txl_dist.runtime.world import World
+from txl_dist.training import saving
+from txl_dist.training.job import TrainJob
+from txl_dist.training.loop import Trainer
+
+URL = "s3://bucket/runs/one"
+SETTINGS = (
+    NO_EVALUATION,
+    f"training.checkpoint_url={URL}",
+    "training.checkpoint_interval_steps=5",
+)
+
+
+@pytest.fixture
+def aws(s3_server: ThreadedMotoServer, bucket: Any) -> dict[str, str]:  # noqa: F811
+    """The environment in which the ranks find the store."""
+    fail_fast = {"AWS_MAX_ATTEMPTS": "1"}
+    return {k: v for k, v in os.environ.items() if k.startswith("AWS_")} | fail_fast
+
+
+def in_cloud(world: World, aws: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(world, *args)` with the store, and without long waits between retries."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in aws.items():
+            patch.setenv(name, value)
+        patch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
+        patch.setattr(saving, "RETRY_SECONDS", 0.2)
+        patch.setattr(s3fs.S3FileSystem, "retries", 1)
+        s3fs.S3FileSystem.clear_instance_cache()
+        return function(world, *args)
+
+
+def remote_steps(store: Any) -> list[int]:
+    """Steps of the complete copies."""
+    store.invalidate_cache()
+    manifests = store.glob("bucket/runs/one/checkpoints/*/manifest.json")
+    return sorted(int(path.split("/")[-2][5:13]) for path in manifests)
+
+
+def die_after(trainer: Trainer, step: int) -> None:
+    """End the run with an error of the data after a step, as soon as its checkpoint is copied."""
+    segments = trainer.segments
+
+    def failing() -> Any:
+        while trainer.state.step < step:
+            yield next(segments)
+        trainer.saver.finish(require_copies=True)
+        raise DataError("the machine is gone")
+
+    trainer.segments = failing()
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+    num_ranks: int,
+) -> None:
+    straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION)
+    assert ranks(num_ranks).run(train, straight) == [0] * num_ranks
+
+    job = tiny_job(dataset, tmp_path / "run", *SETTINGS)
+    ends = ranks(num_ranks).run(in_cloud, aws, train_changed, job, die_after, 13)
+    assert [code for code, _ in ends] == [3] * num_ranks
+    assert remote_steps(bucket) == [5, 10]
+    shutil.rmtree(tmp_path / "run")
+
+    assert ranks(num_ranks).run(in_cloud, aws, train, job) == [0] * num_ranks
+    assert "resuming at step 10" in (tmp_path / "run/logs/rank-0.log").read_text()
+    assert losses(tmp_path / "run") == losses(straight.run_path)
+    local = CheckpointDirectory(tmp_path / "run")
+    assert remote_steps(bucket) == local.steps() == [15, 20], "the same retention"
+    latest = bucket.cat("bucket/runs/one/LATEST").decode()
+    assert latest.startswith("checkpoints/step-00000020.")
+    copied = bucket.cat("bucket/runs/one/metrics.jsonl").decode().splitlines()
+    assert [json.loads(line)["step"] for line in copied] == list(range(1, 21))
+
+
+def train_with_refused_uploads(
+    world: World, job: TrainJob, until_step: int | None
+) -> tuple[int, str, bool]:
+    """Answer all uploads with an error, until a step if one is given; whether that happened."""
+    upload, refused = RemotePath.write_from, []
+
+    def refuse_uploads(trainer: Trainer) -> None:
+        def refuse(target: RemotePath, source: Path) -> None:
+            if until_step is None or trainer.state.step < until_step:
+                refused.append(target)
+                raise ConnectionError("503 Slow Down")
+            upload(target, source)
+
+        RemotePath.write_from = refuse  # type: ignore[method-assign]
+
+    try:
+        return *train_changed(world, job, refuse_uploads), bool(refused)
+    finally:
+        RemotePath.write_from = upload  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_later(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS)
+    ends = ranks(1).run(in_cloud, aws, train_with_refused_uploads, job, 20)
+    assert ends == [(0, "", True)]
+    assert remote_steps(bucket) == [15, 20]
+
+
+@pytest.mark.slow
+def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str]
+) -> None:
+    hasty = (*SETTINGS, "training.checkpoint_upload_timeout_seconds=3")
+    ends = ranks(2).run(
+        in_cloud, aws, train_with_refused_uploads, tiny_job(dataset, tmp_path, *hasty), None
+    )
+    for code, message, _ in ends:
+        assert code == 4
+        assert f"could not be copied to {URL}: rank 0: ConnectionError: 503" in message
+        assert "The same command repeats the upload" in message
+    assert CheckpointDirectory(tmp_path).steps() == [15, 20]
+    job = tiny_job(dataset, tmp_path, *SETTINGS)
+    assert ranks(2).run(in_cloud, aws, train, job) == [0, 0], "the same command uploads"

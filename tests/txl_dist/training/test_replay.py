@@ -1,0 +1,96 @@
+"""Replay: the memory after a change of lanes or `mem_len` is that of an uninterrupted reading."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.remainder import Remainder
+from data_pipeline.streams.segment_stream import SegmentStream
+from tests.support.gloo_ranks import RankGroups
+from tests.support.small_models import VOCAB_SIZE, small_model
+from tests.support.token_sources import random_corpus
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, refusal, tiny_job, train
+
+CONSTANT_WEIGHTS = ("optimizer.lr=1.0e-30", "optimizer.min_lr=0", "optimizer.warmup_steps=0")
+LENGTHS = [[17, 40], [9], [30, 22, 14]]
+N_LAYER, MEM_LEN, TGT_LEN = 2, 7, 3
+CONTEXT_SEGMENTS = N_LAYER * 3  # ceil(7 / 3)
+
+
+def memory_after(num_segments: int, reset: str) -> list[torch.Tensor]:
+    """The memory of 4 lanes that begin inside an epoch, after a replay of some segments."""
+    plan = LanePlan(
+        num_tokens=132, num_lanes=4, tgt_len=TGT_LEN, start=20,
+        remainder=Remainder(((50, 70), (80, 132)), context_tokens=num_segments * TGT_LEN),
+    )  # fmt: skip
+    model = small_model(n_layer=N_LAYER, mem_len=MEM_LEN)
+    source = random_corpus(LENGTHS, vocab_size=VOCAB_SIZE, seed=1)
+    memory = model.empty_memory(4)
+    with SegmentStream(source, plan, lanes=range(4), reset=reset, position=20) as stream:  # type: ignore[arg-type]
+        for segment in stream.segments_before(num_segments):
+            columns = (torch.from_numpy(array) for array in (segment.input, segment.age))
+            _, memory = model.hidden(*columns, memory)
+    return [layer.detach() for layer in memory.layers]
+
+
+@pytest.mark.parametrize("reset", ["document", "stream"])
+def test_the_context_gives_the_memory_of_the_whole_epoch_before(reset: str) -> None:
+    whole_epoch = memory_after(132 // TGT_LEN, reset)
+    assert_close(memory_after(CONTEXT_SEGMENTS, reset), whole_epoch)
+    if reset == "stream":
+        with pytest.raises(AssertionError):
+            assert_close(memory_after(N_LAYER, reset), whole_epoch)
+
+
+@pytest.mark.slow
+def test_a_longer_memory_is_what_it_would_be_if_it_had_always_been_longer(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """Also a shorter one. With constant weights the losses of all other runs are comparable."""
+    settings = (NO_EVALUATION, *CONSTANT_WEIGHTS, "training.checkpoint_interval_steps=5")
+    for name, mem_len, num_steps in [
+        ("long", 10, 15), ("short", 4, 15),
+        ("changed", 4, 5), ("changed", 10, 10), ("changed", 4, 15),
+    ]:  # fmt: skip
+        job = tiny_job(
+            dataset, tmp_path / name, *settings,
+            f"model.mem_len={mem_len}", f"training.num_steps={num_steps}",
+            allow_change=("model.mem_len", "training.num_steps"),
+        )  # fmt: skip
+        assert ranks(1).run(train, job) == [0]
+    changed = losses(tmp_path / "changed")
+    for name, steps in [("short", range(1, 6)), ("long", range(6, 11)), ("short", range(11, 16))]:
+        expected = losses(tmp_path / name)
+        for step in steps:
+            assert changed[step] == pytest.approx(expected[step], rel=1e-6), (name, step)
+    assert losses(tmp_path / "long")[8] != pytest.approx(losses(tmp_path / "short")[8], rel=1e-6)
+
+
+def test_lanes_change_in_mid_run_and_the_log_counts_the_tokens(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    settings = (NO_EVALUATION, "training.checkpoint_interval_steps=4")
+    run = tmp_path / "run"
+    for num_lanes, tgt_len, num_steps in [(5, 3, 4), (8, 4, 8), (2, 4, 12)]:
+        overrides = (
+            f"data.num_lanes={num_lanes}", f"data.tgt_len={tgt_len}",
+            f"training.num_steps={num_steps}",
+        )  # fmt: skip
+        if num_steps > 4:
+            assert ranks(1).run(train, tiny_job(dataset, run, *settings, *overrides)) == [4]
+            assert "--allow-change data.num_lanes" in refusal(run)
+        allowed = ("data.num_lanes", "data.tgt_len", "training.num_steps")
+        job = tiny_job(dataset, run, *settings, *overrides, allow_change=allowed)
+        assert ranks(1).run(train, job) == [0]
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert (
+        re.findall(r"tokens lost by this resume (\d+), read twice (\d+)", log) == [("0", "0")] * 2
+    )
+    assert re.findall(r"replayed (\d+) tokens per lane, unscored", log) == ["16", "16"]
+    lines = [line for line in metrics(run) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert all(line["memory_valid"] > 0.3 for line in lines if line["step"] in (5, 9))

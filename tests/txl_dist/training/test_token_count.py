@@ -1,0 +1,45 @@
+"""The count of lost and repeated tokens notices a phase that does not continue its epoch."""
+
+import pytest
+
+from txl_dist.training.phases import phases_from
+from txl_dist.training.state import CorpusEntry, Phase, TrainState
+from txl_dist.training.token_count import count_tokens
+
+
+def phase(num_lanes: int, **fields: object) -> Phase:
+    corpus = CorpusEntry(name="data", digest="0" * 64, tokens=20, weight=1.0)
+    return Phase.model_validate({"corpora": (corpus,), "num_lanes": num_lanes, **fields})
+
+
+def continued(**fields: object) -> Phase:
+    """Two lanes of ten tokens have read three each; three lanes continue."""
+    return phase(3, position=3, **fields)
+
+
+@pytest.mark.parametrize(
+    ("after", "lost", "twice"),
+    [
+        (continued(unread=((3, 10), (13, 20))), 0, 0),
+        (continued(unread=((5, 10), (13, 20))), 0, 0),  # fewer than the tail of three lanes
+        (continued(unread=((6, 10), (13, 20))), 3, 0),
+        (continued(unread=((2, 10), (13, 20))), 0, 1),
+        (continued(first_epoch=1), 14, 0),
+        (continued(), 0, 6),
+    ],
+)
+def test_lost_and_repeated_tokens_are_counted(after: Phase, lost: int, twice: int) -> None:
+    state = TrainState(position=3, tokens=6, phases=(phase(2), after))
+    count = count_tokens((phase(2),), state)
+    assert (count.lost, count.twice, count.targets_missing) == (lost, twice, 0)
+    assert count.line.startswith(f"tokens lost by this resume {lost}, read twice {twice} | ")
+
+
+def test_a_new_number_of_lanes_continues_the_epoch() -> None:
+    phases = phases_from((phase(2),), phase(3), position=3, context_tokens=4)
+    assert phases[-1] == continued(unread=((3, 10), (13, 20)), context_tokens=4)
+
+
+def test_targets_that_were_not_trained_on_are_counted() -> None:
+    state = TrainState(position=3, tokens=4, phases=(phase(2),))
+    assert count_tokens((phase(2),), state).targets_missing == 2

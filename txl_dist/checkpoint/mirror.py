@@ -1,0 +1,209 @@
+"""CheckpointMirror: copies the checkpoints of a run to a URL, in a background thread of each rank.
+
+The copies follow the local directory: every `update` uploads what the URL lacks, newest first, and
+removes the copies of checkpoints that do not exist locally any more. So a failed upload needs no
+record: the next update repeats it, and training never stops for a store that is away. Each rank
+uploads the files that it wrote; rank 0 uploads the manifest, when the store has all other files,
+then LATEST and the metrics.
+"""
+
+import logging
+import re
+import threading
+import time
+
+from data_pipeline.errors import printable
+from data_pipeline.processes.background_queue import BackgroundQueue
+from data_pipeline.storage.remote_path import RemotePath
+from txl_dist.checkpoint.directory import CheckpointDirectory, reading
+from txl_dist.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointManifest,
+    load_checkpoint_manifest,
+)
+from txl_dist.checkpoint.remote import RUN_FILES, RemoteCheckpoints, remote_name, step_of
+from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.runtime.fault_injection import fault_point
+
+POLL_SECONDS = 0.5
+"""Between two looks for a checkpoint or for the uploads of the other ranks."""
+_RANK = re.compile(r"-rank-(\d{5})\.")
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointMirror:
+    """One rank's part of the copies. No method is collective."""
+
+    def __init__(
+        self,
+        url: str,
+        checkpoints: CheckpointDirectory,
+        *,
+        rank: int,
+        num_ranks: int,
+        timeout_seconds: float,
+    ) -> None:
+        self._remote, self._checkpoints = RemoteCheckpoints(RemotePath(url)), checkpoints
+        self._rank, self._num_ranks, self._timeout_seconds = rank, num_ranks, timeout_seconds
+        self._sent_manifests: dict[str, bytes] = {}
+        self._expected: tuple[int, str] | None = None
+        self._closing = threading.Event()
+        self.failure: str | None = None
+        """Why the last update has failed; None if it has not."""
+        self._queue = BackgroundQueue("upload")
+
+    def __str__(self) -> str:
+        return str(self._remote.url)
+
+    def open(self, run_id: str) -> None:
+        """Remove the copies of checkpoints that the run has abandoned by resuming from an older
+        one. Call on rank 0 before any rank uploads.
+
+        Raises ConfigError if the URL has checkpoints of another run, which would be removed;
+        CheckpointError if the store fails.
+        """
+        try:
+            names = self._remote.complete()
+            other = self._remote.run_id(names[-1]) if names else None
+            if other not in (None, run_id):
+                raise ConfigError(
+                    f"training.checkpoint_url={self} has checkpoints of another run ({names[-1]}). "
+                    "Use another URL for this run, or remove them with the tools of the store"
+                )
+            newest = max(self._checkpoints.steps(), default=0)
+            for name in self._remote.names():
+                if step_of(name) > newest:
+                    self._remote.remove(name)
+        except OSError as error:
+            raise unreachable(self._remote, error) from error
+
+    def update(self, *, published: tuple[int, str] | None = None) -> None:
+        """Copy what is missing; returns immediately.
+
+        `published`: step and save id of a checkpoint that rank 0 is about to publish.
+        """
+        self._expected = published or self._expected
+        self._queue.submit(self._try_update)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait for the updates of this rank; returns whether all have ended."""
+        return self._queue.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """End the thread. An upload in progress is not completed."""
+        self._closing.set()
+        self._queue.close(POLL_SECONDS)
+
+    # --- in the background thread ---------------------------------------------------------------
+
+    def _try_update(self) -> None:
+        if self._closing.is_set():
+            return
+        try:
+            self._wait_for_publication()
+            self._update()
+            self.failure = None
+        except Exception as error:  # every client library has its own error classes
+            reason = getattr(error, "strerror", None) or str(error)
+            self.failure = f"rank {self._rank}: {type(error).__name__}: {printable(reason)}"
+            log.warning(
+                "upload to %s | %s. Training continues, and the next checkpoint repeats the upload",
+                self,
+                self.failure,
+            )
+
+    def _wait_for_publication(self) -> None:
+        if self._expected is None:
+            return
+        step, save_id = self._expected
+        deadline = time.monotonic() + self._timeout_seconds
+        while time.monotonic() < deadline and not self._closing.is_set():
+            try:
+                if load_checkpoint_manifest(self._checkpoints.at(step)).save_id == save_id:
+                    break
+            except CheckpointError:  # not yet
+                self._closing.wait(POLL_SECONDS)
+        self._expected = None
+
+    def _update(self) -> None:
+        present: dict[int, str | None] = {}
+        for step in reversed(self._checkpoints.steps()):
+            try:
+                present[step] = self._upload(step)
+            except CheckpointError as error:  # removed meanwhile, or damaged
+                log.info("%s is not uploaded: %s", self._checkpoints.at(step), error)
+                present[step] = None
+        if self._rank != 0 or not present:
+            return
+        newest = next((name for name in present.values() if name), None)
+        if newest:
+            (self._remote.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
+        for name in RUN_FILES:
+            if (path := self._checkpoints.run / name).is_file():
+                (self._remote.url / name).write_from(path)
+        self._remove_all_but(present)
+
+    def _remove_all_but(self, present: dict[int, str | None]) -> None:
+        for name in self._remote.names():
+            step = step_of(name)
+            # Another rank may already be uploading a newer checkpoint than those in `present`.
+            is_old = step <= max(present)
+            # A local checkpoint that cannot be read is no reason to remove its copy.
+            is_unreadable = step in present and present[step] is None
+            if is_old and not is_unreadable and name not in present.values():
+                self._remote.remove(name)
+
+    def _upload(self, step: int) -> str | None:
+        """Upload this rank's files of a checkpoint, and on rank 0 the manifest; its remote name."""
+        path = self._checkpoints.at(step)
+        with reading(path):
+            manifest = load_checkpoint_manifest(path)
+            name = remote_name(manifest)
+            if name is None:
+                return None
+            target = self._remote.at(name)
+            present = _sizes(target)
+            fault_point("upload")
+            for file, entry in manifest.files.items():
+                if self._is_own(file) and present.get(file) != entry.bytes:
+                    (target / file).write_from(path / file)
+            if self._rank == 0:
+                self._wait_for_files(target, manifest)
+                content = (path / MANIFEST_NAME).read_bytes()
+                if self._sent_manifests.get(name) != content:
+                    (target / MANIFEST_NAME).write_bytes(content)
+                    self._sent_manifests[name] = content
+                    log.info("checkpoint at step %d | copied to %s", step, target)
+        return name
+
+    def _is_own(self, file: str) -> bool:
+        # Modulo: an older checkpoint may have been written by more ranks than there are now.
+        match = _RANK.search(file)
+        return (int(match[1]) if match else 0) % self._num_ranks == self._rank
+
+    def _wait_for_files(self, target: RemotePath, manifest: CheckpointManifest) -> None:
+        """Wait until the store has all files, also those that other ranks upload."""
+        expected = {file: entry.bytes for file, entry in manifest.files.items()}
+        deadline = time.monotonic() + self._timeout_seconds
+        while missing := sorted(expected.items() - _sizes(target).items()):
+            if time.monotonic() > deadline or self._closing.is_set():
+                raise TimeoutError(f"{target / missing[0][0]} was not uploaded by its rank")
+            self._closing.wait(POLL_SECONDS)
+
+
+def unreachable(remote: RemoteCheckpoints, error: OSError) -> CheckpointError:
+    """The error of a start that cannot read the URL of its checkpoints."""
+    return CheckpointError(
+        f"training.checkpoint_url={remote.url} cannot be read: {error.strerror}. It may have newer "
+        "checkpoints than the run directory, so nothing is trained. Check the bucket, the "
+        "credentials and the network and run it again, or train without it: "
+        "training.checkpoint_url=null"
+    )
+
+
+def _sizes(target: RemotePath) -> dict[str, int]:
+    try:
+        return target.sizes()
+    except FileNotFoundError:  # a folder of an object store exists once it contains a file
+        return {}

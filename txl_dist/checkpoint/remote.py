@@ -1,0 +1,127 @@
+"""The copies of a run's checkpoints below a URL: names, download, removal.
+
+    URL/checkpoints/step-NNNNNNNN.ID/   the files of one save; complete if manifest.json is there
+    URL/LATEST                          for people and scripts
+    URL/metrics.jsonl, tracking.json    of the run directory, as of the newest checkpoint
+
+The name contains the id of the save: an upload that was interrupted can never be completed with the
+files of another save of the same step. `mirror.py` uploads.
+"""
+
+import hashlib
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.storage.atomic_files import write_file, write_synced
+from data_pipeline.storage.remote_path import RemotePath
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointManifest,
+    FileEntry,
+    load_checkpoint_manifest,
+)
+from txl_dist.errors import CheckpointError
+
+RUN_FILES = ("metrics.jsonl", "tracking.json")
+"""Files of the run directory that are copied: the metrics, and which MLflow run has them."""
+_NAME = re.compile(r"step-(\d{8,})\.[0-9a-f]{8,64}")
+_BLOCK_BYTES = 8 * 2**20
+
+
+def remote_name(manifest: CheckpointManifest) -> str | None:
+    """Name of the copy of a checkpoint; None if it was written before saves had ids."""
+    return f"step-{manifest.step:08d}.{manifest.save_id}" if manifest.save_id else None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpoints:
+    """The copies below `url`. Methods raise OSError if the store fails, after retries."""
+
+    url: RemotePath
+
+    def at(self, name: str) -> RemotePath:
+        """The folder of one copy."""
+        return self.url / "checkpoints" / name
+
+    def names(self) -> list[str]:
+        """Names of all copies, complete or not, in ascending order of steps."""
+        names = [name for name in (self.url / "checkpoints").folders() if _NAME.fullmatch(name)]
+        return sorted(names, key=step_of)
+
+    def complete(self) -> list[str]:
+        """Names of the complete copies, in ascending order of steps."""
+        names = [name for name in self.names() if (self.at(name) / MANIFEST_NAME).is_file()]
+        try:
+            latest = (self.url / "LATEST").read_bytes().decode(errors="replace").strip()
+        except FileNotFoundError:
+            latest = ""
+        # Two of one step are left by a kill after a step was trained again: LATEST is the new one.
+        return sorted(names, key=lambda name: (step_of(name), latest.endswith(name)))
+
+    def remove(self, name: str) -> None:
+        """Remove a copy, its manifest first, so that it never looks complete."""
+        (self.at(name) / MANIFEST_NAME).remove()
+        self.at(name).remove()
+
+    def run_id(self, name: str) -> str | None:
+        """The run that wrote a copy; None if its manifest does not say so."""
+        # Only compared with the id of a run, so it needs no further validation.
+        text = (self.at(name) / MANIFEST_NAME).read_bytes()
+        match = re.search(rb'"run_id": "([0-9a-f]+)"', text)
+        return match[1].decode() if match else None
+
+    def download(self, name: str, checkpoints: CheckpointDirectory) -> Path:
+        """Copy a complete checkpoint to the run's directory; returns its path.
+
+        Each file is verified before the checkpoint gets its final name. Raises CheckpointError for
+        a damaged copy.
+        """
+        save_id = name.partition(".")[2]
+        staging = checkpoints.begin(save_id)
+        try:
+            write_synced(staging / MANIFEST_NAME, (self.at(name) / MANIFEST_NAME).read_bytes())
+            manifest = load_checkpoint_manifest(staging)
+            if remote_name(manifest) != name:
+                raise CheckpointError(
+                    f"{self.at(name)} has the manifest of {remote_name(manifest)}"
+                )
+            for file_name, entry in manifest.files.items():
+                _download(self.at(name) / file_name, staging / file_name, entry)
+            path = checkpoints.finish(save_id, manifest.step)
+            checkpoints.set_pointer("LATEST", manifest.step)
+        except BaseException:
+            checkpoints.discard(save_id)
+            raise
+        return path
+
+    def download_run_files(self, run: Path) -> None:
+        """Copy the metrics and the tracking state to the run directory, if there are copies."""
+        for name in RUN_FILES:
+            with suppress(FileNotFoundError):  # tracking may be off
+                write_file(run / name, (self.url / name).read_bytes())
+
+
+def step_of(name: str) -> int:
+    """The step in the name of a copy."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+def _download(source: RemotePath, target: Path, entry: FileEntry) -> None:
+    sha256, num_bytes = hashlib.sha256(), 0
+    with source.open() as stream, target.open("wb") as file:
+        while block := stream.read(_BLOCK_BYTES):
+            file.write(block)
+            sha256.update(block)
+            num_bytes += len(block)
+        file.flush()
+        os.fsync(file.fileno())
+    if num_bytes != entry.bytes:
+        raise CheckpointError(f"{source} has {num_bytes:,} bytes, expected {entry.bytes:,}")
+    if sha256.hexdigest() != entry.sha256:
+        raise CheckpointError(f"{source} has sha256 {sha256.hexdigest()}, expected {entry.sha256}")

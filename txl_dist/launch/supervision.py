@@ -1,0 +1,138 @@
+"""Supervision of ranks: why they ended, and whether they are restarted.
+
+    RankEnd ... -> failure_of -> RunFailure -> RestartBudget -> restart, or raise
+
+The budget is shared with the Ray launcher, which learns of failures from Ray Train instead.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data_pipeline.processes.stop_signals import STOP_SIGNALS
+from txl_dist.checkpoint.directory import resume_advice
+from txl_dist.errors import LostRankError, PreemptedError, TxlError
+from txl_dist.training.run_directory import RunDirectory
+
+
+class RestartBudget:
+    """Counts failures since the newest checkpoint grew, and allows `max_restarts` of them.
+
+    A run of weeks with one failure a day therefore never exhausts the budget; ranks that fail
+    before they save do. Every reset needs a checkpoint of a later step than all before, so a loop
+    that falls back to older checkpoints ends too.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self.max_restarts = max_restarts
+        self.num_failures = 0
+        """Failures since the newest checkpoint grew."""
+        self._newest_step = -1
+
+    def allows_restart(self, *, newest_step: int | None) -> bool:
+        """Count a failure; `newest_step` is that of the newest complete checkpoint, if any."""
+        if newest_step is not None and newest_step > self._newest_step:
+            self._newest_step, self.num_failures = newest_step, 0
+        self.num_failures += 1
+        return self.num_failures <= self.max_restarts
+
+    def exhausted_error(self, event: str, directory: RunDirectory) -> TxlError:
+        """The error after a failure that the budget does not allow; `event` says what failed."""
+        return TxlError(
+            f"the ranks failed more than {self.max_restarts} times without a new checkpoint in "
+            f"between (--max-restarts, or ray.max_restarts with Ray); the last failure: {event}. "
+            f"Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    code: int
+    """Exit code, or minus the number of the signal that killed the process."""
+    error: TxlError | None
+    hung: bool
+    """The launcher killed it, because it did not end after a failure or a stop request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailure:
+    """What ended a run."""
+
+    error: TxlError
+    event: str
+    """The failure without advice, for the line about the restart."""
+    can_restart: bool
+    """A restart can help: a rank was killed, hung, was lost, or ended without a TxlError."""
+
+
+def failure_of(
+    ends: Sequence[RankEnd], *, stop_requested: bool, directory: RunDirectory
+) -> RunFailure | None:
+    """The failure that ended the run; None if all ranks succeeded.
+
+    One failure usually makes all ranks fail. The first of these that exists is the cause:
+    1. a stop request; 2. a rank killed from outside; 3. an error of a rank's own; 4. a rank that
+    hung. LostRankError comes last, because it is a consequence of another rank's failure.
+    """
+    failed = [end for end in ends if end.code]
+    if not failed:
+        return None
+    if stop := _stop_of(failed, stop_requested=stop_requested, directory=directory):
+        return RunFailure(stop, "stopped on request", can_restart=False)
+    advice, logs = resume_advice(directory.path), f"Logs of all ranks: {directory.logs}"
+    for end in failed:
+        if end.code < 0 and not end.hung:
+            event = f"rank {end.rank} was killed by {signal.Signals(-end.code).name}"
+            error = TxlError(f"{event}; the run stopped. {logs}. {advice}")
+            return RunFailure(error, event, can_restart=True)
+    for end in failed:
+        if end.error is not None and not isinstance(end.error, LostRankError):
+            return RunFailure(end.error, str(end.error), can_restart=False)
+    hung = ", ".join(str(end.rank) for end in failed if end.hung)
+    if hung:
+        event = f"rank {hung} hung and was killed"
+    else:
+        event = f"rank {failed[0].rank} ended with code {failed[0].code}"
+    consequence = next((str(end.error) for end in failed if end.error is not None), advice)
+    return RunFailure(TxlError(f"{event}. {consequence}. {logs}"), event, can_restart=True)
+
+
+def _stop_of(
+    failed: Sequence[RankEnd], *, stop_requested: bool, directory: RunDirectory
+) -> PreemptedError | None:
+    """The PreemptedError of a run that a stop request ended; None if something else did."""
+    for end in failed:
+        if isinstance(end.error, PreemptedError):
+            return end.error
+    advice = resume_advice(directory.path)
+    if any(is_stop_code(end.code) for end in failed):
+        return PreemptedError(f"stopped on request. {advice}")
+    hung = ", ".join(str(end.rank) for end in failed if end.hung)
+    if stop_requested and hung:
+        return PreemptedError(
+            f"stopped on request, and rank {hung} was killed, because it did not end within "
+            f"training.grace_seconds. {advice}"
+        )
+    return None
+
+
+def is_stop_code(code: int) -> bool:
+    """Whether a rank ended because of a stop request. In its first moments the signal kills it."""
+    return code == PreemptedError.exit_code or -code in STOP_SIGNALS
+
+
+def restart_line(
+    failure: RunFailure, budget: RestartBudget, *, newest_step: int | None, resume: str
+) -> str:
+    """The line that announces a restart; `resume` is that of the TrainJob."""
+    if resume == "auto" and newest_step is not None:
+        start = f"step {newest_step}"
+    else:
+        start = "the beginning" if resume in ("auto", "never") else resume
+    return (
+        f"{failure.event}; restart {budget.num_failures} of at most {budget.max_restarts} without "
+        f"a new checkpoint, from {start}"
+    )

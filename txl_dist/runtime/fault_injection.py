@@ -1,0 +1,147 @@
+"""Fault injection: a rank fails at a named point of a run. Off unless TXL_FAULT is set.
+
+    TXL_FAULT=POINT:ACTION[:NTH[:RANK]]     several, separated by commas
+    TXL_FAULT_TRACE=FILE                    append a line to FILE whenever a rank reaches a point
+
+ACTION is `kill` (SIGKILL), `stop` (SIGSTOP: the rank hangs), `terminate` (SIGTERM: a request to
+stop), `raise` (an error) or `sleep=SECONDS`. It happens when the rank reaches the point for the
+NTH time in this process, 1 by default; without RANK, on every rank. Example: kill rank 1 when it
+begins its third checkpoint:
+
+    TXL_FAULT=save/files:kill:3:1 txl train configs/tiny.yaml --on processes --ranks 2
+
+A point is the beginning of a phase, which lasts until the rank reaches the next point.
+"""
+
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from txl_dist.errors import ConfigError, TxlError
+
+Point = Literal[
+    "start",  # a rank begins
+    "engine",  # it has met the other ranks, and builds model and engine
+    "resume",  # it loads a checkpoint
+    "replay",  # it fills the memory after a change of lanes
+    "step",  # before the forward pass
+    "evaluation",
+    "save/files",  # every rank writes its files
+    "save/manifest",  # rank 0: all files are written, and the manifest is not
+    "save/latest",  # rank 0: the checkpoint is complete, and LATEST names the previous one
+    "upload",  # a rank copies its files of a checkpoint to training.checkpoint_url
+]
+POINTS: tuple[Point, ...] = get_args(Point)
+
+_FAULT = re.compile(
+    r"(?P<point>[^:]+):(?P<action>[^:]+)(:(?P<nth>[1-9]\d*)(:(?P<rank>\d+))?)?", re.ASCII
+)
+
+FAULT_VARIABLE = "TXL_FAULT"
+TRACE_VARIABLE = "TXL_FAULT_TRACE"
+
+
+class InjectedError(TxlError):
+    """The error of action `raise`."""
+
+
+def fault_point(point: Point) -> None:
+    """Fail here if TXL_FAULT says so. Raises ConfigError if TXL_FAULT is invalid."""
+    injector = _injector(os.environ.get(FAULT_VARIABLE, ""), os.environ.get(TRACE_VARIABLE, ""))
+    if injector is not None:
+        injector.reach(point, rank=int(os.environ.get("RANK", "0")))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One entry of TXL_FAULT."""
+
+    point: Point
+    act: Callable[[], None]
+    nth: int = 1
+    rank: int | None = None
+
+
+class Injector:
+    """Counts how often this process reaches each point, and acts at the chosen ones."""
+
+    def __init__(self, faults: list[Fault], *, trace: str) -> None:
+        self._faults, self._trace = faults, trace
+        self._count: Counter[Point] = Counter()
+
+    def reach(self, point: Point, *, rank: int) -> None:
+        self._count[point] += 1
+        if self._trace:
+            # One write in append mode: lines of several processes do not mix.
+            line = f"{time.monotonic():.6f} {os.getpid()} {rank} {point}\n"
+            with open(self._trace, "ab", buffering=0) as file:  # noqa: PTH123  # once per step
+                file.write(line.encode())
+        for fault in self._faults:
+            is_here = fault.point == point and fault.nth == self._count[point]
+            if is_here and fault.rank in (None, rank):
+                fault.act()
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """One line of a trace."""
+
+    time: float
+    """On the monotonic clock, which all processes of a machine share."""
+    pid: int
+    rank: int
+    point: str
+
+
+def read_trace(path: Path) -> list[Reached]:
+    """The complete lines of a trace that may not exist yet."""
+    if not path.exists():
+        return []
+    lines = path.read_text().rpartition("\n")[0].splitlines()
+    words = (line.split() for line in lines)
+    return [Reached(float(time), int(pid), int(rank), point) for time, pid, rank, point in words]
+
+
+@cache
+def _injector(faults: str, trace: str) -> Injector | None:
+    if not faults and not trace:
+        return None
+    return Injector([parse_fault(text) for text in faults.split(",") if text], trace=trace)
+
+
+def parse_fault(text: str) -> Fault:
+    """Read `POINT:ACTION[:NTH[:RANK]]`. Raises ConfigError."""
+    match = _FAULT.fullmatch(text)
+    act = _action(match["action"]) if match else None
+    if match is None or act is None or match["point"] not in POINTS:
+        raise ConfigError(
+            f"{FAULT_VARIABLE}: {text!r} is not POINT:ACTION[:NTH[:RANK]] with a point of "
+            f"{', '.join(POINTS)} and an action of kill, stop, terminate, raise, sleep=SECONDS. "
+            f"For a run without injected faults: unset {FAULT_VARIABLE}"
+        )
+    point = cast(Point, match["point"])
+    rank = None if match["rank"] is None else int(match["rank"])
+    return Fault(point, act, int(match["nth"] or 1), rank)
+
+
+def _action(name: str) -> Callable[[], None] | None:
+    signals = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+    if name in signals:
+        return lambda: os.kill(os.getpid(), signals[name])
+    if name == "raise":
+        return _raise_injected
+    word, _, seconds = name.partition("=")
+    if word == "sleep" and seconds.replace(".", "", 1).isdecimal():
+        return lambda: time.sleep(float(seconds))
+    return None
+
+
+def _raise_injected() -> None:
+    raise InjectedError(f"an error injected by {FAULT_VARIABLE}")

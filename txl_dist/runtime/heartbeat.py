@@ -1,0 +1,185 @@
+"""Heartbeats: small files through which the ranks of a run see what each of them is doing.
+
+    RUN/.heartbeats/rank-N.json       rewritten every few seconds by rank N (`Heartbeat`)
+    RUN/.heartbeats/stack-requests    a line for each time that all ranks must write their stacks
+
+Files, because a rank that waits in a collective cannot use another collective, and every rank sees
+the run directory. Readers decide by the number of a heartbeat, which changes as long as the rank
+lives, and by their own monotonic clock; clocks of different hosts are never compared.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from data_pipeline.storage.atomic_files import overwrite_page
+from data_pipeline.storage.strict_model import StrictModel
+
+SILENT_BEATS = 3
+"""A rank does not respond if its heartbeat has not changed for this many intervals."""
+NUM_READERS = 8
+"""Only this many ranks read the heartbeats of all others, which limits the load of the storage."""
+MAX_NAMED = 4
+"""Ranks that one message describes."""
+_LABEL = re.compile(r"[a-z0-9-]{1,80}")
+
+
+class Heartbeat(StrictModel):
+    """What a rank is doing."""
+
+    rank: int
+    host: str
+    pid: int
+    number: int
+    """Counts the heartbeats of a process."""
+    time: float
+    """Wall clock, for people."""
+    activity: str
+    span: str
+    collective: str | None
+    """The collective in which the rank waits for others; None: it does its own work."""
+    seconds: float
+    """How long it has been in this collective or span."""
+    stack: tuple[str, ...]
+    """Innermost calls of its main thread: `txl_dist/training/loop.py:118 in _next_segment`."""
+
+    @property
+    def process(self) -> str:
+        """`rank 1 (host a, pid 42)`."""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+    @property
+    def place(self) -> str:
+        """`step 12, data wait`."""
+        return self.activity if self.activity == self.span else f"{self.activity}, {self.span}"
+
+
+class HeartbeatFiles:
+    """The files of one run, as used by one rank. An OSError never reaches the caller."""
+
+    def __init__(self, run: Path, *, rank: int) -> None:
+        self._directory = run / ".heartbeats"
+        self._own = self._path(rank)
+        self._requests = self._directory / "stack-requests"
+        with contextlib.suppress(OSError):
+            self._directory.mkdir(parents=True, exist_ok=True)
+        self._num_requests = len(self._read_requests())  # of earlier processes
+
+    def write(self, beat: Heartbeat) -> None:
+        """Replace this rank's heartbeat."""
+        # On a full disk the others see a rank without a heartbeat.
+        with contextlib.suppress(OSError):
+            overwrite_page(self._own, beat.model_dump_json())
+
+    def read(self, rank: int) -> Heartbeat | None:
+        """The heartbeat of a rank; None if there is none."""
+        try:
+            return Heartbeat.model_validate_json(self._path(rank).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def remove(self) -> None:
+        """Remove this rank's heartbeat, because it ends."""
+        with contextlib.suppress(OSError):
+            self._own.unlink()
+
+    def request_stacks(self, label: str) -> None:
+        """Ask every rank to write its stacks to a file with `label` in its name."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self._requests, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(descriptor, f"{label}\n".encode())
+            finally:
+                os.close(descriptor)
+
+    def new_requests(self) -> list[str]:
+        """Labels that were requested since the last call."""
+        requests = self._read_requests()
+        new = requests[self._num_requests :]
+        self._num_requests = len(requests)
+        # The label becomes a part of a file name.
+        return [label for label in new if _LABEL.fullmatch(label)]
+
+    def _read_requests(self) -> list[str]:
+        try:
+            return self._requests.read_text(errors="replace").splitlines()
+        except OSError:
+            return []
+
+    def _path(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}.json"
+
+
+class Peers:
+    """The heartbeats of the other ranks, read while this rank waits for them in a collective."""
+
+    def __init__(
+        self, files: HeartbeatFiles, *, rank: int, num_ranks: int, beat_seconds: float
+    ) -> None:
+        self._files, self._beat_seconds = files, beat_seconds
+        readable = range(num_ranks if rank < NUM_READERS else NUM_READERS)
+        self._others = [other for other in readable if other != rank]
+        self._beats: dict[int, Heartbeat] = {}
+        self._changed_at: dict[int, float] = {}
+        self._missing: list[int] = []
+        self._reader_activity = ""
+        self._read_at = 0.0
+
+    def clear(self) -> None:
+        """Forget everything: a new wait begins."""
+        self._beats, self._changed_at, self._missing = {}, {}, []
+
+    def read(self, activity: str) -> None:
+        """Read the heartbeats during this rank's `activity`. Call again at intervals."""
+        now, self._missing = time.monotonic(), []
+        self._read_at, self._reader_activity = now, activity
+        for rank in self._others:
+            known = self._beats.get(rank)
+            beat = self._files.read(rank) or known  # unreadable while it is being written
+            if beat is None:
+                self._missing.append(rank)
+                continue
+            if known is None or (known.pid, known.number) != (beat.pid, beat.number):
+                self._changed_at[rank] = now
+            self._beats[rank] = beat
+
+    def describe(self, activity: str) -> str:
+        """The ranks that are not in a collective, and what they do.
+
+        Ranks without a changed heartbeat come first. Empty if nothing was read in this activity.
+        """
+        if activity != self._reader_activity:
+            return ""
+        silent = {rank: self._read_at - self._changed_at[rank] for rank in self._beats}
+        limit_seconds = SILENT_BEATS * self._beat_seconds
+        lines = [f"rank {rank} has no heartbeat" for rank in self._missing]
+        lines += [
+            f"{beat.process} has not responded for {silent[rank]:.0f} s (last in {beat.place})"
+            for rank, beat in self._beats.items()
+            if silent[rank] > limit_seconds
+        ]
+        if not lines:  # ranks that work are a consequence of a rank that does not respond
+            lines = [_describe_work(b) for b in self._beats.values() if b.collective is None]
+        if not lines and self._beats:
+            waits = (f"rank {b.rank} in {b.collective} ({b.place})" for b in self._beats.values())
+            return (
+                f"all ranks that were read also wait: {_join(waits)}. The network between them "
+                "may be cut, or another rank hangs"
+            )
+        return _join(lines)
+
+
+def _describe_work(beat: Heartbeat) -> str:
+    call = f": {beat.stack[0]}" if beat.stack else ""
+    return f"{beat.process} has been in {beat.place} for {beat.seconds:.0f} s{call}"
+
+
+def _join(lines: Iterable[str]) -> str:
+    named = list(lines)
+    more = f"; and {len(named) - MAX_NAMED} more ranks" if len(named) > MAX_NAMED else ""
+    return "; ".join(named[:MAX_NAMED]) + more

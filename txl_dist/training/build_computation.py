@@ -1,0 +1,152 @@
+"""Builds what computes and saves: step, stream of segments, saver and recovery.
+
+Called by `build.py`. `build_step` and `build_saver` are collective.
+"""
+
+import math
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.pipeline import segment_pipeline
+from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.streams.segments import Segment
+from txl_dist.checkpoint.mirror import CheckpointMirror
+from txl_dist.checkpoint.writer import CheckpointHeader
+from txl_dist.config.config_file import flatten_config
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.precision import TORCH_DTYPE
+from txl_dist.runtime.source_digest import code_description
+from txl_dist.tracking.tracker import Tracker
+from txl_dist.training.compilation import compile_layers
+from txl_dist.training.divergence_dump import DivergenceDump
+from txl_dist.training.engine import create_engine
+from txl_dist.training.rank_context import RankContext
+from txl_dist.training.recovery import Recovery
+from txl_dist.training.report import Report
+from txl_dist.training.resume import ResumePoint, restore
+from txl_dist.training.saving import RunSaver
+from txl_dist.training.start_state import initial_state
+from txl_dist.training.state import TrainState
+from txl_dist.training.step import TrainStep
+
+
+def build_step(rank: RankContext) -> TrainStep:
+    config, data, world = rank.config, rank.data, rank.world
+    num_rows = data.plan.rows_per_rank(world.num_ranks)
+    micro_batch_rows = min(num_rows, config.training.micro_batch_lanes or num_rows)
+    # Equal on all ranks: at stage 3 every forward and backward is collective, so a rank with fewer
+    # lanes computes padding rows.
+    shape = {
+        "num_micro_batches": math.ceil(num_rows / micro_batch_rows),
+        "micro_batch_rows": micro_batch_rows,
+    }
+    model = TransformerXL(
+        data.model_config,
+        seed=config.seed,
+        recompute_layers=config.training.activation_checkpointing,
+    )
+    lanes = data.plan.lanes_of_rank(world.rank, world.num_ranks)
+    if config.training.compile:
+        compile_layers(model, config, world, lanes=range(micro_batch_rows))
+    return TrainStep(
+        create_engine(model, config, world, **shape),
+        world,
+        lanes=lanes,
+        seed=config.seed,
+        byte_counts_V=torch.from_numpy(data.tokenizer.token_bytes()),
+        memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
+        memory_on_host=config.training.memory_device == "cpu",
+        **shape,
+    )
+
+
+def open_stream(rank: RankContext, step: TrainStep, state: TrainState) -> SegmentStream:
+    data, phase = rank.config.data, state.phases[-1]
+    return SegmentStream(
+        rank.data.source_of(phase, rank.config),
+        rank.data.plan_of(phase),
+        lanes=step.lanes,
+        num_rows=len(step.lane_of_row),
+        reset=data.reset,
+        shuffle=data.shuffle,
+        seed=rank.config.seed,
+        position=state.position,
+        prefetch_segments=data.prefetch_segments,
+    )
+
+
+def build_recovery(
+    rank: RankContext, step: TrainStep, report: Report, saver: RunSaver, *, last_step: int
+) -> Recovery:
+    config, data = rank.config, rank.data
+    streams = rank.stack.enter_context(ExitStack())
+
+    def read_from(state: TrainState) -> tuple[LanePlan, Iterator[Segment]]:
+        streams.close()  # that of the abandoned trajectory
+        stream = streams.enter_context(closing(open_stream(rank, step, state)))
+        return data.plan_of(state.phases[-1]), segment_pipeline(stream)
+
+    return Recovery(
+        config=config,
+        step=step,
+        report=report,
+        saver=saver,
+        dump=DivergenceDump(rank.directory.events, rank.world.rank, step.lanes, data, config),
+        checkpoints=rank.directory.checkpoints,
+        last_step=last_step,
+        restore=lambda point: restore(point, config, step.engine, step),
+        state_at=lambda point: initial_state(rank, point),
+        read_from=read_from,
+    )
+
+
+def build_saver(
+    rank: RankContext, step: TrainStep, tracker: Tracker | None, point: ResumePoint | None
+) -> RunSaver:
+    config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
+    run_id = point.manifest.run_id if point and point.is_of(checkpoints) else None
+    run_id = run_id or uuid.uuid4().hex
+    header = CheckpointHeader(
+        written_by=code_description(),
+        model=asdict(data.model_config),
+        run=flatten_config(config),
+        run_id=run_id,
+        tokenizer_json=data.tokenizer.to_json(),
+        tokenizer_digest=data.tokenizer.digest,
+        data_digest=data.digest,
+        vocab_size=data.vocabulary.vocab_size,
+        zero_stage=config.deepspeed.zero_stage,
+        num_lanes=config.data.num_lanes,
+    )
+    saver = RunSaver(
+        checkpoints,
+        header=header,
+        step=step,
+        tracker=tracker,
+        mirror=_open_mirror(rank, run_id),
+        config=config.training,
+        saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
+        saved_step=point.step_in(checkpoints) if point else None,
+    )
+    return rank.stack.enter_context(closing(saver))
+
+
+def _open_mirror(rank: RankContext, run_id: str) -> CheckpointMirror | None:
+    config, world = rank.config.training, rank.world
+    if config.checkpoint_url is None:
+        return None
+    mirror = CheckpointMirror(
+        config.checkpoint_url,
+        rank.directory.checkpoints,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        timeout_seconds=config.rank_timeout_seconds,
+    )
+    world.run_on_rank_zero(lambda: mirror.open(run_id))
+    return mirror

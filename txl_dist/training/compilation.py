@@ -1,0 +1,82 @@
+"""`training.compile`: the layers of the model compiled by torch.compile, before the first step.
+
+Only layers are compiled, and all of them share one function: the tables, the softmax and the memory
+are few operations of large tensors. Evaluation runs uncompiled, because its shapes vary.
+
+Two parts run between compiled graphs: dropout masks come from numpy, and the fused form of
+attention (model/cpu_attention.py) is one autograd node with in-place operations, which
+torch.compile refuses. On CPUs that node is faster than a compiled form, so there the feed-forward
+layers and norms are what is compiled.
+"""
+
+import shutil
+from collections.abc import Sequence
+
+import torch
+
+from txl_dist.config.run_config import RunConfig
+from txl_dist.errors import ConfigError
+from txl_dist.model.layers import Layer
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.world import World
+from txl_dist.training.lane_dropout import LaneDropoutMasks
+
+
+def compile_layers(
+    model: TransformerXL, config: RunConfig, world: World, *, lanes: Sequence[int]
+) -> None:
+    """Compile the layers for micro-batches of `lanes`, which takes a minute or more.
+
+    Call before DeepSpeed takes over the model: until the first step, a stop request ends the
+    process immediately, and no rank waits in a collective. Raises ConfigError without a compiler.
+    """
+    _require_compiler(world.device)
+    model.to(world.device)
+    if not _attention_can_be_compiled(model, world.device):
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            layer.attention.forward = torch.compiler.disable(  # type: ignore[method-assign]
+                layer.attention.forward
+            )
+    # dynamic=False: all segments have one shape, except the last one of an epoch.
+    model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
+    _run_once(model, config, world.device, lanes)
+
+
+def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bool:
+    """Whether no layer takes the fused form in training (`choose_attention`)."""
+    form = model.config.attention
+    is_fused = form == "fused" or (form != "reference" and device.type == "cpu")
+    return form == "reference" or not (is_fused or model.config.dropatt > 0)
+
+
+def _run_once(
+    model: TransformerXL, config: RunConfig, device: torch.device, lanes: Sequence[int]
+) -> None:
+    """A forward and backward of zeros, with the shapes and the precision of training."""
+    shape = (len(lanes), config.data.tgt_len)
+    zeros_BT = torch.zeros(shape, dtype=torch.int64, device=device)
+    memory = model.empty_memory(len(lanes))
+    masks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
+    with autocast(config.precision, device):
+        nats_BT, _ = model(zeros_BT, zeros_BT, zeros_BT, memory, masks)
+    nats_BT.sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _require_compiler(device: torch.device) -> None:
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        compiler = get_cpp_compiler()
+    except InvalidCxxCompiler:
+        compiler = ""
+    if shutil.which(compiler) is None:
+        raise ConfigError(
+            "training.compile=true needs a C++ compiler on machines without a GPU, and none was "
+            "found. Install g++, name one with CXX=PATH, or set training.compile=false"
+        )

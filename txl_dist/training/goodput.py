@@ -1,0 +1,199 @@
+"""Goodput: productive seconds divided by the wall seconds since the first start of a run.
+
+Productive are the seconds of the steps that are part of the final trajectory. The rest is lost to
+
+    start-up     from the start of a rank to the end of its first step: imports of libraries, data,
+                 resume, compilation
+    data wait, save wait, evaluation     the time for which the training loop was blocked by them
+    lost steps   steps that were trained again, because the process ended before the next checkpoint
+    down         between the end of a process and the start of the next one
+    other        the rest of the loop, such as logging
+
+RUN/goodput.json has the sums of all processes until the last update, which is at most
+UPDATE_SECONDS before the end of a killed process; the time after it counts as down. Inside a
+process durations are from the monotonic clock (`Activity`). Only `down` is the difference of two
+wall clocks, because there is no other clock between processes; a negative one counts as 0.
+
+The times are those of rank 0. All ranks are in step, so a wait of any rank is a wait of rank 0.
+"""
+
+import contextlib
+import logging
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from data_pipeline.storage.atomic_files import overwrite_page, remove_leftovers, write_file
+from data_pipeline.storage.strict_model import StrictModel
+from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
+
+UPDATE_SECONDS = 2.0
+MAX_CHECKPOINTS = 20
+"""Checkpoints whose productive seconds are stored. Between them the seconds are interpolated."""
+STEPS = "steps"
+LOST, DOWN = "lost steps", "down"
+LOSSES = (
+    Span.START_UP.value, Span.EVALUATION.value, Span.SAVE_WAIT.value, Span.DATA_WAIT.value,
+    LOST, DOWN, Span.OTHER.value,
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+class Ledger(StrictModel):
+    """RUN/goodput.json."""
+
+    updated: float
+    """Wall clock of the last update."""
+    step: int
+    """Last step that was trained."""
+    restarts: int = Field(ge=0)
+    """Starts of the run after the first one."""
+    lost_steps: int = Field(ge=0)
+    is_complete: bool
+    """The last process ended as planned. If the run is extended later, it was not down until then.
+    """
+    seconds: dict[str, float]
+    """By cause: `steps` are productive."""
+    productive: dict[int, float]
+    """Productive seconds up to a checkpoint, by step."""
+
+
+class Goodput:
+    """The accounts of a run, kept by rank 0. `activity` measures this process."""
+
+    def __init__(self, path: Path, activity: Activity, *, step: int) -> None:
+        """Begin at `step`: later steps of earlier processes are lost."""
+        self._path, self._activity = path, activity
+        self._updated_at = 0.0
+        self._step, self._is_complete = step, False
+        self._restarts = self._lost_steps = 0
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        """Of earlier processes, and corrections for steps of this one that were lost."""
+        self._productive: dict[int, float] = {step: 0.0}
+        with contextlib.suppress(OSError):
+            remove_leftovers(path)
+        if ledger := _read(path):
+            self._continue(ledger, step)
+
+    def _continue(self, ledger: Ledger, step: int) -> None:
+        self._seconds.update(ledger.seconds)
+        self._productive = dict(sorted(ledger.productive.items()))
+        self._lost_steps, self._restarts = ledger.lost_steps, ledger.restarts
+        self._step, self._is_complete = ledger.step, ledger.is_complete
+        if not ledger.is_complete:
+            self._restarts += 1
+            process_seconds = sum(self._activity.seconds().values())
+            self._seconds[DOWN] += max(0.0, time.time() - process_seconds - ledger.updated)
+        self.rewind(step)
+        if not ledger.is_complete:
+            self._write(sync=True)  # counts the restart, even if it does not reach a step
+
+    @property
+    def seconds(self) -> defaultdict[str, float]:
+        """Seconds by cause since the first start; their sum is the wall time."""
+        seconds = self._seconds.copy()
+        for span, spent in self._activity.seconds().items():
+            seconds[STEPS if span in STEP_SPANS else span.value] += spent
+        return seconds
+
+    def values(self) -> dict[str, float]:
+        """Metrics of the step line."""
+        seconds = self.seconds
+        return {
+            "goodput": seconds[STEPS] / max(1e-9, sum(seconds.values())),
+            "restarts": self._restarts,
+            "lost_steps": self._lost_steps,
+        }
+
+    def rewind(self, step: int) -> None:
+        """The run goes back to `step`: the time of the steps after it was lost."""
+        if step < self._step:
+            seconds = self.seconds[STEPS] - self._productive_until(step)
+            self._seconds[STEPS] -= seconds
+            self._seconds[LOST] += seconds
+            self._lost_steps += self._step - step
+            self._productive = {s: p for s, p in self._productive.items() if s <= step}
+        self._step = step
+
+    def update(self, step: int) -> None:
+        """After each line of metrics; writes the file if the last update is old enough."""
+        self._step, self._is_complete = step, False
+        if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
+            self._write(sync=False)
+
+    def checkpoint(self, step: int) -> None:
+        """After each checkpoint, to which the run may go back."""
+        self._step = step
+        self._productive[step] = self.seconds[STEPS]
+        first, *later = self._productive.items()
+        self._productive = dict([first, *later[1 - MAX_CHECKPOINTS :]])
+        self._write(sync=True)
+
+    def end(self, step: int, *, is_complete: bool) -> str | None:
+        """The summary of the run. None if this process has done no step."""
+        if not self._activity.num_steps:
+            return None
+        self._step, self._is_complete = step, is_complete
+        self._write(sync=True)
+        return self._summary()
+
+    def _summary(self) -> str:
+        seconds = self.seconds
+        wall_seconds = max(1e-9, sum(seconds.values()))
+        shares = {cause: seconds[cause] / wall_seconds for cause in LOSSES}
+        restarts = f"{self._restarts} restart{'' if self._restarts == 1 else 's'}"
+        return " | ".join(
+            (
+                f"summary | {restarts}, {self._lost_steps} steps lost",
+                f"goodput {seconds[STEPS] / wall_seconds:.1%} of {_duration(wall_seconds)}",
+                *(f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 5e-4),
+            )
+        )
+
+    def _productive_until(self, step: int) -> float:
+        """Productive seconds up to a step before the current one."""
+        points = [*self._productive.items(), (self._step, self.seconds[STEPS])]
+        index = bisect_right(points, step, key=lambda point: point[0])
+        if index == 0:  # before the first step of this file
+            return 0.0
+        (before, low), (after, high) = points[index - 1], points[min(index, len(points) - 1)]
+        share = (step - before) / (after - before) if after > before else 0.0
+        return low + share * (high - low)
+
+    def _write(self, *, sync: bool) -> None:
+        self._updated_at = time.monotonic()
+        ledger = Ledger(
+            updated=time.time(),
+            step=self._step,
+            restarts=self._restarts,
+            lost_steps=self._lost_steps,
+            is_complete=self._is_complete,
+            seconds=dict(self.seconds),
+            productive=self._productive,
+        )
+        with contextlib.suppress(OSError):  # a full disk; training continues without this file
+            text = ledger.model_dump_json(indent=1)
+            if sync:
+                write_file(self._path, text.encode())
+            else:
+                overwrite_page(self._path, text)
+
+
+def _read(path: Path) -> Ledger | None:
+    try:
+        return Ledger.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        log.warning("%s cannot be read (%s): the goodput is counted from now on", path, error)
+        return None
+
+
+def _duration(seconds: float) -> str:
+    """`3:12:44`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,126 @@
+"""Recovery: what follows a step that has diverged, by `divergence.policy`.
+
+    stop      an error that ends the run on all ranks
+    skip      nothing of the step is kept; the run continues with the next segment
+    rollback  the run continues from an older checkpoint, without the steps that led to the event
+
+A loss is computed with the weights of the update before, so a rollback excludes two steps: the one
+that has diverged and the last update before it. For the same reason it uses no checkpoint of that
+update. Steps are excluded by number in `TrainState.divergence`, which the checkpoint that the run
+returns to gets at once: a kill does not bring them back.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segments import Segment
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.config.run_config import RunConfig
+from txl_dist.errors import DivergedError
+from txl_dist.training.divergence_dump import DivergenceDump
+from txl_dist.training.report import Report
+from txl_dist.training.resume import ResumePoint, newest_before
+from txl_dist.training.saving import RunSaver
+from txl_dist.training.state import TrainState
+from txl_dist.training.step import StepResult, TrainStep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """Responds to events on one rank. `roll_back` is collective."""
+
+    config: RunConfig
+    step: TrainStep
+    report: Report
+    saver: RunSaver
+    dump: DivergenceDump
+    checkpoints: CheckpointDirectory
+    last_step: int
+    """Of the trainer: the end of the run, or the step of the next change of settings."""
+    restore: Callable[[ResumePoint], None]
+    """Loads weights, optimizer state and memory."""
+    state_at: Callable[[ResumePoint], TrainState]
+    """The state with which a run resumes from a checkpoint."""
+    read_from: Callable[[TrainState], tuple[LanePlan, Iterator[Segment]]]
+    """Closes the stream of segments, and opens it at the position of a state."""
+
+    def record(self, state: TrainState, segment: Segment, result: StepResult) -> TrainState:
+        """Write the event down; returns the state with it.
+
+        Raises DivergedError if the policy is `stop`, or if there were too many events.
+        """
+        files = self.dump.write(state, segment, result)
+        facts = (
+            f"{result.event} (segment position {segment.position}, this rank's lanes "
+            f"{list(self.step.lanes)}); no rank has changed its weights. Losses and documents of "
+            f"all lanes: {files}"
+        )
+        config = self.config.divergence
+        if config.policy == "stop":
+            raise DivergedError(facts)
+        divergence = state.divergence.with_event(config, step=state.step + 1)
+        number = len(divergence.event_steps)
+        if number > config.max_events:
+            raise DivergedError(
+                f"{facts}. This is event {number} within {config.max_events_interval_steps} steps, "
+                f"more than divergence.max_events={config.max_events}"
+            )
+        self.report.event(
+            "divergence.policy=%s, event %d of at most %d: %s",
+            config.policy,
+            number,
+            config.max_events,
+            facts,
+        )
+        return state.model_copy(update={"divergence": divergence})
+
+    def roll_back(self, state: TrainState) -> tuple[TrainState, LanePlan, Iterator[Segment]]:
+        """Continue from the newest good checkpoint before `state`. Collective.
+
+        Raises DivergedError if there is none.
+        """
+        step, world = state.step + 1, self.step.world
+        world.activity.name = f"rollback after step {step}"
+        self.saver.wait()  # for a checkpoint that is being written
+        last_update = state.divergence.last_update(state.step)
+        point = newest_before(last_update, self.checkpoints, world)
+        if point is None:
+            raise DivergedError(
+                f"step {step} has diverged, and divergence.policy=rollback finds no checkpoint of "
+                f"a step before {last_update}, the last update of the weights. A lower "
+                "training.checkpoint_interval_steps would leave one"
+            )
+        if self.config.last_step_with(point.settings_step) != self.last_step:
+            raise DivergedError(
+                f"step {step} has diverged, and the newest checkpoint before it, {point.path}, is "
+                "from before a change of settings (training.changes). divergence.policy=rollback "
+                "does not return to other settings: resume from it with a lower optimizer.lr"
+            )
+        self.restore(point)
+        restored = self.state_at(point)
+        divergence = restored.divergence.model_copy(
+            update={
+                "event_steps": state.divergence.event_steps,
+                "skip_steps": _joined(
+                    restored.divergence.skip_steps, state.divergence.skip_steps, (last_update, step)
+                ),
+                "num_rollbacks": state.divergence.num_rollbacks + 1,
+            }
+        )
+        restored = restored.model_copy(update={"divergence": divergence})
+        self.saver.rewind(restored)
+        world.run_on_rank_zero(lambda: self.report.rewind(restored))
+        self.report.event(
+            "returned from step %d to the checkpoint of step %d; the run continues without steps "
+            "%d and %d",
+            state.step,
+            restored.step,
+            last_update,
+            step,
+        )
+        return restored, *self.read_from(restored)
+
+
+def _joined(*steps: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted({step for group in steps for step in group}))

@@ -1,0 +1,74 @@
+"""Downloads the newest checkpoint of `training.checkpoint_url` before a run resumes.
+
+So a run continues on a machine with an empty disk. The checkpoint is then one of the run directory
+like any other.
+"""
+
+import logging
+
+from data_pipeline.processes.background_queue import BackgroundQueue
+from data_pipeline.storage.remote_path import RemotePath
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.mirror import unreachable
+from txl_dist.checkpoint.remote import RemoteCheckpoints, step_of
+from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.runtime.background_wait import wait_for_queues
+from txl_dist.runtime.world import World
+from txl_dist.training.job import TrainJob
+
+log = logging.getLogger(__name__)
+
+
+def download_newest(job: TrainJob, world: World) -> None:
+    """With `--resume auto`: download the newest complete checkpoint, if it is newer than the local
+    ones. Collective.
+
+    Raises ConfigError if `--resume never` finds checkpoints at the URL, CheckpointError if the URL
+    cannot be read or, with `--strict`, if its newest checkpoint is damaged.
+    """
+    url = job.config.training.checkpoint_url
+    if url is None or job.resume not in ("auto", "never"):
+        return
+    # In a thread: the other ranks wait longer than the limit of a collective, if it takes longer.
+    queue = BackgroundQueue("download")
+    try:
+        if world.is_rank_zero:
+            queue.submit(lambda: _download_newest(job, RemoteCheckpoints(RemotePath(url))))
+        wait_for_queues(world, queue)
+    finally:
+        queue.close(timeout_seconds=0)
+
+
+def _download_newest(job: TrainJob, remote: RemoteCheckpoints) -> None:
+    try:
+        names = remote.complete()
+    except OSError as error:
+        raise unreachable(remote, error) from error
+    if names and job.resume == "never":
+        raise ConfigError(
+            f"training.checkpoint_url={remote.url} holds a run up to step {step_of(names[-1])}, "
+            "and --resume never would overwrite it. Choose another URL, or resume that run with "
+            "--resume auto"
+        )
+    checkpoints = CheckpointDirectory(job.run_path)
+    checkpoints.path.mkdir(parents=True, exist_ok=True)
+    local = checkpoints.steps()
+    for name in reversed(names):
+        if local and step_of(name) <= local[-1]:
+            return
+        try:
+            path = remote.download(name, checkpoints)
+        except CheckpointError as error:
+            if job.strict:
+                raise
+            log.warning("%s. An older checkpoint is used instead", error)
+            continue
+        except OSError as error:  # the store or the disk fails: this says nothing about the copy
+            raise CheckpointError(
+                f"{remote.at(name)} cannot be downloaded to {checkpoints.path}: "
+                f"{error.strerror or error}. Run it again, or train without the copies: "
+                "training.checkpoint_url=null"
+            ) from error
+        remote.download_run_files(checkpoints.run)
+        log.info("downloaded %s from %s", path, remote.at(name))
+        return

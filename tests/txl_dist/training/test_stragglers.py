@@ -58,6 +58,7 @@ def train_with_slow_data(world: World, job: TrainJob) -> int:
         return train(world, job)
 
 
+@pytest.mark.slow
 def test_a_rank_with_slow_data_is_named_and_changes_no_loss(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

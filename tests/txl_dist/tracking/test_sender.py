@@ -23,17 +23,18 @@ SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]
 def test_sync_delivers_what_an_ended_run_did_not(run_dir: Path, server: MlflowServer) -> None:
     write_steps(run_dir, range(1, 11))
     request = request_for(server.uri.replace("://", "://user:CANARY@"))
-    ended = subprocess.run(
-        # Long enough for one attempt on a busy machine.
-        [*SENDER, str(run_dir), "--poll-seconds", "0.1", "--flush-seconds", "3"],
-        input=f"{request.to_json()}\nend preempted\n".encode(),
-        env=child_environment(),
-        check=False,
-        capture_output=True,
-    )
-    assert ended.returncode == 75
-    assert b"***" in ended.stdout
-    assert b"CANARY" not in ended.stdout + ended.stderr
+    command = [*SENDER, str(run_dir), "--poll-seconds", "0.1", "--flush-seconds", "0.2"]
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    with subprocess.Popen(command, env=child_environment(), **pipes) as sender:
+        assert sender.stdin is not None
+        assert sender.stdout is not None
+        sender.stdin.write(f"{request.to_json()}\n".encode())
+        sender.stdin.flush()
+        warning = sender.stdout.readline()
+        stdout, stderr = sender.communicate(b"end preempted\n")
+    assert sender.returncode == 75
+    assert b"***" in warning
+    assert b"CANARY" not in warning + stdout + stderr
     assert all(b"CANARY" not in path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
 
     server.open()

@@ -60,6 +60,12 @@ class CheckpointDirectory:
         matches = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
+    def superseded(self) -> list[Path]:
+        """The checkpoints of the trajectory that the run has abandoned."""
+        if not self.path.is_dir():
+            return []
+        return [entry for entry in self.path.iterdir() if _SUPERSEDED.fullmatch(entry.name)]
+
     def newest_step(self) -> int | None:
         """Step of the newest complete checkpoint, if there is one."""
         return max(self.steps(), default=None)
@@ -127,8 +133,8 @@ class CheckpointDirectory:
         """
         later = [other for other in self.steps() if other > step]
         if later:
-            for entry in self.path.iterdir():
-                if _SUPERSEDED.fullmatch(entry.name) and not (source and entry.samefile(source)):
+            for entry in self.superseded():
+                if not (source and entry.samefile(source)):
                     _remove_unless_read(entry)
             for other in later:
                 self.at(other).rename(self.path / f"superseded-{self.at(other).name}")

@@ -21,7 +21,13 @@ from txl_dist.checkpoint.manifest import (
     CheckpointManifest,
     load_checkpoint_manifest,
 )
-from txl_dist.checkpoint.remote import RUN_FILES, RemoteCheckpoints, remote_name, step_of
+from txl_dist.checkpoint.remote import (
+    RUN_FILES,
+    RemoteCheckpoints,
+    abandoned_names,
+    remote_name,
+    step_of,
+)
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.fault_injection import fault_point
 
@@ -145,10 +151,11 @@ class CheckpointMirror:
         self._remove_all_but(present)
 
     def _remove_all_but(self, present: dict[int, str | None]) -> None:
+        abandoned = abandoned_names(self._checkpoints)
         for name in self._remote.names():
             step = step_of(name)
             # Another rank may already be uploading a newer checkpoint than those in `present`.
-            is_old = step <= max(present)
+            is_old = step <= max(present) or name in abandoned
             # A local checkpoint that cannot be read is no reason to remove its copy.
             is_unreadable = step in present and present[step] is None
             if is_old and not is_unreadable and name not in present.values():

@@ -37,6 +37,15 @@ def remote_name(manifest: CheckpointManifest) -> str | None:
     return f"step-{manifest.step:08d}.{manifest.save_id}" if manifest.save_id else None
 
 
+def abandoned_names(checkpoints: CheckpointDirectory) -> set[str]:
+    """Names of the copies of superseded checkpoints, from which no run may resume by itself."""
+    names = set()
+    for path in checkpoints.superseded():
+        with suppress(CheckpointError):  # damaged: its copy cannot be identified
+            names.add(remote_name(load_checkpoint_manifest(path)))
+    return {name for name in names if name}
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoints:
     """The copies below `url`. Methods raise OSError if the store fails, after retries."""

@@ -8,12 +8,17 @@ of them in this order.
     build_reporting.py     utilisation, tracker, report, profiler
 """
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
-from txl_dist.training.build_computation import build_recovery, build_saver, build_step, open_stream
+from txl_dist.training.build_computation import (
+    build_recovery,
+    build_saver,
+    build_step,
+    refill_memory,
+)
 from txl_dist.training.build_reporting import (
     build_profiler,
     build_report,
@@ -28,7 +33,6 @@ from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.rank_context import RankContext
-from txl_dist.training.replay import replay, segments_to_replay
 from txl_dist.training.resume import find_resume_point, restore
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.same_job import require_same_job
@@ -88,10 +92,7 @@ def build_trainer(
     if len(state.phases) > 1 or len(data.corpora) > 1:
         report.phase(state, is_new=state.phases[-1].position == state.position)
     stop = StopRequest() if stop is None else stop
-    if point is not None and (num_segments := segments_to_replay(config, point, state)):
-        with closing(open_stream(rank, step, state)) as stream:
-            replay(step, stream, num_segments, config=config)
-        num_tokens = num_segments * config.data.tgt_len
+    if point is not None and (num_tokens := refill_memory(rank, step, point, state)):
         report.event("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
     last_step = config.last_step_with(settings_step)
     saver = build_saver(rank, step, tracker, point)

@@ -28,6 +28,7 @@ from txl_dist.training.divergence_dump import DivergenceDump
 from txl_dist.training.engine import create_engine
 from txl_dist.training.rank_context import RankContext
 from txl_dist.training.recovery import Recovery
+from txl_dist.training.replay import replay, segments_to_replay
 from txl_dist.training.report import Report
 from txl_dist.training.resume import ResumePoint, restore
 from txl_dist.training.saving import RunSaver
@@ -81,6 +82,18 @@ def open_stream(rank: RankContext, step: TrainStep, state: TrainState) -> Segmen
     )
 
 
+def refill_memory(rank: RankContext, step: TrainStep, point: ResumePoint, state: TrainState) -> int:
+    """Rebuild the memory of all lanes if that of the checkpoint does not fit. Collective.
+
+    Returns the number of tokens per lane that were replayed for it.
+    """
+    num_segments = segments_to_replay(rank.config, point, state)
+    if num_segments:
+        with closing(open_stream(rank, step, state)) as stream:
+            replay(step, stream, num_segments, config=rank.config)
+    return num_segments * rank.config.data.tgt_len
+
+
 def build_recovery(
     rank: RankContext, step: TrainStep, report: Report, saver: RunSaver, *, last_step: int
 ) -> Recovery:
@@ -92,6 +105,10 @@ def build_recovery(
         stream = streams.enter_context(closing(open_stream(rank, step, state)))
         return data.plan_of(state.phases[-1]), segment_pipeline(stream)
 
+    def load(point: ResumePoint) -> None:
+        restore(point, config, step.engine, step)
+        refill_memory(rank, step, point, initial_state(rank, point))
+
     return Recovery(
         config=config,
         step=step,
@@ -100,7 +117,7 @@ def build_recovery(
         dump=DivergenceDump(rank.directory.events, rank.world.rank, step.lanes, data, config),
         checkpoints=rank.directory.checkpoints,
         last_step=last_step,
-        restore=lambda point: restore(point, config, step.engine, step),
+        restore=load,
         state_at=lambda point: initial_state(rank, point),
         read_from=read_from,
     )

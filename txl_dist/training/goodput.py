@@ -135,11 +135,12 @@ class Goodput:
 
     def end(self, step: int, *, is_complete: bool) -> str | None:
         """The summary of the run. None if this process has done no step."""
-        if not self._activity.num_steps:
-            return None
-        self._step, self._is_complete = step, is_complete
-        self._write(sync=True)
-        return self._summary()
+        has_trained = self._activity.num_steps > 0
+        # A run that was finished already stays as it is; one may end after a last evaluation.
+        if has_trained or (is_complete and not self._is_complete):
+            self._step, self._is_complete = step, is_complete
+            self._write(sync=True)
+        return self._summary() if has_trained else None
 
     def _summary(self) -> str:
         seconds = self.seconds

@@ -110,7 +110,7 @@ class Recovery:
         )
         restored = restored.model_copy(update={"divergence": divergence})
         self.saver.rewind(restored)
-        world.run_on_rank_zero(lambda: self.report.rewind(restored))
+        world.run_on_rank_zero(lambda: self.report.rewind(restored, abandoned_step=state.step))
         self.report.event(
             "returned from step %d to the checkpoint of step %d; the run continues without steps "
             "%d and %d",

@@ -10,7 +10,7 @@ from data_pipeline.processes.background_queue import BackgroundQueue
 from data_pipeline.storage.remote_path import RemotePath
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.mirror import unreachable
-from txl_dist.checkpoint.remote import RemoteCheckpoints, step_of
+from txl_dist.checkpoint.remote import RemoteCheckpoints, abandoned_names, step_of
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.background_wait import wait_for_queues
 from txl_dist.runtime.world import World
@@ -52,10 +52,12 @@ def _download_newest(job: TrainJob, remote: RemoteCheckpoints) -> None:
         )
     checkpoints = CheckpointDirectory(job.run_path)
     checkpoints.path.mkdir(parents=True, exist_ok=True)
-    local = checkpoints.steps()
+    local, abandoned = checkpoints.steps(), abandoned_names(checkpoints)
     for name in reversed(names):
         if local and step_of(name) <= local[-1]:
             return
+        if name in abandoned:  # by a rollback, which a kill or the store kept from removing it
+            continue
         try:
             path = remote.download(name, checkpoints)
         except CheckpointError as error:

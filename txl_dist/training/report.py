@@ -69,8 +69,8 @@ class Report:
     def without_loss(self, state: TrainState) -> None:
         """Write the counters of skipped steps and rollbacks; for a line without trained targets."""
 
-    def rewind(self, state: TrainState) -> None:
-        """Remove all lines after `state`, to which a rollback has returned."""
+    def rewind(self, state: TrainState, *, abandoned_step: int) -> None:
+        """Remove all lines after `state`, to which a rollback has returned from a later step."""
 
     def statistics(self, state: TrainState, values: Mapping[str, float]) -> None:
         """Write the norms by layer of this step, if it has any."""
@@ -175,9 +175,10 @@ class RankZeroReport(Report):
         if counters := _counters(state):
             self._write(state, counters)
 
-    def rewind(self, state: TrainState) -> None:
+    def rewind(self, state: TrainState, *, abandoned_step: int) -> None:
         self._journal.sync()
         self._journal.truncate_after(state.step, redone=redone_metric(state, self._split))
+        self._goodput.update(abandoned_step)
         self._goodput.rewind(state.step)
         self._stopwatch = Stopwatch(time.monotonic())
 

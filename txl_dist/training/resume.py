@@ -5,7 +5,7 @@ resumes from the one before it and logs how many steps are lost, unless `--stric
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from txl_dist.checkpoint.directory import CheckpointDirectory, reading, resolve_checkpoint
@@ -85,8 +85,12 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
         point = _newest_intact(job, directory, world)
     else:
         point = _verify(resolve_checkpoint(job.resume), world)
-    if point is not None:
-        _require_compatible(point, job, data)
+    if point is None:
+        return None
+    _require_compatible(point, job, data)
+    if data.evaluation is None:  # a run without evaluation has none to do
+        state = point.state.model_copy(update={"evaluation_pending": False})
+        point = replace(point, state=state)
     return point
 
 

@@ -138,6 +138,8 @@ class RunSaver:
         world = self._step.world
         with explain_failed_save(self._checkpoints, rank=0):
             world.run_on_rank_zero(rewrite)
+        if self._mirror is not None:
+            self._mirror.update()  # removes the copies of the superseded checkpoints
         self.saved_step, self._is_confirmed = state.step, False
 
     def confirm(self, state: TrainState) -> None:

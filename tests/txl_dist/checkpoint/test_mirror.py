@@ -141,6 +141,20 @@ def test_a_start_removes_the_copies_that_the_run_has_abandoned(
 
 
 @pytest.mark.slow
+def test_an_update_after_a_rollback_removes_the_abandoned_copies(
+    mirror: CheckpointMirror,
+    tmp_path: Path,
+    bucket: Any,  # noqa: F811
+) -> None:
+    """But not those of newer steps that another rank has begun to upload."""
+    assert updated(mirror) == [1, 2]
+    CheckpointDirectory(tmp_path / "run").rewind(1)
+    bucket.pipe(f"bucket/run/checkpoints/step-00000002.{'ab' * 8}/weights", b"x")
+    assert updated(mirror) == [1]
+    assert [step_of(name) for name in REMOTE.names()] == [1, 2]
+
+
+@pytest.mark.slow
 def test_a_failure_names_the_url_without_secrets_and_is_repaired_by_the_next_update(
     mirror: CheckpointMirror, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,17 +1,25 @@
 """`training.changes`: a schedule of lanes and lengths is the run that was changed by hand."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import DROPOUT, NO_EVALUATION, losses, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.errors import ConfigError
+from txl_dist.runtime.world import World
+from txl_dist.training import rank
+from txl_dist.training.build import build_trainer
 from txl_dist.training.data import TrainingData
+from txl_dist.training.job import TrainJob
+from txl_dist.training.loop import Trainer
 
 CONSTANT_LR = ("optimizer.schedule=constant", "optimizer.warmup_steps=1")  # for any number of steps
 LANES = ("data.num_lanes=8", "model.mem_len=10")
@@ -81,6 +89,36 @@ def test_a_run_stopped_around_a_change_resumes_on_the_same_trajectory(
     expected = {step: loss for step, loss in losses(straight).items() if step > stopped_after}
     assert losses(resumed) == expected
     assert hashes(resumed) == hashes(straight)
+
+
+def train_bounded(world: World, job: TrainJob) -> tuple[int, int]:
+    """Exit code, and how often the parts of the run were built."""
+    with pytest.MonkeyPatch.context() as patch:
+        num_builds = 0
+
+        def build(*arguments: Any) -> Trainer:
+            nonlocal num_builds
+            num_builds += 1
+            assert num_builds < 4, "a change that never ends"
+            return build_trainer(*arguments)
+
+        patch.setattr(rank, "build_trainer", build)
+        return train(world, job), num_builds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("evaluation", "num_builds"), [((), 2), ((NO_EVALUATION,), 1)])
+def test_a_run_stopped_before_the_evaluation_of_a_change_goes_on(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, evaluation: tuple[str, ...], num_builds: int
+) -> None:
+    """Also if it resumes without evaluation. It was started again once."""
+    changes = "training.changes=[{step: 2, num_lanes: 8}]"
+    settings = (*CONSTANT_LR, "training.num_steps=4", "evaluation.interval_steps=2", changes)
+    job = tiny_job(dataset, tmp_path, *settings)
+    assert ranks(1).run(train_with, job, StopAfter(2))[0][0] == 75
+    job = tiny_job(dataset, tmp_path, *settings, *evaluation)
+    assert ranks(1).run(train_bounded, job) == [(0, num_builds)]
+    assert json.loads((tmp_path / "goodput.json").read_text())["restarts"] == 1
 
 
 def test_a_change_of_the_past_is_refused(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:

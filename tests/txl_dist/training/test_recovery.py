@@ -188,6 +188,31 @@ class EndAtStep:
 
 
 @pytest.mark.slow
+def test_a_rollback_to_a_change_of_lanes_rebuilds_the_memory(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """The checkpoint of the change has the memory of other lanes."""
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    change = "training.changes=[{step: 6, num_lanes: 3}]"
+    settings = (*SETTINGS, ROLLBACK, "data.reset=stream", change)
+    for path, fault in ((run, NanHidden(rank=0, steps=(9,))), (reference, SkipSteps(8, 9))):
+        for faults in ((), (fault,)):  # before and after the change
+            job = tiny_job(dataset, path, *settings)
+            assert [code for code, *_ in ranks(2).run(train_with, job, *faults)] == [0, 0]
+    assert losses(run) == losses(reference)
+    assert metrics(run)[-1]["lost_steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_rollback_counts_steps_that_had_no_line_yet_as_lost(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS, ROLLBACK, "training.log_interval_steps=6")
+    assert ranks(1).run(train_with, job, NanHidden(rank=0, steps=(9,)))[0][0] == 0
+    assert metrics(tmp_path)[-1]["lost_steps"] == 2
+
+
+@pytest.mark.slow
 def test_a_rollback_without_an_older_checkpoint_stops(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training import saving
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
+from txl_dist.training.resume import newest_before
 
 URL = "s3://bucket/runs/one"
 SETTINGS = (
@@ -153,3 +154,47 @@ def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
     assert CheckpointDirectory(tmp_path).steps() == [15, 20]
     job = tiny_job(dataset, tmp_path, *SETTINGS)
     assert ranks(2).run(in_cloud, aws, train, job) == [0, 0], "the same command uploads"
+
+
+def roll_back_and_die(trainer: Trainer, step: int) -> None:
+    """Return to an older checkpoint after a step, while the store is away; then end the run."""
+
+    def failing() -> Any:
+        while trainer.state.step < step:
+            yield next(segments)
+        trainer.saver.finish(require_copies=True)
+        RemotePath.remove = refuse  # type: ignore[method-assign]
+        point = newest_before(step, trainer.recovery.checkpoints, trainer.step.world)
+        assert point is not None
+        trainer.saver.rewind(trainer.recovery.state_at(point))
+        raise DataError("the machine is gone")
+
+    def refuse(_: RemotePath) -> None:
+        raise ConnectionError("503 Slow Down")
+
+    segments = trainer.segments
+    trainer.segments = failing()
+
+
+def train_and_roll_back(world: World, job: TrainJob, step: int) -> int:
+    remove = RemotePath.remove
+    try:
+        return train_changed(world, job, roll_back_and_die, step)[0]
+    finally:
+        RemotePath.remove = remove  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_after_a_rollback_does_not_download_what_it_has_abandoned(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS)
+    assert ranks(1).run(in_cloud, aws, train_and_roll_back, job, 10) == [3]
+    assert remote_steps(bucket) == [5, 10]
+    assert ranks(1).run(in_cloud, aws, train, job) == [0]
+    assert "resuming at step 5" in (tmp_path / "logs" / "rank-0.log").read_text()
+    assert remote_steps(bucket) == [15, 20]

@@ -140,6 +140,6 @@ def restart_line(
     else:
         start = "the beginning" if resume in ("auto", "never") else resume
     return (
-        f"{failure.event}; restart {budget.num_failures} of at most {budget.max_restarts} without "
-        f"a new checkpoint, from {start}"
+        f"{failure.event}; restart {budget.num_failures} of at most {budget.max_restarts} (a new "
+        f"checkpoint resets the count), from {start}"
     )

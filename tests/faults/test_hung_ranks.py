@@ -61,12 +61,13 @@ def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Pa
     assert f"rank 0 waited {limit}" in output
     assert "for the other ranks in " in output
     assert "There is no checkpoint in" in output
+    assert "Traceback" not in output
     # In the error, and in the log before the limit.
     name = rf"rank 1 \(host \S+, pid {stopped}\) has not responded for \d+ s \(last in "
     error = output.rpartition("rank 1 hung and was killed")[2]
     assert re.search(name, error), output
     log = (tmp_path / "logs" / "rank-0.log").read_text()
-    notice, _, _ = log.partition("rank 0 failed")
+    notice, _, _ = log.partition("rank 0 waited")
     assert re.search(rf"rank 0 has waited .*{name}", notice), log
     (stacks,) = (tmp_path / "logs").glob("stacks-*-rank-*.txt")
     text = stacks.read_text()

@@ -71,6 +71,7 @@ def test_killed_and_hung_ranks_are_restarted_with_the_same_losses(
         ("rank 1 hung and was killed", "1"),
     ]
     assert [step for *_, step in restarts] == re.findall(r"resuming at step (\d+) from", output)
+    assert "Traceback" not in output, "a lost rank is one line"
     assert losses(tmp_path) == losses(straight)
     assert not list(tmp_path.glob(".launch-*"))
 

@@ -7,6 +7,7 @@ an evaluation, with and without its checkpoint: `test_checkpoint_stop.py`.
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.commands import (
     ENVIRONMENT,
     children_of,
@@ -28,10 +30,12 @@ from tests.support.commands import (
 )
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.txl_dist.training.test_remote_checkpoints import aws, in_cloud  # noqa: F401
+from txl_dist.checkpoint import mirror
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training import resume
+from txl_dist.training import replay, resume
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.step import TrainStep
@@ -73,9 +77,13 @@ PHASES: dict[str, tuple[str, Any, str, Callable[..., bool]]] = {
     # As a compilation of the model does.
     "first step": (START_UP, TrainStep, "_micro_batch", always),
     "later step": (LATER, TrainStep, "_micro_batch", lambda *_, step, **__: step == 9),
-    "save": (LATER, CheckpointDirectory, "finish", lambda _, step: step == 12),
+    "save": (LATER, CheckpointDirectory, "finish", lambda *arguments: arguments[-1] == 12),
+    "replay": (START_UP, replay, "fault_point", always),
+    "upload": (LATER, mirror, "fault_point", always),
 }
 """Phase -> whether a step is completed before it, and the function that blocks in it."""
+OTHER_SETTINGS = ("replay", "upload")
+"""Phases with a test of their own, because they need other settings."""
 
 
 def run_blocked(phase: str, job_path: str, marker: str) -> None:
@@ -97,7 +105,7 @@ def stop_in(phase: str, job: TrainJob, directory: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=ENVIRONMENT,
+        env={**os.environ, **ENVIRONMENT},
     )
     try:
         wait_until(marker.exists, timeout_seconds=120)
@@ -120,7 +128,7 @@ def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.fault_row(5)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in OTHER_SETTINGS])
 def test_a_request_ends_the_phase_and_the_next_start_resumes(
     phase: str, ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +146,46 @@ def test_a_request_ends_the_phase_and_the_next_start_resumes(
     assert CheckpointDirectory(run).steps() == [6]
     assert ranks(1).run(train, job) == [0]
     assert losses(run) == losses(straight)
+
+
+@pytest.mark.fault_row(5)
+def test_a_request_ends_a_replay_and_the_next_start_repeats_it(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    assert ranks(1).run(train_some, tiny_job(dataset, run, *SETTINGS), num_steps=8) == [1]
+    shutil.copytree(run, undisturbed)
+    job, other_job = (
+        tiny_job(dataset, each, *SETTINGS, "data.num_lanes=4", allow_change=("data.num_lanes",))
+        for each in (run, undisturbed)
+    )
+    assert "nothing is lost" in stop_in("replay", job, tmp_path)
+    assert ranks(1).run(train, job) == [0]
+    assert ranks(1).run(train, other_job) == [0]
+    assert losses(run) == losses(undisturbed)
+
+
+@pytest.mark.fault_row(5)
+def test_a_request_ends_an_upload_and_the_next_start_repeats_it(
+    ranks: RankGroups,
+    dataset: Path,
+    straight: Path,
+    tmp_path: Path,
+    aws: dict[str, str],  # noqa: F811
+    bucket: Any,  # noqa: F811
+) -> None:
+    def copies() -> list[str]:
+        bucket.invalidate_cache()
+        paths: list[str] = bucket.glob("bucket/run/checkpoints/*/manifest.json")
+        return paths
+
+    job = tiny_job(dataset, tmp_path / "run", *SETTINGS, "training.checkpoint_url=s3://bucket/run")
+    output = stop_in("upload", job, tmp_path)
+    assert "while busy with: upload of checkpoints; no step is lost" in output
+    assert not copies()
+    assert ranks(1).run(in_cloud, aws, train, job) == [0]
+    assert copies()
+    assert losses(job.run_path) == losses(straight)
 
 
 def train_some(world: World, job: TrainJob, *, num_steps: int) -> int:
@@ -208,7 +256,7 @@ def test_ranks_that_cannot_react_are_killed_after_the_grace_period(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert time.monotonic() - began < SOON_SECONDS
-    assert "rank 0, 1 was killed, because it did not end within training.grace_s" in output
+    assert "rank 0 and rank 1 were killed after not ending within training.grace_s" in output
     finished = txl(*words)
     assert finished.returncode == 0, finished.stderr
     assert "resuming at step" in finished.stdout

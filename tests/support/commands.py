@@ -64,9 +64,12 @@ def _restore_interrupts() -> None:
 
 
 def wait_until(
-    condition: Callable[[], bool], *, timeout_seconds: float = 60, poll_seconds: float = 0.02
+    condition: Callable[[], bool], *, timeout_seconds: float = 180, poll_seconds: float = 0.02
 ) -> None:
-    """Poll `condition`; AssertionError if it does not come true in time."""
+    """Poll `condition`; AssertionError if it does not come true in time.
+
+    On a busy machine the start of two ranks alone takes more than a minute.
+    """
     deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not hold within {timeout_seconds} s"

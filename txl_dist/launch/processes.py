@@ -69,7 +69,7 @@ class ProcessLauncher:
         budget = RestartBudget(max_restarts or 0)
         with ExitStack() as stack:
             stack.callback(files.remove)
-            stack.enter_context(LogFollower(directory.log(0), on_line))
+            log_of_rank_0 = stack.enter_context(LogFollower(directory.log(0), on_line))
             signals = stack.enter_context(StopSignals())
             while failure := _run_ranks(job, directory, files, num_ranks, signals, on_line):
                 if not failure.can_restart or budget.max_restarts == 0:
@@ -78,6 +78,7 @@ class ProcessLauncher:
                 if not budget.allows_restart(newest_step=newest_step):
                     raise budget.exhausted_error(failure.event, directory) from failure.error
                 job = files.job_after_restart(job)
+                log_of_rank_0.flush()  # what rank 0 says about the failure comes first
                 on_line(restart_line(failure, budget, newest_step=newest_step, resume=job.resume))
 
     def evaluate(

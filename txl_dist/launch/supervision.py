@@ -91,9 +91,8 @@ def failure_of(
     for end in failed:
         if end.error is not None and not isinstance(end.error, LostRankError):
             return RunFailure(end.error, str(end.error), can_restart=False)
-    hung = ", ".join(str(end.rank) for end in failed if end.hung)
-    if hung:
-        event = f"rank {hung} hung and was killed"
+    if hung := [end.rank for end in failed if end.hung]:
+        event = f"{_ranks(hung)} hung and {_was(hung)} killed"
     else:
         event = f"rank {failed[0].rank} ended with code {failed[0].code}"
     consequence = next((str(end.error) for end in failed if end.error is not None), advice)
@@ -110,13 +109,21 @@ def _stop_of(
     advice = resume_advice(directory.path)
     if any(is_stop_code(end.code) for end in failed):
         return PreemptedError(f"stopped on request. {advice}")
-    hung = ", ".join(str(end.rank) for end in failed if end.hung)
+    hung = [end.rank for end in failed if end.hung]
     if stop_requested and hung:
         return PreemptedError(
-            f"stopped on request, and rank {hung} was killed, because it did not end within "
+            f"stopped on request; {_ranks(hung)} {_was(hung)} killed after not ending within "
             f"training.grace_seconds. {advice}"
         )
     return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
+
+
+def _was(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
 
 
 def is_stop_code(code: int) -> bool:
@@ -133,6 +140,6 @@ def restart_line(
     else:
         start = "the beginning" if resume in ("auto", "never") else resume
     return (
-        f"{failure.event}; restart {budget.num_failures} of at most {budget.max_restarts} without "
-        f"a new checkpoint, from {start}"
+        f"{failure.event}; restart {budget.num_failures} of at most {budget.max_restarts} (a new "
+        f"checkpoint resets the count), from {start}"
     )

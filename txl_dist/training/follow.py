@@ -17,6 +17,7 @@ class LogFollower:
         self._path, self._on_line = path, on_line
         self._position = path.stat().st_size if path.exists() else 0
         self._incomplete = b""
+        self._read_lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -27,22 +28,24 @@ class LogFollower:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._read()  # lines written since the last poll
+        self.flush()
+
+    def flush(self) -> None:
+        """Pass on the lines that were written since the last poll."""
+        with self._read_lock:
+            if not self._path.exists():
+                return
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                appended = file.read()
+            self._position += len(appended)
+            *lines, self._incomplete = (self._incomplete + appended).split(b"\n")
+            for line in lines:
+                self._on_line(line.decode(errors="replace"))
 
     def _follow(self) -> None:
         while not self._stop.wait(POLL_SECONDS):
-            self._read()
-
-    def _read(self) -> None:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            appended = file.read()
-        self._position += len(appended)
-        *lines, self._incomplete = (self._incomplete + appended).split(b"\n")
-        for line in lines:
-            self._on_line(line.decode(errors="replace"))
+            self.flush()
 
 
 def step_of(line: str) -> int | None:

@@ -80,7 +80,6 @@ def train_rank(
             log.error("%s: %s", type(error).__name__, error)
             raise
         except Exception as error:
-            log.exception("rank %d failed", world.rank)
             # If a collective has failed, the cause is on another rank: report that instead.
             lost = lost_rank_error(
                 error,
@@ -90,9 +89,11 @@ def train_rank(
                 others=watch.describe_others(),
             )
             if lost is None:
+                log.exception("rank %d failed", world.rank)
                 raise
             lost = LostRankError(f"{lost}. {resume_advice(job.run_path)}")
-            log.error("%s", lost)
+            reason = str(error).partition("\n")[0]
+            log.error("%s (%s: %s)", lost, type(error).__name__, reason)
             raise lost from error
 
 

@@ -65,7 +65,7 @@ def test_a_rank_that_does_not_end_after_a_stop_request_is_part_of_the_stop(tmp_p
     cause = failure(ends, tmp_path, stop_requested=True)
     assert cause is not None
     assert isinstance(cause.error, PreemptedError)
-    assert "rank 1 was killed, because it did not end within training.grace_s" in str(cause.error)
+    assert "; rank 1 was killed after not ending within training.grace_seconds" in str(cause.error)
 
 
 def test_nothing_failed_if_all_ranks_succeeded(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 The copies follow the local directory: every `update` uploads what the URL lacks, newest first, and
 removes the copies of checkpoints that do not exist locally any more. So a failed upload needs no
 record: the next update repeats it, and training never stops for a store that is away. Each rank
-uploads the files that it wrote; rank 0 uploads the manifest, when the store has all other files,
-then LATEST and the metrics.
+uploads the files that it wrote; rank 0 uploads the metrics and the manifest, when the store has all
+other files, then LATEST.
 """
 
 import logging
@@ -139,9 +139,7 @@ class CheckpointMirror:
         newest = next((name for name in present.values() if name), None)
         if newest:
             (self._remote.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
-        for name in RUN_FILES:
-            if (path := self._checkpoints.run / name).is_file():
-                (self._remote.url / name).write_from(path)
+        self._upload_run_files()
         self._remove_all_but(present)
 
     def _remove_all_but(self, present: dict[int, str | None]) -> None:
@@ -172,10 +170,17 @@ class CheckpointMirror:
                 self._wait_for_files(target, manifest)
                 content = (path / MANIFEST_NAME).read_bytes()
                 if self._sent_manifests.get(name) != content:
+                    # First, because a resume from this copy needs the metrics up to its step.
+                    self._upload_run_files()
                     (target / MANIFEST_NAME).write_bytes(content)
                     self._sent_manifests[name] = content
                     log.info("checkpoint at step %d | copied to %s", step, target)
         return name
+
+    def _upload_run_files(self) -> None:
+        for name in RUN_FILES:
+            if (path := self._checkpoints.run / name).is_file():
+                (self._remote.url / name).write_from(path)
 
     def _is_own(self, file: str) -> bool:
         # Modulo: an older checkpoint may have been written by more ranks than there are now.

@@ -6,6 +6,7 @@ The store is moto's S3 on 127.0.0.1.
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from data_pipeline.storage import urls
 from data_pipeline.storage.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
+from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.mirror import CheckpointMirror
@@ -20,6 +22,7 @@ from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.remote import RemoteCheckpoints, step_of
 from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.training.remote_resume import download_newest
 
 URL = "s3://me:CANARY@bucket/run"
 REMOTE = RemoteCheckpoints(RemotePath("s3://bucket/run"))
@@ -160,3 +163,44 @@ def test_a_failure_names_the_url_without_secrets_and_is_repaired_by_the_next_upd
 def test_no_secret_of_a_url_is_shown(tmp_path: Path) -> None:
     remote = RemoteCheckpoints(RemotePath(URL))
     assert "CANARY" not in f"{remote} {remote.url} {remote.at('x')}"
+
+
+def test_a_complete_copy_always_has_the_metrics_up_to_its_step(
+    mirror: CheckpointMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = tmp_path / "run" / "metrics.jsonl"
+    seen = {}
+    write = RemotePath.write_bytes
+
+    def look(target: RemotePath, content: bytes) -> None:
+        if target.name == "manifest.json":
+            seen[step_of(target.parent.name)] = (REMOTE.url / "metrics.jsonl").read_bytes()
+        write(target, content)
+
+    monkeypatch.setattr(RemotePath, "write_bytes", look)
+    lines.write_bytes(b"1\n2\n")
+    assert updated(mirror) == [1, 2]
+    save(tmp_path / "run", step=3)
+    lines.write_bytes(b"1\n2\n3\n")
+    assert updated(mirror) == [1, 2, 3]
+    assert seen == {1: b"1\n2\n", 2: b"1\n2\n", 3: b"1\n2\n3\n"}
+
+
+def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
+    mirror: CheckpointMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
+    updated(mirror)
+    job = tiny_job(tmp_path / "no-data", tmp_path / "new", f"training.checkpoint_url={REMOTE.url}")
+    world = SimpleNamespace(is_rank_zero=True, all_gather=lambda value: [value])
+    new = CheckpointDirectory(tmp_path / "new")
+    publish = CheckpointDirectory.finish
+    has_metrics = []
+
+    def look(directory: CheckpointDirectory, save_id: str, step: int) -> Path:
+        has_metrics.append((new.run / "metrics.jsonl").is_file())
+        return publish(directory, save_id, step)
+
+    monkeypatch.setattr(CheckpointDirectory, "finish", look)
+    download_newest(job, world)  # type: ignore[arg-type]
+    assert (new.steps(), has_metrics) == ([2], [True])

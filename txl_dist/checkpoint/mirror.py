@@ -11,6 +11,7 @@ import logging
 import re
 import threading
 import time
+from functools import partial
 
 from data_pipeline.errors import printable
 from data_pipeline.processes.background_queue import BackgroundQueue
@@ -48,6 +49,7 @@ class CheckpointMirror:
         self._rank, self._num_ranks, self._timeout_seconds = rank, num_ranks, timeout_seconds
         self._sent_manifests: dict[str, bytes] = {}
         self._expected: tuple[int, str] | None = None
+        self._num_updates = 0
         self._closing = threading.Event()
         self.failure: str | None = None
         """Why the last update has failed; None if it has not."""
@@ -84,7 +86,8 @@ class CheckpointMirror:
         `published`: step and save id of a checkpoint that rank 0 is about to publish.
         """
         self._expected = published or self._expected
-        self._queue.submit(self._try_update)
+        self._num_updates += 1
+        self._queue.submit(partial(self._try_update, self._num_updates))
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for the updates of this rank; returns whether all have ended."""
@@ -97,8 +100,9 @@ class CheckpointMirror:
 
     # --- in the background thread ---------------------------------------------------------------
 
-    def _try_update(self) -> None:
-        if self._closing.is_set():
+    def _try_update(self, number: int) -> None:
+        # A later update copies everything: a slow store must not get a queue of updates.
+        if self._closing.is_set() or number < self._num_updates:
             return
         try:
             self._wait_for_publication()
@@ -114,17 +118,19 @@ class CheckpointMirror:
             )
 
     def _wait_for_publication(self) -> None:
-        if self._expected is None:
-            return
-        step, save_id = self._expected
         deadline = time.monotonic() + self._timeout_seconds
-        while time.monotonic() < deadline and not self._closing.is_set():
-            try:
-                if load_checkpoint_manifest(self._checkpoints.at(step)).save_id == save_id:
-                    break
-            except CheckpointError:  # not yet
+        while expected := self._expected:
+            is_over = time.monotonic() > deadline or self._closing.is_set()
+            if not (is_over or self._is_published(*expected)):
                 self._closing.wait(POLL_SECONDS)
-        self._expected = None
+            elif self._expected == expected:  # else the next save has begun meanwhile
+                self._expected = None
+
+    def _is_published(self, step: int, save_id: str) -> bool:
+        try:
+            return load_checkpoint_manifest(self._checkpoints.at(step)).save_id == save_id
+        except CheckpointError:
+            return False
 
     def _update(self) -> None:
         present: dict[int, str | None] = {}

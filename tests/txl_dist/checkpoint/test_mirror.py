@@ -4,6 +4,7 @@ The store is moto's S3 on 127.0.0.1.
 """
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,3 +205,46 @@ def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
     monkeypatch.setattr(CheckpointDirectory, "finish", look)
     download_newest(job, world)  # type: ignore[arg-type]
     assert (new.steps(), has_metrics) == ([2], [True])
+
+
+def test_updates_that_wait_for_a_slow_store_become_one(
+    mirror: CheckpointMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end, num_updates = threading.Event(), threading.Event(), []
+
+    def upload_slowly() -> None:
+        num_updates.append(1)
+        has_begun.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(mirror, "_update", upload_slowly)
+    mirror.update()
+    assert has_begun.wait(60)
+    for _ in range(5):
+        mirror.update()
+    may_end.set()
+    assert mirror.wait(60)
+    assert len(num_updates) == 2, "the one in progress, and one for all later ones"
+
+
+def test_a_rank_that_waits_for_a_save_also_waits_for_the_next_one(tmp_path: Path) -> None:
+    mirror = mirrored(tmp_path, rank=1, num_ranks=2)
+    published: dict[int, str] = {}
+    is_waiting = threading.Event()
+
+    def is_published(step: int, save_id: str) -> bool:
+        is_waiting.set()
+        return published.get(step) == save_id
+
+    mirror._is_published = is_published  # type: ignore[method-assign]
+    seen: list[set[int]] = []
+    mirror._update = lambda: seen.append(set(published))  # type: ignore[method-assign]
+    mirror.update(published=(1, "a"))
+    assert is_waiting.wait(60)
+    mirror.update(published=(2, "b"))
+    published[1] = "a"
+    assert not mirror.wait(1.2), "the checkpoint of step 2 is missing"
+    published[2] = "b"
+    assert mirror.wait(60)
+    assert seen[-1] == {1, 2}
+    mirror.close()

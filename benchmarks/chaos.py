@@ -56,7 +56,7 @@ from chaos_training import (
 from txl_dist.runtime.fault_injection import Reached
 
 STEPS_PER_KILL = 40
-KILLS_PER_RUN = 20
+KILLS_PER_RUN = 10
 AIMS = {
     "start": 10,
     "engine": 7,
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--upload", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the run in progress too
     with object_store() if options.upload else nullcontext():
         summary = run_kills(
             options.out, num_kills=options.kills, seed=options.seed, uploads=options.upload
@@ -154,6 +155,7 @@ def run_kills(out: Path, *, num_kills: int, seed: int, uploads: bool) -> dict[st
         print(f"run {number}: {comparisons[-1]}", flush=True)
         if sum(kill.run <= number for kill in kills) >= num_kills:
             break
+    kills = [kill for kill in kills if kill.run <= number]
     summary = summarise(kills, comparisons)
     (out / "result.json").write_text(json.dumps(summary, indent=1) + "\n")
     draw(reference.path, [out / f"run-{n:04d}" for n in range(1, number + 1)],

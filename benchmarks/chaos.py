@@ -15,10 +15,11 @@ Random times alone would rarely hit a save, which takes milliseconds. So most ki
 next beginning of a random phase, which the ranks write to a trace (fault_injection.py), and follow
 it after a random delay.
 
-What the phase of a kill means: the victim began it last; for a launcher or sender, rank 0. The
-beginning of a save or an upload, which go on in threads beside the steps, counts for
-LONGEST_DELAY_SECONDS only, because no point marks their end; after that the phase is that of the
-training loop again. `start` includes the time before a rank exists.
+What the phase of a kill means: the victim has begun it last; for a launcher or sender, rank 0.
+Saves and uploads go on in threads beside the steps, and no point marks their end. So each counts
+for LONGEST_DELAY_SECONDS after its beginning, and after that the phase is that of the training
+loop. Of phases that go on together, a kill counts for the one that it waited for, else for the
+save or upload. `start` includes the time before a rank exists.
 
 --out gets kills.jsonl (one line per kill), result.json and chaos.png.
 """
@@ -227,11 +228,11 @@ def kill_once(
     if victim_name != "sender" or victim is process:
         process.wait(TIMEOUT_SECONDS)
     reached = run.reached()
+    of_rank = [line for line in reached if line.rank == int(victim in ranks[1:])]
     steps = [line.time for line in reached if line.point == "step"]
     return Kill(
         number=first, run=number, step=run.last_step, aim=aim, signal=number_of_signal.name,
-        phase=phase_at(killed_at, [line for line in reached if line.rank == 
-                                   int(victim in ranks[1:])]),
+        phase=phase_at(killed_at, of_rank, aim=aim),
         victim="launcher" if victim is process else victim_name,
         exit_code=process.poll(), start_seconds=round(steps[0] - began, 2) if steps else None,
         call_seconds=round(time.monotonic() - called_at, 2),
@@ -272,15 +273,20 @@ def wait_for_aim(
     time.sleep(delay)
 
 
-def phase_at(time_seconds: float, reached: list[Reached]) -> str:
+def phase_at(time_seconds: float, reached: list[Reached], *, aim: str) -> str:
     """The phase of a rank that has reached these points, as the docstring of the module says."""
     before = [line for line in reached if line.time <= time_seconds]
-    for line in reversed(before):
-        limit = LONGEST_DELAY_SECONDS.get(line.point, OTHER_DELAY_SECONDS)
-        if line.point in IN_BACKGROUND and time_seconds - line.time <= limit:
-            return line.point
-    loop = [line.point for line in before if line.point not in IN_BACKGROUND]
-    return loop[-1] if loop else "start"
+    in_loop = [line.point for line in before if line.point not in IN_BACKGROUND]
+    in_background = [
+        line.point
+        for line in before
+        if line.point in IN_BACKGROUND
+        and time_seconds - line.time <= LONGEST_DELAY_SECONDS.get(line.point, OTHER_DELAY_SECONDS)
+    ]
+    phase_of_loop = in_loop[-1] if in_loop else "start"
+    if aim in (phase_of_loop, *in_background):
+        return aim
+    return in_background[-1] if in_background else phase_of_loop
 
 
 def find_victim(

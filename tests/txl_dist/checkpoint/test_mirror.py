@@ -62,6 +62,13 @@ def updated(mirror: CheckpointMirror) -> list[int]:
     return [step_of(name) for name in REMOTE.complete()]
 
 
+def download_to(directory: CheckpointDirectory) -> None:
+    """What a start does on an empty disk."""
+    url = f"training.checkpoint_url={REMOTE.url}"
+    world = SimpleNamespace(is_rank_zero=True, all_gather=lambda value: [value])
+    download_newest(tiny_job(Path("no-data"), directory.run, url), world)  # type: ignore[arg-type]
+
+
 def test_copies_follow_the_local_checkpoints(mirror: CheckpointMirror, tmp_path: Path) -> None:
     local = CheckpointDirectory(tmp_path / "run")
     newer = "step-00000009.abcdabcd"  # another rank has begun to upload it
@@ -192,8 +199,6 @@ def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
 ) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
     updated(mirror)
-    job = tiny_job(tmp_path / "no-data", tmp_path / "new", f"training.checkpoint_url={REMOTE.url}")
-    world = SimpleNamespace(is_rank_zero=True, all_gather=lambda value: [value])
     new = CheckpointDirectory(tmp_path / "new")
     publish = CheckpointDirectory.finish
     has_metrics = []
@@ -203,8 +208,33 @@ def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
         return publish(directory, save_id, step)
 
     monkeypatch.setattr(CheckpointDirectory, "finish", look)
-    download_newest(job, world)  # type: ignore[arg-type]
-    assert (new.steps(), has_metrics) == ([2], [True])
+    download_to(new)
+    assert (new.pointer("LATEST"), has_metrics) == (2, [True, True])
+
+
+def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
+    mirror: CheckpointMirror, tmp_path: Path
+) -> None:
+    for step in (3, 4):
+        save(tmp_path / "run", step=step)
+    old = CheckpointDirectory(tmp_path / "run")
+    old.prune(keep=2, best_step=1)
+    assert updated(mirror) == [1, 3, 4], "1 is the best in the state of all of them"
+    new = CheckpointDirectory(tmp_path / "new")
+    publish, steps = CheckpointDirectory.finish, []
+
+    def look(directory: CheckpointDirectory, save_id: str, step: int) -> Path:
+        steps.append(step)
+        return publish(directory, save_id, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointDirectory, "finish", look)
+        download_to(new)
+    assert steps == [1, 4], "the newest last: with it, the download counts as complete"
+    assert verify_checkpoint(new.at(1)) == verify_checkpoint(old.at(1))
+    resumed = mirrored(new.run)
+    assert updated(resumed) == [1, 4]
+    resumed.close()
 
 
 def test_updates_that_wait_for_a_slow_store_become_one(

@@ -4,13 +4,22 @@
 
 One run of `configs/tiny.yaml` on two ranks is never killed. Then the same run is started in new
 directories. While it trains, a random process (launcher, rank, MLflow sender) gets SIGKILL or
-SIGTERM, and `txl train` is called again, until the run has had its kills and ends by itself. Every
-run must have the reference's metrics and checkpoint bit for bit, and every point once in MLflow.
-A call with the same --out continues where the last one ended.
+SIGTERM, and `txl train` is called again, until the run has had its kills and ends by itself. After
+some kills the run directory is removed too, and the run resumes from the copies of its checkpoints
+in an object store (moto's S3 in this process; --no-upload leaves both out). The number of lanes
+changes every 130 steps, and a replay follows. Every run must have the reference's metrics,
+checkpoint and copy bit for bit, and every point once in MLflow. A call with the same --out
+continues where the last one ended.
 
 Random times alone would rarely hit a save, which takes milliseconds. So most kills wait for the
 next beginning of a random phase, which the ranks write to a trace (fault_injection.py), and follow
-it after a random delay. The phase of a kill is the last one that its victim began before it.
+it after a random delay.
+
+What the phase of a kill means: the victim has begun it last; for a launcher or sender, rank 0.
+Saves and uploads go on in threads beside the steps, and no point marks their end. So each counts
+for LONGEST_DELAY_SECONDS after its beginning, and after that the phase is that of the training
+loop. Of phases that go on together, a kill counts for the one that it waited for, else for the
+save or upload. `start` includes the time before a rank exists.
 
 --out gets kills.jsonl (one line per kill), result.json and chaos.png.
 """
@@ -18,16 +27,13 @@ it after a random delay. The phase of a kill is the last one that its victim beg
 import argparse
 import itertools
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
-import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -35,42 +41,47 @@ from typing import Any
 
 import psutil
 from chaos_comparison import compare, draw
-
-from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.prepare_settings import PrepareSettings
-from txl_dist.runtime.fault_injection import TRACE_VARIABLE, Reached, read_trace
-
-CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
-MODULES = ("abc.py", "bisect.py", "colorsys.py", "copy.py", "heapq.py", "keyword.py", "this.py")
-"""The text: modules of the standard library."""
-SETTINGS = (
-    "training.checkpoint_interval_steps=15",
-    "evaluation.interval_steps=25",
-    "evaluation.max_tokens=500",
-    "model.dropout=0.1",
-    "tracking={enabled: true, experiment: chaos}",
+from chaos_training import (
+    CHANGE_INTERVAL_STEPS,
+    NUM_RANKS,
+    TIMEOUT_SECONDS,
+    Training,
+    lines_of,
+    object_store,
+    prepare_text,
+    process_list,
+    require,
+    wait_until,
 )
-NUM_RANKS = 2
+
+from txl_dist.runtime.fault_injection import Reached
+
 STEPS_PER_KILL = 40
-KILLS_PER_RUN = 25
-PHASES = (
-    "start",
-    "engine",
-    "resume",
-    "step",
-    "evaluation",
-    "save/files",
-    "save/manifest",
-    "save/latest",
-)
-AIMS = dict(zip(PHASES, (10, 8, 7, 20, 20, 20, 8, 7), strict=True))
+KILLS_PER_RUN = 10
+AIMS = {
+    "start": 10,
+    "engine": 7,
+    "resume": 7,
+    "step": 18,
+    "evaluation": 16,
+    "save/files": 14,
+    "save/manifest": 6,
+    "save/latest": 6,
+    "upload": 16,
+}
 """Weights of the phases that kills wait for."""
+REPLAY_SHARE = 0.4
+"""Of the kills near a change of lanes, those that wait for the replay after it."""
+PHASES = (*AIMS, "replay")
+RANK_ZERO_ONLY = ("save/manifest", "save/latest")
+IN_BACKGROUND = ("save/files", "save/manifest", "save/latest", "upload")
+LONGEST_DELAY_SECONDS = {"start": 6.0, "engine": 1.0, "resume": 0.2, "upload": 0.3}
+"""From the beginning of a phase to the kill; for other phases 0.04."""
+OTHER_DELAY_SECONDS = 0.04
 VICTIMS = {"launcher": 30, "rank 0": 30, "rank 1": 30, "sender": 10}
 SIGTERM_SHARE = 0.15
-LONGEST_DELAY_SECONDS = {"start": 6.0, "engine": 1.0, "resume": 0.2}
-"""From the beginning of a phase to the kill; for other phases 0.04."""
-TIMEOUT_SECONDS = 600.0
-"""Of every wait. Reaching it fails the benchmark."""
+LOST_DISK_SHARE = 0.15
+"""Of the kills that ended a call of `txl train`, those after which the run directory is removed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +100,10 @@ class Kill:
     """Of `txl train`; None if it went on, because only the sender was killed."""
     start_seconds: float | None
     """From the call of `txl train` to its first step; None if it was killed before that."""
+    call_seconds: float
+    """From the call of `txl train`, or the kill before in the same call, to the end of this one."""
+    lost_disk: bool
+    """Whether the run directory was removed after the kill."""
 
 
 def main() -> None:
@@ -97,13 +112,25 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--upload", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
-    out, num_kills = options.out, options.kills
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the run in progress too
+    with object_store() if options.upload else nullcontext():
+        summary = run_kills(
+            options.out, num_kills=options.kills, seed=options.seed, uploads=options.upload
+        )
+    print_summary(summary)
+    sys.exit(0 if summary["equal"] else 1)
+
+
+def run_kills(out: Path, *, num_kills: int, seed: int, uploads: bool) -> dict[str, Any]:
+    """Train the reference and the killed runs, as far as `out` does not have them; the summary."""
     kills_per_run = min(KILLS_PER_RUN, num_kills)
     data = prepare_text(out)
 
-    def training(name: str) -> "Training":
-        return Training(out / name, data, num_steps=STEPS_PER_KILL * kills_per_run)
+    def training(name: str) -> Training:
+        num_steps = STEPS_PER_KILL * kills_per_run
+        return Training(out / name, data, num_steps=num_steps, uploads=uploads)
 
     reference = training("reference")
     if not (reference.path / "finished").exists():
@@ -119,77 +146,30 @@ def main() -> None:
         if not result.exists():
             left = min(kills_per_run - sum(k.run == number for k in kills), num_kills - len(kills))
             with journal.open("a") as file:
-                for kill in disturb(run, kills, number=number, num_kills=left, seed=options.seed):
+                for kill in disturb(run, kills, number=number, num_kills=left, seed=seed):
                     kills.append(kill)
                     file.write(json.dumps(asdict(kill)) + "\n")
                     file.flush()
-                    print(
-                        f"kill {kill.number}: {kill.signal} to {kill.victim} in {kill.phase}, "
-                        f"run {number}, step {kill.step}",
-                        flush=True,
-                    )
-            result.write_text(json.dumps(compare(run.path, reference.path)))
+                    print(described(kill), flush=True)
+            result.write_text(json.dumps(compare(run.path, reference.path, url=run.url)))
         comparisons.append(json.loads(result.read_text()))
         print(f"run {number}: {comparisons[-1]}", flush=True)
         if sum(kill.run <= number for kill in kills) >= num_kills:
             break
+    kills = [kill for kill in kills if kill.run <= number]
     summary = summarise(kills, comparisons)
     (out / "result.json").write_text(json.dumps(summary, indent=1) + "\n")
     draw(reference.path, [out / f"run-{n:04d}" for n in range(1, number + 1)],
          [asdict(kill) for kill in kills], PHASES, out / "chaos.png")  # fmt: skip
-    print_summary(summary)
-    sys.exit(0 if summary["equal"] else 1)
+    return summary
 
 
-def prepare_text(out: Path) -> Path:
-    """A small dataset with `train` and `valid`."""
-    text, data = out / "text", out / "data"
-    text.mkdir(parents=True, exist_ok=True)
-    for name in MODULES:
-        (text / name).write_bytes((Path(sysconfig.get_paths()["stdlib"]) / name).read_bytes())
-    prepare_dataset([text], data, PrepareSettings(split={"valid": 0.3}, block_bytes=4096))
-    return data
-
-
-class Training:
-    """A run directory, and the calls of `txl train` that work on it."""
-
-    def __init__(self, path: Path, data: Path, *, num_steps: int) -> None:
-        self.path = path
-        self.trace = path.with_suffix(".trace")
-        self.log = path.with_suffix(".log")
-        """Output of all calls."""
-        overrides = (f"data.path={data}", f"directory={path}", f"training.num_steps={num_steps}")
-        words = ("train", CONFIG, *overrides, *SETTINGS, "--on", "processes", "--ranks", NUM_RANKS)
-        self._command = [sys.executable, "-m", "txl_dist", *map(str, words)]
-
-    @contextmanager
-    def started(self) -> Iterator[psutil.Popen]:
-        """Call `txl train`. On exit no process of it is left, except a sender that delivers."""
-        self.trace.unlink(missing_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", TRACE_VARIABLE: str(self.trace)}
-        with self.log.open("ab") as log:
-            process = psutil.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-    def reached(self) -> list[Reached]:
-        """The points that the ranks of the last call have reached."""
-        return read_trace(self.trace)
-
-    def count(self, point: str) -> int:
-        return sum(line.point == point for line in self.reached())
-
-    @property
-    def last_step(self) -> int:
-        lines = lines_of(self.path / "metrics.jsonl")
-        return json.loads(lines[-1])["step"] if lines else 0
+def described(kill: Kill) -> str:
+    lost = ", run directory removed" if kill.lost_disk else ""
+    return (
+        f"kill {kill.number}: {kill.signal} to {kill.victim} in {kill.phase}, "
+        f"run {kill.run}, step {kill.step}, {kill.call_seconds:.1f} s{lost}"
+    )
 
 
 def disturb(
@@ -198,6 +178,7 @@ def disturb(
     """Train to the end, with `num_kills` kills on the way. Yields each kill after it."""
     done = 0
     while True:
+        lost_disk = False
         with run.started() as process:
             began = time.monotonic()
             ranks: list[psutil.Process] = []
@@ -209,7 +190,7 @@ def disturb(
                 )  # fmt: skip
                 if kill is None:
                     break
-                done += 1
+                done, lost_disk = done + 1, kill.lost_disk
                 yield kill
                 if process.poll() is not None:
                     break
@@ -217,6 +198,8 @@ def disturb(
                 require(process.wait(TIMEOUT_SECONDS) == 0, f"see {run.log}")
             _, alive = psutil.wait_procs(ranks, timeout=TIMEOUT_SECONDS)
             require(not alive, f"ranks outlived their launcher: {alive}")
+        if lost_disk:
+            run.lose_disk()
         if process.returncode == 0:
             return
 
@@ -226,24 +209,15 @@ def kill_once(
     number: int, index: int, began: float, first: int,
 ) -> Kill | None:  # fmt: skip
     """Send one signal; None if training ended before. Adds the processes of ranks to `ranks`."""
-    (aim,) = choice.choices(list(AIMS), list(AIMS.values()))
+    called_at = time.monotonic()
     (victim_name,) = choice.choices(list(VICTIMS), list(VICTIMS.values()))
     is_gentle = victim_name != "sender" and choice.random() < SIGTERM_SHARE
     number_of_signal = signal.SIGTERM if is_gentle else signal.SIGKILL
-    target_step = STEPS_PER_KILL * (index + choice.random())
-    delay = choice.uniform(0, LONGEST_DELAY_SECONDS.get(aim, 0.04))
-
-    if aim == "start":
-        deadline = time.monotonic() + delay
-        wait_until(process, lambda: time.monotonic() > deadline)
-    elif aim in ("engine", "resume"):  # a run without a checkpoint does not reach `resume`
-        wait_until(process, lambda: run.count(aim) > 0 or run.count("step") > 0)
-        time.sleep(delay)
-    else:
-        wait_until(process, lambda: run.count("step") > 0 and run.last_step >= target_step, 0.02)
-        seen = run.count(aim)
-        wait_until(process, lambda: run.count(aim) > seen)
-        time.sleep(delay)
+    loses_disk = run.url is not None and choice.random() < LOST_DISK_SHARE
+    aim = choose_aim(choice, index=index, uploads=run.url is not None)
+    wait_for_aim(run, process, choice, aim, index=index, rank=int(
+        victim_name == "rank 1" and aim not in RANK_ZERO_ONLY
+    ))  # fmt: skip
     ranks[:] = process_list(process, "txl_dist.launch.rank_process")
     victim = find_victim(victim_name, process, ranks)
     killed_at = time.monotonic()
@@ -253,16 +227,66 @@ def kill_once(
     victim.send_signal(number_of_signal)
     if victim_name != "sender" or victim is process:
         process.wait(TIMEOUT_SECONDS)
-    reached = [line for line in run.reached() if line.time <= killed_at]
-    of_victim = [line.point for line in reached if line.pid == victim.pid]
-    of_rank_zero = [line.point for line in reached if line.rank == 0]
+    reached = run.reached()
+    of_rank = [line for line in reached if line.rank == int(victim in ranks[1:])]
     steps = [line.time for line in reached if line.point == "step"]
     return Kill(
         number=first, run=number, step=run.last_step, aim=aim, signal=number_of_signal.name,
-        phase=(of_victim or of_rank_zero or ["start"])[-1],
+        phase=phase_at(killed_at, of_rank, aim=aim),
         victim="launcher" if victim is process else victim_name,
         exit_code=process.poll(), start_seconds=round(steps[0] - began, 2) if steps else None,
+        call_seconds=round(time.monotonic() - called_at, 2),
+        lost_disk=loses_disk and process.poll() is not None,
     )  # fmt: skip
+
+
+def choose_aim(choice: random.Random, *, index: int, uploads: bool) -> str:
+    """The phase that the kill of this index waits for."""
+    first_step, stop_step = STEPS_PER_KILL * index, STEPS_PER_KILL * (index + 1)
+    has_change = first_step // CHANGE_INTERVAL_STEPS < stop_step // CHANGE_INTERVAL_STEPS
+    if has_change and choice.random() < REPLAY_SHARE:
+        return "replay"
+    weights = {aim: weight for aim, weight in AIMS.items() if uploads or aim != "upload"}
+    return choice.choices(list(weights), list(weights.values()))[0]
+
+
+def wait_for_aim(
+    run: Training, process: psutil.Popen, choice: random.Random, aim: str, *, index: int, rank: int
+) -> None:
+    """Return after the next beginning of the phase on that rank and a random delay."""
+    target_step = STEPS_PER_KILL * (index + choice.random())
+    delay = choice.uniform(0, LONGEST_DELAY_SECONDS.get(aim, OTHER_DELAY_SECONDS))
+    if aim == "start":
+        deadline = time.monotonic() + delay
+        wait_until(process, lambda: time.monotonic() > deadline)
+        return
+    if aim in ("engine", "resume"):  # a run without a checkpoint does not reach `resume`
+        wait_until(process, lambda: run.count(aim) > 0 or run.count("step") > 0)
+    elif aim == "replay":  # a run that is already past the change does not reach it
+        last_step = STEPS_PER_KILL * (index + 1)
+        wait_until(process, lambda: run.count("replay", rank=rank) > 0
+                   or (run.count("step") > 0 and run.last_step >= last_step))  # fmt: skip
+    else:
+        wait_until(process, lambda: run.count("step") > 0 and run.last_step >= target_step, 0.02)
+        seen = run.count(aim, rank=rank)
+        wait_until(process, lambda: run.count(aim, rank=rank) > seen)
+    time.sleep(delay)
+
+
+def phase_at(time_seconds: float, reached: list[Reached], *, aim: str) -> str:
+    """The phase of a rank that has reached these points, as the docstring of the module says."""
+    before = [line for line in reached if line.time <= time_seconds]
+    in_loop = [line.point for line in before if line.point not in IN_BACKGROUND]
+    in_background = [
+        line.point
+        for line in before
+        if line.point in IN_BACKGROUND
+        and time_seconds - line.time <= LONGEST_DELAY_SECONDS.get(line.point, OTHER_DELAY_SECONDS)
+    ]
+    phase_of_loop = in_loop[-1] if in_loop else "start"
+    if aim in (phase_of_loop, *in_background):
+        return aim
+    return in_background[-1] if in_background else phase_of_loop
 
 
 def find_victim(
@@ -277,43 +301,10 @@ def find_victim(
     return process
 
 
-def process_list(parent: Any, module: str) -> list[psutil.Process]:
-    """Children of `parent` that run a module, in the order of their start."""
-    found = []
-    for child in parent.children() if parent.is_running() else []:
-        try:
-            if module in child.cmdline():
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return sorted(found, key=lambda child: (child.create_time(), child.pid))
-
-
-def wait_until(
-    process: psutil.Popen, condition: Callable[[], bool], poll_seconds: float = 0.001
-) -> None:
-    """Wait for the condition or for the end of the process."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while process.poll() is None and not condition():
-        require(time.monotonic() < deadline, f"pid {process.pid} made no progress")
-        time.sleep(poll_seconds)
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise RuntimeError(message)
-
-
-def lines_of(path: Path) -> list[str]:
-    """The complete lines of a file that may not exist yet."""
-    if not path.exists():
-        return []
-    return path.read_text().rpartition("\n")[0].splitlines()
-
-
 def summarise(kills: list[Kill], comparisons: list[dict[str, Any]]) -> dict[str, Any]:
     """The content of result.json."""
     starts = [kill.start_seconds for kill in kills if kill.start_seconds is not None]
+    seconds = [kill.call_seconds for kill in kills]
     return {
         "kills": len(kills),
         "runs": len(comparisons),
@@ -324,7 +315,9 @@ def summarise(kills: list[Kill], comparisons: list[dict[str, Any]]) -> dict[str,
         "by_phase": {phase: sum(kill.phase == phase for kill in kills) for phase in PHASES},
         "by_victim": Counter(kill.victim for kill in kills),
         "by_signal": Counter(kill.signal for kill in kills),
+        "lost_disks": sum(kill.lost_disk for kill in kills),
         "median_start_seconds": median(starts) if starts else None,
+        "mean_seconds_per_kill": round(sum(seconds) / len(seconds), 2),
     }
 
 
@@ -333,7 +326,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     most = max(summary["by_phase"].values())
     for phase, count in summary["by_phase"].items():
         print(f"{phase:<14} {count:>5} {'#' * round(40 * count / most)}")
-    for key in ("by_victim", "by_signal", "median_start_seconds", "weights_sha256"):
+    for key in ("by_victim", "by_signal", "lost_disks", "median_start_seconds",
+                "mean_seconds_per_kill", "weights_sha256"):  # fmt: skip
         print(f"{key.replace('_', ' ')}: {summary[key]}")
     verdict = "equal to the undisturbed run, bit for bit" if summary["equal"] else "DIFFERENT"
     print(f"{summary['kills']} kills in {summary['runs']} runs: {verdict}")

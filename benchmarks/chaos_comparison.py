@@ -6,12 +6,15 @@ import sqlite3
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from data_pipeline.storage.remote_path import RemotePath
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.remote import RemoteCheckpoints
 from txl_dist.tracking.journal import read_metrics
 from txl_dist.tracking.state import TrackingState
 
@@ -20,8 +23,10 @@ METRICS = ("tokens", "loss", "perplexity", "lr", "gradient_norm", "memory_valid"
 DELIVERY_SECONDS = 240.0
 
 
-def compare(run: Path, reference: Path) -> dict[str, Any]:
-    """What is equal: metrics, tensors of the last checkpoint, and MLflow with metrics.jsonl."""
+def compare(run: Path, reference: Path, *, url: str | None) -> dict[str, Any]:
+    """What is equal: metrics, tensors of the last checkpoint and of its copy at `url`, and MLflow
+    with metrics.jsonl. Lost disks are no exception: without its tracking.json a run gets a new
+    MLflow run, which receives the whole journal."""
     lines, expected = metrics(run), metrics(reference)
     losses, expected_losses = losses_of(run), losses_of(reference)
     has_same_steps = losses.keys() == expected_losses.keys()
@@ -30,6 +35,8 @@ def compare(run: Path, reference: Path) -> dict[str, Any]:
         "weights": weights_sha256(run) == weights_sha256(reference),
         "mlflow": mlflow_equals_journal(run),
     }
+    if url is not None:
+        result["copy"] = copy_sha256(url) == weights_sha256(reference)
     return {
         "run": run.name,
         "equal": all(result.values()),
@@ -62,17 +69,31 @@ def weights_sha256(run: Path) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
+def copy_sha256(url: str) -> str:
+    """`weights_sha256` of the newest copy, which is downloaded and verified."""
+    remote = RemoteCheckpoints(RemotePath(url))
+    with TemporaryDirectory() as path:
+        directory = CheckpointDirectory(Path(path))
+        directory.open()
+        remote.download(remote.complete()[-1], directory)
+        return weights_sha256(Path(path))
+
+
 def mlflow_equals_journal(run: Path) -> bool:
     """Whether the MLflow run has every point of metrics.jsonl once, and no other."""
     deadline = time.monotonic() + DELIVERY_SECONDS
-    # `finished` too: the sender of a killed call has delivered its MLflow run as `interrupted`.
-    while not (
-        (state := TrackingState.load(run / "tracking.json"))
-        and (state.delivered, state.status) == (True, "finished")
-    ):
+    # A sender may still deliver the rest, so look until they are equal.
+    while not _is_delivered(run):
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.2)
+        time.sleep(0.5)
+    return True
+
+
+def _is_delivered(run: Path) -> bool:
+    state = TrackingState.load(run / "tracking.json")
+    if state is None or (state.delivered, state.status) != (True, "finished"):
+        return False
     with sqlite3.connect(run.parent / "mlflow.db") as database:
         query = "SELECT key, step, value FROM metrics WHERE run_uuid = ?"
         recorded = sorted(database.execute(query, (state.run_id,)))

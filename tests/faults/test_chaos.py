@@ -28,5 +28,10 @@ def test_twenty_random_kills_change_no_number(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["kills"] == 20
     assert result["largest_loss_difference"] == 0.0
-    assert all(c["metrics"] and c["weights"] and c["mlflow"] for c in result["comparisons"])
+    for comparison in result["comparisons"]:
+        assert all(comparison[part] for part in ("metrics", "weights", "mlflow", "copy"))
+    assert sum(result["by_phase"].values()) == 20
+    assert result["by_phase"]["upload"]
+    assert result["by_phase"]["replay"]
+    assert result["lost_disks"]
     assert (tmp_path / "chaos.png").stat().st_size > 10_000

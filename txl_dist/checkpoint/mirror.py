@@ -3,14 +3,15 @@
 The copies follow the local directory: every `update` uploads what the URL lacks, newest first, and
 removes the copies of checkpoints that do not exist locally any more. So a failed upload needs no
 record: the next update repeats it, and training never stops for a store that is away. Each rank
-uploads the files that it wrote; rank 0 uploads the manifest, when the store has all other files,
-then LATEST and the metrics.
+uploads the files that it wrote; rank 0 uploads the metrics and the manifest, when the store has all
+other files, then LATEST.
 """
 
 import logging
 import re
 import threading
 import time
+from functools import partial
 
 from data_pipeline.errors import printable
 from data_pipeline.processes.background_queue import BackgroundQueue
@@ -54,6 +55,7 @@ class CheckpointMirror:
         self._rank, self._num_ranks, self._timeout_seconds = rank, num_ranks, timeout_seconds
         self._sent_manifests: dict[str, bytes] = {}
         self._expected: tuple[int, str] | None = None
+        self._num_updates = 0
         self._closing = threading.Event()
         self.failure: str | None = None
         """Why the last update has failed; None if it has not."""
@@ -90,7 +92,8 @@ class CheckpointMirror:
         `published`: step and save id of a checkpoint that rank 0 is about to publish.
         """
         self._expected = published or self._expected
-        self._queue.submit(self._try_update)
+        self._num_updates += 1
+        self._queue.submit(partial(self._try_update, self._num_updates))
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for the updates of this rank; returns whether all have ended."""
@@ -103,8 +106,9 @@ class CheckpointMirror:
 
     # --- in the background thread ---------------------------------------------------------------
 
-    def _try_update(self) -> None:
-        if self._closing.is_set():
+    def _try_update(self, number: int) -> None:
+        # A later update copies everything: a slow store must not get a queue of updates.
+        if self._closing.is_set() or number < self._num_updates:
             return
         try:
             self._wait_for_publication()
@@ -120,17 +124,19 @@ class CheckpointMirror:
             )
 
     def _wait_for_publication(self) -> None:
-        if self._expected is None:
-            return
-        step, save_id = self._expected
         deadline = time.monotonic() + self._timeout_seconds
-        while time.monotonic() < deadline and not self._closing.is_set():
-            try:
-                if load_checkpoint_manifest(self._checkpoints.at(step)).save_id == save_id:
-                    break
-            except CheckpointError:  # not yet
+        while expected := self._expected:
+            is_over = time.monotonic() > deadline or self._closing.is_set()
+            if not (is_over or self._is_published(*expected)):
                 self._closing.wait(POLL_SECONDS)
-        self._expected = None
+            elif self._expected == expected:  # else the next save has begun meanwhile
+                self._expected = None
+
+    def _is_published(self, step: int, save_id: str) -> bool:
+        try:
+            return load_checkpoint_manifest(self._checkpoints.at(step)).save_id == save_id
+        except CheckpointError:
+            return False
 
     def _update(self) -> None:
         present: dict[int, str | None] = {}
@@ -145,9 +151,7 @@ class CheckpointMirror:
         newest = next((name for name in present.values() if name), None)
         if newest:
             (self._remote.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
-        for name in RUN_FILES:
-            if (path := self._checkpoints.run / name).is_file():
-                (self._remote.url / name).write_from(path)
+        self._upload_run_files()
         self._remove_all_but(present)
 
     def _remove_all_but(self, present: dict[int, str | None]) -> None:
@@ -179,10 +183,17 @@ class CheckpointMirror:
                 self._wait_for_files(target, manifest)
                 content = (path / MANIFEST_NAME).read_bytes()
                 if self._sent_manifests.get(name) != content:
+                    # First, because a resume from this copy needs the metrics up to its step.
+                    self._upload_run_files()
                     (target / MANIFEST_NAME).write_bytes(content)
                     self._sent_manifests[name] = content
                     log.info("checkpoint at step %d | copied to %s", step, target)
         return name
+
+    def _upload_run_files(self) -> None:
+        for name in RUN_FILES:
+            if (path := self._checkpoints.run / name).is_file():
+                (self._remote.url / name).write_from(path)
 
     def _is_own(self, file: str) -> bool:
         # Modulo: an older checkpoint may have been written by more ranks than there are now.

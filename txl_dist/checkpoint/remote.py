@@ -2,13 +2,14 @@
 
     URL/checkpoints/step-NNNNNNNN.ID/   the files of one save; complete if manifest.json is there
     URL/LATEST                          for people and scripts
-    URL/metrics.jsonl, tracking.json    of the run directory, as of the newest checkpoint
+    URL/metrics.jsonl, tracking.json    of the run directory, at least up to the newest checkpoint
 
 The name contains the id of the save: an upload that was interrupted can never be completed with the
 files of another save of the same step. `mirror.py` uploads.
 """
 
 import hashlib
+import logging
 import os
 import re
 from contextlib import suppress
@@ -30,6 +31,8 @@ RUN_FILES = ("metrics.jsonl", "tracking.json")
 """Files of the run directory that are copied: the metrics, and which MLflow run has them."""
 _NAME = re.compile(r"step-(\d{8,})\.[0-9a-f]{8,64}")
 _BLOCK_BYTES = 8 * 2**20
+
+log = logging.getLogger(__name__)
 
 
 def remote_name(manifest: CheckpointManifest) -> str | None:
@@ -84,28 +87,51 @@ class RemoteCheckpoints:
         return match[1].decode() if match else None
 
     def download(self, name: str, checkpoints: CheckpointDirectory) -> Path:
-        """Copy a complete checkpoint to the run's directory; returns its path.
+        """Copy a complete checkpoint, and the best one up to its step, to the run's directory;
+        returns the path of the first.
 
         Each file is verified before the checkpoint gets its final name. Raises CheckpointError for
-        a damaged copy.
+        a damaged copy. A damaged copy of the best one is logged.
         """
         save_id = name.partition(".")[2]
         staging = checkpoints.begin(save_id)
         try:
-            write_synced(staging / MANIFEST_NAME, (self.at(name) / MANIFEST_NAME).read_bytes())
-            manifest = load_checkpoint_manifest(staging)
-            if remote_name(manifest) != name:
-                raise CheckpointError(
-                    f"{self.at(name)} has the manifest of {remote_name(manifest)}"
-                )
-            for file_name, entry in manifest.files.items():
-                _download(self.at(name) / file_name, staging / file_name, entry)
+            manifest = self._download_files(name, staging)
+            # First: once the newer checkpoint is there, the next start downloads nothing.
+            self._download_best(manifest, checkpoints)
             path = checkpoints.finish(save_id, manifest.step)
             checkpoints.set_pointer("LATEST", manifest.step)
         except BaseException:
             checkpoints.discard(save_id)
             raise
         return path
+
+    def _download_best(self, newer: CheckpointManifest, checkpoints: CheckpointDirectory) -> None:
+        best = newer.state.get("best")
+        step = best.get("step") if isinstance(best, dict) else None
+        if not isinstance(step, int) or step in (newer.step, *checkpoints.steps()):
+            return
+        for name in reversed([name for name in self.complete() if step_of(name) == step]):
+            save_id = name.partition(".")[2]
+            try:
+                self._download_files(name, checkpoints.begin(save_id))
+                checkpoints.finish(save_id, step)
+                return
+            except CheckpointError as error:
+                log.warning("%s. The checkpoint with the best score is not there", error)
+                checkpoints.discard(save_id)
+            except BaseException:
+                checkpoints.discard(save_id)
+                raise
+
+    def _download_files(self, name: str, staging: Path) -> CheckpointManifest:
+        write_synced(staging / MANIFEST_NAME, (self.at(name) / MANIFEST_NAME).read_bytes())
+        manifest = load_checkpoint_manifest(staging)
+        if remote_name(manifest) != name:
+            raise CheckpointError(f"{self.at(name)} has the manifest of {remote_name(manifest)}")
+        for file_name, entry in manifest.files.items():
+            _download(self.at(name) / file_name, staging / file_name, entry)
+        return manifest
 
     def download_run_files(self, run: Path) -> None:
         """Copy the metrics and the tracking state to the run directory, if there are copies."""

@@ -59,6 +59,8 @@ def _download_newest(job: TrainJob, remote: RemoteCheckpoints) -> None:
         if name in abandoned:  # by a rollback, which a kill or the store kept from removing it
             continue
         try:
+            # First: once the checkpoint is there, the next start downloads nothing.
+            remote.download_run_files(checkpoints.run)
             path = remote.download(name, checkpoints)
         except CheckpointError as error:
             if job.strict:
@@ -71,6 +73,5 @@ def _download_newest(job: TrainJob, remote: RemoteCheckpoints) -> None:
                 f"{error.strerror or error}. Run it again, or train without the copies: "
                 "training.checkpoint_url=null"
             ) from error
-        remote.download_run_files(checkpoints.run)
         log.info("downloaded %s from %s", path, remote.at(name))
         return

@@ -4,8 +4,10 @@ The store is moto's S3 on 127.0.0.1.
 """
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from data_pipeline.storage import urls
 from data_pipeline.storage.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
+from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.mirror import CheckpointMirror
@@ -20,6 +23,7 @@ from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.remote import RemoteCheckpoints, step_of
 from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.training.remote_resume import download_newest
 
 URL = "s3://me:CANARY@bucket/run"
 REMOTE = RemoteCheckpoints(RemotePath("s3://bucket/run"))
@@ -56,6 +60,13 @@ def updated(mirror: CheckpointMirror) -> list[int]:
     assert mirror.wait(60)
     assert mirror.failure is None
     return [step_of(name) for name in REMOTE.complete()]
+
+
+def download_to(directory: CheckpointDirectory) -> None:
+    """What a start does on an empty disk."""
+    url = f"training.checkpoint_url={REMOTE.url}"
+    world = SimpleNamespace(is_rank_zero=True, all_gather=lambda value: [value])
+    download_newest(tiny_job(Path("no-data"), directory.run, url), world)  # type: ignore[arg-type]
 
 
 def test_copies_follow_the_local_checkpoints(mirror: CheckpointMirror, tmp_path: Path) -> None:
@@ -174,3 +185,110 @@ def test_a_failure_names_the_url_without_secrets_and_is_repaired_by_the_next_upd
 def test_no_secret_of_a_url_is_shown(tmp_path: Path) -> None:
     remote = RemoteCheckpoints(RemotePath(URL))
     assert "CANARY" not in f"{remote} {remote.url} {remote.at('x')}"
+
+
+def test_a_complete_copy_always_has_the_metrics_up_to_its_step(
+    mirror: CheckpointMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = tmp_path / "run" / "metrics.jsonl"
+    seen = {}
+    write = RemotePath.write_bytes
+
+    def look(target: RemotePath, content: bytes) -> None:
+        if target.name == "manifest.json":
+            seen[step_of(target.parent.name)] = (REMOTE.url / "metrics.jsonl").read_bytes()
+        write(target, content)
+
+    monkeypatch.setattr(RemotePath, "write_bytes", look)
+    lines.write_bytes(b"1\n2\n")
+    assert updated(mirror) == [1, 2]
+    save(tmp_path / "run", step=3)
+    lines.write_bytes(b"1\n2\n3\n")
+    assert updated(mirror) == [1, 2, 3]
+    assert seen == {1: b"1\n2\n", 2: b"1\n2\n", 3: b"1\n2\n3\n"}
+
+
+def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
+    mirror: CheckpointMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
+    updated(mirror)
+    new = CheckpointDirectory(tmp_path / "new")
+    publish = CheckpointDirectory.finish
+    has_metrics = []
+
+    def look(directory: CheckpointDirectory, save_id: str, step: int) -> Path:
+        has_metrics.append((new.run / "metrics.jsonl").is_file())
+        return publish(directory, save_id, step)
+
+    monkeypatch.setattr(CheckpointDirectory, "finish", look)
+    download_to(new)
+    assert (new.pointer("LATEST"), has_metrics) == (2, [True, True])
+
+
+def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
+    mirror: CheckpointMirror, tmp_path: Path
+) -> None:
+    for step in (3, 4):
+        save(tmp_path / "run", step=step)
+    old = CheckpointDirectory(tmp_path / "run")
+    old.prune(keep=2, best_step=1)
+    assert updated(mirror) == [1, 3, 4], "1 is the best in the state of all of them"
+    new = CheckpointDirectory(tmp_path / "new")
+    publish, steps = CheckpointDirectory.finish, []
+
+    def look(directory: CheckpointDirectory, save_id: str, step: int) -> Path:
+        steps.append(step)
+        return publish(directory, save_id, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointDirectory, "finish", look)
+        download_to(new)
+    assert steps == [1, 4], "the newest last: with it, the download counts as complete"
+    assert verify_checkpoint(new.at(1)) == verify_checkpoint(old.at(1))
+    resumed = mirrored(new.run)
+    assert updated(resumed) == [1, 4]
+    resumed.close()
+
+
+def test_updates_that_wait_for_a_slow_store_become_one(
+    mirror: CheckpointMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end, num_updates = threading.Event(), threading.Event(), []
+
+    def upload_slowly() -> None:
+        num_updates.append(1)
+        has_begun.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(mirror, "_update", upload_slowly)
+    mirror.update()
+    assert has_begun.wait(60)
+    for _ in range(5):
+        mirror.update()
+    may_end.set()
+    assert mirror.wait(60)
+    assert len(num_updates) == 2, "the one in progress, and one for all later ones"
+
+
+def test_a_rank_that_waits_for_a_save_also_waits_for_the_next_one(tmp_path: Path) -> None:
+    mirror = mirrored(tmp_path, rank=1, num_ranks=2)
+    published: dict[int, str] = {}
+    is_waiting = threading.Event()
+
+    def is_published(step: int, save_id: str) -> bool:
+        is_waiting.set()
+        return published.get(step) == save_id
+
+    mirror._is_published = is_published  # type: ignore[method-assign]
+    seen: list[set[int]] = []
+    mirror._update = lambda: seen.append(set(published))  # type: ignore[method-assign]
+    mirror.update(published=(1, "a"))
+    assert is_waiting.wait(60)
+    mirror.update(published=(2, "b"))
+    published[1] = "a"
+    assert not mirror.wait(1.2), "the checkpoint of step 2 is missing"
+    published[2] = "b"
+    assert mirror.wait(60)
+    assert seen[-1] == {1, 2}
+    mirror.close()

@@ -18,7 +18,8 @@ class DivergenceConfig(Section):
 
     policy: Literal["stop", "skip", "rollback"] = "stop"
     """`stop` ends the run with exit code 5. `skip` discards the update and continues with the next
-    segment. `rollback` returns to the newest good checkpoint and skips the step there."""
+    segment. `rollback` returns to the newest good checkpoint, and continues without this
+    step and the last update before it."""
     loss_spike: float | None = Field(default=None, gt=0)
     """Threshold of the training loss, in deviations above the median, such as 10; null: none."""
     gradient_spike: float | None = Field(default=None, gt=0)

@@ -36,7 +36,7 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Determines the initial weights, the order of the data and the dropout masks."""
     precision: Precision = "fp32"
-    """Precision of matrix products; parameters, optimizer, memory and loss are always fp32."""
+    """Precision of matrix products; parameters, optimizer and loss are always fp32."""
     data: DataConfig
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

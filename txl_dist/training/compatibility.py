@@ -64,6 +64,7 @@ _ON_REQUEST = (
 )
 _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
+_IN_TOKENS = ("training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens")
 _BEFORE = {"optimizer.weight_decay_parameters": "all"}
 """Values that settings had, in effect, before they existed, if not their defaults."""
 
@@ -88,6 +89,14 @@ def check_config(
             else "cannot change in a run; start a new one (--resume never, another directory)"
         )
         lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
+    # Computed from the new lanes as if they had held from step 0, the length would be wrong.
+    changed = [key for key in ("data.num_lanes", "data.tgt_len") if old.get(key) != new.get(key)]
+    for key in _IN_TOKENS if changed else ():
+        if new.get(key) is not None:
+            lines.append(
+                f"\n  {key}={new[key]}: tokens per step change with {changed[0]} -> set the length "
+                "in steps (training.num_steps, optimizer.warmup_steps), and this to null"
+            )
     if lines:
         raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")
 

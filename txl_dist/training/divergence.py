@@ -1,8 +1,8 @@
-"""Judges whether a step has diverged. Pure: numbers in, a description or None out.
+"""Decides whether a step has diverged. Pure: numbers in, a description or None out.
 
 The inputs are sums and norms over all ranks and the state is the same on every rank, so all ranks
-reach the same verdict without a further collective, before any of them updates its weights.
-`recovery.py` acts on the verdict.
+decide the same without a further collective, before any of them updates its weights.
+`recovery.py` acts on the decision.
 """
 
 import math

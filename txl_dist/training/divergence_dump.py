@@ -1,4 +1,4 @@
-"""RUN/events: what the lanes of each rank read in a step that has diverged, for people.
+"""RUN/events: what the lanes of each rank read in a step that has diverged.
 
     RUN/events/divergence-step-NNNNNNNN-rank-R.json
 

@@ -68,8 +68,6 @@ class RunSaver:
         self._mirror = mirror
         self._step, self._tracker, self._saved_file = step, tracker, saved_file
         self.saved_step = saved_step
-        self.waited_seconds = 0.0
-        """Time that `save` has waited for the save before, over the whole run."""
         self._is_confirmed = False
         self._saved_at = time.monotonic()
         # From rank 0: unique, also if an older process of this run still writes.
@@ -229,7 +227,6 @@ class RunSaver:
         is_busy = not self._queue.wait(0)
         self.wait()
         seconds = time.monotonic() - start
-        self.waited_seconds += seconds
         if is_busy:
             log.info(
                 "checkpoint at step %d | waited %.1f s until that of step %s was written; to avoid "

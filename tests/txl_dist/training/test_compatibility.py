@@ -13,10 +13,11 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, tiny_job, train
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.config.config_file import default_settings
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.compatibility import check_data
+from txl_dist.training.compatibility import check_config, check_data
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
@@ -112,3 +113,15 @@ def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
     [message] = ranks(1).run(refusal_of, job)
     for directory in (data, other):
         assert load_manifest(directory).tokenizer_digest in message
+
+
+@pytest.mark.parametrize(
+    "key", ["training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens"]
+)
+def test_a_length_in_tokens_is_refused_when_the_lanes_change(key: str) -> None:
+    """It would be computed as if the new lanes had held from the first step."""
+    old = {**default_settings(), "data.num_lanes": 5, key: 15}
+    allowed = ("data.num_lanes", "training.num_steps")
+    check_config(old, old, allowed=allowed, checkpoint="RUN")
+    with pytest.raises(CheckpointError, match=rf"{key}=15: .*data.num_lanes.*in steps"):
+        check_config(old, {**old, "data.num_lanes": 10}, allowed=allowed, checkpoint="RUN")

@@ -228,8 +228,9 @@ class RankZeroReport(Report):
         if is_new:
             values = {f"mixture/{share.name}": share.share for share in shares}
             # With the number of the next step: a resume from here removes that step's lines and
-            # writes them again.
-            self._write(state.model_copy(update={"step": state.step + 1}), values)
+            # writes them again. Without `tokens`, which MLflow stores once per step: those of the
+            # next step are not trained yet.
+            self._journal.write({"step": state.step + 1, "time": time.time(), **values})
 
     def event(self, message: str, *values: Any) -> None:
         log.info(message, *values)

@@ -16,7 +16,7 @@ next beginning of a random phase, which the ranks write to a trace (fault_inject
 it after a random delay.
 
 What the phase of a kill means: the victim has begun it last; for a launcher or sender, rank 0.
-Saves and uploads go on in threads beside the steps, and no point marks their end. So each counts
+Saves and uploads run in threads during the steps, and no point marks their end. So each counts
 for LONGEST_DELAY_SECONDS after its beginning, and after that the phase is that of the training
 loop. Of phases that go on together, a kill counts for the one that it waited for, else for the
 save or upload. `start` includes the time before a rank exists.

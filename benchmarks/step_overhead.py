@@ -2,8 +2,8 @@
 
     python benchmarks/step_overhead.py [--steps 60] [--threads 1] [k.e.y=value ...]
 
-One process, one rank. A bare step is forward, backward, clipping and AdamW in plain torch, with a
-model of its own on the segments that training reads. Both kinds of step alternate in one run, so
+One process, one rank. A bare step is forward, backward, clipping and AdamW in plain torch, by a
+second model, on the same segments. Both kinds of step alternate in one run, so
 that other load of the machine affects both alike. The second table shows the parts of both.
 """
 
@@ -172,8 +172,8 @@ def print_tables(alternation: Alternation, ours: Parts, bare: Parts) -> None:
     rest = statistics.median(own)
     for name in ours:
         median = statistics.median(ours[name][WARM_UP_STEPS:] or ours[name]) * 1e3
-        beside = statistics.median(bare[name][WARM_UP_STEPS:]) * 1e3 if name in bare else 0.0
-        print(f"{name:28}{median:8.2f}{beside:8.2f}")
+        bare_median = statistics.median(bare[name][WARM_UP_STEPS:]) * 1e3 if name in bare else 0.0
+        print(f"{name:28}{median:8.2f}{bare_median:8.2f}")
         rest -= median if not name.startswith("report") else 0.0
     print(f"{'loss sums, agreement, state':28}{rest:8.2f}")
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 NICENESS = 5
-"""Of the thread: the computation that it runs behind comes first."""
+"""Of the thread, so that training has the cores first."""
 
 
 class BackgroundQueue:

@@ -21,7 +21,7 @@ def test_failures_without_a_checkpoint_between_end_the_launch(tmp_path: Path) ->
     assert failures.check(NODES) is None
     failures.add("rank 1 died", node_ids=NODES)
     error = failures.check(NODES)
-    assert "more than 1 times" in str(error)
+    assert "again after 1 restart " in str(error)
     assert "rank 1 died" in str(error)
 
 

@@ -67,7 +67,7 @@ def test_too_many_failures_end_the_launch_with_the_last_one(tmp_path: Path) -> N
     with pytest.raises(TxlError) as raised:
         launch.supervisor.run(run_ray)
     launch.is_over.set()
-    assert "the ranks failed more than 1 times" in str(raised.value)
+    assert "the ranks failed again after 1 restart" in str(raised.value)
     assert "rank 1 (node 127.0.0.1, pid 101) died" in str(raised.value)
     assert sum("died; waiting for" in line for line in launch.lines) >= 1
 

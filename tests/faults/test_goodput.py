@@ -1,4 +1,4 @@
-"""The accounts of a run survive a SIGKILL: every second, restart and lost step is counted."""
+"""The goodput of a run survives a SIGKILL: every second, restart and lost step is counted."""
 
 import json
 import re
@@ -42,11 +42,11 @@ def test_a_killed_and_resumed_run_counts_all_of_its_time(dataset: Path, tmp_path
     assert f"summary | 1 restart, {lost} steps lost | goodput " in finished.stdout
     assert {line["restarts"] for line in metrics(tmp_path)} == {0, 1}
     assert metrics(tmp_path)[-1]["lost_steps"] == lost
-    accounts = json.loads((tmp_path / "goodput.json").read_text())
-    assert accounts["is_complete"]
-    assert accounts["step"] == 300
-    assert accounts["seconds"]["down"] > 2
-    assert accounts["seconds"]["steps"] > 0
+    goodput = json.loads((tmp_path / "goodput.json").read_text())
+    assert goodput["is_complete"]
+    assert goodput["step"] == 300
+    assert goodput["seconds"]["down"] > 2
+    assert goodput["seconds"]["steps"] > 0
     # Only the start of the command itself, before the first rank, is not counted.
-    total_seconds = sum(accounts["seconds"].values())
+    total_seconds = sum(goodput["seconds"].values())
     assert seconds_at_least - 15 < total_seconds < seconds_at_least + 60

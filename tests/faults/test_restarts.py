@@ -84,6 +84,6 @@ def test_failures_before_the_first_step_exhaust_the_restarts(dataset: Path, tmp_
     assert process.returncode == 1, output
     assert output.count("restart 1 of at most 1") == 1
     last = output.splitlines()[-1]
-    assert "the ranks failed more than 1 times" in last
+    assert "the ranks failed again after 1 restart" in last
     assert re.search(r"rank \d was killed by SIGKILL", last)
     assert "--max-restarts" in last

@@ -15,7 +15,7 @@ from tests.support.training_runs import (
     train,
 )
 
-# As in test_one_trajectory.py, where the figures behind them are.
+# As in test_one_trajectory.py, which has the measured differences.
 TOLERANCE = 2e-6
 NORM_TOLERANCE = 1e-5
 # bf16 rounds a hidden state by up to 0.2 %. Measured over these seven steps, in which the weights

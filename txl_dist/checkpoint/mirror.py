@@ -143,8 +143,9 @@ class CheckpointMirror:
         for step in reversed(self._checkpoints.steps()):
             try:
                 present[step] = self._upload(step)
-            except CheckpointError as error:  # removed meanwhile, or damaged
-                log.info("%s is not uploaded: %s", self._checkpoints.at(step), error)
+            except CheckpointError as error:
+                if self._checkpoints.at(step).exists():  # else it was removed meanwhile
+                    log.info("checkpoint at step %d | not copied: %s", step, error)
                 present[step] = None
         if self._rank != 0 or not present:
             return

@@ -38,9 +38,10 @@ class RestartBudget:
 
     def exhausted_error(self, event: str, directory: RunDirectory) -> TxlError:
         """The error after a failure that the budget does not allow; `event` says what failed."""
+        restarts = f"{self.max_restarts} restart{'' if self.max_restarts == 1 else 's'}"
         return TxlError(
-            f"the ranks failed more than {self.max_restarts} times without a new checkpoint in "
-            f"between (--max-restarts, or ray.max_restarts with Ray); the last failure: {event}. "
+            f"the ranks failed again after {restarts} without a new checkpoint "
+            f"(--max-restarts, or ray.max_restarts with Ray); the last failure: {event}. "
             f"Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
         )
 

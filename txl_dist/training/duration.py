@@ -22,14 +22,14 @@ def resolve_duration(config: RunConfig, plan: LanePlan) -> RunConfig:
     tokens_per_step = plan.num_lanes * plan.tgt_len
     num_steps = training.num_steps
     if training.num_tokens is not None:
-        num_steps = _ceil_div(training.num_tokens, tokens_per_step)
+        num_steps = -(-training.num_tokens // tokens_per_step)
     elif training.num_epochs is not None:
         # Of one lane: the last tokens of an epoch, fewer than lanes, are not read.
         num_steps = max(1, math.ceil(training.num_epochs * plan.lane_tokens / plan.tgt_len))
     assert num_steps is not None
     warmup_steps = optimizer.warmup_steps
     if optimizer.warmup_tokens is not None:
-        warmup_steps = _ceil_div(optimizer.warmup_tokens, tokens_per_step)
+        warmup_steps = -(-optimizer.warmup_tokens // tokens_per_step)
     # Not validated again: num_steps may stand next to the setting that it was computed from.
     optimizer = optimizer.model_copy(update={"warmup_steps": warmup_steps})
     training = training.model_copy(update={"num_steps": num_steps})
@@ -49,7 +49,3 @@ def how_to_extend(config: RunConfig, *, num_steps: int) -> str:
     elif training.num_epochs is not None:
         setting = f"training.num_epochs={2 * training.num_epochs:g}"
     return f"{setting} --allow-change training.num_steps"
-
-
-def _ceil_div(numerator: int, denominator: int) -> int:
-    return -(-numerator // denominator)

@@ -43,7 +43,7 @@ LOSSES = (
 log = logging.getLogger(__name__)
 
 
-class Ledger(StrictModel):
+class GoodputFile(StrictModel):
     """RUN/goodput.json."""
 
     updated: float
@@ -63,7 +63,7 @@ class Ledger(StrictModel):
 
 
 class Goodput:
-    """The accounts of a run, kept by rank 0. `activity` measures this process."""
+    """The seconds of a run by cause, summed by rank 0. `activity` measures this process."""
 
     def __init__(self, path: Path, activity: Activity, *, step: int) -> None:
         """Begin at `step`: later steps of earlier processes are lost."""
@@ -76,20 +76,20 @@ class Goodput:
         self._productive: dict[int, float] = {step: 0.0}
         with contextlib.suppress(OSError):
             remove_leftovers(path)
-        if ledger := _read(path):
-            self._continue(ledger, step)
+        if earlier := _read(path):
+            self._continue(earlier, step)
 
-    def _continue(self, ledger: Ledger, step: int) -> None:
-        self._seconds.update(ledger.seconds)
-        self._productive = dict(sorted(ledger.productive.items()))
-        self._lost_steps, self._restarts = ledger.lost_steps, ledger.restarts
-        self._step, self._is_complete = ledger.step, ledger.is_complete
-        if not ledger.is_complete:
+    def _continue(self, earlier: GoodputFile, step: int) -> None:
+        self._seconds.update(earlier.seconds)
+        self._productive = dict(sorted(earlier.productive.items()))
+        self._lost_steps, self._restarts = earlier.lost_steps, earlier.restarts
+        self._step, self._is_complete = earlier.step, earlier.is_complete
+        if not earlier.is_complete:
             self._restarts += 1
             process_seconds = sum(self._activity.seconds().values())
-            self._seconds[DOWN] += max(0.0, time.time() - process_seconds - ledger.updated)
+            self._seconds[DOWN] += max(0.0, time.time() - process_seconds - earlier.updated)
         self.rewind(step)
-        if not ledger.is_complete:
+        if not earlier.is_complete:
             self._write(sync=True)  # counts the restart, even if it does not reach a step
 
     @property
@@ -167,7 +167,7 @@ class Goodput:
 
     def _write(self, *, sync: bool) -> None:
         self._updated_at = time.monotonic()
-        ledger = Ledger(
+        content = GoodputFile(
             updated=time.time(),
             step=self._step,
             restarts=self._restarts,
@@ -177,16 +177,16 @@ class Goodput:
             productive=self._productive,
         )
         with contextlib.suppress(OSError):  # a full disk; training continues without this file
-            text = ledger.model_dump_json(indent=1)
+            text = content.model_dump_json(indent=1)
             if sync:
                 write_file(self._path, text.encode())
             else:
                 overwrite_page(self._path, text)
 
 
-def _read(path: Path) -> Ledger | None:
+def _read(path: Path) -> GoodputFile | None:
     try:
-        return Ledger.model_validate_json(path.read_bytes())
+        return GoodputFile.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

@@ -14,7 +14,7 @@ same step: the loop passes `has_failed` with the flags of a step, and then calls
 
 Weights can be finite and yet too large to compute with. The run then has to resume from an older
 checkpoint, so older ones are removed only at `confirm`, not at `save`. The format is defined in
-`txl_dist/checkpoint/`, the reasons are in docs/decisions/0016-checkpoints-behind-the-loop.md.
+`txl_dist/checkpoint/`, the reasons are in docs/decisions/0016-background-checkpoints.md.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Jobs run in order behind their caller, until the first one fails."""
+"""Jobs run in order in a thread, until the first one fails."""
 
 import threading
 

@@ -144,7 +144,9 @@ def test_a_rollback_inside_a_process_counts_its_steps_as_lost(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"updated": 1}', b"\xff"])
-def test_a_damaged_file_starts_new_accounts(tmp_path: Path, clocks: Clocks, content: bytes) -> None:
+def test_after_a_damaged_file_the_goodput_is_counted_anew(
+    tmp_path: Path, clocks: Clocks, content: bytes
+) -> None:
     (tmp_path / "goodput.json").write_bytes(content)
     process = Process(tmp_path, clocks, step=5).train(5)
     assert process.goodput.seconds["steps"] == 4 * STEP_SECONDS

@@ -1,4 +1,4 @@
-"""Checkpoints are copied to an object store behind training, and a run resumes from the copies.
+"""Checkpoints are copied to an object store in the background, and a run resumes from the copies.
 
 The store is moto's S3 on 127.0.0.1.
 """

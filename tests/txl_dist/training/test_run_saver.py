@@ -1,6 +1,6 @@
 """RunSaver alone: two ranks as threads of one process, without an engine or steps.
 
-`test_saving_behind.py` has the same with real ranks and steps.
+`test_background_saves.py` has the same with real ranks and steps.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Checkpoints are written behind the loop, and an error of one rank's thread reaches all ranks."""
+"""Checkpoints are written in the background; an error in one rank's thread reaches all ranks."""
 
 import errno
 import os

@@ -8,6 +8,7 @@ intact, the second must not be used.
 import errno
 import os
 import stat
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ _MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a disk or a network file system after which a second attempt may succeed."""
 _WAITS_SECONDS = (0.5, 1.0)
 """Before the second and the third attempt."""
+_reading: dict[int, DatasetPath] = {}
+"""The file that a thread is reading now, by the thread's identifier."""
 
 
 def read_bytes_at(
@@ -31,12 +34,21 @@ def read_bytes_at(
 
     Raises DataError if the read fails; `part` names the part of the file in its message.
     """
+    thread = threading.get_ident()
+    _reading[thread] = path
     try:
         if isinstance(path, RemotePath):
             return path.read_range(first, size)
         return _read_local(path, first, size)
     except OSError as error:
         raise unreadable_file(path, directory, part, error) from error
+    finally:
+        del _reading[thread]
+
+
+def file_read_by(thread: int | None) -> DatasetPath | None:
+    """The file that a thread is reading now; a file system may never answer."""
+    return None if thread is None else _reading.get(thread)
 
 
 def _read_local(path: Path, first: int, size: int) -> bytes:

@@ -17,9 +17,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
 
+from data_pipeline.errors import DataError
+from data_pipeline.shards.shard_files import file_read_by, what_to_check
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import MixedSource
 from data_pipeline.streams.order import Shuffle
@@ -40,10 +42,11 @@ class SegmentStream:
 
     `num_rows` (default: one per lane) adds rows of padding. `prefetch_segments` limits the number
     of prefetched segments; it changes no value. An exception in the thread is raised by `next`, at
-    the segment that could not be read or a few before it. The thread ends with `close`, which also
-    happens at the end of a `with` block, on garbage collection and at process exit. Iterating again
-    continues at `position`, as a pipeline with repetitions needs. For one consumer; several streams
-    may share a `source` that is thread-safe.
+    the segment that could not be read or a few before it; so is a DataError if the thread takes
+    `timeout_seconds` (None: no limit), because a file system may never answer. The thread ends with
+    `close`, which also happens at the end of a `with` block, on garbage collection and at process
+    exit. Iterating again continues at `position`, as a pipeline with repetitions needs. For one
+    consumer; several streams may share a `source` that is thread-safe.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class SegmentStream:
         seed: int = 0,
         position: int = 0,
         prefetch_segments: int = 4,
+        timeout_seconds: float | None = None,
     ) -> None:
         if position < plan.start or prefetch_segments < 1:
             raise ValueError(
@@ -73,6 +77,8 @@ class SegmentStream:
             seed=seed,
         )
         self._position, self._tgt_len = position, plan.tgt_len
+        self._timeout_seconds = timeout_seconds
+        self._thread: threading.Thread | None = None
         # One segment per call for long segments, several for short ones: a call has a fixed cost.
         segment_tokens = max(1, self._reader.num_rows) * plan.tgt_len
         self._group_segments = max(1, min(GROUP_TOKENS // segment_tokens, prefetch_segments))
@@ -117,16 +123,28 @@ class SegmentStream:
             raise ValueError("the segment stream is closed; open another at its position")
         if self._finalizer is None:
             self._start()
-        group = self._channel.filled.get()
+        try:
+            group = self._channel.filled.get(timeout=self._timeout_seconds)
+        except Empty:
+            group = self._stalled_error()
         self._channel.free.put(None)
         if isinstance(group, BaseException):
             self._failure = group
             raise group
         return group[::-1]
 
+    def _stalled_error(self) -> DataError:
+        file = file_read_by(self._thread.ident) if self._thread else None
+        place = f"{file} could not be read" if file else "no tokens could be read"
+        causes = what_to_check(file) if file else "the disk or the network"
+        return DataError(
+            f"{place} within {self._timeout_seconds:g} s (lane position {self._position:,}). Check "
+            f"{causes}, then run it again: nothing was changed."
+        )
+
     def _start(self) -> None:
         # The thread must not reference the stream, or the stream would never be collected.
-        thread = threading.Thread(
+        self._thread = thread = threading.Thread(
             target=_prefetch,
             args=(self._reader, self._position, self._group_segments, self._channel),
             name="segment-stream",

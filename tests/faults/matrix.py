@@ -79,11 +79,6 @@ assert len(FAULTS) == NUM_ROWS
 
 Status = Literal["holds", "in part", "not applicable", "open"]
 EXCEPTIONS: Mapping[int, tuple[Status, str]] = {
-    18: (
-        "in part",
-        "data wait is on every step line. A local read that never returns has no time limit of its "
-        "own: the other ranks end the run after `training.rank_timeout_seconds`",
-    ),
     30: ("not applicable", "fp16 is refused, with `precision: bf16` as advice: no loss scale"),
     40: (
         "holds",

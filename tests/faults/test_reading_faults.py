@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -74,3 +75,32 @@ def test_a_slow_disk_shows_as_data_wait(ranks: RankGroups, dataset: Path, tmp_pa
     waits = sorted(line["data_wait"] for line in metrics(tmp_path))
     assert waits[3] > 0.3
     assert "| data wait " in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+def train_on_a_disk_that_stops_responding(world: World, job: TrainJob) -> int:
+    """On rank 1 no read of a shard returns; other files of the dataset are read as usual."""
+    read, released = os.pread, threading.Event()
+
+    def pread(descriptor: int, size: int, offset: int) -> bytes:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if world.rank == 1 and name.endswith(".tar.zst"):
+            released.wait()
+        return read(descriptor, size, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        try:
+            return train(world, job)
+        finally:
+            released.set()
+
+
+@pytest.mark.fault
+@pytest.mark.fault_row(18)
+def test_a_read_that_never_returns_ends_the_run_and_names_the_shard(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SHORT, "training.rank_timeout_seconds=5")
+    assert 3 in ranks(2).run(train_on_a_disk_that_stops_responding, job)
+    log = (tmp_path / "logs" / "rank-1.log").read_text()
+    assert "train-000000.tar.zst could not be read within 4.5 s (lane position 0)" in log

@@ -23,13 +23,13 @@ def peak_mib(build: Callable[..., Callable[[], object]], *arguments: object) -> 
 
 def _measure(build: Callable[..., Callable[[], object]], *arguments: object) -> float:
     run = build(*arguments)
-    before = _kib("VmRSS")
+    before = kib("VmRSS")
     for _ in range(_STEPS):
         run()
-    return (_kib("VmHWM") - before) / 1024
+    return (kib("VmHWM") - before) / 1024
 
 
-def _kib(name: str) -> int:
+def kib(name: str) -> int:
     """A field of /proc/self/status. (`ru_maxrss` is inherited from a larger parent process.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))

@@ -36,6 +36,9 @@ from txl_dist.training.start_state import initial_state
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
+DATA_TIMEOUT_SHARE = 0.9
+"""Of training.rank_timeout_seconds: the limit for one read of the data."""
+
 
 def build_step(rank: RankContext) -> TrainStep:
     config, data, world = rank.config, rank.data, rank.world
@@ -79,6 +82,8 @@ def open_stream(rank: RankContext, step: TrainStep, state: TrainState) -> Segmen
         seed=rank.config.seed,
         position=state.position,
         prefetch_segments=data.prefetch_segments,
+        # Before the other ranks give up: then the error that ends the run names the file.
+        timeout_seconds=DATA_TIMEOUT_SHARE * rank.config.training.rank_timeout_seconds,
     )
 
 

@@ -1,0 +1,129 @@
+"""Step time and peak memory of each option for speed and memory, at the quickstart's size.
+
+    python benchmarks/throughput_options.py [--steps 12] [--rounds 2] [k.e.y=value ...]
+
+Every measurement is a training run of one rank in a new process. The options alternate, and a row
+shows medians over the rounds: seconds per step and peak memory (VmHWM above the memory of the
+process before the run is built), and both as ratios to the first row. Settings follow the options.
+`training.compile` is not in the table: it compiles for a minute, see docs/experiments.md.
+"""
+
+import argparse
+import os
+import statistics
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.streams.segments import Segment
+
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+OPTIONS: dict[str, list[str]] = {
+    "defaults": [],
+    "activation checkpointing": ["training.activation_checkpointing=true"],
+    "2 micro-batches": ["training.micro_batch_lanes=HALF"],
+    "memory in bf16": ["training.memory_dtype=bf16"],
+    "memory on the host": ["training.memory_device=cpu"],
+    "optimizer on the host": ["deepspeed.offload=optimizer"],
+    "bf16": ["precision=bf16"],
+    "bf16, activation checkpointing": ["precision=bf16", "training.activation_checkpointing=true"],
+}
+WARM_UP_STEPS = 3
+
+Measurement = tuple[float, float]
+"""Seconds per step, peak MiB."""
+
+
+def main() -> None:
+    """Measure all options and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("overrides", nargs="*", help="settings of all runs: k.e.y=value")
+    options = parser.parse_args()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    results: dict[str, list[Measurement]] = {name: [] for name in OPTIONS}
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(sysconfig.get_paths()["stdlib"]) / "email"
+        prepare_dataset([source], Path(folder) / "data", PrepareSettings())
+        for number in range(options.rounds):
+            for name, settings in OPTIONS.items():
+                run = Path(folder) / f"{name}-{number}"
+                arguments = (Path(folder) / "data", run, options.steps)
+                # VmHWM is a maximum over the life of a process, so every run needs a new one.
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                    overrides = [*options.overrides, *settings]
+                    results[name].append(pool.submit(measure, *arguments, overrides).result())
+    print_table(results)
+
+
+def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Measurement:
+    """Train in this process."""
+    import torch
+
+    from txl_dist.bench.peak_memory import kib
+    from txl_dist.config.config_file import load_run_config
+    from txl_dist.runtime.allocation import keep_freed_memory
+    from txl_dist.runtime.world import World
+    from txl_dist.training.build import build_trainer
+    from txl_dist.training.job import TrainJob
+    from txl_dist.training.run_directory import RunDirectory
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    settings = [
+        f"data.path={data}",
+        f"directory={run}",
+        f"training.num_steps={num_steps + WARM_UP_STEPS}",
+        "optimizer.warmup_steps=1",
+        "training.checkpoint_interval_steps=1000000",
+        "training.log_interval_steps=1",
+        "evaluation.split=null",
+        "tracking.enabled=false",
+    ]
+    num_lanes = load_run_config(CONFIG, settings).data.num_lanes
+    overrides = [value.replace("HALF", str(num_lanes // 2)) for value in overrides]
+    config = load_run_config(CONFIG, [*settings, *overrides])
+    before = kib("VmRSS")
+    started: list[float] = []
+    peaks: list[float] = []
+
+    def observed(segments: Iterator[Segment]) -> Iterator[Segment]:
+        for segment in segments:
+            started.append(time.perf_counter())
+            peaks.append(kib("VmHWM"))  # before the checkpoint at the end of the run
+            yield segment
+
+    with ExitStack() as stack:
+        directory = RunDirectory(config.run_path)
+        directory.create()
+        trainer = build_trainer(TrainJob(config=config), World(0, 1), directory, stack)
+        trainer.segments = observed(trainer.segments)
+        trainer.run()
+    seconds = [end - start for start, end in pairwise(started)][WARM_UP_STEPS:]
+    return statistics.median(seconds), (peaks[-1] - before) / 1024
+
+
+def print_table(results: dict[str, list[Measurement]]) -> None:
+    """One row per option."""
+    medians = {
+        name: tuple(statistics.median(column) for column in zip(*rows, strict=True))
+        for name, rows in results.items()
+    }
+    base_seconds, base_mib = medians["defaults"]
+    print(f"{'option':34}{'ms per step':>12}{'ratio':>8}{'peak MiB':>10}{'ratio':>8}")
+    for name, (seconds, mib) in medians.items():
+        ratios = seconds / base_seconds, mib / base_mib
+        print(f"{name:34}{seconds * 1e3:12.1f}{ratios[0]:8.2f}{mib:10.0f}{ratios[1]:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,17 @@
 """Which resources and nodes ranks get, for clusters described as Ray describes them."""
 
+import json
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.placement import choose_placement, num_threads
+from tests.support.commands import start_txl, wait_until
+from tests.support.nodes import RayNode, ray_node, token_environment
+from tests.support.training_runs import NO_EVALUATION, TINY
 from txl_dist.config.training_config import RayConfig
 from txl_dist.errors import ConfigError
 
@@ -79,3 +86,45 @@ def test_threads_share_the_cpus_that_the_node_offers(monkeypatch: pytest.MonkeyP
     assert num_threads(ranks_on_node=2, cpus_per_rank=None, ray_cpus=0.0) == 48
     assert num_threads(ranks_on_node=128, cpus_per_rank=None, ray_cpus=200.0) == 1
     assert num_threads(ranks_on_node=8, cpus_per_rank=3, ray_cpus=96.0) == 3
+
+
+@pytest.mark.cluster
+def test_ray_places_ranks_where_the_config_says(dataset: Path, tmp_path: Path) -> None:
+    label = ("--labels=disk=nvme",)
+    with (
+        ray_node(tmp_path, num_cpus=2) as head,
+        ray_node(tmp_path, join=head.address, num_cpus=2, words=label) as joined,
+    ):
+        nodes = {"head": head, "joined": joined}
+        for settings, expected in (
+            (["ray.ranks_on_head=false"], {"joined": 2}),
+            (["ray.ranks_per_node=1"], {"head": 1, "joined": 1}),
+            (["ray.node_labels={disk: nvme}", "ray.ranks_per_node=2"], {"joined": 2}),
+        ):
+            run = tmp_path / f"run-{settings[0].partition('=')[0]}"
+            overrides = (f"data.path={dataset}", f"directory={run}", NO_EVALUATION, *settings)
+            with start_txl(
+                *("train", TINY, *overrides, "training.num_steps=200"),
+                *("--on", head.address, "--ranks", 2),
+                environment=token_environment(tmp_path),
+            ) as launcher:
+                wait_until(lambda run=run: len(rank_pids(run)) == 2)
+                assert placed(rank_pids(run), nodes) == expected
+                launcher.terminate()
+                output, _ = launcher.communicate(timeout=120)
+            assert launcher.returncode in (0, 75), output
+
+
+def rank_pids(run: Path) -> list[int]:
+    """Pids of the ranks that have started, from their launch files."""
+    return [json.loads(path.read_text())["pid"] for path in run.glob(".launch-*.rank-*")]
+
+
+def placed(pids: list[int], nodes: dict[str, RayNode]) -> Counter[str]:
+    """Node -> number of the processes that it has started."""
+    return Counter(
+        name
+        for name, node in nodes.items()
+        for pid in pids
+        if node.process.pid in {parent.pid for parent in psutil.Process(pid).parents()}
+    )

@@ -63,6 +63,7 @@ def doctor(
 
     Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
     """
+    from txl_dist.cli.progress import running
     from txl_dist.doctor.report import num_problems, print_report, to_json
     from txl_dist.doctor.request import DoctorRequest
 
@@ -74,7 +75,8 @@ def doctor(
         limit_seconds=time_limit,
         skip=_checks_to_skip(skip or []),
     )
-    findings = _findings(request, on)
+    with running(f"checking {on or 'this machine'}", quiet=as_json):
+        findings = _findings(request, on)
     if as_json:
         print(json.dumps(to_json(findings)))
     else:

@@ -19,7 +19,6 @@ def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "ok": not num_problems(findings),
         "num_problems": num_problems(findings),
-        "nodes": sorted({finding.node for finding in findings}),
         "findings": rows,
     }
 

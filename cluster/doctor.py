@@ -123,7 +123,10 @@ def _start_probes() -> _Nodes:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = sorted(
+        (node for node in ray.nodes() if node["Alive"]),
+        key=lambda node: (node["NodeManagerAddress"], node["NodeID"]),
+    )
     hosts = [node["NodeManagerAddress"] for node in alive]
     remote = ray.remote(num_cpus=0, max_restarts=0)(NodeProbe)
     return _Nodes(

@@ -79,3 +79,6 @@ def test_a_slow_link_is_named_and_a_slow_node_if_all_its_links_are_slow() -> Non
     slow_node = {pair: 1e8 if 3 in pair else speed for pair, speed in even.items()}
     *_, node = judge_network([*nodes, "e"], measured({**slow_node, (0, 4): 1e9, (1, 4): 1e9}))
     assert (node.status, node.node) == ("problem", "d")
+    three = {(0, 1): 1e9, (0, 2): 1e8, (1, 2): 1e8}
+    *_, node = judge_network(nodes[:3], measured(three))
+    assert (node.status, node.node) == ("problem", "c")

@@ -4,10 +4,14 @@ launcher.py           RayLauncher: the entry point for `--on ray` and `--on ADDR
 connection.py         connects to a cluster (address.py) or to a private Ray (private_ray.py)
 ray_train.py          runs the ranks with Ray Train, in a thread of the launcher
 supervisor.py         the launcher's main thread: stop signals, status lines, time limits
+placement.py          which resources and nodes ranks get
 cluster_monitor.py    asks Ray for nodes and free resources, for the supervisor
 failure_callback.py   called by Ray Train when ranks fail; reports it to the supervisor
 failure_counter.py    which failures count, and when there were too many
 network.py            the network interface that gloo and NCCL use
+doctor.py             checks all nodes before a run (txl doctor)
+node_probe.py         the actor of the doctor on one node
+exposure.py           whether a cluster can be used without a token
 ray_log.py            sends Ray's log to RUN/logs/ray.log
 evaluation.py         scores a split with actors
 preparation.py        prepares and verifies datasets with tasks

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from data_pipeline.processes.workers import Workers
+from txl_dist.doctor.finding import Finding
+from txl_dist.doctor.request import DoctorRequest
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launch.launcher import OnLine
 from txl_dist.training.job import TrainJob
@@ -16,7 +18,7 @@ class RayLauncher:
     """
 
     # The imports are inside the methods because Ray takes seconds to import, and each command needs
-    # one of the three modules.
+    # one of the modules.
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
@@ -53,3 +55,9 @@ class RayLauncher:
         from cluster.preparation import RayWorkers
 
         return RayWorkers(num_workers, address=self._address)
+
+    def check_nodes(self, request: DoctorRequest) -> list[Finding]:
+        """Check every node of the cluster, and the links between them."""
+        from cluster.doctor import check_cluster_nodes
+
+        return check_cluster_nodes(request, address=self._address)

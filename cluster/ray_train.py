@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from cluster.cluster_monitor import ClusterMonitor
-from cluster.connection import ray_connection, uses_gpus
+from cluster.connection import ray_connection
+from cluster.placement import Placement, num_threads, place_ranks
 from cluster.ray_log import ray_log
 from cluster.supervisor import Supervisor
 from txl_dist.checkpoint.directory import resume_advice
@@ -65,12 +66,12 @@ def train_on_ray(
     def run_ray() -> None:
         # Ray starts a rank only if a CPU is free for it, so a private Ray has one for each.
         with ray_connection(address, num_cpus=max(num_ranks, os.cpu_count() or 1)):
-            use_gpu = uses_gpus(num_ranks)
+            placement = place_ranks(job.config.ray, num_ranks, is_private=address is None)
             with (
                 ray_log(directory.logs / "ray.log"),
-                ClusterMonitor(use_gpu=use_gpu) as supervisor.monitor,
+                ClusterMonitor(use_gpu=placement.use_gpu) as supervisor.monitor,
             ):
-                supervisor.set_ended(_fit(job, num_ranks, use_gpu=use_gpu))
+                supervisor.set_ended(_fit(job, num_ranks, placement))
 
     try:
         supervisor.run(run_ray)
@@ -78,7 +79,7 @@ def train_on_ray(
         files.remove()
 
 
-def _fit(job: TrainJob, num_ranks: int, *, use_gpu: bool) -> TxlError | None:
+def _fit(job: TrainJob, num_ranks: int, placement: Placement) -> TxlError | None:
     """Run Ray Train until the ranks have ended; returns its error if it gave up."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -92,12 +93,10 @@ def _fit(job: TrainJob, num_ranks: int, *, use_gpu: bool) -> TxlError | None:
         train_loop_config={
             "job": job.to_json(),
             "working_directory": str(Path.cwd()),
-            # For ranks on this machine; with ranks on several nodes it is lower than necessary.
-            "num_threads": max(1, (os.cpu_count() or 1) // num_ranks),
         },
-        scaling_config=ScalingConfig(num_workers=num_ranks, use_gpu=use_gpu),
+        scaling_config=ScalingConfig(num_workers=num_ranks, **placement.scaling_options()),
         torch_config=NodeInterfaceTorchConfig(
-            backend="nccl" if use_gpu else "gloo",
+            backend="nccl" if placement.use_gpu else "gloo",
             timeout_s=int(job.config.training.rank_timeout_seconds),
         ),
         run_config=RunConfig(
@@ -122,17 +121,23 @@ def _train_loop(settings: dict[str, Any]) -> None:
     import ray.train
 
     os.chdir(settings["working_directory"])  # the config may have relative paths
-    torch.set_num_threads(settings["num_threads"])
     context = ray.train.get_context()
     world = World(context.get_world_rank(), context.get_world_size(), context.get_local_rank())
     job = TrainJob.from_json(settings["job"])
+    node_id = ray.get_runtime_context().get_node_id()
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    torch.set_num_threads(
+        num_threads(
+            ranks_on_node=context.get_local_world_size(),
+            cpus_per_rank=job.config.ray.cpus_per_rank,
+            ray_cpus=node["Resources"].get("CPU", 0.0),
+        )
+    )
     directory = RunDirectory(job.run_path)
     files = LaunchFiles(directory.path, job.launch_id)
     if files.error() is not None:
         return  # the launcher raises it
-    location = RankLocation(
-        ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
-    )
+    location = RankLocation(node_id, ray.util.get_node_ip_address(), os.getpid())
     files.write_location(world.rank, location)
     try:
         train_rank(

@@ -1,4 +1,6 @@
-"""The frame cache: compressed frames and indexes of remote shards on the local disk.
+"""The frame cache: compressed frames and indexes of shards elsewhere, on the local disk.
+
+The shards are at a URL or on a network file system.
 
 One file per entry, named by the sha256 of its source and the byte range, so the cache never returns
 bytes of an older version of a source. Entries are not trusted: the reader checks a cached frame's
@@ -32,7 +34,7 @@ _SHARE_AFTER_EVICTION = 7 / 8
 
 
 class FrameCache:
-    """Byte ranges of remote files on disk, at most about `limit_bytes`. Thread- and process-safe.
+    """Byte ranges of other files on disk, at most about `limit_bytes`. Thread- and process-safe.
 
     A limit of 0 turns the cache off: nothing is written, and entries of earlier runs are not read.
     Disk errors never stop a reader: an entry that cannot be stored is fetched again.

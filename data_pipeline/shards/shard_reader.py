@@ -7,7 +7,7 @@ any token of it is returned. The sha256 of whole shards is not checked here: tha
 the corpus before the first step (`verify.py` does it).
 
 Opening a split loads only the sizes of its blocks. Indexes are loaded when a shard is first read.
-Order and lanes are in `streams/`; datasets at URLs in `remote_frames.py`.
+Order and lanes are in `streams/`; reading through a cache in `cached_frames.py`.
 """
 
 import threading
@@ -18,10 +18,10 @@ from typing import Protocol
 
 import numpy as np
 
+from data_pipeline.shards.cached_frames import read_cached_frames, read_cached_index
 from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.frames import Frame
 from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
-from data_pipeline.shards.remote_frames import read_remote_frames, read_remote_index
 from data_pipeline.shards.shard_files import check_sizes, damaged_file, read_frame
 from data_pipeline.shards.shard_index import ShardIndex, read_block_tokens, read_index
 from data_pipeline.storage.remote_path import DatasetPath, RemotePath, dataset_path
@@ -67,8 +67,8 @@ class SplitReader:
 
     Keeps the `cache_frames` most recently used decoded frames (about 512 KiB each) in memory: with
     one per concurrently read lane, no frame is decoded twice. Keeps about `cache_index_bytes` of
-    indexes. Behind a URL, `frame_cache` keeps compressed frames on disk; default: the user's cache
-    (`FrameCache.of_user`).
+    indexes. `frame_cache` keeps compressed frames on disk; default: none for a directory, the
+    user's cache for a URL (`FrameCache.of_user`).
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class SplitReader:
         self._cache_frames = cache_frames
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._cache_index_bytes = cache_index_bytes
-        if isinstance(self.directory, RemotePath):
-            self._frame_cache = frame_cache or FrameCache.of_user()
+        is_remote = isinstance(self.directory, RemotePath)
+        self._frame_cache = frame_cache or (FrameCache.of_user() if is_remote else None)
         self._lock = threading.Lock()
         check_sizes(self.directory, self.entry.shards)
         self.block_tokens = load_block_tokens(self.directory, self.entry.shards)
@@ -176,8 +176,8 @@ class SplitReader:
         return opened
 
     def _read_index(self, entry: ShardEntry) -> ShardIndex:
-        if isinstance(self.directory, RemotePath):
-            return read_remote_index(self.directory, entry, self.dtype.itemsize, self._frame_cache)
+        if self._frame_cache is not None:
+            return read_cached_index(self.directory, entry, self.dtype.itemsize, self._frame_cache)
         return read_index(self.directory, entry, self.dtype.itemsize)
 
     def _raw(self, shard: int, first: int, last: int) -> memoryview | bytes:
@@ -216,8 +216,8 @@ class SplitReader:
     def _read_frames(self, shard: int, numbers: list[int]) -> list[bytes]:
         entry, index = self.entry.shards[shard], self._index(shard)
         frames = {number: Frame(*index.frames[number].tolist()) for number in numbers}
-        if isinstance(self.directory, RemotePath):
-            return read_remote_frames(self.directory, entry, frames, self._frame_cache)
+        if self._frame_cache is not None:
+            return read_cached_frames(self.directory, entry, frames, self._frame_cache)
         return [
             read_frame(self.directory, entry, frame, number) for number, frame in frames.items()
         ]
@@ -239,6 +239,7 @@ def open_split(
     *,
     manifest: ShardManifest | None = None,
     cache_frames: int = DEFAULT_CACHE_FRAMES,
+    frame_cache: FrameCache | None = None,
 ) -> SplitReader:
     """Open one split, from a directory or a URL. `manifest` is loaded if None.
 
@@ -246,4 +247,6 @@ def open_split(
     the manifest's. Indexes and frames are checked when they are read.
     """
     manifest = manifest or load_manifest(directory)
-    return SplitReader(directory, split, manifest=manifest, cache_frames=cache_frames)
+    return SplitReader(
+        directory, split, manifest=manifest, cache_frames=cache_frames, frame_cache=frame_cache
+    )

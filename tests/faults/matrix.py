@@ -85,11 +85,6 @@ EXCEPTIONS: Mapping[int, tuple[Status, str]] = {
         "training reads shards in a thread of each rank, so there is no worker to lose; the row is "
         "about the workers of `txl prepare`",
     ),
-    43: (
-        "in part",
-        "Ray that `txl` starts is safe; `txl doctor`, which checks a running cluster, does not "
-        "exist yet",
-    ),
     49: (
         "in part",
         "the error names the worker, and a second call gives the same score; it scores all chunks "

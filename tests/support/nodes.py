@@ -54,8 +54,12 @@ def ray_node(
     ip: str = "127.0.0.1",
     num_cpus: int = 1,
     inside: Sequence[str] = (),
+    words: Sequence[str] = (),
 ) -> Iterator[RayNode]:
-    """Start a head, or a node that joins the cluster at `join`. `inside` prefixes the command."""
+    """Start a head, or a node that joins the cluster at `join`.
+
+    `inside` are words before the command, `words` more options of `ray start`.
+    """
     if join is None:
         port = _free_port()
         options, address = ("--head", f"--port={port}", "--include-dashboard=false"), f"{ip}:{port}"
@@ -67,6 +71,7 @@ def ray_node(
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
         *(*options, f"--node-ip-address={ip}", f"--num-cpus={num_cpus}"),
         "--object-store-memory=100000000",
+        *words,
     )
     with log.open("wb") as file:
         process = subprocess.Popen(

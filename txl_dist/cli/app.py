@@ -12,6 +12,7 @@ from txl_dist.cli import (
     config,
     convert,
     data,
+    doctor,
     evaluate,
     generate,
     mixture,
@@ -38,6 +39,7 @@ app.command("attention")(attention.attention)
 app.command("generate")(generate.generate)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")
+app.command("doctor")(doctor.doctor)
 app.command("import")(convert.import_)
 app.command("export")(convert.export)
 

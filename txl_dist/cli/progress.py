@@ -2,6 +2,7 @@
 
     run_progress       training: the log lines of rank 0, on standard output
     chunk_progress     evaluation: chunks done, on standard error, terminals only
+    running            work without steps: a spinner on standard error, terminals only
     progress_in_bytes  preparation, verification and upload: bytes and speed, on standard error
 
 rich is imported only where a display is drawn: `txl --help` imports this module.
@@ -77,6 +78,18 @@ def chunk_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("scoring")
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def running(text: str, *, quiet: bool) -> Iterator[None]:
+    """Show `text` while the context is open."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
 
 
 @contextmanager

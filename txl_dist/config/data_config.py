@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
+from data_pipeline.storage.urls import is_url, shown
 from txl_dist.config.section import Section
 
 SINGLE_CORPUS_NAME = "data"
@@ -51,6 +52,18 @@ class DataConfig(Section):
     in order, cut into one contiguous part per lane, as in the paper's code."""
     prefetch_segments: int = Field(default=16, ge=1)
     """Size of the queue of segments that a reader thread fills."""
+    cache_path: str | None = None
+    """Directory on a disk of each node that keeps the frames of shards after the first read, for
+    data on a network file system; null: none, except that URLs use TXL_CACHE_DIR."""
+    cache_bytes: int = Field(default=10 * 2**30, ge=1)
+    """Size limit of `cache_path` for all ranks of a node together, in bytes."""
+
+    @field_validator("cache_path")
+    @classmethod
+    def _require_local_cache(cls, path: str | None) -> str | None:
+        if path is not None and is_url(path):
+            raise ValueError(f"{shown(path)!r} is a URL; write a directory on a disk of the node")
+        return path
 
     @field_validator("path")
     @classmethod

@@ -166,10 +166,22 @@ class TrackingConfig(Section):
 
 
 class RayConfig(Section):
-    """Restarts and timeouts of `--on ray`."""
+    """Restarts, timeouts and placement of ranks with `--on ray` and `--on ADDRESS`."""
 
     max_restarts: int = Field(default=3, ge=0)
     """Restarts from the newest checkpoint after failures of ranks, without a new checkpoint between
     them. A lost or drained node does not count; `--max-restarts` overrides it."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long Ray may take to start the ranks, at first and after a rank died."""
+    gpus_per_rank: int | None = Field(default=None, ge=0)
+    """GPUs that a rank reserves; it computes on one. 0: ranks use CPUs, and GPUs are hidden from
+    them. null: 1 if the cluster has GPUs, else 0."""
+    cpus_per_rank: int | None = Field(default=None, ge=1)
+    """CPUs that a rank reserves, and its number of threads. null: it reserves 1 CPU if it has no
+    GPU, and the threads of a node's ranks share its CPUs."""
+    ranks_per_node: int | None = Field(default=None, ge=1)
+    """Largest number of ranks on one node; null: as many as its resources allow."""
+    ranks_on_head: bool = True
+    """false: no rank runs on the head node of a cluster with several nodes."""
+    node_labels: dict[str, str] = Field(default={})
+    """Labels of the nodes that may run ranks, as Ray's label selectors: `{market: "!spot"}`."""

@@ -13,6 +13,8 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from data_pipeline.processes.workers import Workers
+    from txl_dist.doctor.finding import Finding
+    from txl_dist.doctor.request import DoctorRequest
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
     from txl_dist.training.job import TrainJob
 
@@ -39,6 +41,9 @@ class Launcher(Protocol):
 
     def workers(self, num_workers: int) -> AbstractContextManager["Workers"]:
         """Workers that prepare or verify a dataset."""
+
+    def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
+        """Check every machine on which this launcher can start ranks (`txl doctor`)."""
 
 
 def find_launcher(on: str) -> Launcher:

@@ -19,6 +19,8 @@ import torch
 
 from data_pipeline.processes.stop_signals import StopSignals
 from data_pipeline.processes.workers import ProcessWorkers, Workers
+from txl_dist.doctor.finding import Finding
+from txl_dist.doctor.request import DoctorRequest, check_this_machine
 from txl_dist.errors import ConfigError, TxlError, error_from_json
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_in_process
 from txl_dist.launch.launch_files import LaunchFiles
@@ -95,6 +97,10 @@ class ProcessLauncher:
     def workers(self, num_workers: int) -> AbstractContextManager[Workers]:
         """Child processes."""
         return ProcessWorkers(num_workers)
+
+    def check_nodes(self, request: DoctorRequest) -> list[Finding]:
+        """Check this machine."""
+        return check_this_machine(request)
 
 
 def _require_devices(num_ranks: int) -> None:

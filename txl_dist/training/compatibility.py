@@ -24,6 +24,7 @@ _FREE = (
     "data.path",
     MIXTURE,  # compared by `check_data`: by digests and shares
     "data.prefetch_segments",
+    "data.cache_",
     "model.attention",
     "model.vocab_size",
     "optimizer.warmup_tokens",  # compared as optimizer.warmup_steps

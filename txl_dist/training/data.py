@@ -7,7 +7,9 @@ Shards are not read here, only manifests and the tokenizer.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.storage.remote_path import DatasetPath, dataset_path
@@ -33,9 +35,11 @@ class Corpus:
     directory: DatasetPath
     weight: float
     manifest: ShardManifest
+    cache: FrameCache | None = None
+    """Where frames are kept on this node; None: nowhere, or where URLs are cached."""
 
     def open(self, split: str) -> SplitReader:
-        return open_split(self.directory, split, manifest=self.manifest)
+        return open_split(self.directory, split, manifest=self.manifest, frame_cache=self.cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +173,9 @@ def mixed_source(
 
 def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
     """The corpora of a config. Raises DataError if two do not fit together."""
+    cache = _cache_of(data)
     corpora = tuple(
-        Corpus(name, dataset_path(entry.path), entry.weight, load_manifest(entry.path))
+        Corpus(name, dataset_path(entry.path), entry.weight, load_manifest(entry.path), cache)
         for name, entry in data.corpora.items()
     )
     for number, corpus in enumerate(corpora):
@@ -182,6 +187,12 @@ def open_corpora(data: DataConfig) -> tuple[Corpus, ...]:
                     f"({corpus.directory}) are the same data. Name it once, with both weights added"
                 )
     return corpora
+
+
+def _cache_of(data: DataConfig) -> FrameCache | None:
+    if data.cache_path is None:
+        return None
+    return FrameCache(Path(data.cache_path).expanduser(), data.cache_bytes)
 
 
 def _require_same_tokens(first: Corpus, other: Corpus) -> None:
@@ -229,7 +240,8 @@ def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> EvaluatedSplit 
         return None
     name = DEFAULT_SPLIT if split == "auto" else split
     if path is not None:
-        corpus = Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path))
+        cache = _cache_of(config.data)
+        corpus = Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path), cache)
         _require_same_tokens(corpora[0], corpus)
     else:
         candidates = [c for c in corpora if name in c.manifest.splits]

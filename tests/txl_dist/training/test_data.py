@@ -7,8 +7,8 @@ import pytest
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, metrics, tiny_job, train
-from txl_dist.errors import DataError
+from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from txl_dist.errors import ConfigError, DataError
 from txl_dist.training.data import TrainingData
 
 DEFAULT = "evaluation={interval_steps: 8, max_tokens: 50}"
@@ -62,3 +62,19 @@ def test_a_path_to_evaluate_must_have_a_valid_split(
     job = tiny_job(dataset, tmp_path, DEFAULT, f"evaluation.path={train_only}")
     with pytest.raises(DataError, match="has no split 'valid'; it has train"):
         TrainingData.open(job.config, num_ranks=1)
+
+
+def test_ranks_of_a_node_train_through_one_cache_with_the_same_losses(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    plain, cached, cache = tmp_path / "plain", tmp_path / "cached", tmp_path / "node"
+    assert ranks(2).run(train, tiny_job(dataset, plain, DEFAULT)) == [0, 0]
+    settings = f"data.cache_path={cache}"
+    assert ranks(2).run(train, tiny_job(dataset, cached, DEFAULT, settings)) == [0, 0]
+    assert losses(cached) == losses(plain)
+    assert any(path.name.startswith("txl-frame-") for path in cache.iterdir())
+
+
+def test_a_url_cannot_be_the_cache(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a directory on a disk of the node"):
+        tiny_job(dataset, tmp_path, "data.cache_path=s3://bucket/cache")

@@ -1,4 +1,7 @@
-"""Frames and indexes of shards at a URL, from the frame cache or fetched by byte range.
+"""Frames and indexes of shards, from the frame cache or fetched by byte range.
+
+For datasets at a URL, and for directories on a network file system if the run has a cache on its
+nodes (`data.cache_path`).
 
 Consecutive frames are fetched by one request. A frame's checksum and an index's sha256 are checked
 for cached and for fetched bytes. A damaged cache entry is dropped and fetched again; damaged
@@ -13,13 +16,13 @@ from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.shard_files import checked_frame, read_bytes_at
 from data_pipeline.shards.shard_index import ShardIndex, checked_index
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.storage.remote_path import DatasetPath
 
 
-def read_remote_index(
-    directory: RemotePath, entry: ShardEntry, itemsize: int, cache: FrameCache
+def read_cached_index(
+    directory: DatasetPath, entry: ShardEntry, itemsize: int, cache: FrameCache
 ) -> ShardIndex:
-    """The checked index of a shard. Raises DataError naming the URL."""
+    """The checked index of a shard. Raises DataError naming the file."""
     data = cache.get(entry.index_sha256, 0, entry.index_bytes)
     if data is not None:
         try:
@@ -32,10 +35,10 @@ def read_remote_index(
     return index
 
 
-def read_remote_frames(
-    directory: RemotePath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
+def read_cached_frames(
+    directory: DatasetPath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
 ) -> list[bytes]:
-    """Raw bytes of the given frames, in the same order. Raises DataError naming the URL."""
+    """Raw bytes of the given frames, in the same order. Raises DataError naming the file."""
     raw = {number: _cached(entry, frame, cache) for number, frame in frames.items()}
     missing = [number for number, data in raw.items() if data is None]
     # Groups of consecutive numbers: inside each, number minus position in the list is constant.
@@ -57,7 +60,7 @@ def _cached(entry: ShardEntry, frame: Frame, cache: FrameCache) -> bytes | None:
 
 
 def _fetched(
-    directory: RemotePath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
+    directory: DatasetPath, entry: ShardEntry, frames: dict[int, Frame], cache: FrameCache
 ) -> dict[int, bytes]:
     """Fetch consecutive frames by one request. Each is cached once its checksum is checked."""
     path = directory / entry.name

@@ -1,0 +1,156 @@
+"""`txl doctor --on ADDRESS` on two hosts (network and mount namespaces), and open dashboards."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from tests.support.commands import ENVIRONMENT, wait_until
+from tests.support.hosts import Host, two_hosts
+from tests.support.nodes import RayNode, ray_node, token_environment
+from txl_dist.doctor.exposure import DASHBOARD_PORT
+
+pytestmark = pytest.mark.cluster
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(
+    host: Host, environment: Mapping[str, str], *options: object
+) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and findings of `txl doctor` on a host."""
+    command = (sys.executable, "-m", "txl_dist", "doctor", "--json", *map(str, options))
+    ended = subprocess.run(
+        (*host.prefix, *command),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**ENVIRONMENT, **environment},
+    )
+    assert ended.returncode in (0, 1), ended.stderr
+    return ended.returncode, json.loads(ended.stdout)["findings"]
+
+
+def problems(findings: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], str]:
+    return {
+        (one["check"], one["node"]): one["found"] for one in findings if one["status"] == "problem"
+    }
+
+
+def other_mounts(*commands: str) -> tuple[str, ...]:
+    """Words before a command that run it with mounts of its own."""
+    return ("unshare", "--mount", "sh", "-c", " && ".join([*commands, 'exec "$@"']), "sh")
+
+
+def test_every_difference_of_a_host_is_named_and_two_equal_hosts_are_fine(
+    dataset: Path, tmp_path: Path
+) -> None:
+    shared, private, code = tmp_path / "shared", tmp_path / "private", tmp_path / "code.py"
+    for directory in (shared, private):
+        directory.mkdir()
+    module = ROOT / "txl_dist" / "doctor" / "__init__.py"
+    code.write_text(module.read_text() + "# changed\n")
+    other_data = tmp_path / "other"
+    prepare_dataset([code], other_data, PrepareSettings())
+    mounts = other_mounts(
+        f"mount -t tmpfs tmpfs {private}",
+        f"mount --bind {other_data} {dataset}",
+        f"mount --bind {code} {module}",
+    )
+    environment = token_environment(tmp_path)
+    with (
+        two_hosts() as (first, second),
+        ray_node(tmp_path, ip=first.address, inside=first.prefix) as head,
+        ray_node(tmp_path, join=head.address, ip=second.address, inside=(*second.prefix, *mounts)),
+    ):
+        on = ("--on", head.address, "--min-free-gib", "0")
+        exit_code, fine = doctor(
+            first, environment, *on, "--run", shared / "run", "--skip", "versions"
+        )
+        assert (exit_code, problems(fine)) == (0, {}), fine
+        reported = {(one["check"], one["node"]) for one in fine}
+        assert {("storage", first.address), ("storage", second.address)} <= reported
+        assert {("clock", "all nodes"), ("network", "all nodes")} <= reported
+        (speed,) = (one["found"] for one in fine if one["check"] == "network")
+        assert f"slowest pair {first.address} - {second.address}" in speed
+        assert list(shared.iterdir()) == [], "the probe files were removed"
+
+        exit_code, findings = doctor(
+            first, environment, *on, "--run", private, "--data", dataset, "--skip", "network"
+        )
+    found = problems(findings)
+    assert exit_code == 1
+    assert set(found) == {
+        ("versions", second.address),
+        ("storage", first.address),
+        ("storage", second.address),
+        ("dataset", second.address),
+    }, findings
+    assert "sources" in found["versions", second.address]
+    assert f"files that {second.address} wrote are not seen" in found["storage", first.address]
+    advised = [one for one in findings if one["status"] == "problem"]
+    assert all(one["expected"] and one["advice"] for one in advised)
+
+
+@contextmanager
+def head_with_dashboard(
+    host: Host, directory: Path, environment: Mapping[str, str], dashboard_host: str
+) -> Iterator[None]:
+    """`ray start --head` as an administrator starts it, with its dashboard."""
+    log = directory / "head.log"
+    command = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--head")
+    options = (
+        f"--node-ip-address={host.address}", f"--dashboard-host={dashboard_host}", "--num-cpus=1",
+        "--object-store-memory=100000000",
+    )  # fmt: skip
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            (*host.prefix, *command, *options),
+            stdout=file,
+            stderr=file,
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **environment},
+        )
+    node = RayNode(host.address, process, log)
+    try:
+        wait_until(lambda: b"Ray runtime started" in log.read_bytes(), timeout_seconds=90)
+        yield
+    finally:
+        node.kill()
+
+
+@pytest.mark.fault_row(43)
+@pytest.mark.parametrize(
+    ("has_token", "dashboard_host", "expected"),
+    [
+        (True, "127.0.0.1", []),
+        (True, "0.0.0.0", ["listen on"]),
+        (False, "127.0.0.1", ["answer without a token"]),
+        (False, "0.0.0.0", ["answer without a token", "listen on"]),
+    ],
+)
+def test_a_dashboard_without_a_token_or_open_to_the_network_fails_the_doctor(
+    tmp_path: Path, has_token: bool, dashboard_host: str, expected: list[str]
+) -> None:
+    token = token_environment(tmp_path) if has_token else {"RAY_AUTH_MODE": "disabled"}
+    with two_hosts() as (host, _), head_with_dashboard(host, tmp_path, token, dashboard_host):
+        exit_code, findings = doctor(host, token, "--skip", "versions", "--skip", "devices")
+        bad = [one for one in findings if one["status"] == "problem"]
+        assert exit_code == bool(expected)
+        assert len(bad) == len(expected), findings
+        for finding, text in zip(bad, expected, strict=True):
+            assert text in finding["found"]
+            assert str(DASHBOARD_PORT) in finding["found"]
+        if not has_token:  # the same on the cluster: the head itself needs no token
+            exit_code, findings = doctor(host, token, "--on", f"{host.address}:6379")
+            assert exit_code == 1
+            assert (
+                "accepts connections without a token" in problems(findings)["exposure", "all nodes"]
+            )

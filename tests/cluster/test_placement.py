@@ -1,0 +1,130 @@
+"""Which resources and nodes ranks get, for clusters described as Ray describes them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster.placement import choose_placement, num_threads
+from tests.support.commands import start_txl, wait_until
+from tests.support.nodes import RayNode, ray_node, token_environment
+from tests.support.training_runs import NO_EVALUATION, TINY
+from txl_dist.config.training_config import RayConfig
+from txl_dist.errors import ConfigError
+
+GIB = 2**30
+HEAD = {"node:__internal_head__": 1.0}
+
+
+def node(name: str, **resources: float) -> dict[str, Any]:
+    return {"NodeID": name, "Resources": {"CPU": 8.0, "memory": 64.0 * GIB, **resources}}
+
+
+HEAD_NODE = node("head", **HEAD)
+GPU_NODES = [node("a", GPU=8.0), node("b", GPU=8.0)]
+
+
+def test_by_default_a_rank_gets_a_gpu_if_there_are_some_else_a_cpu() -> None:
+    on_gpus = choose_placement(RayConfig(), [HEAD_NODE, *GPU_NODES], 16)
+    assert on_gpus.scaling_options() == {
+        "use_gpu": True,
+        "resources_per_worker": {"GPU": 1},
+        "placement_strategy": "PACK",
+        "label_selector": None,
+    }
+    on_cpus = choose_placement(RayConfig(), [HEAD_NODE], 2)
+    assert (on_cpus.use_gpu, on_cpus.resources_per_rank) == (False, {"CPU": 1})
+
+
+def test_too_few_gpus_are_refused_unless_the_config_asks_for_them() -> None:
+    with pytest.raises(ConfigError, match=r"17 ranks need one GPU each, and Ray has 16"):
+        choose_placement(RayConfig(), GPU_NODES, 17)
+    assert choose_placement(RayConfig(gpus_per_rank=1), [], 17).use_gpu
+    cpus = choose_placement(RayConfig(gpus_per_rank=0, cpus_per_rank=4), GPU_NODES, 17)
+    assert (cpus.use_gpu, cpus.resources_per_rank) == (False, {"CPU": 4})
+
+
+def test_the_head_is_kept_free_and_its_gpus_do_not_count() -> None:
+    head = node("head", GPU=1.0, **HEAD)
+    config = RayConfig(ranks_on_head=False, node_labels={"market": "!spot"})
+    placement = choose_placement(config, [head, *GPU_NODES], 16)
+    assert placement.labels == {"market": "!spot", "ray.io/node-id": "!head"}
+    with pytest.raises(ConfigError, match="Ray has 16 where ranks may run"):
+        choose_placement(config, [head, *GPU_NODES], 17)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 3, 7, 1000])
+def test_a_node_cannot_hold_more_than_ranks_per_node(ranks_per_node: int) -> None:
+    nodes = [node("a", memory=64.0 * GIB), node("b", memory=64.0 * GIB + 12345678)]
+    placement = choose_placement(RayConfig(ranks_per_node=ranks_per_node), nodes, 4)
+    assert placement.resources_per_rank is not None
+    share = placement.resources_per_rank["memory"]
+    for each in nodes:
+        assert each["Resources"]["memory"] // share == ranks_per_node
+
+
+def test_one_rank_per_node_is_rays_own_strategy() -> None:
+    placement = choose_placement(RayConfig(ranks_per_node=1), GPU_NODES, 2)
+    assert (placement.strategy, placement.resources_per_rank) == ("STRICT_SPREAD", {"GPU": 1})
+
+
+def test_nodes_that_differ_too_much_or_are_unknown_are_refused() -> None:
+    nodes = [node("a", memory=64.0 * GIB), node("b", memory=256.0 * GIB)]
+    with pytest.raises(ConfigError, match=r"64.0 to 256.0 GiB"):
+        choose_placement(RayConfig(ranks_per_node=2), nodes, 4)
+    with pytest.raises(ConfigError, match="no node for ranks yet"):
+        choose_placement(RayConfig(ranks_per_node=2), [], 4)
+
+
+def test_threads_share_the_cpus_that_the_node_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 96)
+    assert num_threads(ranks_on_node=8, cpus_per_rank=None, ray_cpus=96.0) == 12
+    assert num_threads(ranks_on_node=2, cpus_per_rank=None, ray_cpus=8.0) == 4  # a container
+    assert num_threads(ranks_on_node=2, cpus_per_rank=None, ray_cpus=0.0) == 48
+    assert num_threads(ranks_on_node=128, cpus_per_rank=None, ray_cpus=200.0) == 1
+    assert num_threads(ranks_on_node=8, cpus_per_rank=3, ray_cpus=96.0) == 3
+
+
+@pytest.mark.cluster
+def test_ray_places_ranks_where_the_config_says(dataset: Path, tmp_path: Path) -> None:
+    label = ("--labels=disk=nvme",)
+    with (
+        ray_node(tmp_path, num_cpus=2) as head,
+        ray_node(tmp_path, join=head.address, num_cpus=2, words=label) as joined,
+    ):
+        nodes = {"head": head, "joined": joined}
+        for settings, expected in (
+            (["ray.ranks_on_head=false"], {"joined": 2}),
+            (["ray.ranks_per_node=1"], {"head": 1, "joined": 1}),
+            (["ray.node_labels={disk: nvme}", "ray.ranks_per_node=2"], {"joined": 2}),
+        ):
+            run = tmp_path / f"run-{settings[0].partition('=')[0]}"
+            overrides = (f"data.path={dataset}", f"directory={run}", NO_EVALUATION, *settings)
+            with start_txl(
+                *("train", TINY, *overrides, "training.num_steps=200"),
+                *("--on", head.address, "--ranks", 2),
+                environment=token_environment(tmp_path),
+            ) as launcher:
+                wait_until(lambda run=run: len(rank_pids(run)) == 2)
+                assert placed(rank_pids(run), nodes) == expected
+                launcher.terminate()
+                output, _ = launcher.communicate(timeout=120)
+            assert launcher.returncode in (0, 75), output
+
+
+def rank_pids(run: Path) -> list[int]:
+    """Pids of the ranks that have started, from their launch files."""
+    return [json.loads(path.read_text())["pid"] for path in run.glob(".launch-*.rank-*")]
+
+
+def placed(pids: list[int], nodes: dict[str, RayNode]) -> Counter[str]:
+    """Node -> number of the processes that it has started."""
+    return Counter(
+        name
+        for name, node in nodes.items()
+        for pid in pids
+        if node.process.pid in {parent.pid for parent in psutil.Process(pid).parents()}
+    )

@@ -1,0 +1,106 @@
+"""`txl doctor`: check this machine, or all nodes of a Ray cluster, before a run."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from txl_dist.cli.options import AsJson
+from txl_dist.cli.paths import require_local
+
+if TYPE_CHECKING:
+    from txl_dist.doctor.finding import Finding
+    from txl_dist.doctor.request import DoctorRequest
+
+_GIB = 2**30
+
+
+def doctor(
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="The address of a running Ray cluster: check every node. ray: a Ray started for "
+            "this command.",
+            show_default="this machine, without Ray",
+        ),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="A run directory, which exists or will be created: check that all nodes can use "
+            "it. A probe file is written there and removed.",
+            parser=require_local,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="A dataset: check that all nodes read the same one."),
+    ] = None,
+    tracking_uri: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URI",
+            help="MLflow server or database to check.",
+            show_default="MLFLOW_TRACKING_URI",
+        ),
+    ] = None,
+    min_free_gib: Annotated[
+        float, typer.Option(min=0, help="Free space that the run directory needs, in GiB.")
+    ] = 10.0,
+    time_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds for one check; then it counts as failed.")
+    ] = 30.0,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help="A check to leave out; can be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check versions, devices, storage, dataset, tracking, exposure, clocks and network.
+
+    Exit code 1 if a problem was found. Nothing is changed.
+
+    Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
+    """
+    from txl_dist.cli.progress import running
+    from txl_dist.doctor.report import num_problems, print_report, to_json
+    from txl_dist.doctor.request import DoctorRequest
+
+    request = DoctorRequest(
+        run=run,
+        data=data,
+        tracking_uri=tracking_uri,
+        min_free_bytes=int(min_free_gib * _GIB),
+        limit_seconds=time_limit,
+        skip=_checks_to_skip(skip or []),
+    )
+    with running(f"checking {on or 'this machine'}", quiet=as_json):
+        findings = _findings(request, on)
+    if as_json:
+        print(json.dumps(to_json(findings)))
+    else:
+        print_report(findings)
+    if num_problems(findings):
+        raise typer.Exit(1)
+
+
+def _findings(request: "DoctorRequest", on: str | None) -> "list[Finding]":
+    if on is None:
+        from txl_dist.doctor.request import check_this_machine
+
+        return check_this_machine(request)
+    from txl_dist.launch.launcher import find_launcher
+
+    return find_launcher(on).check_nodes(request)
+
+
+def _checks_to_skip(names: list[str]) -> frozenset[str]:
+    from txl_dist.doctor.request import CHECKS
+    from txl_dist.errors import ConfigError
+
+    if unknown := sorted(set(names) - set(CHECKS)):
+        raise ConfigError(
+            f"--skip {unknown[0]}: there is no such check; the checks are {', '.join(CHECKS)}"
+        )
+    return frozenset(names)

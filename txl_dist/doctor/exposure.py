@@ -1,0 +1,107 @@
+"""Ray dashboards of this machine that anyone could use: no token, or open to the network.
+
+The dashboard's port also serves the Jobs API, which runs any command as the user of Ray. So it must
+require a token, and listen on the loopback interface only: tokens travel unencrypted.
+"""
+
+import http.client
+import json
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import psutil
+
+from txl_dist.doctor.finding import Finding, note, ok, problem
+
+DASHBOARD_PORT = 8265
+RESPONSE_SECONDS = 3.0
+_MAX_RESPONSE_BYTES = 4096
+_ALL_INTERFACES = ("0.0.0.0", "::")
+_LOOPBACK = ("127.", "::1", "::ffff:127.")
+
+Answer = Literal["open", "protected", "other"]
+"""`open`: Ray, without a token. `protected`: 401 or 403. `other`: no Ray, or no answer."""
+
+
+def check_exposure(ports: Iterable[int] = (DASHBOARD_PORT,)) -> list[Finding]:
+    """Check the dashboards at `ports` of this machine."""
+    listening = {port: listening_addresses(port) for port in ports}
+    numbers = ", ".join(map(str, listening))
+    if not any(listening.values()):
+        return [ok(f"nothing listens on port {numbers} (Ray dashboard, Jobs API)")]
+    findings = [
+        finding
+        for port, addresses in listening.items()
+        for finding in judge_exposure(
+            port, {address: answer_without_token(address, port) for address in addresses}
+        )
+    ]
+    return findings or [ok(f"port {numbers}: requires a token, on the loopback interface only")]
+
+
+def judge_exposure(port: int, answers: Mapping[str, Answer]) -> list[Finding]:
+    """The problems of one port; `answers` is address on which it listens -> its answer."""
+    if not answers:
+        return []
+    shown = f"port {port} on {', '.join(answers)}"
+    if set(answers.values()) == {"other"}:
+        return [
+            note(
+                f"{shown}: a program other than Ray, or one that did not answer within "
+                f"{RESPONSE_SECONDS:g} s",
+                expected="nothing, or Ray's dashboard",
+                advice="Ray takes the next free port for its dashboard; see ray status",
+            )
+        ]
+    findings = []
+    if "open" in answers.values():
+        findings.append(
+            problem(
+                f"{shown}: the Ray dashboard and the Jobs API answer without a token, so everyone "
+                "who reaches the port can run commands",
+                expected="401 without a token",
+                advice="stop that Ray (ray stop), create a token (ray get-auth-token --generate), "
+                "and start it again: RAY_AUTH_MODE=token ray start ...",
+            )
+        )
+    if other := [address for address in answers if not address.startswith(_LOOPBACK)]:
+        findings.append(
+            problem(
+                f"port {port}: the Ray dashboard and the Jobs API listen on {', '.join(other)}",
+                expected="127.0.0.1 only: the token travels unencrypted",
+                advice="ray start --dashboard-host=127.0.0.1, and reach it by ssh -L or kubectl "
+                "port-forward; where a network policy protects the port: --skip exposure",
+            )
+        )
+    return findings
+
+
+def listening_addresses(port: int) -> list[str]:
+    """The addresses of this machine on which a process listens at `port`."""
+    return sorted(
+        {
+            connection.laddr.ip
+            for connection in psutil.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+            and connection.laddr
+            and connection.laddr.port == port
+        }
+    )
+
+
+def answer_without_token(address: str, port: int) -> Answer:
+    """What a request to Ray's API without a token gives; `address` is one of this machine."""
+    host = "127.0.0.1" if address in _ALL_INTERFACES else address.removeprefix("::ffff:")
+    connection = http.client.HTTPConnection(host, port, timeout=RESPONSE_SECONDS)
+    try:
+        connection.request("GET", "/api/version")  # not through a proxy, as urllib would
+        response = connection.getresponse()
+        content = response.read(_MAX_RESPONSE_BYTES)
+        if response.status in (401, 403):
+            return "protected"
+        is_ray = response.status == 200 and "ray_version" in json.loads(content)
+        return "open" if is_ray else "other"
+    except (OSError, http.client.HTTPException, ValueError, TypeError):
+        return "other"
+    finally:
+        connection.close()

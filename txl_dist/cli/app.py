@@ -14,6 +14,7 @@ from txl_dist.cli import (
     data,
     evaluate,
     generate,
+    job,
     mixture,
     prepare,
     train,
@@ -37,6 +38,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("attention")(attention.attention)
 app.command("generate")(generate.generate)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(job.app, name="job")
 app.add_typer(bench.app, name="bench")
 app.command("import")(convert.import_)
 app.command("export")(convert.export)

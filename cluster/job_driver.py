@@ -13,6 +13,7 @@ Stop signals are ignored here: Ray sends them to every process of the job, the c
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -68,6 +69,8 @@ def run_job(words: list[str], *, root: Path, log: Path | None) -> int:
     command = [sys.executable, "-P", "-m", "cluster.job_command", *words]
     with ExitStack() as stack:
         copy = _open_log(log, stack)
+        if copy is not None:  # the file has the output of all attempts
+            copy.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(words)}\n".encode())
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

@@ -23,6 +23,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient, JobType
 
 from cluster.address import check_cluster
 from data_pipeline.storage.urls import shown
+from txl_dist.config.redaction import redact
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
 from txl_dist.launch.jobs import EXIT_LINE, Job, JobExistsError, JobRequest, JobState
 
@@ -36,6 +37,8 @@ HEAD_SECONDS = 30.0
 NUM_LAST_LINES = 40
 """Of the output of a job that failed."""
 _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+_LOGGERS = ("ray", "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk")
+"""The last two set a level of their own, and report every connection."""
 _STATES: dict[JobStatus, JobState] = {
     JobStatus.PENDING: "pending",
     JobStatus.RUNNING: "running",
@@ -49,7 +52,8 @@ class RayJobs:
     """The txl jobs of one cluster."""
 
     def __init__(self, address: str | None) -> None:
-        logging.getLogger("ray").setLevel(logging.ERROR)
+        for name in _LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
         address = address or next(filter(None, map(os.environ.get, _ADDRESS_VARIABLES)), "auto")
         with _without_address_variables():
             url = _api_url(address)
@@ -261,9 +265,10 @@ def _recorded_code(logs: str, *, default: int) -> int:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """Without the password that the address may have."""
+    return redact(next(iter(str(error).splitlines()), type(error).__name__)).rstrip(".")
 
 
 def _last_line(error: Exception) -> str:
     """The server sends its whole traceback."""
-    return next(reversed(str(error).strip().splitlines()), type(error).__name__)
+    return redact(next(reversed(str(error).strip().splitlines()), type(error).__name__)).rstrip(".")

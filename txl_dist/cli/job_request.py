@@ -11,6 +11,7 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,14 +114,17 @@ def _plan_training(
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     """The parameters of a txl command, parsed and validated by the command line itself."""
-    from txl_dist.cli.app import app
-
-    group = typer.main.get_command(app)
-    command = group.commands[words[0]]  # type: ignore[attr-defined]
-    context = command.make_context(words[0], list(words[1:]))
+    context = _command(words[0]).make_context(words[0], list(words[1:]))
     if any(re.match(r"--on(=|$)", word) for word in words):
         raise ConfigError("--on is not an option of a job, which runs on the cluster it is sent to")
     return dict(context.params)
+
+
+@cache
+def _command(name: str) -> Any:
+    from txl_dist.cli.app import app
+
+    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
 
 
 def _local_paths(config: "RunConfig") -> list[Path]:

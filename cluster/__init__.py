@@ -15,5 +15,8 @@ exposure.py           whether a cluster can be used without a token
 ray_log.py            sends Ray's log to RUN/logs/ray.log
 evaluation.py         scores a split with actors
 preparation.py        prepares and verifies datasets with tasks
+jobs.py               the client of the Ray Jobs API: the entry point for `txl job`
+job_driver.py         runs the txl command of a job on the cluster
+job_command.py        the process of that command
 deploy/               job scripts for cluster schedulers
 """

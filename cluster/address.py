@@ -11,11 +11,14 @@ _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 
 _SETTINGS_FRAME = 4
 
 
-def check_cluster(address: str) -> None:
-    """Raise ConfigError, within seconds, unless a Ray cluster responds and accepts our token."""
-    host_and_port = _canonical(address)
+def check_cluster(address: str, *, option: str = "--on") -> None:
+    """Raise ConfigError, within seconds, unless a Ray cluster responds and accepts our token.
+
+    `option` is that of the command line with the address, for the message.
+    """
+    host_and_port = _canonical(address, option)
     if not responds(host_and_port):
-        raise ConfigError(_unusable(address, f"nothing answers at {host_and_port}"))
+        raise ConfigError(_unusable(address, f"nothing answers at {host_and_port}", option))
     if "://" in address:
         return  # a Ray client server; GcsClient does not apply, and its client has a time limit
     from ray import exceptions
@@ -24,7 +27,7 @@ def check_cluster(address: str) -> None:
     try:
         GcsClient(address=host_and_port)
     except exceptions.RayError as error:
-        raise ConfigError(_unusable(address, str(error))) from None
+        raise ConfigError(_unusable(address, str(error), option)) from None
 
 
 def responds(host_and_port: str) -> bool:
@@ -43,22 +46,23 @@ def responds(host_and_port: str) -> bool:
     return len(header) == 9 and header[3] == _SETTINGS_FRAME
 
 
-def _canonical(address: str) -> str:
+def _canonical(address: str, option: str) -> str:
     """host:port for `auto`, the address of a cluster or the address of a Ray client server."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
         host_and_port = canonicalize_bootstrap_address(address.partition("://")[2] or address)
     except (ConnectionError, ValueError, OSError) as error:
-        raise ConfigError(_unusable(address, str(error))) from None
+        raise ConfigError(_unusable(address, str(error), option)) from None
     if host_and_port is None or not host_and_port.rpartition(":")[2].isdigit():
-        raise ConfigError(_unusable(address, "that is not host:port"))
+        raise ConfigError(_unusable(address, "that is not host:port", option))
     return host_and_port
 
 
-def _unusable(address: str, reason: str) -> str:
+def _unusable(address: str, reason: str, option: str) -> str:
+    private = "; or use --on ray, which starts a private Ray" if option == "--on" else ""
     return (
-        f"no Ray cluster can be used at --on {address}: {reason}. Check that it runs (ray status "
-        "there), its port (default 6379), the network, and its token on this machine "
-        "(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH); or use --on ray, which starts a private Ray"
+        f"no Ray cluster can be used at {option} {address}: {reason}. Check that it runs (ray "
+        "status there), its port (default 6379), the network, and its token on this machine "
+        f"(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH){private}"
     )

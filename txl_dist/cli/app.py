@@ -15,6 +15,7 @@ from txl_dist.cli import (
     doctor,
     evaluate,
     generate,
+    job,
     mixture,
     prepare,
     train,
@@ -38,6 +39,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("attention")(attention.attention)
 app.command("generate")(generate.generate)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(job.app, name="job")
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 app.command("import")(convert.import_)

@@ -1,0 +1,181 @@
+"""`txl job` against a real head with a token: submit, follow, stop, resume; a head that dies."""
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import num_lines, wait_until
+from tests.support.gloo_ranks import RankGroups
+from tests.support.jobs_head import JobsHead, project
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+
+pytestmark = pytest.mark.cluster
+
+NUM_STEPS = 600
+LONG = (NO_EVALUATION, f"training.num_steps={NUM_STEPS}", "training.checkpoint_interval_steps=50")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobsHead]:
+    head = JobsHead(tmp_path_factory.mktemp("head"))
+    with head.running():
+        yield head
+
+
+@pytest.fixture
+def working_dir(tmp_path: Path) -> Path:
+    return project(tmp_path / "project", TINY)
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, without interruption and without Ray."""
+    run = tmp_path_factory.mktemp("straight")
+    assert ranks(1).run(train, tiny_job(dataset, run, *LONG)) == [0]
+    return run
+
+
+def submission(working_dir: Path, root: Path, *options: object) -> tuple[object, ...]:
+    """`submit` of a command in the working directory; relative paths begin at `root`."""
+    where = ("--working-dir", working_dir, "--root", root, "--python", sys.executable)
+    return ("submit", *where, *options, "--")
+
+
+def training(working_dir: Path, dataset: Path, *settings: object) -> tuple[object, ...]:
+    config = working_dir / "configs" / TINY.name
+    return ("train", config, f"data.path={dataset}", "directory=runs/a", *settings)
+
+
+def final_hashes(run: Path) -> dict[str, str]:
+    """Names and hashes of the files of the newest checkpoint."""
+    path = run / "checkpoints" / f"step-{NUM_STEPS:08d}" / "manifest.json"
+    return {name: entry["sha256"] for name, entry in json.loads(path.read_text())["files"].items()}
+
+
+@pytest.mark.fault_row(5, 35)
+def test_follow_detach_stop_and_resume_to_the_result_of_an_undisturbed_run(
+    head: JobsHead, working_dir: Path, dataset: Path, straight: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs/a"
+    command = training(working_dir, dataset, *LONG)
+    submit = (*submission(working_dir, tmp_path), *command)
+    follower = head.start(*submission(working_dir, tmp_path, "--follow"), *command)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 60, timeout_seconds=180)
+    follower.send_signal(signal.SIGINT)
+    output, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 130, output
+    assert re.search(r"step \d+ \| loss ", output)
+    assert "package: " in output.splitlines()[0]
+    assert "data/" in output.splitlines()[0]
+    (job_id,) = set(re.findall(r"txl job stop (\S+-1)\b", output))
+
+    code, output = head.txl(*submit)
+    assert code == 2, output
+    assert f"already running as job {job_id}" in output
+
+    code, output = head.txl("stop", "--wait", job_id)
+    assert code == 0, output
+    assert "stopped, exit code 75" in output
+    code, output = head.txl("status", "--wait", "--json", job_id.removesuffix("-1"))
+    assert code == 75, output
+    stopped_at = max(losses(run))
+    assert 50 < stopped_at < NUM_STEPS
+    assert (run / f"checkpoints/step-{stopped_at:08d}/manifest.json").exists()
+    log = (run / "logs/driver.log").read_text()
+    assert "stopping after this step, then saving" in log
+
+    code, output = head.txl(*submission(working_dir, tmp_path, "--follow"), *command)
+    assert code == 0, output
+    assert f"resuming at step {stopped_at + 1}" in output or f"step {stopped_at}" in output
+    assert "done: runs/a" in output
+    assert losses(run) == losses(straight)
+    assert final_hashes(run) == final_hashes(straight)
+    assert (run / "logs/driver.log").read_text().startswith(log)
+
+    code, output = head.txl("list", "--json")
+    jobs = {job["id"]: job for job in json.loads(output)["jobs"]}
+    assert jobs[job_id]["state"] == "stopped"
+    assert jobs[job_id.removesuffix("1") + "2"]["state"] == "done"
+
+
+@pytest.mark.fault_row(44)
+def test_failures_come_back_with_exit_code_and_the_last_lines_of_the_rank(
+    head: JobsHead, working_dir: Path, dataset: Path, tmp_path: Path
+) -> None:
+    command = training(working_dir, dataset)
+    # More ranks than lanes: known on the cluster only, where the data is.
+    submit = submission(working_dir, tmp_path, "--follow")
+    code, output = head.txl(*submit, *command, "--ranks", 9)
+    assert code == 2, output
+    assert "ConfigError" in output
+    code, output = head.txl(*submission(working_dir, tmp_path, "--wait"), *command, "--ranks", 9)
+    assert code == 2, output
+    assert "ConfigError" in output
+
+    submit = submission(working_dir, tmp_path, "--follow", "--env", "TXL_FAULT=step:kill:3")
+    code, output = head.txl(*submit, *command, "--max-restarts", 0)
+    assert code == 1, output
+    assert re.search(r"rank 0 \(node 127\.0\.0\.1, pid \d+\) died", output)
+    assert f"--- last lines of {tmp_path / 'runs/a/logs/rank-0.log'}" in output
+    assert re.search(r"step 2 \| loss ", output.partition("--- last lines of")[2])
+
+
+def test_prepare_and_evaluate_as_jobs(
+    head: JobsHead, working_dir: Path, dataset: Path, straight: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books/a.txt").write_text("It was a dark and stormy night.\n" * 100)
+    submit = submission(working_dir, tmp_path, "--follow")
+    code, output = head.txl(*submit, "prepare", "books", "--out", "data/books", "--workers", 2)
+    assert code == 0, output
+    assert (tmp_path / "data/books/manifest.json").exists()
+    code, output = head.txl(*submit, "eval", straight, dataset, "--json", "--workers", 2)
+    assert code == 0, output
+    (line,) = [line for line in output.splitlines() if line.startswith('{"')]
+    assert json.loads(line)["tokens_scored"] > 0
+    code, output = head.txl(*submit, "eval", tmp_path / "missing", dataset)
+    assert code == 4, output
+
+
+@pytest.mark.fault_row(43)
+def test_without_the_right_token_nothing_is_submitted(head: JobsHead, tmp_path: Path) -> None:
+    wrong = tmp_path / "token"
+    wrong.write_text("f" * 64)
+    for environment in (
+        {"RAY_AUTH_MODE": "disabled"},
+        {"RAY_AUTH_TOKEN_PATH": str(wrong)},
+        {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")},
+    ):
+        code, output = head.txl("list", **environment)
+        assert code == 2, output
+        assert "RAY_AUTH_TOKEN_PATH" in output
+        assert "Traceback" not in output
+
+
+@pytest.mark.fault_row(4)
+def test_after_the_head_died_the_same_command_resumes(
+    working_dir: Path, dataset: Path, straight: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs/a"
+    submit = submission(working_dir, tmp_path, "--follow")
+    command = training(working_dir, dataset, *LONG)
+    head = JobsHead(tmp_path)
+    with head.running() as node:
+        follower = head.start(*submit, *command)
+        wait_until(lambda: num_lines(run / "metrics.jsonl") > 120, timeout_seconds=180)
+        node.kill()
+        output, _ = follower.communicate(timeout=120)
+    assert follower.returncode == 1, output
+    assert "submit the same command: it resumes" in output
+    assert "Traceback" not in output
+    with head.running():
+        code, output = head.txl(*submit, *command)
+    assert code == 0, output
+    assert "resuming at step" in output
+    assert losses(run) == losses(straight)
+    assert final_hashes(run) == final_hashes(straight)

@@ -1,0 +1,183 @@
+"""`txl job` against a cluster in memory: attempts, attaching, exit codes, output."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import run_txl
+from tests.support.training_runs import TINY
+from tests.txl_dist.launch.test_jobs import job
+from txl_dist.launch import job_package
+from txl_dist.launch import jobs as launch_jobs
+from txl_dist.launch.jobs import Job, JobExistsError, JobRequest
+
+SUBMIT = ("job", "submit", "--root", "/shared", "--working-dir", TINY.parent)
+RUN = ("--", "train", TINY, "--ranks", 2)
+
+
+class MemoryCluster:
+    """A JobClient whose jobs are plain data."""
+
+    url, needs_token = "http://cluster:8265", True
+
+    def __init__(self) -> None:
+        self.known: dict[str, Job] = {}
+        self.uploads: list[int] = []
+        self.ends_as: Job = job("", "done")
+
+    def submit(self, request: JobRequest, job_id: str, package: Path) -> None:
+        if job_id in self.known:
+            raise JobExistsError(job_id)
+        self.uploads.append(package.stat().st_size)
+        self.known[job_id] = replace(job(job_id, "running"), command=request.command)
+
+    def jobs(self) -> list[Job]:
+        return list(self.known.values())
+
+    def job(self, job_id: str) -> Job:
+        return self.known[job_id]
+
+    def logs(self, job_id: str) -> str:
+        return f"output of {job_id}\n"
+
+    def follow(self, job_id: str, write: Callable[[str], object]) -> Job:
+        write(self.logs(job_id))
+        return self.wait(job_id)
+
+    def wait(self, job_id: str) -> Job:
+        end = self.ends_as
+        self.known[job_id] = replace(
+            self.known[job_id], state=end.state, exit_code=end.exit_code, message=end.message
+        )
+        return self.known[job_id]
+
+    def stop(self, job_id: str) -> bool:
+        return not self.known[job_id].is_ended
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> MemoryCluster:
+    memory = MemoryCluster()
+    monkeypatch.setattr(launch_jobs, "find_job_client", lambda address: memory)
+    # Packing the code takes 0.3 s; tests/txl_dist/launch/test_job_package.py tests it.
+    empty = job_package.Package(files={}, excluded=(), num_bytes=0)
+    monkeypatch.setattr(job_package, "collect_package", lambda *_, **__: empty)
+    return memory
+
+
+def test_a_run_that_is_running_is_not_submitted_again(cluster: MemoryCluster) -> None:
+    code, output = run_txl(*SUBMIT, *RUN)
+    assert code == 0
+    (first,) = cluster.known
+    assert first in output
+    code, message = run_txl(*SUBMIT, *RUN)
+    assert code == 2
+    assert f"already running as job {first}" in message
+    assert f"txl job stop --wait {first}" in message
+    assert len(cluster.known) == 1
+
+
+def test_follow_attaches_to_the_running_job_if_the_command_is_the_same(
+    cluster: MemoryCluster,
+) -> None:
+    run_txl(*SUBMIT, *RUN)
+    (first,) = cluster.known
+    code, output = run_txl(*SUBMIT, "--follow", *RUN, "seed=5")
+    assert code == 2, "another command on the same run directory"
+    code, output = run_txl(*SUBMIT, "--follow", *RUN)
+    assert code == 0
+    assert f"output of {first}" in output
+    assert len(cluster.known) == 1
+
+
+def test_after_the_end_the_run_is_submitted_as_the_next_attempt(cluster: MemoryCluster) -> None:
+    for _ in range(3):
+        run_txl(*SUBMIT, "--wait", *RUN)
+    numbers = [job_id.rpartition("-")[2] for job_id in cluster.known]
+    assert numbers == ["1", "2", "3"]
+
+
+def test_a_submission_that_loses_a_race_finds_the_winner(
+    cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_txl(*SUBMIT, *RUN)
+    monkeypatch.setattr(cluster, "jobs", list)  # the list was read before the other submission
+    code, message = run_txl(*SUBMIT, *RUN)
+    assert code == 2
+    assert "already running as job" in message
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 75])
+@pytest.mark.parametrize("option", ["--follow", "--wait"])
+def test_the_exit_code_is_that_of_the_command(
+    cluster: MemoryCluster, code: int, option: str
+) -> None:
+    state = "stopped" if code == 75 else "failed"
+    cluster.ends_as = replace(job("", state), exit_code=code, message="ConfigError: the cause")
+    returned, output = run_txl(*SUBMIT, option, *RUN)
+    assert returned == code
+    assert ("the cause" in output) == (option == "--wait" and code != 75)
+    (job_id,) = cluster.known
+    assert run_txl("job", "status", job_id, "--wait")[0] == code
+    assert run_txl("job", "status", job_id)[0] == 0
+
+
+def test_ctrl_c_leaves_the_job_running_and_says_how_to_stop_it(
+    cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(job_id: str, write: Callable[[str], object]) -> Job:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster, "follow", interrupted)
+    code, output = run_txl(*SUBMIT, "--follow", *RUN)
+    (job_id,) = cluster.known
+    assert code == 130
+    assert f"txl job stop {job_id}" in output
+    assert cluster.known[job_id].state == "running"
+
+
+def test_a_job_is_found_by_its_name_without_the_number(cluster: MemoryCluster) -> None:
+    for _ in range(2):
+        run_txl(*SUBMIT, "--wait", *RUN)
+    newest = max(cluster.known)
+    name = newest.rpartition("-")[0]
+    _, output = run_txl("job", "status", name, "--json")
+    assert json.loads(output)["id"] == newest
+    code, message = run_txl("job", "logs", "txl-train-other")
+    assert code == 2
+    assert "txl job list" in message
+
+
+def test_list_prints_every_job(cluster: MemoryCluster) -> None:
+    assert "no txl jobs" in run_txl("job", "list")[1]
+    run_txl(*SUBMIT, "--wait", *RUN)
+    (job_id,) = cluster.known
+    assert job_id in run_txl("job", "list")[1]
+    (listed,) = json.loads(run_txl("job", "list", "--json")[1])["jobs"]
+    assert (listed["id"], listed["state"], listed["exit_code"]) == (job_id, "done", 0)
+
+
+def test_a_dry_run_contacts_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str | None) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(launch_jobs, "find_job_client", refuse)
+    code, output = run_txl(*SUBMIT, "--dry-run", *RUN)
+    assert code == 0
+    assert "package: " in output
+    assert "exec python -P -m cluster.job_driver --root /shared" in output
+
+
+@pytest.mark.fault_row(43)
+def test_an_api_without_a_token_is_reported(cluster: MemoryCluster) -> None:
+    cluster.needs_token = False
+    _, output = run_txl("job", "list")
+    assert "accepts jobs without a token" in output
+
+
+def test_a_missing_value_of_an_environment_variable_is_refused() -> None:
+    code, message = run_txl(*SUBMIT, "--dry-run", "--env", "A", *RUN)
+    assert (code, message) == (2, "--env A: write NAME=VALUE")

@@ -1,0 +1,148 @@
+"""Jobs: txl commands that run on a Ray cluster and are started, watched and stopped from elsewhere.
+
+    JobRequest -> JobClient.submit -> the driver (cluster/job_driver.py) -> txl train|prepare|eval
+
+A job has a name that depends only on what it writes, and a number per attempt: NAME-1, NAME-2, ...
+So two submissions of the same run have the same name, and the second one finds the first.
+The client is an entry point of group `txl.jobs`, because this package must not import `cluster`.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Literal, Protocol
+
+from txl_dist.errors import ConfigError
+
+COMMANDS = ("train", "prepare", "eval")
+"""The txl commands that can be jobs."""
+EXIT_LINE = "txl job: exit code "
+"""Last line of a job's log, followed by the code. Ray does not keep the code of a stopped job."""
+JobState = Literal["pending", "running", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """A txl command to run on a cluster."""
+
+    name: str
+    """Identifies the run; the id of an attempt is this with a number."""
+    words: tuple[str, ...]
+    """The command without `txl`. The path of a run config is relative to the package."""
+    root: str
+    """Absolute path on the cluster, seen by all nodes; all other relative paths begin there."""
+    log: str | None = None
+    """File on the cluster for a copy of the driver's output; None: no copy."""
+    stop_seconds: int = 60
+    """How long the command may take to end after a stop request; then Ray kills it."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the command and of all its workers. Anyone with access to the
+    cluster can read them."""
+    python: str = "python"
+    """The Python interpreter on the cluster."""
+
+    @property
+    def command(self) -> str:
+        """`txl ...`, for people and to compare requests."""
+        return shlex.join(("txl", *self.words))
+
+    @property
+    def entrypoint(self) -> str:
+        """The shell command that Ray runs in the unpacked package."""
+        log = ("--log", self.log) if self.log else ()
+        words = (self.python, "-P", "-m", "cluster.job_driver", "--root", self.root, *log)
+        # exec: otherwise a shell stays between Ray and the driver, and dies of the stop signal.
+        return f"exec {shlex.join((*words, '--', *self.words))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One attempt, as the cluster knows it."""
+
+    id: str
+    state: JobState
+    exit_code: int | None
+    """That of the txl command; None while it runs. 1 if it has none, for example a lost node."""
+    message: str
+    """Of a failed job: the reason, with the last lines of its log."""
+    command: str
+    """`txl ...`, as it runs on the cluster."""
+    start_seconds: float | None
+    """Unix time."""
+    end_seconds: float | None
+    """Unix time; None while it runs."""
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state in ("done", "stopped", "failed")
+
+
+class JobExistsError(ConfigError):
+    """The id of a new job is taken: somebody has submitted the same run at the same time."""
+
+
+class JobClient(Protocol):
+    """The Jobs API of one cluster. Methods raise TxlError if the cluster does not respond."""
+
+    url: str
+    """Without credentials."""
+
+    def __init__(self, address: str | None) -> None:
+        """Connect. Raises ConfigError if nothing responds or the token is missing or wrong."""
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether the API refuses requests without a token."""
+
+    def submit(self, request: JobRequest, job_id: str, package: Path) -> None:
+        """Upload the zip file `package` and start the job. Raises JobExistsError."""
+
+    def jobs(self) -> list[Job]:
+        """All txl jobs that the cluster knows, oldest first."""
+
+    def job(self, job_id: str) -> Job:
+        """Raises ConfigError if there is no such job."""
+
+    def logs(self, job_id: str) -> str:
+        """All output of the driver."""
+
+    def follow(self, job_id: str, write: Callable[[str], object]) -> Job:
+        """Call `write` with all output, old and new, until the job ends."""
+
+    def wait(self, job_id: str) -> Job:
+        """Return when the job has ended."""
+
+    def stop(self, job_id: str) -> bool:
+        """Ask a job to stop; False if it has already ended."""
+
+
+def find_job_client(address: str | None) -> JobClient:
+    """The client for a cluster: URL of its dashboard, address of its head, or None (automatic)."""
+    clients = {entry.name: entry for entry in entry_points(group="txl.jobs")}
+    if "ray" not in clients:
+        raise ConfigError(
+            "no client for jobs is installed (entry point `ray` of group txl.jobs); install this "
+            "project again: make setup"
+        )
+    client: JobClient = clients["ray"].load()(address)
+    return client
+
+
+def attempts_of(name: str, jobs: Iterable[Job]) -> list[Job]:
+    """The attempts of a run, oldest first; also if `name` is the id of one attempt."""
+    attempts = [job for job in jobs if job.id == name] or [
+        job for job in jobs if re.fullmatch(rf"{re.escape(name)}-\d+", job.id)
+    ]
+    return sorted(attempts, key=_attempt_number)
+
+
+def next_attempt_id(name: str, attempts: Iterable[Job]) -> str:
+    """An unused id. Ray refuses ids that it has seen before."""
+    return f"{name}-{max(map(_attempt_number, attempts), default=0) + 1}"
+
+
+def _attempt_number(job: Job) -> int:
+    return int(job.id.rpartition("-")[2])

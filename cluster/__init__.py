@@ -11,5 +11,6 @@ network.py            the network interface that gloo and NCCL use
 ray_log.py            sends Ray's log to RUN/logs/ray.log
 evaluation.py         scores a split with actors
 preparation.py        prepares and verifies datasets with tasks
-deploy/               job scripts for cluster schedulers
+drain_node.py         announces to Ray that this host will be taken away
+deploy/               files for `ray up`, Kubernetes, Slurm and containers
 """

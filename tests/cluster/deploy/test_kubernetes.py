@@ -97,6 +97,7 @@ def test_the_queued_job_is_what_kuberay_and_kueue_accept(path: Path) -> None:
     assert manifest["spec"]["shutdownAfterJobFinishes"]
 
 
+@pytest.mark.cluster
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 def test_kubectl_applies_the_patch_of_kueue() -> None:
     command = ["kubectl", "patch", "--local", "-f", RAY_JOBS[0], "--type", "json"]

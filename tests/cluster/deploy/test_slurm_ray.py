@@ -8,12 +8,16 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.support.commands import ENVIRONMENT, num_lines, wait_until
+from tests.cluster.deploy.jobs import ALONE, require_namespaces, start_job
+from tests.support.commands import num_lines, wait_until
 from tests.support.training_runs import NO_EVALUATION, TINY, losses
 
 ROOT = Path(__file__).parents[3]
@@ -45,6 +49,7 @@ exit 0  # the script must not depend on this code
 PYTHON = """#!/bin/bash
 case "$*" in
     *secrets*) echo -n 0123456789abcdef ;;
+    *"config show invalid.yaml"*) exit 2 ;;
     *"config show"*) echo "directory: $RUN" ;;
     *train*)
         save() { touch "$RECORDS/stopped"; echo step-00000020 >"$RUN/LATEST"; exit 75; }
@@ -75,22 +80,23 @@ class Job:
         return (self.records / "requeued").exists()
 
 
-def submit(tmp_path: Path, *words: object, programs: dict[str, str], **environment: str) -> Job:
-    """Start the script with `programs` in front of the PATH."""
+def submit(
+    tmp_path: Path,
+    *words: object,
+    programs: dict[str, str],
+    prefix: tuple[str, ...] = (),
+    **environment: str,
+) -> Job:
+    """Start the script by `prefix`, with `programs` in front of the PATH."""
     directory, records = tmp_path / "bin", tmp_path / "records"
     for path in (directory, records, tmp_path / "run"):
         path.mkdir(exist_ok=True)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, **programs}.items():
         (directory / name).write_text(text)
         (directory / name).chmod(0o755)
-    process = subprocess.Popen(
-        [str(SCRIPT), *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env={
-            **ENVIRONMENT,
+    process = start_job(
+        [*prefix, str(SCRIPT), *map(str, words)],
+        {
             "PATH": f"{directory}:{os.environ['PATH']}",
             "RECORDS": str(records),
             "RUN": str(tmp_path / "run"),
@@ -208,22 +214,47 @@ def test_a_head_that_fails_is_an_error_although_symmetric_run_exits_with_0(tmp_p
     assert not job.is_requeued
 
 
-def test_an_invalid_config_ends_with_its_exit_code(tmp_path: Path) -> None:
-    job = submit(tmp_path, tmp_path / "missing.yaml", programs={"ray": RAY})
-    code, output = job.finish(timeout_seconds=60)
+def test_an_invalid_config_ends_with_its_exit_code_before_ray_starts(tmp_path: Path) -> None:
+    job = submit_replaced(tmp_path, "invalid.yaml")
+    code, output = job.finish()
     assert code == 2, output
+    assert not (job.records / "ray").exists()
     assert not job.is_requeued
 
 
+def script_pid(job: Job) -> int:
+    [child] = psutil.Process(job.process.pid).children()
+    return child.pid
+
+
+@pytest.fixture
+def ray_directory() -> Iterator[str]:
+    """Short, because paths of sockets are limited to 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="txl-") as directory:
+        yield directory
+
+
 @pytest.mark.cluster
-def test_a_job_with_a_real_ray_saves_is_requeued_and_resumes(dataset: Path, tmp_path: Path) -> None:
+def test_a_job_with_a_real_ray_saves_is_requeued_and_resumes(
+    dataset: Path, tmp_path: Path, ray_directory: str
+) -> None:
+    require_namespaces()
     run = tmp_path / "run"
-    words = (TINY, f"data.path={dataset}", f"directory={run}", NO_EVALUATION)
-    steps = "training.num_steps=150"
-    environment = {"TXL_RANKS": "2", "TXL_HEAD_ADDRESS": "127.0.0.1"}
-    job = submit(tmp_path, *words, steps, programs={}, **environment)
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > 10, timeout_seconds=180)
-    job.process.send_signal(signal.SIGUSR1)
+
+    def submit_run() -> Job:
+        return submit(
+            tmp_path, TINY, f"data.path={dataset}", f"directory={run}", NO_EVALUATION,
+            "training.num_steps=150", programs={}, prefix=ALONE,
+            TXL_RANKS="2", TXL_HEAD_ADDRESS="127.0.0.1", RAY_TMPDIR=ray_directory,
+        )  # fmt: skip
+
+    job = submit_run()
+    wait_until(
+        lambda: num_lines(run / "metrics.jsonl") > 10 or job.process.poll() is not None,
+        timeout_seconds=240,
+    )
+    assert job.process.poll() is None, job.finish()
+    os.kill(script_pid(job), signal.SIGUSR1)
     code, output = job.finish(timeout_seconds=120)
     assert code == 75, output
     assert job.is_requeued
@@ -231,7 +262,7 @@ def test_a_job_with_a_real_ray_saves_is_requeued_and_resumes(dataset: Path, tmp_
     assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
 
     (job.records / "requeued").unlink()
-    job = submit(tmp_path, *words, steps, programs={}, **environment)
+    job = submit_run()
     code, output = job.finish(timeout_seconds=240)
     assert code == 0, output
     assert not job.is_requeued

@@ -18,5 +18,6 @@ preparation.py        prepares and verifies datasets with tasks
 jobs.py               the client of the Ray Jobs API: the entry point for `txl job`
 job_driver.py         runs the txl command of a job on the cluster
 job_command.py        the process of that command
-deploy/               job scripts for cluster schedulers
+drain_node.py         announces to Ray that this host will be taken away
+deploy/               files for `ray up`, Kubernetes, Slurm and containers
 """

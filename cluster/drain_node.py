@@ -1,0 +1,153 @@
+"""Tell Ray in time that this host will be taken away, so that its ranks can save.
+
+    python -m cluster.drain_node --deadline-seconds 110                        preStop hook of a pod
+    python -m cluster.drain_node --deadline-seconds 100 --when-preempted aws   on a spot instance
+
+Kubernetes and clouds end a host by signals to its processes, at which a Ray node ends at once, and
+its ranks with it. Ray's notice of a preemption comes before that: the node gets no new work, and
+Ray Train reports the notice to the ranks. If `txl train` itself runs on this host, it gets SIGTERM,
+as it would from a person: the ranks save, and it ends with code 75.
+
+The command returns when no rank and no `txl train` is left on this host, at the latest at the
+deadline. Kubernetes signals the container after that.
+
+Source of the metadata services: docs.aws.amazon.com, "Spot Instance interruption notices";
+cloud.google.com, "Preemptible VM instances".
+"""
+
+import argparse
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+import psutil
+
+MESSAGE = "the host will be taken away"
+POLL_SECONDS = 1.0
+METADATA_POLL_SECONDS = 5.0
+METADATA_TIMEOUT_SECONDS = 2.0
+CLUSTER_TIMEOUT_SECONDS = 10.0
+AWS_METADATA = "http://169.254.169.254"
+GOOGLE_METADATA = "http://metadata.google.internal"
+
+
+def drain_this_host(*, deadline_seconds: float, address: str | None = None) -> None:
+    """Announce the preemption of this host's Ray node, stop `txl train`, and wait for the ranks.
+
+    `address` of the cluster; None: RAY_ADDRESS, or the cluster of the Ray node on this host.
+    """
+    deadline = time.monotonic() + deadline_seconds
+    for process in train_commands():
+        with suppress(psutil.Error):
+            process.terminate()
+    _announce_preemption(deadline_seconds, address)
+    while time.monotonic() < deadline and (train_commands() or ranks()):
+        time.sleep(POLL_SECONDS)
+
+
+def train_commands() -> list[psutil.Process]:
+    """The `txl train` processes of this host; under Ray they are launchers, not ranks."""
+    return _processes(_is_train_command)
+
+
+def ranks() -> list[psutil.Process]:
+    """The ranks of this host that Ray Train started."""
+    return _processes(lambda words: words[0].startswith("ray::") and "RayTrainWorker" in words[0])
+
+
+def is_preempted_by_aws(endpoint: str = AWS_METADATA) -> bool:
+    """Whether AWS has announced that it will take back this spot instance, two minutes before."""
+    token = _request(
+        f"{endpoint}/latest/api/token",
+        method="PUT",
+        headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"},
+    )
+    notice = token and _request(
+        f"{endpoint}/latest/meta-data/spot/instance-action",
+        headers={"X-aws-ec2-metadata-token": token},
+    )
+    return notice is not None  # 404 until there is one
+
+
+def is_preempted_by_google(endpoint: str = GOOGLE_METADATA) -> bool:
+    """Whether Google has announced that it will take back this spot instance, 30 s before."""
+    answer = _request(
+        f"{endpoint}/computeMetadata/v1/instance/preempted", headers={"Metadata-Flavor": "Google"}
+    )
+    return answer == "TRUE"
+
+
+CLOUDS: dict[str, Callable[[], bool]] = {"aws": is_preempted_by_aws, "gcp": is_preempted_by_google}
+
+
+def _announce_preemption(deadline_seconds: float, address: str | None) -> None:
+    from ray._private import services
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated import autoscaler_pb2
+
+    node_ids = services.find_node_ids()
+    if not node_ids:
+        print("no Ray node runs on this host")
+        return
+    client = GcsClient(address=services.canonicalize_bootstrap_address_or_die(address))
+    heads = {
+        node_id.hex()
+        for node_id, node in client.get_all_node_info(timeout=CLUSTER_TIMEOUT_SECONDS).items()
+        if node.is_head_node
+    }
+    for node_id in sorted(node_ids - heads):
+        is_accepted, reason = client.drain_node(
+            node_id,
+            autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+            MESSAGE,
+            int((time.time() + deadline_seconds) * 1000),
+        )
+        print(f"node {node_id}: " + ("drained" if is_accepted else f"not drained: {reason}"))
+
+
+def _processes(matches: Callable[[Sequence[str]], bool]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            if words and process.status() != psutil.STATUS_ZOMBIE and matches(words):
+                found.append(process)
+    return found
+
+
+def _is_train_command(words: Sequence[str]) -> bool:
+    """Whether this is `txl train` or `python -m txl_dist train`, and not a shell that calls it."""
+    return any(
+        command == "train" and (program == "txl_dist" or program.rsplit("/", 1)[-1] == "txl")
+        for program, command in pairwise(words[:4])
+    )
+
+
+def _request(url: str, *, headers: dict[str, str], method: str = "GET") -> str | None:
+    """The answer of the metadata service; None without one."""
+    request = urllib.request.Request(url, headers=headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=METADATA_TIMEOUT_SECONDS) as response:
+            return str(response.read().decode())
+    except (urllib.error.URLError, OSError):
+        return None
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command line of this module."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.drain_node", description=MESSAGE)
+    parser.add_argument("--deadline-seconds", type=float, required=True)
+    parser.add_argument("--address", help="of the Ray cluster")
+    parser.add_argument("--when-preempted", choices=CLOUDS, help="wait for the cloud's notice")
+    options = parser.parse_args(words)
+    if options.when_preempted:
+        while not CLOUDS[options.when_preempted]():
+            time.sleep(METADATA_POLL_SECONDS)
+    drain_this_host(deadline_seconds=options.deadline_seconds, address=options.address)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Starts job scripts in a process group of their own, and ends what tests leave of them."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ENVIRONMENT
+
+ROOT = Path(__file__).parents[3]
+ALONE = (
+    "unshare", "--pid", "--net", "--mount-proc", "--fork", "--kill-child",
+    "bash", "-c", 'ip link set lo up && exec "$@"', "job",
+)  # fmt: skip
+"""A host of its own, as the start of a command: `ray stop` ends every Ray that it can see."""
+
+_started: list[subprocess.Popen[str]] = []
+
+
+def start_job(
+    words: Sequence[str], environment: Mapping[str, str], *, cwd: Path = ROOT
+) -> subprocess.Popen[str]:
+    """Start a command; `end_jobs` kills its process group."""
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env={**ENVIRONMENT, **environment},
+        start_new_session=True,
+    )
+    _started.append(process)
+    return process
+
+
+def end_jobs() -> None:
+    """Kill what is left of the jobs of a test."""
+    while _started:
+        with suppress(ProcessLookupError):
+            os.killpg(_started.pop().pid, signal.SIGKILL)
+
+
+def require_namespaces() -> None:
+    """Skip the test if this user cannot create a host of its own."""
+    try:
+        subprocess.run([*ALONE, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"namespaces cannot be created: {error}")

@@ -1,0 +1,218 @@
+"""The Kubernetes manifests of cluster/deploy/: RayJobs, JobSet, claim.
+
+No test applies them to a Kubernetes cluster. Their fields are checked against
+`kubernetes_schema.yaml`, which lists the fields and rules of the custom resource definitions.
+"""
+
+import copy
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from txl_dist import errors
+from txl_dist.config.config_file import load_run_config
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "cluster" / "deploy"
+SCHEMA = yaml.safe_load((Path(__file__).parent / "kubernetes_schema.yaml").read_text())
+RAY_JOBS = [DEPLOY / "kuberay" / f"{name}.yaml" for name in ("train", "prepare", "eval")]
+JOB_SET = DEPLOY / "jobset.yaml"
+MANIFESTS = [*RAY_JOBS, DEPLOY / "kuberay" / "storage.yaml", JOB_SET]
+KUEUE = DEPLOY / "kuberay" / "kueue.yaml"
+END_SECONDS = 10
+"""What a driver or rank may take to end after its grace period (cluster/supervisor.py: 3 s)."""
+RESUMABLE = 75
+
+by_name = pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+ray_jobs = pytest.mark.parametrize("path", RAY_JOBS, ids=lambda path: path.stem)
+
+
+def load(path: Path) -> dict[str, Any]:
+    manifest = yaml.safe_load(path.read_text())
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def validate(manifest: dict[str, Any]) -> None:
+    schema = {"$ref": f"#/definitions/{manifest['kind']}", "definitions": SCHEMA["definitions"]}
+    jsonschema.validate(manifest, schema, cls=jsonschema.Draft7Validator)
+
+
+def queued(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the JSON patch of kueue.yaml, as `kubectl patch --local` applies it."""
+    manifest = copy.deepcopy(manifest)
+    for operation in yaml.safe_load(KUEUE.read_text()):
+        *parents, key = operation["path"].strip("/").split("/")
+        node = manifest
+        for parent in parents:
+            node = node[parent]
+        if operation["op"] == "remove":
+            del node[key]
+        else:
+            assert operation["op"] == "add"
+            node[key] = operation["value"]
+    return manifest
+
+
+def pod_specs(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every pod template's `spec` in a manifest."""
+
+    def walk(node: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(node, dict):
+            if "containers" in node:
+                yield node
+            for child in node.values():
+                yield from walk(child)
+        elif isinstance(node, list):
+            for child in node:
+                yield from walk(child)
+
+    yield from walk(manifest)
+
+
+def grace_seconds(words: list[str]) -> float:
+    """`training.grace_seconds` of a command line; the image has the configs in /opt/txl."""
+    [config] = [word for word in words if word.endswith(".yaml")]
+    path = ROOT / Path(config).relative_to("/opt/txl")
+    return load_run_config(path, [word for word in words if "=" in word]).training.grace_seconds
+
+
+@by_name
+def test_every_field_exists_and_has_its_type(path: Path) -> None:
+    validate(load(path))
+
+
+@ray_jobs
+def test_the_queued_job_is_what_kuberay_and_kueue_accept(path: Path) -> None:
+    manifest = queued(load(path))
+    validate(manifest)
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert manifest["spec"]["suspend"]
+    assert manifest["spec"]["shutdownAfterJobFinishes"]
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kubectl_applies_the_patch_of_kueue() -> None:
+    command = ["kubectl", "patch", "--local", "-f", RAY_JOBS[0], "--type", "json"]
+    result = subprocess.run(
+        [*command, "--patch-file", KUEUE, "-o", "yaml"], check=True, capture_output=True, text=True
+    )
+    assert yaml.safe_load(result.stdout) == queued(load(RAY_JOBS[0]))
+
+
+def test_the_schema_refuses_misspelt_fields_and_forbidden_combinations() -> None:
+    manifest = load(RAY_JOBS[0])
+    misspelt = copy.deepcopy(manifest)
+    misspelt["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["container"] = []
+    both = copy.deepcopy(manifest)
+    both["spec"]["shutdownAfterJobFinishes"] = True
+    not_shut_down = queued(manifest)
+    del not_shut_down["spec"]["shutdownAfterJobFinishes"]
+    for invalid in (misspelt, both, not_shut_down):
+        with pytest.raises(jsonschema.ValidationError):
+            validate(invalid)
+
+
+@ray_jobs
+def test_ray_requires_a_token_and_is_not_exposed(path: Path) -> None:
+    cluster = load(path)["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"]["mode"] == "token"
+    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+
+
+@by_name
+def test_pods_run_without_privileges_and_without_secrets_in_the_manifest(path: Path) -> None:
+    for pod in pod_specs(load(path)):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not pod["automountServiceAccountToken"]
+        for container in pod["containers"]:
+            assert not container["securityContext"]["allowPrivilegeEscalation"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            for variable in container.get("env", []):
+                is_secret = any(
+                    word in variable["name"] for word in ("TOKEN", "PASSWORD", "SECRET")
+                )
+                assert not is_secret or "valueFrom" in variable
+
+
+@ray_jobs
+def test_ranks_and_workers_fit_the_worker_pods_and_the_head_takes_none(path: Path) -> None:
+    spec = load(path)["spec"]["rayClusterSpec"]
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    [group] = spec["workerGroupSpecs"]
+    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+    [container] = group["template"]["spec"]["containers"]
+    resources = container["resources"]
+    gpus = resources["limits"].get("nvidia.com/gpu")
+    per_pod = int(gpus if gpus is not None else resources["requests"]["cpu"])
+    words = load(path)["spec"]["entrypoint"].split()
+    option = "--ranks" if "--ranks" in words else "--workers"
+    assert int(words[words.index(option) + 1]) == group["replicas"] * per_pod
+
+
+@ray_jobs
+def test_a_pod_of_ray_is_deleted_after_its_ranks_have_saved(path: Path) -> None:
+    words = load(path)["spec"]["entrypoint"].split()
+    grace = grace_seconds(words) if words[1] == "train" else 0
+    for pod in pod_specs(load(path)):
+        command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert command[:3] == ["python", "-m", "cluster.drain_node"]
+        drain = float(command[command.index("--deadline-seconds") + 1])
+        assert grace + END_SECONDS <= drain
+        assert drain + END_SECONDS <= pod["terminationGracePeriodSeconds"]
+
+
+def test_ray_waits_for_a_job_that_it_stops() -> None:
+    spec = load(RAY_JOBS[0])["spec"]
+    [head] = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    wait = {variable["name"]: variable["value"] for variable in head["env"]}
+    grace = grace_seconds(spec["entrypoint"].split())
+    assert grace + END_SECONDS <= int(wait["RAY_JOB_STOP_WAIT_TIME_S"])
+
+
+def test_a_pod_of_the_job_set_is_deleted_after_its_ranks_have_saved() -> None:
+    [pod] = pod_specs(load(JOB_SET))
+    [container] = pod["containers"]
+    assert grace_seconds(container["args"]) + END_SECONDS <= pod["terminationGracePeriodSeconds"]
+
+
+def test_the_job_set_repeats_stopped_runs_and_not_those_that_would_fail_again() -> None:
+    manifest = load(JOB_SET)
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    actions = {
+        code: rule["action"]
+        for rule in reversed(job["podFailurePolicy"]["rules"])  # the first rule that matches counts
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
+    exit_codes = {
+        error.exit_code
+        for error in vars(errors).values()
+        if isinstance(error, type) and issubclass(error, errors.TxlError)
+    }
+    permanent = exit_codes - {1, RESUMABLE}
+    assert actions == {RESUMABLE: "Ignore"} | dict.fromkeys(permanent, "FailJob")
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    [rule] = manifest["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+def test_the_ranks_of_the_job_set_find_each_other() -> None:
+    manifest = load(JOB_SET)
+    [replicated] = manifest["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    [container] = job["template"]["spec"]["containers"]
+    variables = {variable["name"]: variable for variable in container["env"]}
+    assert job["completionMode"] == "Indexed"
+    assert job["parallelism"] == job["completions"] == int(variables["NUM_HOSTS"]["value"])
+    name = manifest["metadata"]["name"]
+    # <jobSet.name>-<replicatedJob.name>-<job-index>-<pod-index>.<subdomain> (jobset_types.go)
+    assert variables["MASTER_ADDR"]["value"] == f"{name}-{replicated['name']}-0-0.{name}"
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(variables["RANKS_PER_HOST"]["value"]) == gpus

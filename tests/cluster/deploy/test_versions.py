@@ -1,0 +1,108 @@
+"""The deployment files use the versions of constraints.txt and pyproject.toml, and no passwords."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "cluster" / "deploy"
+DOCKERFILE = DEPLOY / "Dockerfile"
+COMPOSE = DEPLOY / "mlflow" / "compose.yaml"
+FILES = sorted(
+    path for path in DEPLOY.rglob("*") if path.suffix in (".yaml", ".sh") or path == DOCKERFILE
+)
+PYTHON_VERSION = "3.11"  # constraints.txt: "known to work together on Python 3.11"
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_ray_is_that_of_the_constraints() -> None:
+    found = [
+        version
+        for path in FILES
+        for version in re.findall(r"rayVersion: (\S+)|rayproject/ray:(\S+)", path.read_text())
+    ]
+    assert len(found) >= 3
+    assert {name or image for name, image in found} == {pinned()["ray"]}
+
+
+def test_images_of_this_project_have_its_version() -> None:
+    tags = {
+        tag for path in FILES for tag in re.findall(r"\btxl(?:-mlflow)?:([\w.]+)", path.read_text())
+    }
+    assert tags == {project()["version"]}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_image_has_a_version(path: Path) -> None:
+    images = re.findall(r"^\s*(?:image:|FROM) ([^\s$]+)", path.read_text(), re.MULTILINE)
+    for image in images:
+        name, _, tag = image.rpartition("/")[2].partition(":")
+        assert tag not in ("", "latest") or image in ("base",), f"{name} of {path.name}"
+
+
+def test_the_image_installs_only_pinned_packages() -> None:
+    text = DOCKERFILE.read_text()
+    assert f"PYTHON_IMAGE=python:{PYTHON_VERSION}-" in text
+    extras = project()["optional-dependencies"]
+    installs = re.findall(r"pip install (.*)", text)
+    assert len(installs) == 3
+    for words in (install.rstrip("\\ ").split() for install in installs):
+        if "--no-deps" in words:
+            continue  # the project itself
+        assert words[0] == "--constraint"
+        names = [word.strip("'") for word in words[2:] if not word.startswith("'.")]
+        for extra in re.findall(r"\.\[(.*?)\]", " ".join(words)):
+            names += [name for part in extra.split(",") for name in extras[part]]
+        missing = [name for name in names if name.split("[")[0] not in pinned()]
+        assert not missing, "not in constraints.txt"
+
+
+def test_the_image_does_not_run_as_root() -> None:
+    stages = re.split(r"^FROM .* AS ", DOCKERFILE.read_text(), flags=re.MULTILINE)[2:]
+    assert len(stages) == 2
+    for stage in stages:
+        users = re.findall(r"^USER (\S+)$", stage, re.MULTILINE)
+        assert users[-1:] == ["txl"]
+
+
+def test_the_build_sees_only_what_it_copies() -> None:
+    lines = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert lines[0] == "*"
+    allowed = {line[1:] for line in lines if line.startswith("!")}
+    copied = {
+        source
+        for words in re.findall(r"^COPY (.*)$", DOCKERFILE.read_text(), re.MULTILINE)
+        for source in words.split()[:-1]
+    }
+    assert copied == allowed
+
+
+def test_mlflow_has_its_password_from_a_file_and_listens_on_loopback() -> None:
+    compose = yaml.safe_load(COMPOSE.read_text())
+    services = compose["services"]
+    assert services["postgres"]["environment"]["POSTGRES_PASSWORD_FILE"].startswith("/run/secrets/")
+    assert "ports" not in services["postgres"]
+    [port] = services["mlflow"]["ports"]
+    assert port.startswith("${MLFLOW_BIND:-127.0.0.1}:")
+    variables = services["mlflow"]["environment"]
+    assert ":" not in variables["MLFLOW_BACKEND_STORE_URI"].split("@")[0].split("//")[1]
+    assert "*" not in variables["MLFLOW_SERVER_ALLOWED_HOSTS"].replace(":*", "")
+    assert compose["secrets"]["postgres_password"] == {"file": "./postgres_password"}
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "/cluster/deploy/mlflow/postgres_password" in ignored

@@ -1,0 +1,119 @@
+"""Announcing that a host will be taken away: metadata services of clouds, `txl train`, Ray."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import psutil
+import pytest
+
+from cluster import drain_node
+
+TOKEN = "metadata-token"
+
+
+class MetadataServer(BaseHTTPRequestHandler):
+    """The metadata services of both clouds, for a host with or without a notice."""
+
+    is_preempted = False
+
+    def do_PUT(self) -> None:
+        assert self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+        self._answer(TOKEN)
+
+    def do_GET(self) -> None:
+        if self.path == "/latest/meta-data/spot/instance-action":
+            assert self.headers["X-aws-ec2-metadata-token"] == TOKEN
+            if self.is_preempted:
+                self._answer('{"action": "terminate", "time": "2026-11-22T12:00:00Z"}')
+            else:
+                self.send_error(404)
+        elif self.path == "/computeMetadata/v1/instance/preempted":
+            assert self.headers["Metadata-Flavor"] == "Google"
+            self._answer("TRUE" if self.is_preempted else "FALSE")
+
+    def _answer(self, text: str) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(MetadataServer, "is_preempted", False)
+    with HTTPServer(("127.0.0.1", 0), MetadataServer) as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_the_notice_of_a_cloud_is_recognised(
+    metadata: str, cloud: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_preempted = {"aws": drain_node.is_preempted_by_aws, "gcp": drain_node.is_preempted_by_google}
+    assert not is_preempted[cloud](metadata)
+    monkeypatch.setattr(MetadataServer, "is_preempted", True)
+    assert is_preempted[cloud](metadata)
+
+
+def test_a_host_outside_a_cloud_has_no_notice() -> None:
+    closed = "http://127.0.0.1:9"
+    assert not drain_node.is_preempted_by_aws(closed)
+    assert not drain_node.is_preempted_by_google(closed)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["/usr/bin/python", "-m", "txl_dist", "train", "config.yaml"], True),
+        (["/opt/python", "/usr/local/bin/txl", "train", "config.yaml"], True),
+        (["txl", "train", "config.yaml"], True),
+        (["bash", "-c", "txl train config.yaml"], False),
+        (["python", "-m", "txl_dist", "eval", "train"], False),
+        (["ray::RayTrainWorker"], False),
+    ],
+)
+def test_only_launchers_of_training_are_stopped(words: list[str], expected: bool) -> None:
+    assert drain_node._is_train_command(words) == expected
+
+
+def test_the_command_stops_txl_train_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process like `txl train`, which takes a moment to save."""
+    save = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(75)))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", save, "txl", "train"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    monkeypatch.setattr(drain_node, "_announce_preemption", lambda *_: None)
+    monkeypatch.setattr(drain_node, "POLL_SECONDS", 0.05)
+    # Other tests may train on this machine at the same time.
+    monkeypatch.setattr(drain_node, "ranks", list)
+    trains = [psutil.Process(process.pid)]
+    monkeypatch.setattr(
+        drain_node, "train_commands", lambda: trains if process.poll() is None else []
+    )
+    drain_node.drain_this_host(deadline_seconds=30)
+    assert process.poll() == 75
+
+
+def test_the_deadline_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_node, "_announce_preemption", lambda *_: None)
+    monkeypatch.setattr(drain_node, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(drain_node, "train_commands", list)
+    monkeypatch.setattr(drain_node, "ranks", lambda: [psutil.Process()])
+    start = time.monotonic()
+    drain_node.drain_this_host(deadline_seconds=0.2)
+    assert 0.2 <= time.monotonic() - start < 10

@@ -29,10 +29,12 @@ class ClusterState:
 class ClusterMonitor:
     """Polls the cluster while the context is open. Open it while connected to Ray."""
 
-    def __init__(self, *, use_gpu: bool) -> None:
+    def __init__(self, *, use_gpu: bool, restrictions: str = "") -> None:
         import ray
 
         self.resource = "GPU" if use_gpu else "CPU"
+        self.restrictions = restrictions
+        """Settings that restrict the nodes of ranks, for messages."""
         self.state: ClusterState | None = None
         self.head = str(ray.get_runtime_context().gcs_address)
         self._last_response = time.monotonic()
@@ -59,6 +61,7 @@ class ClusterMonitor:
         if self.state is None:
             return "Ray's list of nodes"
         need = f"{num_ranks} ranks need a {self.resource} each"
+        need += f" (with {self.restrictions})" if self.restrictions else ""
         total, free, num_nodes = self.state.total, self.state.free, len(self.state.node_ids)
         if total < num_ranks:
             return (

@@ -1,9 +1,8 @@
 """Placement: the resources of a rank, and the nodes on which ranks may run (section `ray`).
 
-Ray places ranks by resources. "At most k ranks on a node" is not among its strategies, except for
-k = 1 (STRICT_SPREAD). For larger k every rank reserves 1/k of a node's memory as Ray counts it, so
-Ray itself cannot place more, also after a node was lost and replaced. This is bookkeeping only: Ray
-does not limit the memory of a process.
+Ray places ranks by resources. "At most k ranks on a node" is not among its strategies, so every
+rank reserves 1/k of a node's memory as Ray counts it. Ray then cannot place more, also after a node
+was lost and replaced. This is bookkeeping only: Ray does not limit the memory of a process.
 """
 
 import os
@@ -27,20 +26,26 @@ class Placement:
     """What Ray Train needs to place ranks."""
 
     use_gpu: bool
-    resources_per_rank: Mapping[str, float] | None = None
-    """None: Ray's default, one GPU, or else one CPU."""
-    strategy: str = "PACK"
-    labels: Mapping[str, str] | None = None
+    resources: Mapping[str, float]
+    """What a rank reserves."""
+    labels: Mapping[str, str]
+    """Ray's label selector: what the nodes of ranks must have, or must not have."""
+    restrictions: str = ""
+    """The settings that restrict the nodes of ranks, for messages."""
 
     def scaling_options(self) -> dict[str, Any]:
         """Arguments of Ray Train's ScalingConfig."""
-        resources = self.resources_per_rank
         return {
             "use_gpu": self.use_gpu,
-            "resources_per_worker": None if resources is None else dict(resources),
-            "placement_strategy": self.strategy,
-            "label_selector": None if self.labels is None else dict(self.labels),
+            "resources_per_worker": dict(self.resources),
+            "label_selector": dict(self.labels) or None,
         }
+
+    def num_slots(self, node: Node, free: Mapping[str, float]) -> int:
+        """How many ranks fit into the free resources of a node."""
+        if not _matches(node, self.labels):
+            return 0
+        return min(int(free.get(name, 0) // amount) for name, amount in self.resources.items())
 
 
 def place_ranks(config: RayConfig, num_ranks: int, *, is_private: bool) -> Placement:
@@ -64,17 +69,33 @@ def choose_placement(config: RayConfig, nodes: Sequence[Node], num_ranks: int) -
         head = next((node for node in nodes if _HEAD_RESOURCE in node["Resources"]), None)
         if head is not None:
             labels[NODE_ID_LABEL] = f"!{head['NodeID']}"
-            nodes = [node for node in nodes if node is not head]
+    nodes = [node for node in nodes if _matches(node, labels)]
     gpus = _gpus_per_rank(config, nodes, num_ranks)
     resources: dict[str, float] = {}
     if gpus:
         resources["GPU"] = gpus
     if config.cpus_per_rank is not None or not gpus:
         resources["CPU"] = config.cpus_per_rank or 1
-    strategy = "STRICT_SPREAD" if config.ranks_per_node == 1 and num_ranks > 1 else "PACK"
-    if config.ranks_per_node is not None and config.ranks_per_node > 1:
+    if config.ranks_per_node is not None:
         resources["memory"] = _memory_share(nodes, config.ranks_per_node)
-    return Placement(bool(gpus), resources, strategy, labels or None)
+    restrictions = ", ".join(
+        f"ray.{name}={value}"
+        for name, value in config.model_dump().items()
+        if name in ("ranks_per_node", "ranks_on_head", "node_labels")
+        and value != RayConfig.model_fields[name].default
+    )
+    return Placement(bool(gpus), resources, labels, restrictions)
+
+
+def _matches(node: Node, selector: Mapping[str, str]) -> bool:
+    """Whether Ray's label selector admits the node: `a`, `!a`, `in(a,b)` or `!in(a,b)` by label."""
+    for label, condition in selector.items():
+        text = condition.removeprefix("!")
+        values = text[3:-1].split(",") if text.startswith("in(") else [text]
+        is_one_of_them = node["Labels"].get(label) in values
+        if is_one_of_them == condition.startswith("!"):
+            return False
+    return True
 
 
 def _gpus_per_rank(config: RayConfig, nodes: Sequence[Node], num_ranks: int) -> int:
@@ -97,7 +118,7 @@ def _memory_share(nodes: Sequence[Node], ranks_per_node: int) -> int:
     if not sizes:
         raise ConfigError(
             f"ray.ranks_per_node={ranks_per_node}: Ray has no node for ranks yet, so their share "
-            "of a node is unknown. Start the nodes first, or set it to 1 or null"
+            "of a node is unknown. Start the nodes first, or set it to null"
         )
     share = min(sizes) // ranks_per_node
     if max(sizes) // share > ranks_per_node:

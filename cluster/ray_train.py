@@ -69,7 +69,9 @@ def train_on_ray(
             placement = place_ranks(job.config.ray, num_ranks, is_private=address is None)
             with (
                 ray_log(directory.logs / "ray.log"),
-                ClusterMonitor(use_gpu=placement.use_gpu) as supervisor.monitor,
+                ClusterMonitor(
+                    use_gpu=placement.use_gpu, restrictions=placement.restrictions
+                ) as supervisor.monitor,
             ):
                 supervisor.set_ended(_fit(job, num_ranks, placement))
 

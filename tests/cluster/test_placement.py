@@ -20,7 +20,9 @@ HEAD = {"node:__internal_head__": 1.0}
 
 
 def node(name: str, **resources: float) -> dict[str, Any]:
-    return {"NodeID": name, "Resources": {"CPU": 8.0, "memory": 64.0 * GIB, **resources}}
+    labels = {"ray.io/node-id": name, "market": "spot" if name == "c" else "on-demand"}
+    resources = {"CPU": 8.0, "memory": 64.0 * GIB, **resources}
+    return {"NodeID": name, "Resources": resources, "Labels": labels}
 
 
 HEAD_NODE = node("head", **HEAD)
@@ -32,11 +34,10 @@ def test_by_default_a_rank_gets_a_gpu_if_there_are_some_else_a_cpu() -> None:
     assert on_gpus.scaling_options() == {
         "use_gpu": True,
         "resources_per_worker": {"GPU": 1},
-        "placement_strategy": "PACK",
         "label_selector": None,
     }
     on_cpus = choose_placement(RayConfig(), [HEAD_NODE], 2)
-    assert (on_cpus.use_gpu, on_cpus.resources_per_rank) == (False, {"CPU": 1})
+    assert (on_cpus.use_gpu, on_cpus.resources) == (False, {"CPU": 1})
 
 
 def test_too_few_gpus_are_refused_unless_the_config_asks_for_them() -> None:
@@ -44,7 +45,7 @@ def test_too_few_gpus_are_refused_unless_the_config_asks_for_them() -> None:
         choose_placement(RayConfig(), GPU_NODES, 17)
     assert choose_placement(RayConfig(gpus_per_rank=1), [], 17).use_gpu
     cpus = choose_placement(RayConfig(gpus_per_rank=0, cpus_per_rank=4), GPU_NODES, 17)
-    assert (cpus.use_gpu, cpus.resources_per_rank) == (False, {"CPU": 4})
+    assert (cpus.use_gpu, cpus.resources) == (False, {"CPU": 4})
 
 
 def test_the_head_is_kept_free_and_its_gpus_do_not_count() -> None:
@@ -52,23 +53,40 @@ def test_the_head_is_kept_free_and_its_gpus_do_not_count() -> None:
     config = RayConfig(ranks_on_head=False, node_labels={"market": "!spot"})
     placement = choose_placement(config, [head, *GPU_NODES], 16)
     assert placement.labels == {"market": "!spot", "ray.io/node-id": "!head"}
+    assert placement.restrictions == "ray.ranks_on_head=False, ray.node_labels={'market': '!spot'}"
     with pytest.raises(ConfigError, match="Ray has 16 where ranks may run"):
         choose_placement(config, [head, *GPU_NODES], 17)
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 3, 7, 1000])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 7, 1000])
 def test_a_node_cannot_hold_more_than_ranks_per_node(ranks_per_node: int) -> None:
     nodes = [node("a", memory=64.0 * GIB), node("b", memory=64.0 * GIB + 12345678)]
     placement = choose_placement(RayConfig(ranks_per_node=ranks_per_node), nodes, 4)
-    assert placement.resources_per_rank is not None
-    share = placement.resources_per_rank["memory"]
+    free = {"CPU": 10_000.0}
     for each in nodes:
-        assert each["Resources"]["memory"] // share == ranks_per_node
+        slots = placement.num_slots(each, {**each["Resources"], **free})
+        assert slots == ranks_per_node
 
 
-def test_one_rank_per_node_is_rays_own_strategy() -> None:
-    placement = choose_placement(RayConfig(ranks_per_node=1), GPU_NODES, 2)
-    assert (placement.strategy, placement.resources_per_rank) == ("STRICT_SPREAD", {"GPU": 1})
+@pytest.mark.parametrize(
+    ("selector", "fits"),
+    [
+        ({}, [8, 8, 8]),
+        ({"market": "spot"}, [0, 0, 8]),
+        ({"market": "!spot"}, [8, 8, 0]),
+        ({"market": "in(spot,reserved)"}, [0, 0, 8]),
+        ({"market": "!in(spot,on-demand)"}, [0, 0, 0]),
+        ({"zone": "a"}, [0, 0, 0]),
+        ({"zone": "!a"}, [8, 8, 8]),
+    ],
+)
+def test_ranks_fit_on_nodes_with_the_labels_and_free_resources(
+    selector: dict[str, str], fits: list[int]
+) -> None:
+    nodes = [*GPU_NODES, node("c", GPU=8.0)]
+    placement = choose_placement(RayConfig(node_labels=selector, gpus_per_rank=1), nodes, 2)
+    assert [placement.num_slots(each, each["Resources"]) for each in nodes] == fits
+    assert placement.num_slots(nodes[0], {}) == 0
 
 
 def test_nodes_that_differ_too_much_or_are_unknown_are_refused() -> None:

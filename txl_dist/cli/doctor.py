@@ -1,6 +1,7 @@
 """`txl doctor`: check this machine, or all nodes of a Ray cluster, before a run."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,8 +69,8 @@ def doctor(
     from txl_dist.doctor.request import DoctorRequest
 
     request = DoctorRequest(
-        run=run,
-        data=data,
+        run=None if run is None else _absolute(run),
+        data=None if data is None else _absolute(data),
         tracking_uri=tracking_uri,
         min_free_bytes=int(min_free_gib * _GIB),
         limit_seconds=time_limit,
@@ -83,6 +84,13 @@ def doctor(
         print_report(findings)
     if num_problems(findings):
         raise typer.Exit(1)
+
+
+def _absolute(path: str) -> str:
+    """Ray's workers have another working directory. URLs stay as they are."""
+    from data_pipeline.storage.urls import is_url
+
+    return path if is_url(path) else str(Path(path).expanduser().absolute())
 
 
 def _findings(request: "DoctorRequest", on: str | None) -> "list[Finding]":

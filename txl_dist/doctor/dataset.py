@@ -1,18 +1,15 @@
 """The dataset of a run: its manifest, the sizes of its files, and its digest."""
 
-from pathlib import Path
-
 from data_pipeline.errors import TxlError
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_files import check_sizes
 from data_pipeline.storage.remote_path import dataset_path
-from data_pipeline.storage.urls import is_url
 from txl_dist.doctor.finding import Finding, ok, problem
 
 
 def check_dataset(data: str) -> list[Finding]:
     """Load the manifest of a directory or URL, and compare the sizes of all files with it."""
-    directory = dataset_path(data if is_url(data) else str(Path(data).expanduser().absolute()))
+    directory = dataset_path(data)
     try:
         manifest = load_manifest(directory)
         for split in manifest.splits.values():

@@ -25,9 +25,9 @@ class DoctorRequest:
     """What to check. Frozen: every node of a cluster gets a copy."""
 
     run: str | None = None
-    """Run directory, which exists or will be created; None: storage is not checked."""
+    """Absolute path of a run directory, which exists or will be created; None: not checked."""
     data: str | None = None
-    """Directory or URL of a dataset; None: not checked."""
+    """Absolute path or URL of a dataset; None: not checked."""
     tracking_uri: str | None = None
     """MLflow server or database; None: MLFLOW_TRACKING_URI."""
     min_free_bytes: int = 0

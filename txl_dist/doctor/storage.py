@@ -42,7 +42,6 @@ def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
 
 def existing_parent(path: Path) -> Path:
     """`path`, or the nearest parent that exists."""
-    path = path.expanduser().absolute()
     return next(parent for parent in (path, *path.parents) if parent.exists())
 
 

@@ -3,7 +3,6 @@
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from txl_dist.cli.job_output import (
+    address_option,
+    duration,
+    next_commands,
+    note,
+    note_part,
+    print_plan,
+    summary,
+    write,
+)
 from txl_dist.cli.options import AsJson
 from txl_dist.errors import ConfigError
 
@@ -111,22 +120,22 @@ def submit(
         exclude=exclude or (),
         excluded_paths=planned.excluded,
     )
-    _note(package.description())
+    note(package.description())
     package.require_size()
     if dry_run:
-        _print_plan(request, as_json=as_json)
+        print_plan(request, as_json=as_json)
         return
     client = _connect(address)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{request.name}.zip"
         package.write(path)
-        _note(f"upload: {path.stat().st_size / 2**20:,.1f} MiB to {client.url}, unless it is there")
+        note(f"upload: {path.stat().st_size / 2**20:,.1f} MiB to {client.url}, unless it is there")
         job = _submit(client, request, path, attach=follow or wait)
     if follow or wait:
         code = _wait(client, job.id, follow=follow, as_json=as_json)
         sys.exit(code)
     print(json.dumps(asdict(job)) if as_json else job.id)
-    _note(_next_commands(job.id))
+    note(next_commands(client, job.id))
 
 
 @app.command()
@@ -146,7 +155,8 @@ def status(
     found = _find(client, job)
     if wait:
         sys.exit(_wait(client, found.id, follow=False, as_json=as_json))
-    print(json.dumps(asdict(found)) if as_json else _summary(found))
+    found = client.job(found.id)
+    print(json.dumps(asdict(found)) if as_json else summary(found))
 
 
 @app.command()
@@ -167,7 +177,7 @@ def logs(
         print(client.logs(found.id), end="")
         return
     try:
-        client.follow(found.id, _write)
+        client.follow(found.id, write)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_CODE)
 
@@ -185,11 +195,11 @@ def stop(
     client = _connect(address)
     found = _find(client, job)
     if not client.stop(found.id):
-        print(f"{found.id} has already ended: {_summary(client.job(found.id))}")
+        print(f"{found.id} has already ended: {summary(client.job(found.id))}")
         return
-    _note(f"asked {found.id} to stop; a training run saves first, then ends with exit code 75")
+    note(f"asked {found.id} to stop; a training run saves first, then ends with exit code 75")
     if wait:
-        print(_summary(client.wait(found.id)))
+        print(summary(client.wait(found.id)))
 
 
 @app.command("list")
@@ -205,7 +215,7 @@ def list_(address: Address = None, as_json: AsJson = False) -> None:
     width = max((len(job.id) for job in jobs), default=0)
     for job in jobs:
         code = "" if job.exit_code is None else str(job.exit_code)
-        print(f"{job.id:{width}}  {job.state:7}  {code:>3}  {_duration(job):>9}  {job.command}")
+        print(f"{job.id:{width}}  {job.state:7}  {code:>3}  {duration(job):>9}  {job.command}")
     if not jobs:
         print("no txl jobs")
 
@@ -215,7 +225,7 @@ def _connect(address: str | None) -> "JobClient":
 
     client = find_job_client(None if address == "auto" else address)
     if not client.needs_token:
-        _note(
+        note(
             f"warning: {client.url} accepts jobs without a token, from anyone who can reach it. "
             "Start Ray with RAY_AUTH_MODE=token (ray get-auth-token --generate); txl doctor checks"
         )
@@ -237,12 +247,14 @@ def _submit(client: "JobClient", request: "JobRequest", package: Path, *, attach
         else:
             return client.job(job_id)
     if attach and running.command == request.command:
-        _note(f"{running.id} is already running; following it")
+        note(f"{running.id} is already running; following it")
         return running
     difference = "" if running.command == request.command else f" ({running.command})"
+    at = address_option(client)
     raise ConfigError(
         f"this run is already running as job {running.id}{difference}. To watch it: txl job logs "
-        f"-f {running.id}. To start it again: txl job stop --wait {running.id}, then submit"
+        f"-f {running.id} {at}. To start it again: txl job stop --wait {running.id} {at}, then "
+        "submit"
     )
 
 
@@ -250,20 +262,20 @@ def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> i
     """Wait for the end of a job; returns the exit code of its txl command."""
     try:
         if follow:
-            _note(_next_commands(job_id))
+            note(next_commands(client, job_id))
         job = (
-            client.follow(job_id, _note_part if as_json else _write)
+            client.follow(job_id, note_part if as_json else write)
             if follow
             else client.wait(job_id)
         )
     except KeyboardInterrupt:
-        _note(f"\n{job_id} goes on without this command. {_next_commands(job_id)}")
+        note(f"\n{job_id} goes on without this command. {next_commands(client, job_id)}")
         return INTERRUPTED_EXIT_CODE
     if as_json:
         print(json.dumps(asdict(job)))
     elif not follow and job.state == "failed":
-        _note(job.message)
-    _note(_summary(job))
+        note(job.message)
+    note(summary(job))
     return job.exit_code or 0
 
 
@@ -285,48 +297,3 @@ def _environment(settings: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--env {name}: write NAME=VALUE")
         environment[name] = value
     return environment
-
-
-def _print_plan(request: "JobRequest", *, as_json: bool) -> None:
-    if as_json:
-        plan = {"entrypoint": request.entrypoint, "environment": dict(request.environment)}
-        print(json.dumps({"name": request.name, **plan}))
-        return
-    print(f"job:     {request.name}-N (N: number of the attempt)")
-    print(f"command: {request.command}")
-    print(f"root:    {request.root}, which must exist on all nodes")
-    print(f"runs as: {request.entrypoint}")
-
-
-def _summary(job: "Job") -> str:
-    advice = {
-        "stopped": "; submit the same command to resume",
-        "failed": f"; output: txl job logs {job.id}",
-    }
-    code = "" if job.exit_code is None else f", exit code {job.exit_code}"
-    return f"{job.id}: {job.state}{code}, {_duration(job)}{advice.get(job.state, '')}"
-
-
-def _duration(job: "Job") -> str:
-    if job.start_seconds is None:
-        return "0 s"
-    seconds = int((job.end_seconds or time.time()) - job.start_seconds)
-    hours, minutes = seconds // 3600, seconds // 60 % 60
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds % 60:02} s"
-
-
-def _next_commands(job_id: str) -> str:
-    return f"Watch: txl job logs -f {job_id}. Stop: txl job stop {job_id}"
-
-
-def _note(text: str) -> None:
-    """For people, on standard error: standard output has ids, logs of jobs, and JSON."""
-    print(text, file=sys.stderr)
-
-
-def _note_part(text: str) -> None:
-    print(text, end="", file=sys.stderr, flush=True)
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)

@@ -29,9 +29,10 @@ def mlflow_server(database_uri: str, directory: Path) -> Iterator[str]:
         *("--workers", "1", "--default-artifact-root", str(directory / "artifacts")),
         *("--backend-store-uri", database_uri),
     )
+    environment = {**ENVIRONMENT, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # 8 processes
     with log.open("wb") as file:
         server = subprocess.Popen(
-            command, stdout=file, stderr=file, env=ENVIRONMENT, start_new_session=True
+            command, stdout=file, stderr=file, env=environment, start_new_session=True
         )
     try:
         wait_until(lambda: _responds(uri, server, log), timeout_seconds=120, poll_seconds=0.25)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -41,14 +41,18 @@ def run_txl(*words: object) -> tuple[int, str]:
 
 
 def start_txl(
-    *words: object, environment: Mapping[str, str] = {}, own_group: bool = False
+    *words: object,
+    environment: Mapping[str, str] = {},
+    own_group: bool = False,
+    inside: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """Start one command, which obeys Ctrl-C however the tests were started; the caller ends it.
 
     `own_group`: in a new process group, so that a signal can be sent to all its processes.
+    `inside` prefixes the command, for example with `Host.prefix`.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", "txl_dist", *map(str, words)],
+        [*inside, sys.executable, "-m", "txl_dist", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -12,6 +12,7 @@ from txl_dist.cli import (
     config,
     convert,
     data,
+    estimate,
     evaluate,
     generate,
     mixture,
@@ -32,6 +33,7 @@ app.command("prepare")(prepare.prepare)
 data.app.command("mix")(mixture.mix)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
+app.command("estimate")(estimate.estimate)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("attention")(attention.attention)

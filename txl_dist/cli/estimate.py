@@ -61,14 +61,12 @@ def estimate(
     Example: txl estimate configs/paper/wt103-base.yaml model.vocab_size=267735 --gpus 4,60
     """
     numbers = _parse_gpus(gpus)
-    from dataclasses import asdict
-
     from txl_dist.config.config_file import load_run_config
     from txl_dist.estimate.assumptions import Assumptions
     from txl_dist.estimate.communication import Links
     from txl_dist.estimate.data_facts import DataFacts
     from txl_dist.estimate.report import lines_of
-    from txl_dist.estimate.run_estimate import estimate_run
+    from txl_dist.estimate.run_estimate import estimate_run, scale_to_json
 
     run = load_run_config(config, overrides or ())
     assumptions = Assumptions(
@@ -96,7 +94,7 @@ def estimate(
         "flops_per_token": result.flops_per_token,
         "zero_stage": result.zero_stage,
         "legal_world_sizes": {"minimum": 1, "maximum": result.max_ranks},
-        "scales": [asdict(scale) for scale in result.scales],
+        "scales": [scale_to_json(scale) for scale in result.scales],
         "limits": limits,
         "assumptions": assumptions.to_json(run.precision),
     }

@@ -17,12 +17,12 @@ from txl_dist.estimate.memory import FP32_BYTES, ModelNeeds
 
 # Bytes of the JSON entries of a manifest without their numbers and names, as `manifest_bytes`
 # indents them.
-SLICE_BYTES = 60
-PARAMETER_BYTES = 80
-FILE_BYTES = 150
+SLICE_BYTES = 55
+PARAMETER_BYTES = 70
+FILE_BYTES = 141
 LANE_BYTES = 4
-HEADER_BYTES = 8_000
-"""Settings, state and digests, about."""
+HEADER_BYTES = 6_000
+"""Settings, state and digests, about; they do not grow with the ranks."""
 FILES_PER_RANK = 3
 
 

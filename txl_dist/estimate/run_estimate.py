@@ -6,7 +6,8 @@ units, so that `asdict` is the JSON of the command; `report.py` prints them.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
@@ -96,6 +97,15 @@ class RunEstimate:
     """The number of lanes; None if lanes grow with the ranks."""
     scales: list[ScaleEstimate]
     limits: list[Limit]
+
+
+def scale_to_json(scale: ScaleEstimate) -> dict[str, Any]:
+    """All fields, and the sums that are properties of their parts."""
+    content = asdict(scale)
+    for number, stage in scale.stages.items():
+        content["stages"][number]["memory"]["device"] = stage.memory.device
+        content["stages"][number]["step"]["total"] = stage.step.total
+    return content
 
 
 def estimate_run(

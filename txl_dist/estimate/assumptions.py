@@ -20,6 +20,8 @@ class Assumptions:
     """Of one GPU; None: `PEAK_TFLOPS` of the run's precision."""
     utilisation: float = 0.3
     """Share of the peak that a step reaches while it computes: MFU without communication."""
+    kernel_seconds: float = 8e-6
+    """To start one operation. A small micro-batch takes this for each of its operations."""
     links: Links = field(default_factory=Links)
     storage_gbytes_per_second: float = 2.0
     """At which all ranks together write checkpoints."""

@@ -70,6 +70,7 @@ def _run(config: RunConfig, model_config: ModelConfig, rows: int) -> ModelNeeds:
         token_BT = torch.zeros(shape_BT, dtype=torch.int64)
         age_BT = torch.zeros(shape_BT, dtype=torch.int32)
         bucket_size = ZeroSettings.of(config.deepspeed).reduce_bucket_size
+        num_results = live.num_results
         peaks = _PeaksByPhase(model, live, bucket_size=bucket_size)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             nats_BT, next_memory = model(token_BT, token_BT, age_BT, memory, _Masks())
@@ -78,6 +79,7 @@ def _run(config: RunConfig, model_config: ModelConfig, rows: int) -> ModelNeeds:
         del next_memory
     return ModelNeeds(
         parameters=tuple(_parameters(model, config)),
+        num_kernels=live.num_results - num_results,
         has_muon=config.optimizer.name == "muon",
         activations=ActivationPeaks(
             after_forward=peaks.after_forward,

@@ -25,6 +25,8 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.num_results = 0
+        """Storages that operations have created: about the number of kernels that ran."""
         self._bytes_of: dict[int, int] = {}
         self.on_change: Callable[[], None] = lambda: None
         """Called after every storage that is created."""
@@ -55,6 +57,7 @@ class LiveMemory(TorchDispatchMode):
         if key in self._bytes_of:
             return
         self._bytes_of[key] = storage.nbytes()
+        self.num_results += 1
         self.live_bytes += self._bytes_of[key]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._forget, key)

@@ -69,6 +69,8 @@ class ModelNeeds:
 
     parameters: tuple[Parameter, ...]
     activations: ActivationPeaks
+    num_kernels: int = 0
+    """Operations of forward and backward of one micro-batch."""
     has_muon: bool = False
     """Whether an optimizer step gathers the updates of matrices whole (muon.py)."""
 

@@ -61,18 +61,25 @@ def _world_sizes(estimate: RunEstimate, assumptions: Assumptions) -> Iterator[st
 
 def _assumed(assumptions: Assumptions, precision: str) -> Iterator[str]:
     links, storage = assumptions.links, assumptions.storage_gbytes_per_second
+    yield "assumed"
     yield (
-        f"assumed: {assumptions.peak_flops(precision) / 1e12:g} TFLOP/s per GPU at "
-        f"{assumptions.utilisation:.0%} utilisation; {links.gpus_per_node} GPUs per node, "
-        f"{links.intra_node_gbit:g} Gbit/s per GPU within it, {links.node_gbit:g} Gbit/s and "
-        f"{links.latency_seconds * 1e6:g} us between nodes; {storage:g} "
-        f"GB/s storage; {assumptions.node_mtbf_hours:g} h between failures of a node; "
-        f"{assumptions.restart_seconds:g} s per restart"
+        f"  GPUs: {assumptions.peak_flops(precision) / 1e12:g} TFLOP/s each, at "
+        f"{assumptions.utilisation:.0%} utilisation; {assumptions.kernel_seconds * 1e6:g} us to "
+        "start an operation"
+    )
+    yield (
+        f"  links: {links.intra_node_gbit:g} Gbit/s per GPU within a node of "
+        f"{links.gpus_per_node}; {links.node_gbit:g} Gbit/s and {links.latency_seconds * 1e6:g} us "
+        "between nodes"
+    )
+    yield (
+        f"  storage {storage:g} GB/s; {assumptions.node_mtbf_hours:g} h between failures of a "
+        f"node; {assumptions.restart_seconds:g} s per restart"
     )
     if assumptions.device == "cuda":
         yield (
-            "Memory is that of tensors. The CUDA context, NCCL and the allocator's fragmentation "
-            "come to it: allow 1 to 2 GiB per GPU."
+            "  memory is that of tensors: allow 1 to 2 GiB more per GPU for the CUDA context, NCCL "
+            "and fragmentation"
         )
 
 

@@ -246,17 +246,20 @@ class _Estimator:
         rows, micro_batches = self._rows(gpus)
         return step_time(
             self._collectives(gpus, stage),
-            compute_seconds=self._compute_seconds(rows * micro_batches),
+            compute_seconds=self._compute_seconds(rows, micro_batches),
             num_ranks=gpus,
             links=self._assumptions.links,
         )
 
-    def _compute_seconds(self, rows: int) -> float:
+    def _compute_seconds(self, rows: int, micro_batches: int) -> float:
         # Recomputing is a second forward, a third of forward and backward.
         recompute = 4 / 3 if self._config.training.activation_checkpointing else 1.0
-        flops = rows * self._config.data.tgt_len * self.flops_per_token * recompute
+        tokens = rows * micro_batches * self._config.data.tgt_len
         peak = self._assumptions.peak_flops(self._config.precision)
-        return flops / (peak * self._assumptions.utilisation)
+        products = tokens * self.flops_per_token * recompute / peak / self._assumptions.utilisation
+        # Launches run ahead of the device, unless its operations are shorter.
+        launches = micro_batches * self.model.num_kernels * self._assumptions.kernel_seconds
+        return max(products, launches)
 
     def _checkpoint_size(self, gpus: int) -> CheckpointSize:
         return checkpoint_size(

@@ -13,6 +13,7 @@ from txl_dist.cli import (
     convert,
     data,
     doctor,
+    estimate,
     evaluate,
     generate,
     job,
@@ -34,6 +35,7 @@ app.command("prepare")(prepare.prepare)
 data.app.command("mix")(mixture.mix)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
+app.command("estimate")(estimate.estimate)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("attention")(attention.attention)

@@ -1,0 +1,103 @@
+"""Dry runs: the parameters and activations of the real model."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.txl_dist.estimate.models import run_config
+from txl_dist.config.run_config import RunConfig
+from txl_dist.estimate.dry_run import dry_run, tail_rows
+from txl_dist.estimate.live_memory import LiveMemory
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.training.engine.optimizers import create_optimizer
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"precision": "bf16"},
+    "pre-norm": {"model": {"pre_lnorm": True, "untie_r": True, "attention": "reference"}},
+    "rotary": {"model": {"distance_encoding": "rotary"}},
+    "alibi": {"model": {"distance_encoding": "alibi"}},
+    "shaw": {"model": {"distance_encoding": "shaw", "clamp_len": 63}},
+    "recompute": {"training": {"activation_checkpointing": True}},
+    "bf16 memory": {"training": {"memory_dtype": "bf16"}},
+}
+MAX_ERROR = 0.02
+
+
+def real_peak(config: RunConfig) -> int:
+    """Bytes that a forward and backward on this CPU add at most."""
+    recompute, rows = config.training.activation_checkpointing, config.data.num_lanes
+    token_BT = torch.zeros(rows, config.data.tgt_len, dtype=torch.int64)
+    is_bf16, memory_dtype = config.precision == "bf16", config.training.memory_dtype
+    with LiveMemory() as live:
+        model = TransformerXL(config.model, recompute_layers=recompute)
+        dtype = torch.bfloat16 if memory_dtype == "bf16" else torch.float32
+        memory = model.empty_memory(rows, dtype=dtype)
+        start = live.live_bytes
+        live.reset_peak()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bf16):
+            nats_BT, next_memory = model(token_BT, token_BT, token_BT.int(), memory)
+            nats_BT.sum().backward()
+        del next_memory
+    return live.peak_bytes - start
+
+
+def dry_peak(config: RunConfig) -> int:
+    peaks = dry_run(config, micro_batch_rows=config.data.num_lanes, device="cpu").activations
+    return max(peaks.before_gradients, peaks.with_gradients)
+
+
+@pytest.mark.parametrize("option", ["plain"])
+def test_activations_are_those_of_a_real_step(option: str) -> None:
+    config = run_config(**OPTIONS[option])
+    assert dry_peak(config) == pytest.approx(real_peak(config), rel=MAX_ERROR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+def test_activations_of_every_option_are_those_of_a_real_step(option: str) -> None:
+    test_activations_are_those_of_a_real_step(option)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"model": {"cutoffs": (100, 300), "div_val": 2, "tie_projs": (False, True, True)}},
+        {"model": {"tie_weight": False, "distance_encoding": "shaw", "clamp_len": 5}},
+        {"optimizer": {"name": "muon", "averaging": "ema"}},
+    ],
+)
+def test_parameters_and_states_are_those_of_the_real_model(options: dict[str, Any]) -> None:
+    config = run_config(**options)
+    model = TransformerXL(config.model)
+    groups = create_optimizer(model, config.optimizer).param_groups
+    states = {id(p): len(group["states"]) for group in groups for p in group["params"]}
+    dry = dry_run(config, micro_batch_rows=1, device="cpu")
+    assert [(p.name, p.num_elements, p.num_states) for p in dry.parameters] == [
+        (name, p.numel(), states[id(p)]) for name, p in model.named_parameters()
+    ]
+
+
+@pytest.mark.slow
+def test_on_gpus_attention_weights_are_stored_only_where_the_kernel_does_not_fit() -> None:
+    def stored(d_head: int, **options: Any) -> int:
+        config = run_config(model={"d_head": d_head, **options}, tgt_len=128)
+        return dry_run(config, micro_batch_rows=4, device="cuda").activations.after_forward
+
+    # 15 is no multiple of the kernel's alignment, and dropout of weights has no kernel.
+    assert stored(16) < 0.8 * stored(15)
+    assert stored(16) < 0.8 * stored(16, dropatt=0.1)
+
+
+def test_rows_of_clusters_follow_zipf() -> None:
+    config = ModelConfig(vocab_size=1000, cutoffs=(10, 100))
+    weights = [1 / n for n in range(1, 1001)]
+    shares = [sum(weights[10:100]) / sum(weights), sum(weights[100:]) / sum(weights)]
+    assert tail_rows(config, num_tokens=10_000) == pytest.approx(
+        [10_000 * share for share in shares], rel=0.01
+    )
+    assert tail_rows(ModelConfig(vocab_size=1000), num_tokens=10_000) == []

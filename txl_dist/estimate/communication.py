@@ -1,0 +1,177 @@
+"""Communication of one training step: the collectives of each ZeRO stage, and their time.
+
+With P parameters in fp32, N ranks and K micro-batches, DeepSpeed 0.19.8 runs per step:
+
+    stage 0    all-reduce of 4 P bytes
+    stage 1    all-reduce of 4 P, all-gather of 4 P
+    stage 2    K all-reduces of 4 P, all-gather of 4 P
+    stage 3    K (all-gather of the large parameters, reduce-scatter of 4 P), and after the update
+               one all-gather for each parameter that stays whole
+
+Stages 1 and 2 reduce each bucket by an all-reduce, not by a reduce-scatter as in the ZeRO paper.
+Stage 3 gathers twice per micro-batch if the weights exceed `stage3_max_live_parameters`.
+
+A ring moves 2 (N - 1) / N of the bytes through every link in an all-reduce, half of that in the
+other two, in 2 (N - 1) or N - 1 messages one after the other. For short messages a tree is faster:
+2 log2 N messages, each byte twice. The slowest link decides; between nodes it is the node's.
+
+Sources: ZeRO, arXiv:1910.02054, section 7. Ring: Thakur, Rabenseifner and Gropp 2005, "Optimization
+of Collective Communication Operations in MPICH", IJHPCA 19(1). Tree: Sanders, Speck and Traeff
+2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from txl_dist.estimate.memory import FP32_BYTES, STAGE_0_BUCKET, ModelNeeds
+from txl_dist.estimate.zero_settings import ZeroSettings
+
+CONTROL_MESSAGES = 2
+"""All-reduces of a few numbers per step: loss sums and flags, and the gradient norm."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """The network, as every rank sees it. A gigabit is 1e9 bits."""
+
+    gpus_per_node: int = 8
+    node_gbit: float = 200.0
+    """Gbit/s of one node's links to other nodes, together."""
+    intra_node_gbit: float = 2400.0
+    """Gbit/s of one GPU's links within its node."""
+    latency_seconds: float = 20e-6
+    """Of one message between nodes."""
+    intra_node_latency_seconds: float = 3e-6
+
+    def bytes_per_second(self, num_ranks: int) -> float:
+        """Of the slowest link of a ring over all ranks."""
+        gbit = self.intra_node_gbit
+        if num_ranks > self.gpus_per_node:
+            gbit = min(gbit, self.node_gbit)
+        return gbit * 1e9 / 8
+
+    def ring_latency_seconds(self, num_ranks: int) -> float:
+        """Of a message that goes once around, from the first rank to the last."""
+        between = math.ceil(num_ranks / self.gpus_per_node) - 1
+        within = num_ranks - 1 - between
+        return between * self.latency_seconds + within * self.intra_node_latency_seconds
+
+    def tree_latency_seconds(self, num_ranks: int) -> float:
+        """From the root of a tree over all ranks to its leaves."""
+        num_nodes = math.ceil(num_ranks / self.gpus_per_node)
+        within = math.log2(min(num_ranks, self.gpus_per_node))
+        between = math.log2(num_nodes)
+        return between * self.latency_seconds + within * self.intra_node_latency_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """Collectives of one kind in one step."""
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    num_bytes: float
+    """Of the whole tensors, all messages together."""
+    num_messages: int = 1
+    is_overlapped: bool = False
+    """Whether it runs while forward or backward computes."""
+
+    def bytes_sent(self, num_ranks: int) -> float:
+        """By each rank, in a ring."""
+        passes = 2 if self.kind == "all_reduce" else 1
+        return passes * (num_ranks - 1) / num_ranks * self.num_bytes
+
+    def seconds(self, num_ranks: int, links: Links) -> float:
+        """Until all messages have arrived, without waiting for slower ranks."""
+        if num_ranks == 1:
+            return 0.0
+        bandwidth = links.bytes_per_second(num_ranks)
+        passes = 2 if self.kind == "all_reduce" else 1
+        latency = passes * links.ring_latency_seconds(num_ranks) * self.num_messages
+        ring = latency + self.bytes_sent(num_ranks) / bandwidth
+        if self.kind != "all_reduce":
+            return ring
+        latency = 2 * links.tree_latency_seconds(num_ranks) * self.num_messages
+        return min(ring, latency + 2 * self.num_bytes / bandwidth)
+
+
+def collectives_of_step(
+    model: ModelNeeds, zero: ZeroSettings, *, num_micro_batches: int
+) -> Iterator[Collective]:
+    """What one step of DeepSpeed and of our own loop communicates."""
+    yield Collective(kind="all_reduce", num_bytes=64, num_messages=CONTROL_MESSAGES)
+    num_elements, micro_batches = model.num_parameters, num_micro_batches
+    if zero.stage == 3:
+        yield from _stage_3(model, zero, num_micro_batches)
+        return
+    reductions = micro_batches if zero.stage == 2 else 1
+    bucket_size = zero.reduce_bucket_size if zero.stage else STAGE_0_BUCKET
+    yield Collective(
+        kind="all_reduce",
+        num_bytes=FP32_BYTES * num_elements * reductions,
+        num_messages=reductions * math.ceil(num_elements / bucket_size),
+        is_overlapped=zero.stage == 2 and zero.overlap_comm,
+    )
+    if zero.stage > 0:
+        yield Collective(
+            kind="all_gather",
+            num_bytes=FP32_BYTES * num_elements,
+            num_messages=math.ceil(num_elements / max(1, zero.allgather_bucket_size)),
+        )
+
+
+def _stage_3(model: ModelNeeds, zero: ZeroSettings, micro_batches: int) -> Iterator[Collective]:
+    sizes = [parameter.num_elements for parameter in model.parameters]
+    small = [size for size in sizes if size <= zero.param_persistence_threshold]
+    large = sum(sizes) - sum(small)
+    gathers = micro_batches * (1 if large <= zero.max_live_parameters else 2)
+    if large:
+        fetch_size = max(1, min(zero.prefetch_bucket_size, large))
+        yield Collective(
+            kind="all_gather",
+            num_bytes=FP32_BYTES * large * gathers,
+            num_messages=gathers * math.ceil(large / fetch_size),
+            is_overlapped=True,
+        )
+    yield Collective(
+        kind="reduce_scatter",
+        num_bytes=FP32_BYTES * sum(sizes) * micro_batches,
+        num_messages=micro_batches * math.ceil(sum(sizes) / zero.reduce_bucket_size),
+        is_overlapped=zero.overlap_comm,
+    )
+    if small:
+        yield Collective(
+            kind="all_gather", num_bytes=FP32_BYTES * sum(small), num_messages=len(small)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of one step."""
+
+    compute: float
+    communication: float
+    """Of all collectives, if nothing overlapped."""
+    exposed: float
+    """The part of `communication` for which the rank does not compute."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
+
+
+def step_time(
+    collectives: list[Collective], *, compute_seconds: float, num_ranks: int, links: Links
+) -> StepTime:
+    """Compute, plus all communication that does not overlap, plus what overlaps but is longer.
+
+    Overlapped collectives share the time of the compute; it does not become slower by them.
+    """
+    hidden = sum(c.seconds(num_ranks, links) for c in collectives if c.is_overlapped)
+    blocking = sum(c.seconds(num_ranks, links) for c in collectives if not c.is_overlapped)
+    return StepTime(
+        compute=compute_seconds,
+        communication=hidden + blocking,
+        exposed=blocking + max(0.0, hidden - compute_seconds),
+    )

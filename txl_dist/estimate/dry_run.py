@@ -1,0 +1,187 @@
+"""Parameters and activations of a model, from its own code run on tensors without data.
+
+`dry_run` builds the real TransformerXL on torch's fake tensors, which have shapes, dtypes and
+lifetimes but no data, and runs one forward and backward of a micro-batch. So the result includes
+every option that changes what autograd stores: encoding, form of attention, dropout, autocast,
+activation checkpointing. A model of any size takes seconds and no memory.
+
+Dropout masks count like those of a real step. The rows of the softmax's clusters after the first
+depend on the text; they are assumed to follow Zipf's law (`tail_rows`).
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from txl_dist.config.run_config import RunConfig
+from txl_dist.estimate.assumptions import Device
+from txl_dist.estimate.live_memory import LiveMemory
+from txl_dist.estimate.memory import FP32_BYTES, ActivationPeaks, ModelNeeds, Parameter
+from txl_dist.estimate.zero_settings import ZeroSettings
+from txl_dist.model import sdpa_attention
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.distances import encode_distances
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.precision import TORCH_DTYPE
+from txl_dist.training.engine.parameter_groups import parameter_groups, states_by_name
+
+# Shapes: B lanes, T segment tokens, H heads, S keys
+
+
+def tail_rows(config: ModelConfig, *, num_tokens: int) -> list[int]:
+    """Targets in each cluster of the adaptive softmax after the first, of `num_tokens`.
+
+    By Zipf's law: the n-th most frequent token has a frequency proportional to 1 / n.
+    """
+    shares = [_harmonic(stop) - _harmonic(start) for start, stop in config.cluster_bounds]
+    return [round(num_tokens * share / sum(shares)) for share in shares[1:]]
+
+
+def _harmonic(n: int) -> float:
+    """1 + 1/2 + ... + 1/n, by its asymptotic expansion; the error is below 1e-2 from n = 1 on."""
+    return math.log(n) + 0.5772156649 + 1 / (2 * n) - 1 / (12 * n * n) if n else 0.0
+
+
+def dry_run(config: RunConfig, *, micro_batch_rows: int, device: Device) -> ModelNeeds:
+    """Run a micro-batch of `config`, whose `model.vocab_size` must be set."""
+    model_config = _as_on_device(config.model, device)
+    # Its cache must not return real tensors here, nor fake tensors later.
+    encode_distances.cache_clear()
+    try:
+        with FakeTensorMode(), _gpu_attention(config, device):
+            return _run(config, model_config, micro_batch_rows)
+    finally:
+        encode_distances.cache_clear()
+
+
+def _run(config: RunConfig, model_config: ModelConfig, rows: int) -> ModelNeeds:
+    shape_BT, dtype = (rows, config.data.tgt_len), TORCH_DTYPE[config.precision]
+    with _ClusterRows(model_config, rows * config.data.tgt_len) as live:
+        model = TransformerXL(
+            model_config, recompute_layers=config.training.activation_checkpointing
+        )
+        memory = model.empty_memory(rows, dtype=TORCH_DTYPE[config.training.memory_dtype])
+        token_BT = torch.zeros(shape_BT, dtype=torch.int64)
+        age_BT = torch.zeros(shape_BT, dtype=torch.int32)
+        bucket_size = ZeroSettings.of(config.deepspeed).reduce_bucket_size
+        num_results = live.num_results
+        peaks = _PeaksByPhase(model, live, bucket_size=bucket_size)
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            nats_BT, next_memory = model(token_BT, token_BT, age_BT, memory, _Masks())
+            peaks.note_end_of_forward()
+            nats_BT.sum().backward()
+        del next_memory
+    return ModelNeeds(
+        parameters=tuple(_parameters(model, config)),
+        num_kernels=live.num_results - num_results,
+        has_muon=config.optimizer.name == "muon",
+        activations=ActivationPeaks(
+            after_forward=peaks.after_forward,
+            before_gradients=peaks.before_gradients,
+            with_gradients=peaks.with_gradients,
+            without_gradients=peaks.without_gradients,
+            after_first_bucket=peaks.after_first_bucket,
+        ),
+    )
+
+
+def _parameters(model: TransformerXL, config: RunConfig) -> Iterator[Parameter]:
+    states = dict(states_by_name(model, parameter_groups(model, config.optimizer)))
+    for name, parameter in model.named_parameters():
+        yield Parameter(name=name, num_elements=parameter.numel(), num_states=len(states[name]))
+
+
+class _PeaksByPhase:
+    """Follows the live bytes from now on, through forward and backward of `model`."""
+
+    def __init__(self, model: TransformerXL, live: LiveMemory, *, bucket_size: int) -> None:
+        self.after_forward = self.before_gradients = self.with_gradients = 0
+        self.without_gradients = self.after_first_bucket = 0
+        self._live, self._start_bytes, self._gradient_bytes = live, live.live_bytes, 0
+        self._bucket_bytes = FP32_BYTES * bucket_size
+        live.on_change = self._update
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._gradient_is_complete)
+
+    def note_end_of_forward(self) -> None:
+        self.after_forward = self._live.live_bytes - self._start_bytes
+
+    def _update(self) -> None:
+        live_bytes = self._live.live_bytes - self._start_bytes
+        if self._gradient_bytes == 0:
+            self.before_gradients = max(self.before_gradients, live_bytes)
+            return
+        self.with_gradients = max(self.with_gradients, live_bytes)
+        without = live_bytes - self._gradient_bytes
+        self.without_gradients = max(self.without_gradients, without)
+        if self._gradient_bytes > self._bucket_bytes:
+            self.after_first_bucket = max(self.after_first_bucket, without)
+
+    def _gradient_is_complete(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._gradient_bytes += parameter.grad.untyped_storage().nbytes()
+
+
+class _Masks:
+    """Dropout masks without values (`DropoutMasks`)."""
+
+    def scale(self, x: Tensor, **place: Any) -> Tensor:
+        return torch.empty_like(x)
+
+
+class _ClusterRows(LiveMemory):
+    """Gives `nonzero`, whose result has no shape without data, the expected number of rows."""
+
+    def __init__(self, config: ModelConfig, num_tokens: int) -> None:
+        super().__init__()
+        tails = tail_rows(config, num_tokens=num_tokens)
+        # The order of the calls: the tables of the embedding, then the tails of the softmax.
+        tables = [num_tokens - sum(tails), *tails] if config.div_val > 1 else []
+        self._rows = iter([*tables, *tails])
+
+    def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if operation is torch.ops.aten.nonzero.default:
+            return torch.empty(next(self._rows), 1, dtype=torch.int64)
+        return super().compute(operation, args, kwargs)
+
+
+# --- differences between devices ----------------------------------------------------------------
+
+
+def _as_on_device(config: ModelConfig, device: Device) -> ModelConfig:
+    """The config with the form of attention that `auto` takes in training on `device`."""
+    if config.attention != "auto":
+        return config
+    return replace(config, attention="fused" if device == "cpu" or config.dropatt else "biased")
+
+
+@contextmanager
+def _gpu_attention(config: RunConfig, device: Device) -> Iterator[None]:
+    """On GPUs, let scaled_dot_product_attention take its memory-efficient kernel, as torch does.
+
+    It needs heads of a multiple of 16 bytes (torch's sdp_utils.cpp); else torch computes all
+    weights, as here on CPUs.
+    """
+    element_bytes = TORCH_DTYPE[config.precision].itemsize
+    if device == "cpu" or config.model.d_head * element_bytes % 16:
+        yield
+        return
+    original = sdpa_attention.scaled_dot_product_attention
+    # Not a TorchFunctionMode: it is not active when backward computes layers again.
+    sdpa_attention.scaled_dot_product_attention = _efficient_attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sdpa_attention.scaled_dot_product_attention = original
+
+
+def _efficient_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, compute_log_sumexp=True
+    )[0]

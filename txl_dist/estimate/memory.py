@@ -1,0 +1,261 @@
+"""Memory of one rank: what a training step holds at its peak, by ZeRO stage.
+
+With P parameters, O elements of optimizer state (Adam: 2 P), N ranks and fp32 numbers of 4 bytes:
+
+    stage    weights               gradients    optimizer state    (bytes on every rank)
+    0        4 P                   4 P          4 O
+    1        4 P + 4 P / N         4 P          4 O / N
+    2        4 P + 4 P / N         4 P / N      4 O / N
+    3        8 P / N               4 P / N      4 O / N
+
+The second term of stages 1 to 3 are fp32 masters, which DeepSpeed keeps next to the weights even
+if these are fp32 too. To that come the activations (dry_run.py), the memory of the lanes, the
+weights that stage 3 gathers, and DeepSpeed's buffers: those for reduction have a fixed size, by
+default 2 GB.
+
+A step has three phases, and its peak is the largest of them:
+
+    forward and backward    activations, gathered weights, gradients of earlier micro-batches
+    reduction               all gradients, and a flat copy of one bucket
+    optimizer               the gradients of this rank's partition twice, one of them flat
+
+Sources: ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, section 5 and figure 1 (there weights and
+gradients are fp16). Copies and buffers: DeepSpeed 0.19.8, stage_1_and_2.py and stage3.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from txl_dist.estimate.zero_settings import ZeroSettings
+
+FP32_BYTES = 4
+STAGE_0_BUCKET = 500_000_000
+"""Elements of a flat copy at stage 0: MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter of a model."""
+
+    name: str
+    num_elements: int
+    num_states: int
+    """Optimizer states of the same size: 2 for Adam, 1 for Muon; 1 more for an average."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationPeaks:
+    """Largest bytes of tensors during forward and backward of one micro-batch.
+
+    Weights and the memory that enters are not in it; the next memory is.
+    """
+
+    after_forward: int
+    """Stored for backward, not a peak."""
+    before_gradients: int
+    """Until the first gradient of a parameter is complete."""
+    with_gradients: int
+    """After that, if the gradients of all parameters are kept."""
+    without_gradients: int
+    """After that, if every gradient of a parameter is removed when it is complete."""
+    after_first_bucket: int
+    """As `without_gradients`, once the first bucket is full of gradients; 0 if none gets full."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelNeeds:
+    """What a model needs on one rank before anything is sharded."""
+
+    parameters: tuple[Parameter, ...]
+    activations: ActivationPeaks
+    num_kernels: int = 0
+    """Operations of forward and backward of one micro-batch."""
+    has_muon: bool = False
+    """Whether an optimizer step gathers the updates of matrices whole (muon.py)."""
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    @property
+    def num_states(self) -> int:
+        """O."""
+        return sum(each.num_elements * each.num_states for each in self.parameters)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max(parameter.num_elements for parameter in self.parameters)
+
+    def num_below(self, threshold: int) -> int:
+        """Elements in parameters of at most `threshold` elements."""
+        sizes = (parameter.num_elements for parameter in self.parameters)
+        return sum(size for size in sizes if size <= threshold)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """Bytes of tensors on one rank at one moment."""
+
+    weights: int
+    """With fp32 masters."""
+    optimizer: int
+    """Optimizer state."""
+    lanes: int
+    """The recurrent memory of this rank's lanes, before and after the step."""
+    host: int
+    """What is offloaded to the memory of the host."""
+    gradients: int
+    buffers: int
+    """DeepSpeed's buckets, flat copies and gathered weights."""
+    activations: int
+    """Of one micro-batch, with its gradients if they are kept."""
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device."""
+        stored = self.weights + self.optimizer + self.lanes
+        return stored + self.gradients + self.buffers + self.activations
+
+    @property
+    def total(self) -> int:
+        """Bytes on device and host: what a rank needs if its device is the CPU."""
+        return self.device + self.host
+
+
+class Phase(NamedTuple):
+    """Bytes on the device that are there in one phase of a step only."""
+
+    gradients: int
+    buffers: int
+    activations: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Computes the memory of one rank."""
+
+    model: ModelNeeds
+    zero: ZeroSettings
+    num_ranks: int
+    num_micro_batches: int
+    lane_bytes: int
+    """Recurrent memory of all lanes of this rank."""
+    lanes_on_host: bool = False
+
+    def peak(self) -> MemoryUse:
+        """The phase of a step that needs most memory of the device."""
+        phases = (self._stage_0, self._stage_1, self._stage_2, self._stage_3)[self.zero.stage]
+        return max((self._use(phase) for phase in phases()), key=lambda use: use.device)
+
+    def _use(self, phase: Phase) -> MemoryUse:
+        part, is_offloaded = self._part, self.zero.offload != "none"
+        states = FP32_BYTES * self.model.num_states
+        masters = part if self.zero.stage > 0 else 0
+        optimizer = states // self.num_ranks if self.zero.stage > 0 else states
+        weights = part if self.zero.stage == 3 else self._whole
+        host = 0
+        if is_offloaded:
+            # The gradients of the partition twice, or once and a copy of the weights.
+            host += masters + optimizer + 2 * part
+            masters, optimizer = 0, 0
+        if is_offloaded and self.zero.stage < 3:  # one gradient on its way, on both sides
+            host += FP32_BYTES * self.model.largest
+            phase = phase._replace(buffers=phase.buffers + FP32_BYTES * self.model.largest)
+        if self.zero.offload == "parameters":
+            host, weights = host + weights, 0
+        # The new memory of the lanes is complete before the old one is given up.
+        lanes = 2 * self.lane_bytes
+        if self.lanes_on_host:
+            host, lanes = host + lanes, 0
+        return MemoryUse(
+            weights=weights + masters,
+            optimizer=optimizer,
+            lanes=lanes,
+            host=host,
+            **phase._asdict(),
+        )
+
+    # --- the phases of a step, by stage ---------------------------------------------------------
+
+    def _stage_0(self) -> Iterator[Phase]:
+        yield from self._with_kept_gradients(bucket=0)
+        copy = FP32_BYTES * min(self.model.num_parameters, STAGE_0_BUCKET)
+        yield Phase(self._whole, copy)
+
+    def _stage_1(self) -> Iterator[Phase]:
+        yield from self._with_kept_gradients(bucket=self._bucket)
+        # While the bucket is filled, the gradients that it takes over are freed.
+        reduced = 0 if self._fits_bucket else self._part
+        yield Phase(self._whole + reduced, self._bucket)
+        yield from self._partitioned_update()
+
+    def _with_kept_gradients(self, *, bucket: int) -> Iterator[Phase]:
+        peaks = self.model.activations
+        if self.num_micro_batches == 1:
+            yield Phase(0, 0, peaks.before_gradients)
+            yield Phase(0, bucket, peaks.with_gradients)
+        else:
+            yield Phase(self._whole, bucket, peaks.before_gradients)
+            yield Phase(self._whole, bucket, peaks.without_gradients)
+
+    def _stage_2(self) -> Iterator[Phase]:
+        peaks = self.model.activations
+        earlier = 0 if self.num_micro_batches == 1 else self._part
+        yield Phase(earlier, 0, peaks.before_gradients)
+        yield Phase(earlier, self._bucket, peaks.without_gradients)
+        if not self._fits_bucket:
+            yield Phase(earlier + self._part, self._bucket, peaks.after_first_bucket)
+        yield Phase(earlier, self._bucket + max(self._flat_copy, self._part))
+        yield from self._partitioned_update()
+
+    def _partitioned_update(self) -> Iterator[Phase]:
+        if self.zero.offload == "none":
+            yield Phase(2 * self._part, self._whole if self.model.has_muon else 0)
+
+    def _stage_3(self) -> Iterator[Phase]:
+        peaks, is_sharded = self.model.activations, self.num_ranks > 1
+        gradients = self._part if self.zero.offload == "none" else 0
+        small = self.model.num_below(self.zero.param_persistence_threshold)
+        large = self.model.num_parameters - small
+        # What is gathered, and the flat output of the all-gather that fetches ahead.
+        gathered = min(large, self.zero.max_live_parameters)
+        fetched = min(large, self.zero.prefetch_bucket_size)
+        bucket = self._bucket + FP32_BYTES * small * is_sharded
+        weights, ahead = (FP32_BYTES * size * is_sharded for size in (gathered, fetched))
+        activations = max(peaks.before_gradients, peaks.without_gradients)
+        yield Phase(gradients, bucket + weights, activations)
+        yield Phase(gradients, bucket + weights + ahead, peaks.after_forward)
+        flat_copy = FP32_BYTES * min(self.model.num_parameters, self.zero.reduce_bucket_size)
+        yield Phase(gradients, bucket + flat_copy + flat_copy // self.num_ranks)
+        yield Phase(2 * gradients, bucket)
+
+    # --- parts of phases ------------------------------------------------------------------------
+
+    @property
+    def _whole(self) -> int:
+        """4 P."""
+        return FP32_BYTES * self.model.num_parameters
+
+    @property
+    def _part(self) -> int:
+        """4 P / N."""
+        return self._whole // self.num_ranks
+
+    @property
+    def _bucket(self) -> int:
+        """The buffer for reduction."""
+        num_buffers = 2 if self.zero.overlap_comm and self.zero.stage < 3 else 1
+        return num_buffers * FP32_BYTES * self.zero.reduce_bucket_size
+
+    @property
+    def _fits_bucket(self) -> bool:
+        return self.model.num_parameters <= self.zero.reduce_bucket_size
+
+    @property
+    def _flat_copy(self) -> int:
+        """Of the gradients in the bucket; a single rank reduces without one."""
+        size = min(self.model.num_parameters, self.zero.reduce_bucket_size)
+        return FP32_BYTES * size if self.num_ranks > 1 else 0

@@ -9,7 +9,6 @@ failure_callback.py   called by Ray Train when ranks fail; reports it to the sup
 failure_counter.py    which failures count, and when there were too many
 network.py            the network interface that gloo and NCCL use
 ray_log.py            sends Ray's log to RUN/logs/ray.log
-evaluation.py         scores a split with actors
-preparation.py        prepares and verifies datasets with tasks
+workers.py            the workers of evaluation and preparation, as actors
 deploy/               job scripts for cluster schedulers
 """

@@ -3,9 +3,13 @@
 Ray reads its environment variables when it is imported, so this module imports it late.
 """
 
+import atexit
 import logging
 import os
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.address import check_cluster
@@ -13,10 +17,21 @@ from cluster.private_ray import (
     LOOPBACK,
     TOKEN_VARIABLE,
     access_token,
+    end_private_ray,
     loopback_only,
     record_session,
 )
+from data_pipeline.processes.process_exit import exit_without_teardown
+from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE, block_stop_signals
 from txl_dist.errors import ConfigError, TxlError
+
+POLL_SECONDS = 0.2
+STATUS_SECONDS = 10.0
+"""Until Ray is connected, a line is logged after each of these."""
+SHUTDOWN_SECONDS = 15.0
+"""Time limit for Ray's shutdown."""
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -42,6 +57,92 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def interruptible_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
+    """`ray_connection` for the main thread: a signal interrupts it also while Ray starts or ends.
+
+    Connecting and disconnecting run in a thread, because Python handles no signal in the main
+    thread during a call into Ray. If the call is interrupted or blocks, it is abandoned: a private
+    Ray is killed, and this process ends without Ray's exit handlers.
+    """
+    connection = ray_connection(address, num_cpus=num_cpus)
+    name = "Ray to start" if address is None else f"the Ray cluster at {address}"
+    _call_in_thread(connection.__enter__, name, address=address)
+    exit_code = STOPPED_EXIT_CODE
+    try:
+        yield
+        exit_code = 0
+    except TxlError as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        _call_in_thread(
+            lambda: connection.__exit__(None, None, None),
+            "Ray to end",
+            address=address,
+            timeout_seconds=SHUTDOWN_SECONDS,
+            exit_code=exit_code,
+        )
+
+
+def _call_in_thread(
+    call: Callable[[], object],
+    name: str,
+    *,
+    address: str | None,
+    timeout_seconds: float | None = None,
+    exit_code: int = STOPPED_EXIT_CODE,
+) -> None:
+    """Wait for `call` in a thread. Abandons Ray on KeyboardInterrupt and after the time limit."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        # The processes of a private Ray inherit the mask. Ctrl-C reaches all processes of the
+        # terminal, and only this one decides what to do.
+        block_stop_signals()
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=run, name="ray", daemon=True)
+    thread.start()
+    begin = last_line = time.monotonic()
+    try:
+        while thread.is_alive():
+            thread.join(POLL_SECONDS)
+            _reinstall_sigterm(handler)
+            seconds = time.monotonic()
+            if timeout_seconds is not None and seconds - begin > timeout_seconds:
+                abandon_ray(address, exit_code)
+                return
+            if seconds - last_line > STATUS_SECONDS:
+                last_line = seconds
+                log.warning("waiting %.0f s for %s", seconds - begin, name)
+    except BaseException:
+        abandon_ray(address, exit_code)
+        raise
+    if errors:
+        raise errors[0]
+
+
+def _reinstall_sigterm(handler: object) -> None:
+    """When Ray connects, it replaces SIGTERM's handler by one in C++ that aborts this process."""
+    if threading.current_thread() is threading.main_thread() and callable(handler):
+        signal.signal(signal.SIGTERM, handler)
+
+
+def abandon_ray(address: str | None, exit_code: int) -> None:
+    """End this process without Ray's thread and exit handlers, which may block.
+
+    Returns: the exit happens when the interpreter ends. Kills a private Ray (`address` None) now.
+    """
+    if address is None:
+        end_private_ray()
+    atexit.register(exit_without_teardown, exit_code)
 
 
 def _start_private(num_cpus: int) -> None:

@@ -4,19 +4,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from data_pipeline.processes.workers import Workers
+from txl_dist.evaluation.distributed import evaluate_on_workers
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launch.launcher import OnLine
 from txl_dist.training.job import TrainJob
 
 
 class RayLauncher:
-    """Trains with Ray Train, evaluates with actors, prepares with tasks.
+    """Trains with Ray Train, evaluates and prepares with actors.
 
     `address` is that of a running cluster; None starts a private Ray on this machine.
     """
 
     # The imports are inside the methods because Ray takes seconds to import, and each command needs
-    # one of the three modules.
+    # one of the two modules.
 
     def __init__(self, address: str | None = None) -> None:
         self._address = address
@@ -42,14 +43,13 @@ class RayLauncher:
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> EvaluationResult:
         """The result of one sequential pass, for any number of workers."""
-        from cluster.evaluation import evaluate_on_ray
+        with self.workers(num_workers, use_gpus=True) as workers:
+            return evaluate_on_workers([job], workers, progress=lambda _, *n: on_progress(*n))[0]
 
-        return evaluate_on_ray(
-            job, num_workers=num_workers, address=self._address, on_progress=on_progress
-        )
+    def workers(
+        self, num_workers: int, *, use_gpus: bool = False
+    ) -> AbstractContextManager[Workers]:
+        """Ray actors; on a cluster, all nodes must see the same files as this process."""
+        from cluster.workers import RayWorkers
 
-    def workers(self, num_workers: int) -> AbstractContextManager[Workers]:
-        """Ray tasks; on a cluster, all nodes must see the same files as this process."""
-        from cluster.preparation import RayWorkers
-
-        return RayWorkers(num_workers, address=self._address)
+        return RayWorkers(num_workers, address=self._address, use_gpus=use_gpus)

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 
 from data_pipeline.processes.stop_signals import StopSignals
-from data_pipeline.processes.workers import ProcessWorkers, Workers
+from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, TxlError, error_from_json
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_in_process
+from txl_dist.evaluation.distributed import evaluate_on_workers
+from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.supervision import (
@@ -84,16 +85,21 @@ class ProcessLauncher:
     def evaluate(
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> EvaluationResult:
-        """Scores in this process; torch's threads use all cores."""
-        if num_workers != 1:
-            raise ConfigError(
-                f"--on processes scores in one process, not with {num_workers} workers; leave "
-                "--workers out, or use --on ray"
-            )
-        return evaluate_in_process(job, on_progress=on_progress)
+        """The result of one sequential pass, for any number of workers."""
+        with self.workers(num_workers, use_gpus=True) as workers:
+            return evaluate_on_workers([job], workers, progress=lambda _, *n: on_progress(*n))[0]
 
-    def workers(self, num_workers: int) -> AbstractContextManager[Workers]:
-        """Child processes."""
+    def workers(
+        self, num_workers: int, *, use_gpus: bool = False
+    ) -> AbstractContextManager[Workers]:
+        """Child processes; one worker is this process. With `use_gpus`, several need CPUs only."""
+        if num_workers == 1:
+            return nullcontext(InProcess())
+        if use_gpus and torch.cuda.device_count() > 0:
+            raise ConfigError(
+                f"--on processes cannot give each of {num_workers} workers a GPU; leave --workers "
+                "out, use --on ray, or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
+            )
         return ProcessWorkers(num_workers)
 
 

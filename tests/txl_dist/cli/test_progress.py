@@ -16,7 +16,7 @@ from data_pipeline.shards.push import push_dataset
 from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # noqa: F401 - fixtures
 from tests.data_pipeline.preparation.preparing import StopsAfter, prepare
 from tests.support.commands import ENVIRONMENT
-from txl_dist.cli import progress
+from txl_dist.cli import work_progress
 
 MIB = 2**20
 
@@ -53,8 +53,8 @@ def shown(
 
     def lines(calls: Iterable[tuple[float, str, int, int]]) -> list[str]:
         clock = 100.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
-        with progress.progress_in_bytes() as show:
+        monkeypatch.setattr(work_progress.time, "monotonic", lambda: clock)
+        with work_progress.work_progress(work_progress.MIB) as show:
             for seconds, phase, done, total in calls:
                 clock = 100.0 + seconds
                 show(phase, done * MIB, total * MIB)

@@ -5,11 +5,12 @@ Ray reads its environment variables when it is imported, so this module imports 
 
 import atexit
 import logging
+import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cluster.address import check_cluster
@@ -63,70 +64,69 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
 def interruptible_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
     """`ray_connection` for the main thread: a signal interrupts it also while Ray starts or ends.
 
-    Connecting and disconnecting run in a thread, because Python handles no signal in the main
-    thread during a call into Ray. If the call is interrupted or blocks, it is abandoned: a private
-    Ray is killed, and this process ends without Ray's exit handlers.
+    Ray is connected and disconnected in a thread, because Python handles no signal in the main
+    thread during a call into Ray. If that is interrupted or blocks, Ray is abandoned.
     """
-    connection = ray_connection(address, num_cpus=num_cpus)
-    name = "Ray to start" if address is None else f"the Ray cluster at {address}"
-    _call_in_thread(connection.__enter__, name, address=address)
+    thread = _ConnectionThread(address, num_cpus)
+    thread.start()
     exit_code = STOPPED_EXIT_CODE
     try:
+        thread.wait_until(thread.connected)
+        if thread.error:
+            raise thread.error
         yield
         exit_code = 0
     except TxlError as error:
         exit_code = error.exit_code
         raise
     finally:
-        _call_in_thread(
-            lambda: connection.__exit__(None, None, None),
-            "Ray to end",
-            address=address,
-            timeout_seconds=SHUTDOWN_SECONDS,
-            exit_code=exit_code,
-        )
+        try:
+            if thread.connected.is_set():
+                thread.leave.set()
+                thread.wait_until(thread.ended, timeout_seconds=SHUTDOWN_SECONDS)
+        finally:
+            if not thread.ended.is_set():
+                abandon_ray(address, exit_code)
 
 
-def _call_in_thread(
-    call: Callable[[], object],
-    name: str,
-    *,
-    address: str | None,
-    timeout_seconds: float | None = None,
-    exit_code: int = STOPPED_EXIT_CODE,
-) -> None:
-    """Wait for `call` in a thread. Abandons Ray on KeyboardInterrupt and after the time limit."""
-    errors: list[Exception] = []
+class _ConnectionThread(threading.Thread):
+    """Holds a `ray_connection`. It lives as long as Ray's processes: Ray has the kernel kill them
+    when the thread that started them ends (PR_SET_PDEATHSIG).
+    """
 
-    def run() -> None:
+    def __init__(self, address: str | None, num_cpus: int) -> None:
+        super().__init__(name="ray", daemon=True)
+        self.connected, self.leave, self.ended = (threading.Event() for _ in range(3))
+        self.error: Exception | None = None
+        self._address, self._num_cpus = address, num_cpus
+
+    def run(self) -> None:
         # The processes of a private Ray inherit the mask. Ctrl-C reaches all processes of the
         # terminal, and only this one decides what to do.
         block_stop_signals()
         try:
-            call()
+            with ray_connection(self._address, num_cpus=self._num_cpus):
+                self.connected.set()
+                self.leave.wait()
         except Exception as error:
-            errors.append(error)
+            self.error = error
+        self.ended.set()
+        self.connected.set()
 
-    handler = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=run, name="ray", daemon=True)
-    thread.start()
-    begin = last_line = time.monotonic()
-    try:
-        while thread.is_alive():
-            thread.join(POLL_SECONDS)
+    def wait_until(self, event: threading.Event, *, timeout_seconds: float = math.inf) -> None:
+        """Wait for an event of this thread; logs from time to time that it waits."""
+        handler = signal.getsignal(signal.SIGTERM)
+        begin = last_line = time.monotonic()
+        while not event.wait(POLL_SECONDS):
             _reinstall_sigterm(handler)
             seconds = time.monotonic()
-            if timeout_seconds is not None and seconds - begin > timeout_seconds:
-                abandon_ray(address, exit_code)
+            if seconds - begin > timeout_seconds:
                 return
             if seconds - last_line > STATUS_SECONDS:
                 last_line = seconds
+                name = "Ray" if self._address is None else f"the Ray cluster at {self._address}"
                 log.warning("waiting %.0f s for %s", seconds - begin, name)
-    except BaseException:
-        abandon_ray(address, exit_code)
-        raise
-    if errors:
-        raise errors[0]
+        _reinstall_sigterm(handler)
 
 
 def _reinstall_sigterm(handler: object) -> None:

@@ -12,6 +12,7 @@ data under the same paths; `work_units.py` checks that for every unit of a prepa
 """
 
 import contextlib
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,10 +23,13 @@ from typing import Any, Self, TypeVar
 from cluster.cluster_monitor import ClusterMonitor
 from cluster.connection import interruptible_connection, uses_gpus
 from cluster.failure_counter import NODE_LOSS_SECONDS
+from cluster.ray_log import ray_log
 from cluster.supervisor import HEAD_SECONDS
 from data_pipeline.errors import TxlError
 from data_pipeline.processes.worker_status import WorkerStatus, WorkTimes
 from data_pipeline.processes.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
+
+log = logging.getLogger(__name__)
 
 U = TypeVar("U")
 R = TypeVar("R")
@@ -94,10 +98,11 @@ class RayWorkers:
         self._is_head_lost = False
 
     def __enter__(self) -> Self:
-        import ray
-
         with ExitStack() as stack:
             stack.enter_context(interruptible_connection(self._address, num_cpus=self.num_workers))
+            stack.enter_context(ray_log(None))
+            import ray  # after `ray_connection` has set the variables that Ray reads
+
             num_gpus = int(self._use_gpus and uses_gpus(self.num_workers))
             self._actor_class = ray.remote(
                 # No restarts by Ray: it would repeat a unit that kills every worker, without
@@ -216,6 +221,7 @@ class RayWorkers:
         except ray.exceptions.RayError:
             # Unavailable is taken for dead: the unit is repeated, and its result is the same.
             self._kill([handle])
+            log.warning("%s died: %s is done again", handle, unit)
             self._add_death(handle.node_id, number, unit)
             return None
         self.peak_memory_bytes = max(self.peak_memory_bytes, peak)

@@ -221,7 +221,7 @@ class RayWorkers:
         except ray.exceptions.RayError:
             # Unavailable is taken for dead: the unit is repeated, and its result is the same.
             self._kill([handle])
-            log.warning("%s died: %s is done again", handle, unit)
+            log.warning("%s died while it worked on %s", handle, unit)
             self._add_death(handle.node_id, number, unit)
             return None
         self.peak_memory_bytes = max(self.peak_memory_bytes, peak)

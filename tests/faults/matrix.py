@@ -95,11 +95,6 @@ EXCEPTIONS: Mapping[int, tuple[Status, str]] = {
         "Ray that `txl` starts is safe; `txl doctor`, which checks a running cluster, does not "
         "exist yet",
     ),
-    49: (
-        "in part",
-        "the error names the worker, and a second call gives the same score; it scores all chunks "
-        "again",
-    ),
 }  # fmt: skip
 """Row -> its status, if that does not follow from its tests, and the reason."""
 

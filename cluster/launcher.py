@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from data_pipeline.processes.workers import Workers
-from txl_dist.evaluation.distributed import evaluate_on_workers
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launch.launcher import OnLine
 from txl_dist.training.job import TrainJob
@@ -43,8 +43,11 @@ class RayLauncher:
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> EvaluationResult:
         """The result of one sequential pass, for any number of workers."""
+        planned = plan_job(job)  # first, so that a wrong job starts nothing
         with self.workers(num_workers, use_gpus=True) as workers:
-            return evaluate_on_workers([job], workers, progress=lambda _, *n: on_progress(*n))[0]
+            return evaluate_on_workers(
+                [planned], workers, progress=lambda _, done, total: on_progress(done, total)
+            )[0]
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False

@@ -10,7 +10,7 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.shards.manifest import load_manifest
 from tests.support.commands import txl
 from tests.support.failing_units import die, die_at_first, refuse
-from txl_dist.evaluation.distributed import evaluate_on_workers
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings, evaluate_in_process
 
 
@@ -69,7 +69,7 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
     for num_workers, batch_chunks in ((1, 3), (2, 1), (3, 4)):
         with RayWorkers(num_workers, address=None, use_gpus=True) as workers:
             other = replace(job, batch_chunks=batch_chunks)
-            (result,) = evaluate_on_workers([other], workers)
+            (result,) = evaluate_on_workers([plan_job(other)], workers)
         if batch_chunks == job.batch_chunks:
             assert result == expected, "to the last bit"
         assert result.sums.num_tokens == expected.sums.num_tokens

@@ -94,7 +94,11 @@ def evaluate(
     """
     from txl_dist.cli.work_progress import TOKENS, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
-    from txl_dist.evaluation.distributed import default_scores_directory, evaluate_on_workers
+    from txl_dist.evaluation.distributed import (
+        default_scores_directory,
+        evaluate_on_workers,
+        plan_job,
+    )
 
     jobs = [
         evaluation_job(
@@ -114,6 +118,7 @@ def evaluate(
         for name in _names(split)
     ]
     directories = [scores or default_scores_directory(job.checkpoint.resolve()) for job in jobs]
+    planned = [plan_job(*each, resume=resume) for each in zip(jobs, directories, strict=True)]
     on = on or ("processes" if workers == 1 else "ray")
     with (
         stoppable(_resume_advice(directories)),
@@ -121,10 +126,8 @@ def evaluate(
         work_progress(TOKENS, pool) as progress,
     ):
         results = evaluate_on_workers(
-            jobs,
+            planned,
             pool,
-            scores=directories,
-            resume=resume,
             progress=progress,
             note=lambda line: print(line, file=sys.stderr),
         )

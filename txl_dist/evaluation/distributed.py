@@ -1,7 +1,7 @@
 """Evaluates any number of jobs on workers, batch by batch; a killed evaluation can be resumed.
 
-    jobs -> plan (chunks, batches) -> ScoringTask -> score_batch on any worker -> FinishedScores
-         -> sums in the order of the chunks -> results
+    job -> plan_job (chunks) -> ScoringTask (a batch) -> score_batch on any worker -> FinishedScores
+        -> sums in the order of the chunks -> result
 
 A batch is `batch_chunks` consecutive chunks. Which worker scores a batch, in which order, and in
 which process of which attempt does not change its sums, so the result is always the same to the
@@ -84,30 +84,22 @@ class PlannedJob:
 
 
 def evaluate_on_workers(
-    jobs: Sequence[EvaluationJob],
+    planned: Sequence[PlannedJob],
     workers: Workers,
     *,
-    scores: Sequence[Path | None] = (),
-    resume: bool = False,
     progress: Progress = lambda phase, done, total: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[EvaluationResult]:
     """The results of all jobs, in their order. Progress counts tokens.
 
-    `scores`: for each job, the directory where the sums of finished batches are kept, or None.
     Raises the first TxlError of any worker.
     """
-    directories = scores or [None] * len(jobs)
-    planned = [
-        plan_job(job, directory, resume=resume)
-        for job, directory in zip(jobs, directories, strict=True)
-    ]
     # Assumes that all workers are on one machine like this one.
     num_threads = None
     if not isinstance(workers, InProcess):
         num_threads = max(1, (os.cpu_count() or 1) // workers.num_workers)
     tasks = list(_tasks(planned, num_threads))
-    _explain_plan(planned, tasks, workers.num_workers, resume=resume, note=note)
+    _explain_plan(planned, tasks, workers.num_workers, note)
     done, total = 0, sum(task.num_tokens for task in tasks)
     with ExitStack() as stack:
         for each in planned:
@@ -120,14 +112,20 @@ def evaluate_on_workers(
                 done += task.num_tokens
                 progress("scoring", done, total)
         except WorkerDiedError as error:
-            raise _dead_workers_error(error, jobs[0], workers) from None
+            raise _dead_workers_error(error, planned[0].job, workers) from None
         finally:
             _open_job.close()
     return [each.result() for each in planned]
 
 
-def plan_job(job: EvaluationJob, directory: Path | None, *, resume: bool) -> PlannedJob:
-    """Check that model and data fit, cut the split into chunks and find the finished batches."""
+def plan_job(
+    job: EvaluationJob, directory: Path | None = None, *, resume: bool = False
+) -> PlannedJob:
+    """Check that model and data fit, and cut the split into chunks.
+
+    `directory`: where the sums of finished batches are kept; None: nowhere. `resume`: use those
+    that are there.
+    """
     # Workers may have another working directory.
     job = replace(job, checkpoint=job.checkpoint.resolve(), data=job.data.resolve())
     model, manifest = find_model(job.checkpoint, weights=job.weights), load_manifest(job.data)
@@ -200,11 +198,9 @@ def _explain_plan(
     planned: Sequence[PlannedJob],
     tasks: Sequence[ScoringTask],
     num_workers: int,
-    *,
-    resume: bool,
     note: Callable[[str], None],
 ) -> None:
-    if resume:
+    if any(each.finished.is_resumed for each in planned):
         num_batches = sum(1 for each in planned for _ in each.batches())
         note(f"resuming: {num_batches - len(tasks)} of {num_batches} batches are already scored")
     if 0 < len(tasks) < num_workers:

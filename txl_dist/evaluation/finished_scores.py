@@ -31,7 +31,7 @@ class FinishedScores:
         self, path: Path | None, *, key: str, description: Mapping[str, Any], resume: bool
     ) -> None:
         """With `resume`, reads the batches that an earlier process finished. None: keep no file."""
-        self.path = path
+        self.path, self.is_resumed = path, resume
         self._key, self._description = key, description
         self.sums: dict[int, list[LossSums]] = {}
         """By number of the batch."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from data_pipeline.processes.progress import Progress
 from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.manifest import ShardManifest
 from tests.support.exported_model import export_small_model
@@ -68,23 +69,35 @@ class Recorder(InProcess):
             yield number, function(unit)
 
 
+def evaluate(
+    jobs: Iterable[EvaluationJob],
+    workers: InProcess,
+    *,
+    scores: Path | None = None,
+    resume: bool = False,
+    progress: Progress = lambda phase, done, total: None,
+) -> list[EvaluationResult]:
+    planned = [plan_job(job, scores, resume=resume) for job in jobs]
+    return evaluate_on_workers(planned, workers, progress=progress)
+
+
 def resume(*jobs: EvaluationJob, scores: Path) -> tuple[list[EvaluationResult], int]:
     """The results and the number of batches that were scored for them."""
     workers = Recorder()
-    results = evaluate_on_workers(jobs, workers, scores=[scores] * len(jobs), resume=True)
+    results = evaluate(jobs, workers, scores=scores, resume=True)
     return results, len(workers.scored)
 
 
 def stop_after(num_batches: int, *jobs: EvaluationJob, scores: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        evaluate_on_workers(jobs, Recorder(num_batches), scores=[scores] * len(jobs))
+        evaluate(jobs, Recorder(num_batches), scores=scores)
 
 
 def test_the_order_of_the_batches_does_not_change_a_bit(
     job: EvaluationJob, expected: EvaluationResult
 ) -> None:
     workers = Recorder()
-    assert evaluate_on_workers([job], workers) == [expected]
+    assert evaluate([job], workers) == [expected]
     assert len(workers.scored) == NUM_BATCHES
     assert workers.scored[-1] == "chunks 0 to 0 of split valid, small"
 
@@ -96,7 +109,7 @@ def test_a_stopped_evaluation_goes_on_from_its_finished_batches(
     assert resume(job, scores=tmp_path) == ([expected], 1)
     assert resume(job, scores=tmp_path) == ([expected], 0)
     workers = Recorder()
-    assert evaluate_on_workers([job], workers, scores=[tmp_path]) == [expected]
+    assert evaluate([job], workers, scores=tmp_path) == [expected]
     assert len(workers.scored) == NUM_BATCHES, "without resume nothing is used"
 
 
@@ -120,8 +133,8 @@ def test_sums_of_another_evaluation_are_not_used(
     change: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = plan_job(job, tmp_path, resume=False).finished.path
-    assert plan_job(job, tmp_path, resume=False).finished.path == before
+    before = plan_job(job, tmp_path).finished.path
+    assert plan_job(job, tmp_path).finished.path == before
     if change == "settings":
         job = replace(job, settings=replace(job.settings, clamp_len=4))
     elif change == "batch":
@@ -132,13 +145,13 @@ def test_sums_of_another_evaluation_are_not_used(
         monkeypatch.setattr(ShardManifest, "digest", "0" * 64)
     else:
         monkeypatch.setattr(distributed, "code_description", lambda: "another version")
-    assert plan_job(job, tmp_path, resume=False).finished.path != before
+    assert plan_job(job, tmp_path).finished.path != before
 
 
 def test_a_model_that_was_moved_is_the_same_evaluation(job: EvaluationJob, tmp_path: Path) -> None:
     shutil.copytree(job.checkpoint, tmp_path / "copy")
     copy = replace(job, checkpoint=tmp_path / "copy")
-    paths = {plan_job(each, tmp_path, resume=False).finished.path for each in (job, copy)}
+    paths = {plan_job(each, tmp_path).finished.path for each in (job, copy)}
     assert len(paths) == 1
 
 
@@ -150,7 +163,8 @@ def test_damaged_lines_are_named_and_their_batches_scored_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     other = replace(job, settings=replace(job.settings, clamp_len=4))
-    evaluate_on_workers([job, other], Recorder(), scores=[tmp_path, tmp_path / "other"])
+    evaluate([job], Recorder(), scores=tmp_path)
+    evaluate([other], Recorder(), scores=tmp_path / "other")
     (path,), (other_path,) = (place.glob("*.jsonl") for place in (tmp_path, tmp_path / "other"))
     lines = path.read_bytes().splitlines(keepends=True)
     entry = json.loads(lines[1])
@@ -184,12 +198,12 @@ def test_a_directory_that_cannot_be_written_is_only_a_warning(
 
 def test_resume_without_a_place_for_scores_is_refused(job: EvaluationJob) -> None:
     with pytest.raises(ConfigError, match="--scores DIR"):
-        evaluate_on_workers([job], InProcess(), resume=True)
+        evaluate([job], InProcess(), resume=True)
 
 
 def test_progress_counts_every_token_that_is_read_once(job: EvaluationJob, tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
-    (result,) = evaluate_on_workers([job], InProcess(), progress=lambda *call: calls.append(call))
+    (result,) = evaluate([job], InProcess(), progress=lambda *call: calls.append(call))
     num_read = round(result.sums.num_tokens * (1 + result.overhead))
     assert calls[0] == ("scoring", 0, num_read)
     assert calls[-1] == ("scoring", num_read, num_read)

@@ -3,8 +3,13 @@
 Ray reads its environment variables when it is imported, so this module imports it late.
 """
 
+import atexit
 import logging
+import math
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,10 +18,21 @@ from cluster.private_ray import (
     LOOPBACK,
     TOKEN_VARIABLE,
     access_token,
+    end_private_ray,
     loopback_only,
     record_session,
 )
+from data_pipeline.processes.process_exit import exit_without_teardown
+from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE, block_stop_signals
 from txl_dist.errors import ConfigError, TxlError
+
+POLL_SECONDS = 0.2
+STATUS_SECONDS = 10.0
+"""Until Ray is connected, a line is logged after each of these."""
+SHUTDOWN_SECONDS = 15.0
+"""Time limit for Ray's shutdown."""
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -42,6 +58,91 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def interruptible_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
+    """`ray_connection` for the main thread: a signal interrupts it also while Ray starts or ends.
+
+    Ray is connected and disconnected in a thread, because Python handles no signal in the main
+    thread during a call into Ray. If that is interrupted or blocks, Ray is abandoned.
+    """
+    thread = _ConnectionThread(address, num_cpus)
+    thread.start()
+    exit_code = STOPPED_EXIT_CODE
+    try:
+        thread.wait_until(thread.connected)
+        if thread.error:
+            raise thread.error
+        yield
+        exit_code = 0
+    except TxlError as error:
+        exit_code = error.exit_code
+        raise
+    finally:
+        try:
+            if thread.connected.is_set():
+                thread.leave.set()
+                thread.wait_until(thread.ended, timeout_seconds=SHUTDOWN_SECONDS)
+        finally:
+            if not thread.ended.is_set():
+                abandon_ray(address, exit_code)
+
+
+class _ConnectionThread(threading.Thread):
+    """Holds a `ray_connection`. It lives as long as Ray's processes: Ray has the kernel kill them
+    when the thread that started them ends (PR_SET_PDEATHSIG).
+    """
+
+    def __init__(self, address: str | None, num_cpus: int) -> None:
+        super().__init__(name="ray", daemon=True)
+        self.connected, self.leave, self.ended = (threading.Event() for _ in range(3))
+        self.error: Exception | None = None
+        self._address, self._num_cpus = address, num_cpus
+
+    def run(self) -> None:
+        # The processes of a private Ray inherit the mask. Ctrl-C reaches all processes of the
+        # terminal, and only this one decides what to do.
+        block_stop_signals()
+        try:
+            with ray_connection(self._address, num_cpus=self._num_cpus):
+                self.connected.set()
+                self.leave.wait()
+        except Exception as error:
+            self.error = error
+        self.ended.set()
+        self.connected.set()
+
+    def wait_until(self, event: threading.Event, *, timeout_seconds: float = math.inf) -> None:
+        """Wait for an event of this thread; logs from time to time that it waits."""
+        handler = signal.getsignal(signal.SIGTERM)
+        begin = last_line = time.monotonic()
+        while not event.wait(POLL_SECONDS):
+            _reinstall_sigterm(handler)
+            seconds = time.monotonic()
+            if seconds - begin > timeout_seconds:
+                return
+            if seconds - last_line > STATUS_SECONDS:
+                last_line = seconds
+                name = "Ray" if self._address is None else f"the Ray cluster at {self._address}"
+                log.warning("waiting %.0f s for %s", seconds - begin, name)
+        _reinstall_sigterm(handler)
+
+
+def _reinstall_sigterm(handler: object) -> None:
+    """When Ray connects, it replaces SIGTERM's handler by one in C++ that aborts this process."""
+    if threading.current_thread() is threading.main_thread() and callable(handler):
+        signal.signal(signal.SIGTERM, handler)
+
+
+def abandon_ray(address: str | None, exit_code: int) -> None:
+    """End this process without Ray's thread and exit handlers, which may block.
+
+    Returns: the exit happens when the interpreter ends. Kills a private Ray (`address` None) now.
+    """
+    if address is None:
+        end_private_ray()
+    atexit.register(exit_without_teardown, exit_code)
 
 
 def _start_private(num_cpus: int) -> None:

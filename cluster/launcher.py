@@ -6,13 +6,14 @@ from contextlib import AbstractContextManager
 from data_pipeline.processes.workers import Workers
 from txl_dist.doctor.finding import Finding
 from txl_dist.doctor.request import DoctorRequest
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launch.launcher import OnLine
 from txl_dist.training.job import TrainJob
 
 
 class RayLauncher:
-    """Trains with Ray Train, evaluates with actors, prepares with tasks.
+    """Trains with Ray Train, evaluates and prepares with actors.
 
     `address` is that of a running cluster; None starts a private Ray on this machine.
     """
@@ -44,17 +45,19 @@ class RayLauncher:
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> EvaluationResult:
         """The result of one sequential pass, for any number of workers."""
-        from cluster.evaluation import evaluate_on_ray
+        planned = plan_job(job)  # first, so that a wrong job starts nothing
+        with self.workers(num_workers, use_gpus=True) as workers:
+            return evaluate_on_workers(
+                [planned], workers, progress=lambda _, done, total: on_progress(done, total)
+            )[0]
 
-        return evaluate_on_ray(
-            job, num_workers=num_workers, address=self._address, on_progress=on_progress
-        )
+    def workers(
+        self, num_workers: int, *, use_gpus: bool = False
+    ) -> AbstractContextManager[Workers]:
+        """Ray actors; on a cluster, all nodes must see the same files as this process."""
+        from cluster.workers import RayWorkers
 
-    def workers(self, num_workers: int) -> AbstractContextManager[Workers]:
-        """Ray tasks; on a cluster, all nodes must see the same files as this process."""
-        from cluster.preparation import RayWorkers
-
-        return RayWorkers(num_workers, address=self._address)
+        return RayWorkers(num_workers, address=self._address, use_gpus=use_gpus)
 
     def check_nodes(self, request: DoctorRequest) -> list[Finding]:
         """Check every node of the cluster, and the links between them."""

@@ -10,15 +10,18 @@ log = logging.getLogger("ray.txl")
 
 
 @contextmanager
-def ray_log(path: Path) -> Iterator[None]:
-    """While connected to Ray: write Ray's log and its workers' output to `path` only."""
+def ray_log(path: Path | None) -> Iterator[None]:
+    """While connected to Ray: write Ray's log and its workers' output to `path` only.
+
+    None: write it nowhere. Ray's own files are in its session directory.
+    """
     from ray._private import worker
 
     def write(data: dict[str, Any], *_: object, **__: object) -> None:
         for line in data["lines"]:
             log.warning("%s: %s", data.get("pid", "ray"), line)
 
-    handler = logging.FileHandler(path)
+    handler = logging.NullHandler() if path is None else logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger = logging.getLogger("ray")
     previous = logger.handlers[:], logger.level, logger.propagate, worker.print_worker_logs

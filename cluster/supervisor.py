@@ -9,7 +9,6 @@ the main thread makes no calls into Ray. Every POLL_SECONDS it
 4. gives up if a time limit has passed: it kills a private Ray and abandons Ray's thread.
 """
 
-import atexit
 import logging
 import re
 import threading
@@ -19,9 +18,9 @@ from dataclasses import replace
 
 from cluster.address import responds
 from cluster.cluster_monitor import ClusterMonitor
+from cluster.connection import abandon_ray
 from cluster.failure_counter import NODE_LOSS_SECONDS, FailureCounter
 from cluster.private_ray import end_private_ray
-from data_pipeline.processes.process_exit import exit_without_teardown
 from data_pipeline.processes.stop_signals import StopSignals, block_stop_signals, end_now
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
@@ -95,7 +94,7 @@ class Supervisor:
             thread.start()
             error = self._supervise(thread, signals)
             if thread.is_alive():
-                self._abandon_ray(error.exit_code if error else 0)
+                abandon_ray(self._address, error.exit_code if error else 0)
         if error:
             raise error
 
@@ -301,9 +300,3 @@ class Supervisor:
             f"the head of the Ray cluster at {monitor.head} does not respond: its node or network "
             f"failed, which ends the ranks too. Start the cluster again. {self._resume_advice}"
         )
-
-    def _abandon_ray(self, exit_code: int) -> None:
-        """End this process without Ray's thread and exit handlers, which may block."""
-        if self._address is None:
-            end_private_ray()
-        atexit.register(exit_without_teardown, exit_code)

@@ -5,7 +5,7 @@ of the unit. If a worker dies (out of memory, killed), its unit is retried once;
 death an error names the unit. Workers end when this process ends for any reason.
 
 concurrent.futures is not used: its pool does not report which unit a dead worker had, and its
-workers survive a killed parent. `cluster/preparation.py` has the same interface on Ray.
+workers survive a killed parent. `cluster/workers.py` has the same interface on Ray.
 """
 
 import contextlib
@@ -21,12 +21,28 @@ from typing import Any, Protocol, Self, TypeVar
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.processes.parent import end_with_parent
 from data_pipeline.processes.stop_signals import ignore_interrupts
+from data_pipeline.processes.worker_status import WorkerStatus, WorkTimes
 
 U = TypeVar("U")
 R = TypeVar("R")
 MAX_DEATHS = 2
 """Workers that one unit may kill. The first death may have another cause."""
 _GRACE_SECONDS = 5.0
+
+
+class WorkerDiedError(UnfinishedError):
+    """A unit killed MAX_DEATHS workers. `exit_code` None: unknown."""
+
+    def __init__(self, unit: object, exit_code: int | None) -> None:
+        cause = "" if exit_code is None else f" with exit code {exit_code}"
+        if exit_code is not None and exit_code < 0:
+            cause = f" by {signal.Signals(-exit_code).name}"
+        self.event = f"the worker for {unit} died{cause}, and so did a second one"
+        super().__init__(
+            f"{self.event}. Most likely memory ran out (SIGKILL: see dmesg), or the file makes a "
+            "library crash. Run the command again with fewer --workers or without that file; "
+            "finished work is kept."
+        )
 
 
 class Workers(Protocol):
@@ -40,8 +56,14 @@ class Workers(Protocol):
         """Yield (index of the unit, function(unit)) in the order of completion.
 
         At most 2 * num_workers units are read before their results are yielded. Raises the TxlError
-        of a unit unchanged, and UnfinishedError for a unit that killed MAX_DEATHS workers.
+        of a unit unchanged, and WorkerDiedError for a unit that killed MAX_DEATHS workers.
         """
+
+    def status(self) -> list[WorkerStatus]:
+        """The busy workers. Any thread may call this and `missing`."""
+
+    def missing(self) -> str:
+        """What the workers that have not started are waiting for; "" if there are none."""
 
 
 class InProcess:
@@ -54,6 +76,12 @@ class InProcess:
         for number, unit in enumerate(units):
             yield number, function(unit)
 
+    def status(self) -> list[WorkerStatus]:
+        return []  # the progress of the work says it all
+
+    def missing(self) -> str:
+        return ""
+
 
 class ProcessWorkers:
     """`num_workers` spawned processes, reused by every `map`. The context manager ends them."""
@@ -63,6 +91,7 @@ class ProcessWorkers:
         self.peak_memory_bytes = 0
         self._idle: list[_Worker] = []
         self._busy: dict[_Worker, tuple[int, Any]] = {}
+        self._num_started = 0
 
     def __enter__(self) -> Self:
         return self
@@ -90,9 +119,10 @@ class ProcessWorkers:
                         worker.kill()
                         worker.process.join()
                         if deaths[number] == MAX_DEATHS:
-                            raise worker_died_error(unit, worker.process.exitcode) from None
+                            raise WorkerDiedError(unit, worker.process.exitcode) from None
                         self._start(function, number, unit)
                         continue
+                    worker.times.finish_unit()
                     self._idle.append(worker)
                     self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
                     self._fill(function, pending)
@@ -104,12 +134,26 @@ class ProcessWorkers:
                 worker.kill()
             self._busy.clear()
 
+    def status(self) -> list[WorkerStatus]:
+        return [
+            worker.times.status(f"worker {worker.number} (pid {worker.process.pid})", unit)
+            for worker, (_, unit) in self._busy.copy().items()
+        ]
+
+    def missing(self) -> str:
+        return ""
+
     def _fill(self, function: Callable[[U], R], pending: Iterator[tuple[int, U]]) -> None:
         for number, unit in islice(pending, self.num_workers - len(self._busy)):
             self._start(function, number, unit)
 
     def _start(self, function: Callable[[U], R], number: int, unit: U) -> None:
-        worker = self._idle.pop() if self._idle else _Worker()
+        if self._idle:
+            worker = self._idle.pop()
+        else:
+            worker = _Worker(self._num_started)
+            self._num_started += 1
+        worker.times.start_unit()
         self._busy[worker] = (number, unit)
         with contextlib.suppress(OSError):  # a dead worker; `map` reads the end of its pipe
             worker.connection.send((function, unit))
@@ -122,7 +166,8 @@ class ProcessWorkers:
 class _Worker:
     """One process and the pipe to it. The kernel closes the pipe when the process dies."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number, self.times = number, WorkTimes()
         context = multiprocessing.get_context("spawn")
         self.connection, child_connection = context.Pipe()
         self.process = context.Process(target=_serve, args=(child_connection,), daemon=True)
@@ -133,18 +178,6 @@ class _Worker:
     def kill(self) -> None:
         self.process.kill()
         self.connection.close()
-
-
-def worker_died_error(unit: object, exit_code: int | None) -> UnfinishedError:
-    """The error for a unit that killed MAX_DEATHS workers. `exit_code` is None if unknown."""
-    cause = "" if exit_code is None else f" with exit code {exit_code}"
-    if exit_code is not None and exit_code < 0:
-        cause = f" by {signal.Signals(-exit_code).name}"
-    return UnfinishedError(
-        f"the worker for {unit} died{cause}, and so did a second one. Most likely memory ran out "
-        "(SIGKILL: see dmesg), or the file makes a library crash. Run the command again with fewer "
-        "--workers or without that file; finished work is kept."
-    )
 
 
 def peak_memory_bytes() -> int:

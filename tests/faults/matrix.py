@@ -85,11 +85,6 @@ EXCEPTIONS: Mapping[int, tuple[Status, str]] = {
         "training reads shards in a thread of each rank, so there is no worker to lose; the row is "
         "about the workers of `txl prepare`",
     ),
-    49: (
-        "in part",
-        "the error names the worker, and a second call gives the same score; it scores all chunks "
-        "again",
-    ),
 }  # fmt: skip
 """Row -> its status, if that does not follow from its tests, and the reason."""
 

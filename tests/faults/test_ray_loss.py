@@ -1,8 +1,6 @@
-"""Failures under Ray: a lost node, head, launcher or evaluation worker."""
+"""Failures under Ray: a lost node, head or launcher. Evaluation: `test_ray_evaluation.py`."""
 
-import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -98,33 +96,6 @@ def test_the_leftovers_of_a_killed_launcher_are_removed_by_the_next(
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
     assert not list(temporary.glob("txl-ray-*"))
-
-
-@pytest.mark.fault_row(49)
-def test_an_evaluation_whose_worker_dies_says_which_and_what_to_do(
-    dataset: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    ended = txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
-    assert ended.returncode == 0, ended.stderr
-    process = start_txl("eval", run, dataset, "--workers", 2, "--on", "ray")
-
-    def workers() -> list[int]:
-        children = psutil.Process(process.pid).children(recursive=True)
-        titles = [(child.pid, " ".join(child.cmdline())) for child in children]
-        return [pid for pid, title in titles if "ray::EvaluationWorker" in title]
-
-    wait_until(lambda: len(workers()) > 0, timeout_seconds=90)
-    victim = workers()[0]
-    os.kill(victim, signal.SIGKILL)
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 1, output
-    last = output.splitlines()[-1]
-    assert last.startswith("TxlError: worker "), output
-    assert "of 2" in last
-    assert "ran out of memory" in last
-    assert "--batch (now 8)" in last
-    assert "Traceback" not in output
 
 
 @pytest.mark.fault_row(37)

@@ -13,6 +13,7 @@ from data_pipeline.streams.segments import Reset
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import TextSource, random_corpus
 from txl_dist.evaluation import chunks as evaluation_chunks
+from txl_dist.evaluation import scoring
 from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.evaluate import EvaluationSettings, plan_evaluation
 from txl_dist.evaluation.scoring import Scorer
@@ -80,4 +81,5 @@ def small_chunks(case: SplitCase) -> Iterator[None]:
         patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", case.target_num_chunks)
         patch.setattr(evaluation_chunks, "MIN_CONTEXTS_PER_CHUNK", case.min_overhead)
         patch.setattr(cursor, "CHUNK_TOKENS", 5)
+        patch.setattr(scoring, "READ_TOKENS", 7)
         yield

@@ -9,7 +9,7 @@ import typer
 from data_pipeline.errors import DataError, ReadFailureError, printable
 from txl_dist.cli.options import AsJson, NumWorkers, On
 from txl_dist.cli.paths import local_path_parser
-from txl_dist.cli.progress import progress_in_bytes
+from txl_dist.cli.work_progress import MIB, work_progress
 from txl_dist.cli.workers import open_workers
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def verify(
     from data_pipeline.storage.remote_path import dataset_path
 
     directory = dataset_path(dataset)
-    with open_workers(on, workers) as pool, progress_in_bytes() as progress:
+    with open_workers(on, workers) as pool, work_progress(MIB, pool) as progress:
         verified = verify_dataset(directory, fast=fast, workers=pool, progress=progress)
     if as_json:
         result = {
@@ -110,7 +110,7 @@ def rebuild(
     """
     from data_pipeline.shards.rebuild import rebuild_manifest
 
-    with open_workers(on, workers) as pool, progress_in_bytes() as progress:
+    with open_workers(on, workers) as pool, work_progress(MIB, pool) as progress:
         result = rebuild_manifest(directory, workers=pool, progress=progress)
     status = "already complete" if result.was_complete else "rebuilt"
     if as_json:
@@ -174,7 +174,7 @@ def push(
     from data_pipeline.shards.push import push_dataset
     from data_pipeline.storage.remote_path import dataset_path
 
-    with progress_in_bytes() as progress:
+    with work_progress(MIB) as progress:
         manifest = push_dataset(directory, url, progress=progress)
     if as_json:
         print(json.dumps({"status": "complete", **totals(dataset_path(url), manifest)}))

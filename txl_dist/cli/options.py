@@ -26,6 +26,15 @@ Checkpoint = Annotated[
         parser=local_path_parser(),
     ),
 ]
+Checkpoints = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="CHECKPOINT...",
+        help="Checkpoints, run directories (their newest checkpoint), or directories that "
+        "txl export or txl import wrote.",
+        parser=local_path_parser(),
+    ),
+]
 # For commands that need what exported models lack: the manifest, hashes, the state of training.
 SavedCheckpoint = Annotated[
     Path,

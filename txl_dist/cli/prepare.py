@@ -1,24 +1,20 @@
 """`txl prepare`: turn input files into a dataset of shards."""
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from data_pipeline.errors import ConfigError, printable
-from data_pipeline.processes.stop_signals import sigterm_interrupts
 from data_pipeline.readers import FORMATS
 from data_pipeline.storage.urls import local_path
 from txl_dist.cli.data import print_totals, totals
 from txl_dist.cli.options import AsJson, NumWorkers, On
 from txl_dist.cli.paths import local_path_parser, require_local
-from txl_dist.cli.progress import progress_in_bytes
-from txl_dist.cli.workers import open_workers
-from txl_dist.errors import PreemptedError
+from txl_dist.cli.work_progress import MIB, work_progress
+from txl_dist.cli.workers import open_workers, stoppable
 
 if TYPE_CHECKING:
     from data_pipeline.preparation.prepare import PrepareReport
@@ -124,7 +120,14 @@ def prepare(
         raise ConfigError(f"--max-reject-rate {max_reject_rate} must be in [0, 1]")
     from data_pipeline.preparation.prepare import prepare_dataset
 
-    with _stoppable(out), open_workers(on, workers) as pool, progress_in_bytes() as progress:
+    advice = (
+        f"no dataset was written. Finished work is kept in {out}: run the same command to continue"
+    )
+    with (
+        stoppable(advice),
+        open_workers(on, workers) as pool,
+        work_progress(MIB, pool) as progress,
+    ):
         report = prepare_dataset(
             inputs if on == "local" else [_absolute(source) for source in inputs],
             out,
@@ -227,16 +230,3 @@ def _absolute(source: str) -> str:
     """Make a local path absolute: workers of a cluster have another working directory."""
     local = local_path(source)
     return source if local is None else str(Path(local).absolute())
-
-
-@contextlib.contextmanager
-def _stoppable(out: Path) -> Iterator[None]:
-    """Turn SIGTERM and Ctrl-C into PreemptedError, after everything inside has cleaned up."""
-    try:
-        with sigterm_interrupts():
-            yield
-    except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's reaction to SIGTERM while it starts
-        raise PreemptedError(
-            f"stopped on request; no dataset was written. Finished work is kept in {out}: run the "
-            "same command to continue"
-        ) from None

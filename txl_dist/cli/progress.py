@@ -1,24 +1,20 @@
 """Progress of long commands: a live display on a terminal, plain lines elsewhere.
 
-    run_progress       training: the log lines of rank 0, on standard output
-    chunk_progress     evaluation: chunks done, on standard error, terminals only
-    running            work without steps: a spinner on standard error, terminals only
-    progress_in_bytes  preparation, verification and upload: bytes and speed, on standard error
+    run_progress     training: the log lines of rank 0, on standard output
+    chunk_progress   attention: chunks done, on standard error, terminals only
+    running          work without steps: a spinner on standard error, terminals only
 
-rich is imported only where a display is drawn: `txl --help` imports this module.
+`work_progress.py` has that of work in bytes or tokens. rich is imported only where a display is
+drawn: `txl --help` imports these modules.
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 BAR_COLUMNS = 20
 COLUMNS_WITH_BAR = 100
 """The step bar is left out on terminals with fewer columns: the step line needs the space."""
-
-_MIB = 2**20
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 @contextmanager
@@ -90,59 +86,3 @@ def running(text: str, *, quiet: bool) -> Iterator[None]:
 
     with Console(stderr=True).status(text):
         yield
-
-
-@contextmanager
-def progress_in_bytes() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield `progress(phase, bytes done, bytes in total)`."""
-    if not sys.stderr.isatty():
-        yield _line_printer()
-        return
-    from rich import progress as rich_progress
-    from rich.console import Console
-
-    columns = (
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        rich_progress.DownloadColumn(),
-        rich_progress.TransferSpeedColumn(),
-        rich_progress.TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    with rich_progress.Progress(*columns, console=console, transient=True) as bar:
-        task, current_phase = bar.add_task(""), ""
-
-        def show(phase: str, done: int, total: int) -> None:
-            nonlocal current_phase
-            if phase != current_phase:
-                # A new phase starts a new speed measurement, from the bytes already done.
-                bar.reset(task, completed=done, total=total)
-                current_phase = phase
-            bar.update(task, description=phase, completed=done, total=total)
-
-        yield show
-
-
-def _line_printer() -> Callable[[str, int, int], None]:
-    """A callback like that of `progress_in_bytes` that prints a line every few seconds."""
-    current_phase, phase_start, first_done, last_line = "", 0.0, 0, time.monotonic()
-
-    def show(phase: str, done: int, total: int) -> None:
-        nonlocal current_phase, phase_start, first_done, last_line
-        seconds = time.monotonic()
-        # While `done` does not change, only finished units are looked up: that time is not work.
-        if phase != current_phase or done == first_done:
-            current_phase, phase_start, first_done = phase, seconds, done
-        if seconds - last_line < _SECONDS_BETWEEN_LINES or not total:
-            return
-        last_line = seconds
-        speed = ""
-        if done > first_done and seconds > phase_start:
-            rate = (done - first_done) / _MIB / (seconds - phase_start)
-            speed = f", {rate:,.1f} MiB/s, {(total - done) / _MIB / rate:,.0f} s left"
-        print(
-            f"{phase}: {done / _MIB:,.1f} of {total / _MIB:,.1f} MiB ({done / total:.0%}){speed}",
-            file=sys.stderr,
-        )
-
-    return show

@@ -1,16 +1,16 @@
 """A stored model in either format: a checkpoint, or a directory of `txl export` or `txl import`.
 
-Used by evaluation (`evaluation/evaluate.py`, `cluster/evaluation.py`, `txl eval`) and generation
-(`txl generate`). They check their options against the description before the weights are
-loaded.
+Used by evaluation (`txl_dist/evaluation`, `txl eval`) and generation (`txl generate`). They check
+their options against the description before the weights are loaded.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.storage.strict_json import sha256_of
 from data_pipeline.streams.segments import Reset
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.checkpoint.directory import resolve_checkpoint
@@ -29,6 +29,8 @@ class StoredModel:
     """The description of a model, which is available before its weights are read."""
 
     path: Path
+    digest: str
+    """Hex sha256 of the architecture and of the hashes of the weights; no weights are read."""
     config: ModelConfig
     tokenizer_digest: str | None
     """None for imported weights, which have no tokenizer."""
@@ -94,6 +96,7 @@ def _exported(path: Path) -> StoredModel:
     described = describe_exported(path)
     return StoredModel(
         path=path,
+        digest=sha256_of([asdict(described.config), described.weights_sha256]),
         config=described.config,
         tokenizer_digest=described.tokenizer.digest if described.tokenizer else None,
         tgt_len=described.reading.tgt_len,
@@ -105,8 +108,15 @@ def _exported(path: Path) -> StoredModel:
 def _checkpoint(path: Path, weights: Weights) -> StoredModel:
     manifest = load_checkpoint_manifest(path)
     chosen = chosen_weights(path, manifest, weights)
+    # Not the digest of the manifest, which changes when the score of the checkpoint is known.
+    hashes = {
+        name: entry.sha256
+        for name, entry in manifest.files.items()
+        if name.startswith("optimizer" if chosen == "averaged" else "weights")
+    }
     return StoredModel(
         path=path,
+        digest=sha256_of([manifest.model, chosen, hashes]),
         config=manifest.architecture,
         tokenizer_digest=manifest.tokenizer_digest,
         tgt_len=manifest.run["data.tgt_len"],

@@ -5,8 +5,9 @@ its segment. The context of a chunk is therefore n_layer * ceil(mem_len / tgt_le
 before it, which are read but not scored. If chunk and context use the same segment boundaries as
 the sequential pass, the chunk starts with exactly the memory of that pass.
 
-Cost: the context is read twice, at most an eighth more tokens in a long split and half in a short
-one. Source: the dependency length O(N * L) of Dai et al. 2019, arXiv:1901.02860, section 3.2.
+Cost: the context is read twice, at most 5 % more tokens in a long split and half in a short one,
+which is cut nevertheless, so that several workers can score it. `txl eval` prints the cost. Source:
+the dependency length O(N * L) of Dai et al. 2019, arXiv:1901.02860, section 3.2.
 
 Integer arithmetic only. The cut depends on the split and the model, not on workers or batch size.
 """
@@ -17,9 +18,11 @@ from typing import Literal
 
 Mode = Literal["exact", "fast"]
 
-MAX_CONTEXTS_PER_CHUNK = 8
-"""A chunk is at most this many times as long as its context, which then costs an eighth more, or
-MAX_SEGMENTS_WITHOUT_CONTEXT segments if that is more."""
+MAX_CONTEXTS_PER_CHUNK = 20
+"""A chunk is at most this many times as long as its context, or MAX_SEGMENTS_WITHOUT_CONTEXT
+segments if that is more."""
+MAX_OVERHEAD = 1 / MAX_CONTEXTS_PER_CHUNK
+"""The cost of the context in a split of at least TARGET_NUM_CHUNKS such chunks."""
 MIN_CONTEXTS_PER_CHUNK = 2
 """A chunk is at least this many times as long, so the context costs at most half as much again."""
 TARGET_NUM_CHUNKS = 16

@@ -24,6 +24,9 @@ from txl_dist.runtime.precision import autocast
 
 # Shapes: B chunks per batch, T segment tokens, N tokens of one chunk and its context, V vocabulary
 
+READ_TOKENS = 1 << 18
+"""Tokens of each chunk that are read at a time, which bounds the memory for long chunks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorer:
@@ -76,31 +79,36 @@ class Scorer:
         Targets in the context are IGNORED. Ages start at 0 where the context starts, because the
         memory is empty there, and also at document starts with `reset: document`.
         """
-        rows = [self._row(chunk) for chunk in group]
-        num_segments = max(input_N.shape[0] for input_N, _, _ in rows) // self.tgt_len
-        stacked = [
-            torch.from_numpy(
-                np.stack([_padded(row[k], num_segments * self.tgt_len, fill) for row in rows])
-            )
-            for k, fill in ((0, 0), (1, IGNORED), (2, 0))
-        ]
-        for segment in range(num_segments):
-            columns = slice(segment * self.tgt_len, (segment + 1) * self.tgt_len)
-            input_BT, target_BT, age_BT = (tensor[:, columns] for tensor in stacked)
-            yield input_BT, target_BT, age_BT
+        num_tokens = max(chunk.stop - chunk.context_start for chunk in group)
+        num_segments = -(-num_tokens // self.tgt_len)
+        num_read = max(1, READ_TOKENS // self.tgt_len)
+        for first in range(0, num_segments, num_read):
+            stop = min(first + num_read, num_segments)
+            rows = [self._row(c, first * self.tgt_len, stop * self.tgt_len) for c in group]
+            stacked = [torch.from_numpy(np.stack(arrays)) for arrays in zip(*rows, strict=True)]
+            for segment in range(stop - first):
+                columns = slice(segment * self.tgt_len, (segment + 1) * self.tgt_len)
+                input_BT, target_BT, age_BT = (tensor[:, columns] for tensor in stacked)
+                yield input_BT, target_BT, age_BT
 
-    def _row(self, chunk: EvaluationChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Input, target and age of one chunk's tokens, padded to whole segments."""
+    def _row(
+        self, chunk: EvaluationChunk, first: int, stop: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Input, target and age of tokens [first, stop) of one chunk, counted from its context.
+
+        Padded after the end of the chunk.
+        """
+        length, begin = stop - first, chunk.context_start
+        first, stop = (min(begin + position, chunk.stop) for position in (first, stop))
         # One token more than inputs: the target of the last input.
-        tokens, document_age = read_range(self.source, chunk.context_start, chunk.stop + 1)
+        tokens, document_age = read_range(self.source, first, stop + 1)
         input_N, target_N = tokens[:-1], tokens[1:].copy()
-        target_N[: chunk.start - chunk.context_start] = IGNORED
-        age_N = np.arange(len(input_N), dtype=np.int32)
+        target_N[: max(0, chunk.start - first)] = IGNORED
+        age_N = np.arange(first - begin, stop - begin, dtype=np.int32)
         # The smaller age wins: nothing before the context is in the memory, although a document may
         # have started there.
         if self.reset == "document":
             age_N = np.minimum(age_N, document_age[:-1])
-        length = -(-len(input_N) // self.tgt_len) * self.tgt_len
         return (
             _padded(input_N, length, 0),
             _padded(target_N, length, IGNORED),

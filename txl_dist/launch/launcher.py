@@ -37,10 +37,12 @@ class Launcher(Protocol):
     def evaluate(
         self, job: "EvaluationJob", *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> "EvaluationResult":
-        """Score a split with `num_workers`; calls `on_progress(chunks done, all chunks)`."""
+        """Score a split with `num_workers`; calls `on_progress(tokens done, all tokens)`."""
 
-    def workers(self, num_workers: int) -> AbstractContextManager["Workers"]:
-        """Workers that prepare or verify a dataset."""
+    def workers(
+        self, num_workers: int, *, use_gpus: bool = False
+    ) -> "AbstractContextManager[Workers]":
+        """Workers for evaluation or preparation; `use_gpus`: with a GPU each, if there are any."""
 
     def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
         """Check every machine on which this launcher can start ranks (`txl doctor`)."""

@@ -13,16 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 
 from data_pipeline.processes.stop_signals import StopSignals
-from data_pipeline.processes.workers import ProcessWorkers, Workers
+from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.doctor.finding import Finding
 from txl_dist.doctor.request import DoctorRequest, check_this_machine
 from txl_dist.errors import ConfigError, TxlError, error_from_json
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, evaluate_in_process
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
+from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.supervision import (
@@ -86,16 +87,24 @@ class ProcessLauncher:
     def evaluate(
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
     ) -> EvaluationResult:
-        """Scores in this process; torch's threads use all cores."""
-        if num_workers != 1:
-            raise ConfigError(
-                f"--on processes scores in one process, not with {num_workers} workers; leave "
-                "--workers out, or use --on ray"
-            )
-        return evaluate_in_process(job, on_progress=on_progress)
+        """The result of one sequential pass, for any number of workers."""
+        planned = plan_job(job)  # first, so that a wrong job starts nothing
+        with self.workers(num_workers, use_gpus=True) as workers:
+            return evaluate_on_workers(
+                [planned], workers, progress=lambda _, done, total: on_progress(done, total)
+            )[0]
 
-    def workers(self, num_workers: int) -> AbstractContextManager[Workers]:
-        """Child processes."""
+    def workers(
+        self, num_workers: int, *, use_gpus: bool = False
+    ) -> AbstractContextManager[Workers]:
+        """Child processes; one worker is this process. With `use_gpus`, several need CPUs only."""
+        if num_workers == 1:
+            return nullcontext(InProcess())
+        if use_gpus and torch.cuda.device_count() > 0:
+            raise ConfigError(
+                f"--on processes cannot give each of {num_workers} workers a GPU; leave --workers "
+                "out, use --on ray, or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
+            )
         return ProcessWorkers(num_workers)
 
     def check_nodes(self, request: DoctorRequest) -> list[Finding]:

@@ -1,8 +1,14 @@
-"""Records an evaluation in MLflow, as a child run of its training run.
+"""Records evaluations in MLflow, as child runs of their training run.
 
-`txl eval` calls `log_evaluation`, which starts this module as a short process
-(`python -m txl_dist.tracking.evaluation RUN`): a server that does not respond costs a bounded time,
-and `txl eval` does not import mlflow.
+    one result         training run -> evaluation
+    several results    training run -> table of evaluations -> evaluation, evaluation, ...
+
+Results are in one table if their training runs are in one experiment. A table of several training
+runs has no parent; `txl.training_run` of an evaluation is the MLflow run that trained it.
+
+`txl eval` calls `log_evaluations`, which starts this module as a short process
+(`python -m txl_dist.tracking.evaluation`): a server that does not respond costs a bounded time, and
+`txl eval` does not import mlflow.
 """
 
 import json
@@ -11,33 +17,59 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from txl_dist.config.redaction import redact
 from txl_dist.tracking.state import STATE, TrackingState, as_text, child_environment
+
+if TYPE_CHECKING:
+    from txl_dist.tracking.mlflow_client import MlflowStore
 
 TIMEOUT_SECONDS = 30.0
 
 log = logging.getLogger("txl_dist.tracking")
 
+Scored = tuple[Path, Mapping[str, Any]]
+"""A run directory, and the result of an evaluation of one of its checkpoints."""
 
-def log_evaluation(
-    run_dir: Path, result: Mapping[str, Any], *, timeout_seconds: float = TIMEOUT_SECONDS
-) -> bool:
-    """Record `result` under the run's MLflow run: numbers as metrics, the rest as parameters.
 
-    Returns whether it was recorded: False for a run without tracking, and, with a warning, for any
-    failure and after `timeout_seconds`. Never raises.
+def log_evaluations(scored: Sequence[Scored], *, timeout_seconds: float = TIMEOUT_SECONDS) -> bool:
+    """Record results under the MLflow runs of their run directories.
+
+    Numbers become metrics, the rest parameters. Returns whether all were recorded: False if a run
+    has no tracking, and, with a warning, for any failure and after `timeout_seconds` per
+    experiment. Never raises.
     """
+    tracked = [each for each in scored if _state(each[0]) is not None]
+    tables = groupby(sorted(tracked, key=_place), key=_place)
+    recorded = [_record_in_process(list(table), timeout_seconds) for _, table in tables]
+    return all(recorded) and 0 < len(tracked) == len(scored)
+
+
+def _state(run_dir: Path) -> TrackingState | None:
+    """None for a run without tracking."""
     state = TrackingState.load(run_dir / STATE)
-    if state is None or state.run_id is None:
-        return False
+    return None if state is None or state.run_id is None else state
+
+
+def _place(scored: Scored) -> tuple[str, str]:
+    """Server and experiment. Without a server it is a database next to the run directory."""
+    run_dir, _ = scored
+    state = _state(run_dir)
+    assert state is not None
+    return state.server or str(run_dir.resolve().parent), str(state.experiment_id)
+
+
+def _record_in_process(table: list[Scored], timeout_seconds: float) -> bool:
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "txl_dist.tracking.evaluation", str(run_dir)],
-            input=json.dumps(dict(result), default=str),
+            [sys.executable, "-m", "txl_dist.tracking.evaluation"],
+            input=json.dumps(
+                [(str(run_dir), dict(result)) for run_dir, result in table], default=str
+            ),
             capture_output=True,
             text=True,
             errors="replace",  # native code may write other bytes to standard error
@@ -57,18 +89,49 @@ def log_evaluation(
     return False
 
 
-def record(run_dir: Path, result: Mapping[str, Any]) -> None:
-    """Create the child run. Raises the errors of `mlflow_client`."""
-    from txl_dist.tracking.mlflow_client import Point, clean_key, connect
+def record(table: Sequence[Scored]) -> None:
+    """Create the runs of results in one experiment. Raises the errors of `mlflow_client`."""
+    from txl_dist.tracking.mlflow_client import connect
 
-    state = TrackingState.load(run_dir / STATE)
-    assert state is not None  # log_evaluation has checked it
-    assert state.run_id is not None
-    assert state.experiment_id is not None
-    store = connect(state.server, run_dir)
+    run_dir, first = table[0]
+    state = _state(run_dir)
+    assert state is not None  # log_evaluations has checked it
+    store, experiment_id = connect(state.server, run_dir), str(state.experiment_id)
+    training_runs = [str(_state(run_dir).run_id) for run_dir, _ in table]  # type: ignore[union-attr]
+    parent = training_runs[0] if len(set(training_runs)) == 1 else None
+    if len(table) == 1:
+        _record_result(store, experiment_id, parent, training_runs[0], first)
+        return
+    tags = {"txl.kind": "evaluations", **({"mlflow.parentRunId": parent} if parent else {})}
+    table_id = store.create_run(experiment_id, f"{len(table)} evaluations", tags)
+    store.log_params(
+        table_id,
+        {
+            name: ", ".join(sorted({str(result.get(key, "")) for _, result in table}))
+            for name, key in (("checkpoints", "checkpoint"), ("splits", "split"))
+        },
+    )
+    for training_run, (_, result) in zip(training_runs, table, strict=True):
+        _record_result(store, experiment_id, table_id, training_run, result)
+    store.set_status(table_id, "FINISHED")
+
+
+def _record_result(
+    store: "MlflowStore",
+    experiment_id: str,
+    parent: str | None,
+    training_run: str,
+    result: Mapping[str, Any],
+) -> None:
+    from txl_dist.tracking.mlflow_client import Point, clean_key
+
     name = f"evaluation {result.get('split', '')}".strip()
-    tags = {"mlflow.parentRunId": state.run_id, "txl.kind": "evaluation"}
-    run_id = store.create_run(state.experiment_id, name, tags)
+    tags = {
+        "mlflow.parentRunId": parent or training_run,
+        "txl.kind": "evaluation",
+        "txl.training_run": training_run,
+    }
+    run_id = store.create_run(experiment_id, name, tags)
     numbers = {key: value for key, value in result.items() if type(value) in (int, float)}
     texts = {key: value for key, value in result.items() if key not in numbers}
     # All points have step 0: a child run has one value per metric, and no curve.
@@ -86,5 +149,5 @@ def record(run_dir: Path, result: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # The last line of an error's traceback is what log_evaluation reports.
-    record(Path(sys.argv[1]), json.load(sys.stdin))
+    # The last line of an error's traceback is what log_evaluations reports.
+    record([(Path(run_dir), result) for run_dir, result in json.load(sys.stdin)])

@@ -12,8 +12,8 @@ import pytest
 from data_pipeline.processes.workers import (
     InProcess,
     ProcessWorkers,
+    WorkerDiedError,
     peak_memory_bytes,
-    worker_died_error,
 )
 from tests.support.commands import is_alive, wait_until
 
@@ -67,4 +67,4 @@ def test_an_abandoned_map_ends_its_workers_and_the_rest_end_with_the_context() -
     [(-9, "died by SIGKILL,"), (3, "died with exit code 3,"), (None, "died, and")],
 )
 def test_a_death_is_described_by_its_signal_or_exit_code(exit_code: int | None, words: str) -> None:
-    assert f"the worker for in.txt {words}" in str(worker_died_error("in.txt", exit_code))
+    assert f"the worker for in.txt {words}" in str(WorkerDiedError("in.txt", exit_code))

@@ -19,6 +19,22 @@ def test_the_score_as_json_has_the_promised_keys(dataset: Path, run: Path) -> No
         assert key in result
 
 
+def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Path) -> None:
+    code, output = run_txl("eval", run, dataset, "--split", "train,valid", "--mem-len", 0)
+    assert code == 0, output
+    header, train, valid, _ = output.splitlines()
+    assert header.split()[:4] == ["checkpoint", "split", "targets", "nats/token"]
+    assert "step-00000020" in train
+    assert [line.split()[1] for line in (train, valid)] == ["train", "valid"]
+    words = ("eval", run, run, dataset, "--mem-len", 0, "--json", "--resume")
+    code, output = run_txl(*words)
+    assert code == 0, output
+    one, again = json.loads(output)
+    assert one == again
+    assert one["split"] == "valid"
+    assert f"{one['nats'] / one['tokens_scored']:.4f}" in valid
+
+
 @pytest.mark.parametrize("option", [("--mem-len", 0), ("--tgt-len", 11), ("--clamp-len", 2)])
 def test_memory_options_of_an_evaluation_change_the_score(
     dataset: Path, run: Path, option: tuple[str, int]
@@ -30,16 +46,23 @@ def test_memory_options_of_an_evaluation_change_the_score(
 
 
 @pytest.mark.slow  # tests/cluster has the same of what the command calls
-def test_an_evaluation_on_ray_is_that_of_one_process(dataset: Path, run: Path) -> None:
+@pytest.mark.parametrize("on", ["processes", "ray"])
+def test_an_evaluation_by_two_workers_is_that_of_one_process(
+    dataset: Path, run: Path, on: str
+) -> None:
     one = json.loads(run_txl("eval", run, dataset, "--json")[1])
-    code, output = run_txl("eval", run, dataset, "--json", "--workers", 2)
+    code, output = run_txl("eval", run, dataset, "--json", "--workers", 2, "--on", on)
     assert code == 0, output
     two = json.loads(output)
     assert two["tokens_scored"] == one["tokens_scored"]
     assert two["nats"] == pytest.approx(one["nats"], rel=1e-6)
+    assert two["workers"] == 2
 
 
-@pytest.mark.parametrize("options", [("--same-length", "--mem-len", 0), ("--workers", 3)])
+@pytest.mark.parametrize(
+    "options",
+    [("--same-length", "--mem-len", 0), ("--split", "valid,"), ("--split", "valid,valid")],
+)
 def test_impossible_evaluations_are_usage_errors(
     dataset: Path, run: Path, options: tuple[object, ...]
 ) -> None:

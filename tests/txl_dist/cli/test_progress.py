@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.finished_units import RECORDS
+from data_pipeline.processes.worker_status import WorkerStatus
+from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.push import push_dataset
 from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # noqa: F401 - fixtures
 from tests.data_pipeline.preparation.preparing import StopsAfter, prepare
 from tests.support.commands import ENVIRONMENT
-from txl_dist.cli import progress
+from txl_dist.cli import work_progress
 
 MIB = 2**20
 
@@ -53,8 +55,8 @@ def shown(
 
     def lines(calls: Iterable[tuple[float, str, int, int]]) -> list[str]:
         clock = 100.0
-        monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
-        with progress.progress_in_bytes() as show:
+        monkeypatch.setattr(work_progress.time, "monotonic", lambda: clock)
+        with work_progress.work_progress(work_progress.MIB) as show:
             for seconds, phase, done, total in calls:
                 clock = 100.0 + seconds
                 show(phase, done * MIB, total * MIB)
@@ -87,6 +89,58 @@ def test_time_spent_finding_finished_work_is_not_in_the_rate(
 ) -> None:
     lookups = [(second, "writing", 0, 300 - 40 * second) for second in range(6)]
     assert shown([*lookups, (11, "writing", 60, 100)])[-1].endswith("10.0 MiB/s, 4 s left")
+
+
+class BusyWorkers(InProcess):
+    """Workers that show a status, and some that have not started."""
+
+    num_workers = 20
+
+    def __init__(self, num_busy: int) -> None:
+        self.num_busy = num_busy
+
+    def status(self) -> list[WorkerStatus]:
+        return [
+            WorkerStatus(f"worker {n} (pid {n})", f"unit {n}", float(n), n, 2.5)
+            for n in range(self.num_busy)
+        ]
+
+    def missing(self) -> str:
+        return "CPUs" if self.num_busy < self.num_workers else ""
+
+
+def test_the_workers_that_are_busy_for_longest_are_listed() -> None:
+    assert work_progress.worker_lines(BusyWorkers(2)) == [
+        "worker 1 (pid 1): unit 1, 1 s; 1 finished, 2.5 s each",
+        "worker 0 (pid 0): unit 0, 0 s",
+        "waiting for CPUs",
+    ]
+    lines = work_progress.worker_lines(BusyWorkers(20))
+    assert lines[0].startswith("worker 19 ")
+    assert lines[-1] == "and 8 more workers, busy for less time"
+
+
+def test_work_that_waits_for_workers_says_so_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = 100.0
+    monkeypatch.setattr(work_progress.time, "monotonic", lambda: clock)
+    printer = work_progress._LinePrinter(work_progress.TOKENS)
+    for clock in (105.0, 111.0, 112.0, 122.0):  # noqa: B007
+        printer.show_workers(BusyWorkers(0))
+    clock = 160.0
+    printer.show_workers(BusyWorkers(1))
+    printer.show("scoring", 100, 400)
+    clock = 170.0
+    printer.show("scoring", 300, 400)
+    assert capsys.readouterr().err.splitlines() == [
+        "waiting 11 s for CPUs",
+        "waiting 22 s for CPUs",
+        "  worker 0 (pid 0): unit 0, 0 s",
+        "  waiting for CPUs",
+        "scoring: 100 of 400 tokens (25%)",
+        "scoring: 300 of 400 tokens (75%), 20 tokens/s, 5 s left",
+    ]
 
 
 def test_finished_units_do_not_count_as_work(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """An evaluation becomes a child run of its training run."""
 
+import dataclasses
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 
-from txl_dist.tracking.evaluation import log_evaluation
+from txl_dist.tracking.evaluation import log_evaluations
 from txl_dist.tracking.state import TrackingState
 
 from .conftest import (
@@ -21,21 +23,48 @@ from .conftest import (
 def test_an_evaluation_is_a_child_run_and_an_unreachable_server_only_a_warning(
     run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert not log_evaluation(run_dir, {"nats": 1.0})  # never tracked
+    assert not log_evaluations([(run_dir, {"nats": 1.0})])  # never tracked
     server.open()
     delivery_for(run_dir, server.uri).pump()
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
     result = {"nats": 12.5, "tokens_scored": 4, "bits_per_byte": None, "split": "valid"}
-    assert log_evaluation(run_dir, result)
+    assert log_evaluations([(run_dir, result)])
     (child,) = [run for run in run_ids(server.database) if _parent(server, run) == state.run_id]
     assert recorded_steps(server.database, child, "nats") == [0]
     assert status_of(server.database, child) == "FINISHED"
 
     server.close()
     with caplog.at_level(logging.WARNING):
-        assert not log_evaluation(run_dir, result, timeout_seconds=0.2)
+        assert not log_evaluations([(run_dir, result)], timeout_seconds=0.2)
     assert "was not recorded" in caplog.text
+
+
+@pytest.mark.slow
+def test_several_evaluations_are_children_of_one_run(run_dir: Path, server: MlflowServer) -> None:
+    server.open()
+    delivery_for(run_dir, server.uri).pump()
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    other = run_dir.with_name("other")  # a second training run of the same experiment
+    shutil.copytree(run_dir, other)
+    dataclasses.replace(state, run_id="f" * 32).save(other / "tracking.json")
+    result = {"nats": 12.5, "split": "valid"}
+    for runs, parent in (((run_dir, run_dir), state.run_id), ((run_dir, other), None)):
+        before = set(run_ids(server.database))
+        scored = [
+            (run, {**result, "checkpoint": f"step-{number}"}) for number, run in enumerate(runs)
+        ]
+        assert log_evaluations(scored)
+        new = set(run_ids(server.database)) - before
+        (table,) = (run for run in new if tags_of(server.database, run)["txl.kind"] != "evaluation")
+        assert _parent(server, table) == parent
+        assert status_of(server.database, table) == "FINISHED"
+        children = new - {table}
+        assert len(children) == 2
+        assert {_parent(server, run) for run in children} == {table}
+        training_runs = {tags_of(server.database, run)["txl.training_run"] for run in children}
+        assert training_runs == {state.run_id, "f" * 32} if parent is None else {state.run_id}
 
 
 def _parent(server: MlflowServer, run_id: str) -> str | None:

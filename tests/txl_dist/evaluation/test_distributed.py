@@ -1,0 +1,210 @@
+"""Evaluation on workers: what a stopped evaluation has finished is used, and nothing else is.
+
+Killed workers and killed commands: `tests/faults/test_evaluation_kills.py`.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.processes.progress import Progress
+from data_pipeline.processes.workers import InProcess
+from data_pipeline.shards.manifest import ShardManifest
+from tests.support.exported_model import export_small_model
+from txl_dist.errors import ConfigError
+from txl_dist.evaluation import distributed
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
+from txl_dist.evaluation.evaluate import (
+    EvaluationJob,
+    EvaluationResult,
+    EvaluationSettings,
+    evaluate_in_process,
+)
+
+SETTINGS = EvaluationSettings(
+    split="valid",
+    mode="exact",
+    tgt_len=12,
+    mem_len=8,
+    clamp_len=None,
+    same_length=False,
+    reset="document",
+    max_tokens=240,
+)
+
+NUM_BATCHES = 5
+
+
+@pytest.fixture(scope="module")
+def job(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
+    model = export_small_model(tmp_path_factory.mktemp("model") / "small", dataset)
+    return EvaluationJob(checkpoint=model, data=dataset, settings=SETTINGS, batch_chunks=1)
+
+
+@pytest.fixture(scope="module")
+def expected(job: EvaluationJob) -> EvaluationResult:
+    return evaluate_in_process(job, on_progress=lambda done, total: None)
+
+
+class Recorder(InProcess):
+    """Workers that score the last unit first, note every unit, and stop after some."""
+
+    def __init__(self, stop_after: int = 1000) -> None:
+        self.stop_after = stop_after
+        self.scored: list[str] = []
+
+    def map(
+        self, function: Callable[[Any], Any], units: Iterable[Any]
+    ) -> Iterator[tuple[int, Any]]:
+        for number, unit in reversed(list(enumerate(units))):
+            if len(self.scored) == self.stop_after:
+                raise KeyboardInterrupt
+            self.scored.append(str(unit))
+            yield number, function(unit)
+
+
+def evaluate(
+    jobs: Iterable[EvaluationJob],
+    workers: InProcess,
+    *,
+    scores: Path | None = None,
+    resume: bool = False,
+    progress: Progress = lambda phase, done, total: None,
+) -> list[EvaluationResult]:
+    planned = [plan_job(job, scores, resume=resume) for job in jobs]
+    return evaluate_on_workers(planned, workers, progress=progress)
+
+
+def resume(*jobs: EvaluationJob, scores: Path) -> tuple[list[EvaluationResult], int]:
+    """The results and the number of batches that were scored for them."""
+    workers = Recorder()
+    results = evaluate(jobs, workers, scores=scores, resume=True)
+    return results, len(workers.scored)
+
+
+def stop_after(num_batches: int, *jobs: EvaluationJob, scores: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(jobs, Recorder(num_batches), scores=scores)
+
+
+def test_the_order_of_the_batches_does_not_change_a_bit(
+    job: EvaluationJob, expected: EvaluationResult
+) -> None:
+    workers = Recorder()
+    assert evaluate([job], workers) == [expected]
+    assert len(workers.scored) == NUM_BATCHES
+    assert workers.scored[-1] == "chunks 0 to 0 of split valid, small"
+
+
+def test_a_stopped_evaluation_goes_on_from_its_finished_batches(
+    job: EvaluationJob, expected: EvaluationResult, tmp_path: Path
+) -> None:
+    stop_after(NUM_BATCHES - 1, job, scores=tmp_path)
+    assert resume(job, scores=tmp_path) == ([expected], 1)
+    assert resume(job, scores=tmp_path) == ([expected], 0)
+    workers = Recorder()
+    assert evaluate([job], workers, scores=tmp_path) == [expected]
+    assert len(workers.scored) == NUM_BATCHES, "without resume nothing is used"
+
+
+def test_several_jobs_resume_in_the_job_that_was_stopped(
+    job: EvaluationJob, expected: EvaluationResult, tmp_path: Path
+) -> None:
+    train = replace(job, settings=replace(job.settings, split="train"))
+    stop_after(NUM_BATCHES + 2, job, train, scores=tmp_path)
+    (first, second), num_batches = resume(job, train, scores=tmp_path)
+    assert first == expected
+    assert second == evaluate_in_process(train, on_progress=lambda done, total: None)
+    assert num_batches == NUM_BATCHES - 2
+    assert len(list(tmp_path.glob("*.jsonl"))) == 2
+
+
+@pytest.mark.parametrize("change", ["settings", "batch", "weights", "data", "code"])
+def test_sums_of_another_evaluation_are_not_used(
+    job: EvaluationJob,
+    dataset: Path,
+    tmp_path: Path,
+    change: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = plan_job(job, tmp_path).finished.path
+    assert plan_job(job, tmp_path).finished.path == before
+    if change == "settings":
+        job = replace(job, settings=replace(job.settings, clamp_len=4))
+    elif change == "batch":
+        job = replace(job, batch_chunks=4)
+    elif change == "weights":
+        job = replace(job, checkpoint=export_small_model(tmp_path / "other", dataset, seed=1))
+    elif change == "data":
+        monkeypatch.setattr(ShardManifest, "digest", "0" * 64)
+    else:
+        monkeypatch.setattr(distributed, "code_description", lambda: "another version")
+    assert plan_job(job, tmp_path).finished.path != before
+
+
+def test_a_model_that_was_moved_is_the_same_evaluation(job: EvaluationJob, tmp_path: Path) -> None:
+    shutil.copytree(job.checkpoint, tmp_path / "copy")
+    copy = replace(job, checkpoint=tmp_path / "copy")
+    paths = {plan_job(each, tmp_path).finished.path for each in (job, copy)}
+    assert len(paths) == 1
+
+
+@pytest.mark.fault_row(49)
+def test_damaged_lines_are_named_and_their_batches_scored_again(
+    job: EvaluationJob,
+    expected: EvaluationResult,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = replace(job, settings=replace(job.settings, clamp_len=4))
+    evaluate([job], Recorder(), scores=tmp_path)
+    evaluate([other], Recorder(), scores=tmp_path / "other")
+    (path,), (other_path,) = (place.glob("*.jsonl") for place in (tmp_path, tmp_path / "other"))
+    lines = path.read_bytes().splitlines(keepends=True)
+    entry = json.loads(lines[1])
+    entry["sums"][0][0] += 1.0
+    lines[1] = json.dumps(entry).encode() + b"\n"
+    lines[2] = bytes(len(lines[2]) - 1) + b"\n"
+    lines[3] = other_path.read_bytes().splitlines(keepends=True)[3]
+    lines[-1] = lines[-1][:-1]  # cut by a kill, which is not damage
+    path.write_bytes(b"".join(lines))
+    with caplog.at_level(logging.WARNING):
+        assert resume(job, scores=tmp_path) == ([expected], 4)
+    assert f"{path} is damaged or of another evaluation in 3 lines (the first is line 2)" in (
+        caplog.text
+    )
+    caplog.clear()
+    assert resume(job, scores=tmp_path) == ([expected], 0)
+    assert not caplog.text, "the file was repaired"
+
+
+def test_a_directory_that_cannot_be_written_is_only_a_warning(
+    job: EvaluationJob,
+    expected: EvaluationResult,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING):
+        assert resume(job, scores=tmp_path / "file") == ([expected], NUM_BATCHES)
+    assert "--scores DIR" in caplog.text
+
+
+def test_resume_without_a_place_for_scores_is_refused(job: EvaluationJob) -> None:
+    with pytest.raises(ConfigError, match="--scores DIR"):
+        evaluate([job], InProcess(), resume=True)
+
+
+def test_progress_counts_every_token_that_is_read_once(job: EvaluationJob, tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    (result,) = evaluate([job], InProcess(), progress=lambda *call: calls.append(call))
+    num_read = round(result.sums.num_tokens * (1 + result.overhead))
+    assert calls[0] == ("scoring", 0, num_read)
+    assert calls[-1] == ("scoring", num_read, num_read)
+    assert len(calls) == 1 + NUM_BATCHES

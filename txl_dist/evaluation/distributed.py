@@ -1,0 +1,219 @@
+"""Evaluates any number of jobs on workers, batch by batch; a killed evaluation can be resumed.
+
+    job -> plan_job (chunks) -> ScoringTask (a batch) -> score_batch on any worker -> FinishedScores
+        -> sums in the order of the chunks -> result
+
+A batch is `batch_chunks` consecutive chunks. Which worker scores a batch, in which order, and in
+which process of which attempt does not change its sums, so the result is always the same to the
+last bit. A worker holds one model and one batch of one segment per chunk at a time.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from data_pipeline.processes.progress import Progress
+from data_pipeline.processes.workers import InProcess, WorkerDiedError, Workers
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.storage.strict_json import sha256_of
+from txl_dist.convert.stored_model import find_model
+from txl_dist.errors import ConfigError, TxlError
+from txl_dist.evaluation.chunks import EvaluationChunk
+from txl_dist.evaluation.evaluate import (
+    EvaluationJob,
+    EvaluationResult,
+    plan_evaluation,
+    summarise,
+)
+from txl_dist.evaluation.finished_scores import FinishedScores
+from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scoring import Scorer
+from txl_dist.runtime.source_digest import code_description
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringTask:
+    """One batch of chunks of one job."""
+
+    job: EvaluationJob
+    job_number: int
+    batch_number: int
+    first_chunk: int
+    chunks: tuple[EvaluationChunk, ...]
+    num_threads: int | None
+    """Threads of torch on the worker; None: leave them as they are."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read, with the contexts."""
+        return sum(chunk.stop - chunk.context_start for chunk in self.chunks)
+
+    def __str__(self) -> str:
+        last = self.first_chunk + len(self.chunks) - 1
+        return (
+            f"chunks {self.first_chunk} to {last} of split {self.job.settings.split}, "
+            f"{self.job.checkpoint.name}"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedJob:
+    """A job, its chunks, and the batches that are finished."""
+
+    job: EvaluationJob
+    chunks: list[EvaluationChunk]
+    finished: FinishedScores
+
+    def batches(self) -> Iterator[tuple[int, tuple[EvaluationChunk, ...]]]:
+        """(index of the first chunk, chunks) of every batch."""
+        size = self.job.batch_chunks
+        for first in range(0, len(self.chunks), size):
+            yield first, tuple(self.chunks[first : first + size])
+
+    def result(self) -> EvaluationResult:
+        """The sums of all batches, added in the order of the chunks."""
+        scores = [
+            sums for number in sorted(self.finished.sums) for sums in self.finished.sums[number]
+        ]
+        return summarise(scores, self.chunks, self.job.settings)
+
+
+def evaluate_on_workers(
+    planned: Sequence[PlannedJob],
+    workers: Workers,
+    *,
+    progress: Progress = lambda phase, done, total: None,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[EvaluationResult]:
+    """The results of all jobs, in their order. Progress counts tokens.
+
+    Raises the first TxlError of any worker.
+    """
+    # Assumes that all workers are on one machine like this one.
+    num_threads = None
+    if not isinstance(workers, InProcess):
+        num_threads = max(1, (os.cpu_count() or 1) // workers.num_workers)
+    tasks = list(_tasks(planned, num_threads))
+    _explain_plan(planned, tasks, workers.num_workers, note)
+    done, total = 0, sum(task.num_tokens for task in tasks)
+    with ExitStack() as stack:
+        for each in planned:
+            stack.enter_context(each.finished)
+        progress("scoring", 0, total)
+        try:
+            for index, sums in workers.map(score_batch, tasks):
+                task = tasks[index]
+                planned[task.job_number].finished.add(task.batch_number, sums)
+                done += task.num_tokens
+                progress("scoring", done, total)
+        except WorkerDiedError as error:
+            raise _dead_workers_error(error, planned[0].job, workers) from None
+        finally:
+            _open_job.close()
+    return [each.result() for each in planned]
+
+
+def plan_job(
+    job: EvaluationJob, directory: Path | None = None, *, resume: bool = False
+) -> PlannedJob:
+    """Check that model and data fit, and cut the split into chunks.
+
+    `directory`: where the sums of finished batches are kept; None: nowhere. `resume`: use those
+    that are there.
+    """
+    # Workers may have another working directory.
+    job = replace(job, checkpoint=job.checkpoint.resolve(), data=job.data.resolve())
+    model, manifest = find_model(job.checkpoint, weights=job.weights), load_manifest(job.data)
+    model.check_data(manifest, job.data)
+    source = open_split(job.data, job.settings.split, manifest=manifest)
+    chunks = plan_evaluation(source, job.settings, n_layer=model.config.n_layer)
+    description = {
+        "checkpoint": str(job.checkpoint),
+        "model": model.digest,
+        "data": manifest.digest,
+        "settings": asdict(job.settings),
+        "batch_chunks": job.batch_chunks,
+        "chunks": sha256_of([[c.context_start, c.start, c.stop] for c in chunks]),
+        "code": code_description(),
+    }
+    # Without the path, which may be another one after a move.
+    key = sha256_of({name: item for name, item in description.items() if name != "checkpoint"})
+    if directory is None and resume:
+        raise ConfigError(
+            f"--resume: {job.checkpoint} is not in a run directory, so there is no default place "
+            "for the scores of finished chunks. Give one: --scores DIR"
+        )
+    path = directory and directory / f"{job.settings.split}-{key[:16]}.jsonl"
+    finished = FinishedScores(path, key=key, description=description, resume=resume)
+    return PlannedJob(job, chunks, finished)
+
+
+def default_scores_directory(checkpoint: Path) -> Path | None:
+    """RUN/evaluations for a checkpoint of a run; None for other models."""
+    if checkpoint.parent.name != "checkpoints":
+        return None
+    return checkpoint.parent.parent / "evaluations"
+
+
+def score_batch(task: ScoringTask) -> list[LossSums]:
+    """Score one batch on a worker, which keeps model and split for its next batch."""
+    if task.num_threads is not None:
+        torch.set_num_threads(task.num_threads)
+    return list(_open_job.scorer(task.job).scores(task.chunks))
+
+
+class _OpenJob:
+    """The model and split of one job."""
+
+    def __init__(self) -> None:
+        self._opened: tuple[EvaluationJob, Scorer] | None = None
+
+    def close(self) -> None:
+        self._opened = None
+
+    def scorer(self, job: EvaluationJob) -> Scorer:
+        if self._opened is None or self._opened[0] != job:
+            self.close()  # free this model before the next one is loaded
+            self._opened = job, job.open()
+        return self._opened[1]
+
+
+_open_job = _OpenJob()
+
+
+def _tasks(planned: Sequence[PlannedJob], num_threads: int | None) -> Iterator[ScoringTask]:
+    """The unfinished batches, job after job, so that workers rarely change their model."""
+    for job_number, each in enumerate(planned):
+        for batch_number, (first, chunks) in enumerate(each.batches()):
+            if batch_number not in each.finished.sums:
+                yield ScoringTask(each.job, job_number, batch_number, first, chunks, num_threads)
+
+
+def _explain_plan(
+    planned: Sequence[PlannedJob],
+    tasks: Sequence[ScoringTask],
+    num_workers: int,
+    note: Callable[[str], None],
+) -> None:
+    if any(each.finished.is_resumed for each in planned):
+        num_batches = sum(1 for each in planned for _ in each.batches())
+        note(f"resuming: {num_batches - len(tasks)} of {num_batches} batches are already scored")
+    if 0 < len(tasks) < num_workers:
+        note(
+            f"there are {len(tasks)} batches of chunks for {num_workers} workers; a smaller "
+            f"--batch (now {tasks[0].job.batch_chunks}) makes more"
+        )
+
+
+def _dead_workers_error(error: WorkerDiedError, job: EvaluationJob, workers: Workers) -> TxlError:
+    return TxlError(
+        f"{error.event}. Most likely memory ran out (SIGKILL: see dmesg on that machine). Run the "
+        f"same command with --resume and fewer --workers (now {workers.num_workers}), which keeps "
+        f"the finished chunks, or with a smaller --batch (now {job.batch_chunks}), which starts "
+        "again"
+    )

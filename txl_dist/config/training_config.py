@@ -173,3 +173,6 @@ class RayConfig(Section):
     them. A lost or drained node does not count; `--max-restarts` overrides it."""
     start_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long Ray may take to start the ranks, at first and after a rank died."""
+    growth_interval_seconds: float = Field(default=600.0, ge=0)
+    """With `--ranks A:B`: the least time between the start of the ranks and a restart with more of
+    them, after nodes have joined. A restart takes about half a minute."""

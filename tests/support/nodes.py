@@ -54,10 +54,14 @@ def ray_node(
     ip: str = "127.0.0.1",
     num_cpus: int = 1,
     inside: Sequence[str] = (),
+    port: int | None = None,
 ) -> Iterator[RayNode]:
-    """Start a head, or a node that joins the cluster at `join`. `inside` prefixes the command."""
+    """Start a head, or a node that joins the cluster at `join`. `inside` prefixes the command.
+
+    `port` of a head: a free one by default.
+    """
     if join is None:
-        port = _free_port()
+        port = port or _free_port()
         options, address = ("--head", f"--port={port}", "--include-dashboard=false"), f"{ip}:{port}"
     else:
         options, address = (f"--address={join}",), join

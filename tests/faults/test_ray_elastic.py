@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -31,18 +31,25 @@ TOLERANCE = 2e-6
 """As in tests/properties/test_elastic_resume.py."""
 
 
-class Output:
-    """The lines of a command, as soon as it has printed them."""
+class Command:
+    """One `txl` command and what it has printed. Killed when the context exits."""
 
-    def __init__(self, path: Path, *words: object, environment: Mapping[str, str]) -> None:
-        self.path = path
-        with path.open("w") as file:
+    def __init__(self, directory: Path, *words: object) -> None:
+        self.path = directory / f"output-{len(list(directory.glob('output-*')))}"
+        with self.path.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "txl_dist", *map(str, words)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**ENVIRONMENT, **environment},
+                env={**ENVIRONMENT, **token_environment(directory)},
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def text(self) -> str:
         return self.path.read_text()
@@ -80,7 +87,7 @@ def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
-    settings = (*LONG, "training.num_steps=4000")
+    settings = (*SLOW, "training.num_steps=300")
     with (
         ray_node(tmp_path, num_cpus=0) as head,
         ray_node(tmp_path, join=head.address),
@@ -88,19 +95,17 @@ def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
     ):
         words = ("train", TINY, f"data.path={dataset}", f"directory={run}", *settings)
         options = ("--on", head.address, "--ranks", 1, "--max-restarts", 0)
-        output = Output(
-            tmp_path / "output", *words, *options, environment=token_environment(tmp_path)
-        )
-        output.wait_for(" step 60 |")
-        (first,) = nodes_of_ranks(run)
-        noticed_at = time.monotonic()
-        drain(first, head.address, tmp_path)
-        output.wait_for("continuing with 1 ranks from step ")
-        seconds_to_save = time.monotonic() - noticed_at
-        wait_until(lambda: bool(nodes_of_ranks(run)), timeout_seconds=120)
-        (second,) = nodes_of_ranks(run)
-        assert output.wait() == 0, output.text()
-    text = output.text()
+        with Command(tmp_path, *words, *options) as command:
+            command.wait_for(" step 30 |")
+            (first,) = nodes_of_ranks(run)
+            noticed_at = time.monotonic()
+            drain(first, head.address, tmp_path)
+            command.wait_for("continuing with 1 ranks from step ")
+            seconds_to_save = time.monotonic() - noticed_at
+            wait_until(lambda: bool(nodes_of_ranks(run)), timeout_seconds=120)
+            (second,) = nodes_of_ranks(run)
+            assert command.wait() == 0, command.text()
+    text = command.text()
     print(text)
     assert second != first
     assert seconds_to_save < 60
@@ -119,11 +124,6 @@ def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
-
-    def stop(output: Output) -> int:
-        output.process.send_signal(signal.SIGTERM)
-        return output.wait()
-
     with (
         ray_node(tmp_path, num_cpus=0) as head,
         ray_node(tmp_path, join=head.address) as lost,
@@ -131,18 +131,17 @@ def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
     ):
         words = ("train", TINY, f"data.path={dataset}", f"directory={run}", *SLOW)
         options = ("training.num_steps=100000", "--on", head.address, "--ranks", "1:2")
-        output = Output(
-            tmp_path / "output", *words, *options, environment=token_environment(tmp_path)
-        )
-        output.wait_for(" step 30 |")
-        lost.kill()
-        output.wait_for("continuing with 1 instead of 2 ranks from step ")
-        with ray_node(tmp_path, join=head.address):
-            output.wait_for("continuing with 2 instead of 1 ranks from step ", timeout_seconds=300)
-            lines = num_lines(run / "metrics.jsonl")
-            wait_until(lambda: num_lines(run / "metrics.jsonl") > lines + 10)
-            assert stop(output) == 75, output.text()
-    text = output.text()
+        with Command(tmp_path, *words, *options) as command:
+            command.wait_for(" step 30 |")
+            lost.kill()
+            command.wait_for("continuing with 1 instead of 2 ranks from step ")
+            with ray_node(tmp_path, join=head.address):
+                command.wait_for("continuing with 2 instead of 1 ranks", timeout_seconds=300)
+                lines = num_lines(run / "metrics.jsonl")
+                wait_until(lambda: num_lines(run / "metrics.jsonl") > lines + 10)
+                command.process.send_signal(signal.SIGTERM)
+                assert command.wait() == 75, command.text()
+    text = command.text()
     print(text)
     assert text.count("died; waiting for") == 1
     (shrunk,) = re.findall(r"continuing with 1 instead of 2 ranks from step \d+; (.*)", text)
@@ -166,25 +165,21 @@ def test_after_a_restart_of_the_head_the_same_command_resumes(
     straight, run = tmp_path / "straight", tmp_path / "run"
     assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
 
-    def start(head: RayNode) -> Output:
+    def start(head: RayNode) -> Command:
         words = ("train", TINY, f"data.path={dataset}", f"directory={run}", *LONG)
-        options = ("--on", head.address, "--ranks", 2)
-        path = tmp_path / f"output-{time.monotonic()}"
-        return Output(path, *words, *options, environment=token_environment(tmp_path))
+        return Command(tmp_path, *words, "--on", head.address, "--ranks", 2)
 
-    with ray_node(tmp_path, num_cpus=2) as head:
-        output = start(head)
-        output.wait_for(" step 80 |")
+    with ray_node(tmp_path, num_cpus=2) as head, start(head) as command:
+        command.wait_for(" step 80 |")
         head.kill()
-        assert output.wait() == 1, output.text()
-    assert "TxlError: the head of the Ray cluster at" in output.text().splitlines()[-1]
+        assert command.wait() == 1, command.text()
+    assert "TxlError: the head of the Ray cluster at" in command.text().splitlines()[-1]
     port = int(head.address.rpartition(":")[2])
-    with ray_node(tmp_path, num_cpus=2, port=port) as head:
-        output = start(head)
-        assert output.wait() == 0, output.text()
-    (resumed_at,) = map(int, re.findall(r"resuming at step (\d+) from ", output.text()))
+    with ray_node(tmp_path, num_cpus=2, port=port) as head, start(head) as command:
+        assert command.wait() == 0, command.text()
+    (resumed_at,) = map(int, re.findall(r"resuming at step (\d+) from ", command.text()))
     assert resumed_at >= 50
-    (lost,) = map(int, re.findall(r"summary \| 1 restart, (\d+) steps lost", output.text()))
+    (lost,) = map(int, re.findall(r"summary \| 1 restart, (\d+) steps lost", command.text()))
     assert metrics(run)[-1]["restarts"] == 1
     assert metrics(run)[-1]["lost_steps"] == lost
     assert metrics(run)[-1]["goodput"] < 1

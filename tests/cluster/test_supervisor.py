@@ -18,6 +18,7 @@ from cluster.cluster_monitor import ClusterState
 from cluster.rank_plan import RankPlan
 from cluster.rank_starts import RanksEnd
 from cluster.supervisor import Supervisor
+from tests.support.commands import wait_until
 from txl_dist.errors import DataError, PreemptedError, TxlError
 from txl_dist.launch import supervision
 from txl_dist.launch.launch_files import LaunchFiles, RankLocation
@@ -107,8 +108,7 @@ class Launch:
     def save_on_request(self, num_ranks: int, *, step: int) -> RanksEnd:
         """The ranks train until they are asked to stop, then they save."""
         self.train(num_ranks, step=step)
-        while not self.files.stop.exists():
-            assert not self.is_over.wait(0.02)
+        wait_until(self.files.stop.exists, timeout_seconds=10)
         self.directory.checkpoints.at(step).mkdir(parents=True)
         for rank in range(num_ranks):
             self.files.write_error(rank, PreemptedError("saved"))
@@ -180,18 +180,39 @@ def test_a_preemption_saves_first_and_does_not_count(ranks: str, tmp_path: Path)
 
 
 def test_a_preemption_that_comes_too_fast_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    launch = Launch(tmp_path)  # without restarts: the loss of a node does not count
+    launch = Launch(tmp_path)  # without restarts: the failure does not count
 
     def die(num_ranks: int) -> RanksEnd:
         launch.see(free=0, draining="b")
         launch.train(num_ranks, step=9)
+        wait_until(launch.files.stop.exists, timeout_seconds=10)
         launch.files.append_failure({1: RuntimeError("gone")}, died=(1,))
-        launch.see(free=1, alive="a")
+        launch.is_over.wait(0.1)
+        launch.see(free=1)
         return RanksEnd.FAILED
 
     assert launch.run(die, launch.finish) == [2, 2]
     expected = "continuing with 2 ranks from the beginning; at least 9 steps are lost"
     assert expected in launch.lines
+
+
+def test_ranks_that_end_at_their_grace_period_are_not_reported_as_failed(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+
+    def end(num_ranks: int) -> RanksEnd:
+        launch.see(free=0, draining="b")
+        launch.save_on_request(num_ranks, step=9)
+        launch.files.append_failure({1: RuntimeError("gone")}, died=(1,))
+        return RanksEnd.FAILED
+
+    def finish(num_ranks: int) -> RanksEnd:
+        launch.is_over.wait(0.2)
+        assert not launch.files.stop.exists(), "the node of the last ranks drains, not of these"
+        launch.see(free=0)
+        return launch.finish(num_ranks)
+
+    assert launch.run(end, finish) == [2, 2]
+    assert not [line for line in launch.lines if "died" in line]
 
 
 def test_a_run_shrinks_after_a_loss_and_grows_when_there_is_room(tmp_path: Path) -> None:

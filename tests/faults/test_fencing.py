@@ -64,3 +64,16 @@ def test_the_older_attempt_stops_at_its_next_save_and_the_newer_does_not_notice(
     assert checkpoints.steps() == [5, 10, 15, 20]
     assert not list(checkpoints.path.glob(".*.tmp"))
     assert checkpoints.pointer("LATEST") == 20
+
+
+def test_a_start_that_is_refused_does_not_stop_the_run(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS, "training.num_steps=10")
+    assert ranks(1).run(train, job) == [0]
+    recorded = sorted(path.name for path in (tmp_path / "attempts").iterdir())
+    other = tiny_job(dataset, tmp_path, *SETTINGS, "model.d_inner=24")
+    assert ranks(1).run(train, other) == [4]
+    never = tiny_job(dataset, tmp_path, *SETTINGS, resume="never")
+    assert ranks(1).run(train, never) == [2]
+    assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == recorded

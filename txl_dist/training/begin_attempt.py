@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def begin_attempt(job: TrainJob, directory: RunDirectory, world: World) -> Attempt:
-    """Record the next attempt in the run directory. Collective; call before the checkpoint to
-    resume from is chosen.
+    """Record the next attempt in the run directory. Collective.
 
     The attempt is recorded at `training.checkpoint_url` later, by `CheckpointMirror.open`: until
     then this start may be refused. Raises CheckpointError if the URL cannot be read.

@@ -5,7 +5,11 @@ connection.py         connects to a cluster (address.py) or to a private Ray (pr
 ray_train.py          runs the ranks with Ray Train, in a thread of the launcher
 supervisor.py         the launcher's main thread: stop signals, status lines, time limits
 placement.py          which resources and nodes ranks get
-cluster_monitor.py    asks Ray for nodes and free resources, for the supervisor
+rank_starts.py        when ranks start, how many, and when they end early for a change
+rank_plan.py          the number of ranks of an elastic run
+rank_monitor.py       where the ranks run, and which have failed
+launch_output.py      what a launch prints
+cluster_monitor.py    asks Ray for nodes, free resources and preemptions, for the supervisor
 failure_callback.py   called by Ray Train when ranks fail; reports it to the supervisor
 failure_counter.py    which failures count, and when there were too many
 network.py            the network interface that gloo and NCCL use

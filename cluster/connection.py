@@ -44,6 +44,8 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # deduplication cuts tracebacks in the middle
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")  # has the callback of failure_callback.py
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # `rank_starts.py` acts on preemption notices. Ray Train's own watcher only ends ranks.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ[TOKEN_VARIABLE] = str(access_token())

@@ -1,14 +1,14 @@
 """FailureCounter: which failures of ranks under Ray count, and when there were too many.
 
-Ray Train counts every failure of a run and cannot tell a crash from a lost node in time. So it
-restarts the ranks without limit, and the supervisor ends the launch once its budget is exhausted.
+Ray Train counts every failure of a run and cannot tell a crash from a lost node in time. So the
+supervisor restarts the ranks, and ends the launch once its budget is exhausted.
 """
 
 import time
 from dataclasses import dataclass, field
 
 from txl_dist.errors import TxlError
-from txl_dist.launch.supervision import RestartBudget
+from txl_dist.launch.supervision import RestartBudget, restart_delay_seconds
 from txl_dist.training.run_directory import RunDirectory
 
 NODE_LOSS_SECONDS = 6.0
@@ -43,6 +43,11 @@ class FailureCounter:
         """A failure of ranks that ran on these nodes; `event` says what failed."""
         newest_step = self._directory.checkpoints.newest_step()
         self._uncounted.append(_Uncounted(event, node_ids, newest_step))
+
+    @property
+    def delay_seconds(self) -> float:
+        """How long to wait before the next start."""
+        return restart_delay_seconds(self._budget.num_failures + len(self._uncounted))
 
     def check(self, live_node_ids: frozenset[str] | None) -> TxlError | None:
         """Decide what can be decided; returns the error that ends the launch.

@@ -9,6 +9,7 @@ from txl_dist.doctor.request import DoctorRequest
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launch.launcher import OnLine
+from txl_dist.launch.rank_range import RankRange
 from txl_dist.training.job import TrainJob
 
 
@@ -25,7 +26,13 @@ class RayLauncher:
         self._address = address
 
     def train(
-        self, job: TrainJob, *, num_ranks: int, on_line: OnLine, max_restarts: int | None = None
+        self,
+        job: TrainJob,
+        *,
+        num_ranks: int,
+        on_line: OnLine,
+        max_restarts: int | None = None,
+        min_ranks: int | None = None,
     ) -> None:
         """Raises the TxlError that ended the run; PreemptedError after a stop signal.
 
@@ -35,7 +42,7 @@ class RayLauncher:
 
         train_on_ray(
             job,
-            num_ranks=num_ranks,
+            ranks=RankRange(min_ranks or num_ranks, num_ranks),
             address=self._address,
             on_line=on_line,
             max_restarts=max_restarts,

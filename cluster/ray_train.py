@@ -1,13 +1,14 @@
-"""Train with Ray Train: it starts the ranks, and restarts them when one dies.
+"""Train with Ray Train: it starts the ranks, and ends all of them when one fails.
 
     launcher: train_on_ray -> Supervisor (main thread)
-                           -> _fit -> Ray Train's controller   (thread)
+                           -> _fit -> Ray Train's controller   (thread; once per start of the ranks)
     worker:   _train_loop -> train_rank
 
-Ray Train's own checkpoints are not used. Restarted ranks resume from the newest good checkpoint of
-the run directory, as under every other launcher. Ray Train runs a rank in a thread, where no signal
-can be caught. So the launcher catches the stop signals and creates a stop file, which the training
-loop checks after every step.
+Ray Train's own restarts, resizes and checkpoints are not used: the supervisor decides, and ranks
+resume from the newest good checkpoint of the run directory, as under every other launcher
+(docs/decisions/0026-elastic-ranks-and-preemption.md). Ray Train runs a rank in a thread, where no
+signal can be caught. So the launcher catches the stop signals and creates a stop file, which the
+training loop checks after every step.
 """
 
 import os
@@ -21,12 +22,16 @@ import torch
 from cluster.cluster_monitor import ClusterMonitor
 from cluster.connection import ray_connection
 from cluster.placement import Placement, num_threads, place_ranks
+from cluster.rank_plan import RankPlan
+from cluster.rank_starts import RanksEnd
 from cluster.ray_log import ray_log
 from cluster.supervisor import Supervisor
+from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.errors import DivergedError, LostRankError, PreemptedError, TxlError
+from txl_dist.errors import DivergedError, FencedError, LostRankError, PreemptedError, TxlError
 from txl_dist.launch.launch_files import LaunchFiles, RankLocation
 from txl_dist.launch.launcher import OnLine
+from txl_dist.launch.rank_range import RankRange
 from txl_dist.launch.supervision import RestartBudget
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
@@ -37,7 +42,7 @@ from txl_dist.training.run_directory import RunDirectory
 def train_on_ray(
     job: TrainJob,
     *,
-    num_ranks: int,
+    ranks: RankRange,
     address: str | None,
     on_line: OnLine,
     max_restarts: int | None = None,
@@ -55,7 +60,7 @@ def train_on_ray(
     supervisor = Supervisor(
         directory,
         files,
-        num_ranks=num_ranks,
+        plan=RankPlan(ranks, growth_interval_seconds=job.config.ray.growth_interval_seconds),
         address=address,
         start_timeout_seconds=job.config.ray.start_timeout_seconds,
         grace_seconds=job.config.training.grace_seconds,
@@ -65,15 +70,20 @@ def train_on_ray(
 
     def run_ray() -> None:
         # Ray starts a rank only if a CPU is free for it, so a private Ray has one for each.
-        with ray_connection(address, num_cpus=max(num_ranks, os.cpu_count() or 1)):
-            placement = place_ranks(job.config.ray, num_ranks, is_private=address is None)
+        with ray_connection(address, num_cpus=max(ranks.maximum, os.cpu_count() or 1)):
+            placement = place_ranks(job.config.ray, ranks.minimum, is_private=address is None)
             with (
                 ray_log(directory.logs / "ray.log"),
                 ClusterMonitor(
-                    use_gpu=placement.use_gpu, restrictions=placement.restrictions
+                    use_gpu=placement.use_gpu, placement=placement
                 ) as supervisor.monitor,
             ):
-                supervisor.set_ended(_fit(job, num_ranks, placement))
+                end = RanksEnd.NOT_STARTED
+                while num_ranks := supervisor.starts.wait():
+                    end = _fit(job, num_ranks, placement=placement, is_elastic=ranks.is_elastic)
+                    supervisor.starts.end(end)
+                has_returned = end is RanksEnd.RETURNED
+                supervisor.set_ended(None if has_returned else TxlError("the ranks failed"))
 
     try:
         supervisor.run(run_ray)
@@ -81,11 +91,17 @@ def train_on_ray(
         files.remove()
 
 
-def _fit(job: TrainJob, num_ranks: int, placement: Placement) -> TxlError | None:
-    """Run Ray Train until the ranks have ended; returns its error if it gave up."""
+def _fit(job: TrainJob, num_ranks: int, *, placement: Placement, is_elastic: bool) -> RanksEnd:
+    """Run Ray Train until the ranks have ended; returns how. Raises TxlError if a restart cannot
+    help.
+
+    If the resources of the ranks are not free within a minute, Ray Train waits on; with
+    `is_elastic` it gives up, and fewer ranks may start.
+    """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
-    from ray.train.v2.api.exceptions import TrainingFailedError
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+    from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
     from cluster.failure_callback import FailureCallback
     from cluster.network import NodeInterfaceTorchConfig
@@ -104,22 +120,30 @@ def _fit(job: TrainJob, num_ranks: int, placement: Placement) -> TxlError | None
         run_config=RunConfig(
             name="ray",  # Ray Train keeps its own state in RUN/ray
             storage_path=str(job.run_path.resolve()),
-            failure_config=FailureConfig(max_failures=-1),  # the supervisor counts
+            failure_config=FailureConfig(
+                max_failures=0,
+                max_preemption_failures=0,
+                controller_failure_limit=0 if is_elastic else -1,
+            ),
             callbacks=[FailureCallback(job.run_path.resolve(), job.launch_id)],
         ),
     )
     try:
         trainer.fit()
-    except TrainingFailedError as error:
-        return TxlError(
+    except ControllerError as error:
+        if isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
+            return RanksEnd.NOT_STARTED
+        raise TxlError(
             f"Ray Train ended the run: {error}. Logs of all ranks: "
             f"{RunDirectory(job.run_path).logs}. {resume_advice(job.run_path)}"
-        )
-    return None
+        ) from error
+    except TrainingFailedError:  # of ranks; FailureCallback has recorded it
+        return RanksEnd.FAILED
+    return RanksEnd.RETURNED
 
 
 def _train_loop(settings: dict[str, Any]) -> None:
-    """One rank, inside a Ray worker. An error that is raised makes Ray restart all ranks."""
+    """One rank, inside a Ray worker. An error that is raised makes Ray end all ranks."""
     import ray.train
 
     os.chdir(settings["working_directory"])  # the config may have relative paths
@@ -137,8 +161,6 @@ def _train_loop(settings: dict[str, Any]) -> None:
     )
     directory = RunDirectory(job.run_path)
     files = LaunchFiles(directory.path, job.launch_id)
-    if files.error() is not None:
-        return  # the launcher raises it
     location = RankLocation(node_id, ray.util.get_node_ip_address(), os.getpid())
     files.write_location(world.rank, location)
     try:
@@ -149,10 +171,16 @@ def _train_loop(settings: dict[str, Any]) -> None:
         )
     except LostRankError:
         raise  # caused by another rank; a restart can help
+    except FencedError as error:
+        # A rank that was cut off may be fenced by the ranks that have replaced it in this launch.
+        newest = newest_record(directory.path / FOLDER)
+        if newest is None or newest.launch_id != job.launch_id:
+            files.write_error(world.rank, error)
+        raise
     except TxlError as error:
         with suppress(OSError):  # a full disk; Ray then transports the error itself
             files.write_error(world.rank, error)
-        # If only this rank failed, raising makes Ray end the other ranks; restarted, they find the
-        # recorded error and return. Stops and divergence end all ranks at the same step instead.
+        # If only this rank failed, raising makes Ray end the other ranks. Stops and divergence end
+        # all ranks at the same step instead.
         if not isinstance(error, PreemptedError | DivergedError):
             raise

@@ -3,32 +3,36 @@
 A call into Ray can block for minutes or without limit, and Python handles no signal meanwhile. So
 the main thread makes no calls into Ray. Every POLL_SECONDS it
 
-1. reads from the launch files which ranks have started or failed, and prints failures;
+1. reads from the launch files which ranks have started or failed, and prints failures
+   (`rank_monitor.py`);
 2. passes a stop request on to the ranks, as a stop file;
-3. prints what the launch is waiting for, until the first step;
-4. gives up if a time limit has passed: it kills a private Ray and abandons Ray's thread.
+3. decides when ranks start, how many, and when they end early for a change (`rank_starts.py`);
+4. prints what the launch is waiting for, until the first step;
+5. gives up if a time limit has passed: it kills a private Ray and abandons Ray's thread.
 """
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from cluster.address import responds
 from cluster.cluster_monitor import ClusterMonitor
 from cluster.connection import abandon_ray
 from cluster.failure_counter import NODE_LOSS_SECONDS, FailureCounter
+from cluster.launch_output import LaunchOutput
 from cluster.private_ray import end_private_ray
+from cluster.rank_monitor import RankMonitor, describe_draining
+from cluster.rank_plan import RankPlan
+from cluster.rank_starts import RankStarts
 from data_pipeline.processes.stop_signals import StopSignals, block_stop_signals, end_now
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
-from txl_dist.launch.launch_files import LaunchFiles, RankFailure, RankLocation
+from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.supervision import RestartBudget
 from txl_dist.runtime.stop_request import STOPPING
-from txl_dist.training.follow import LogFollower, step_of
+from txl_dist.training.follow import LogFollower
 from txl_dist.training.run_directory import RunDirectory
 
 POLL_SECONDS = 0.2
@@ -42,44 +46,45 @@ SHUTDOWN_SECONDS = 15.0
 """Time limit for Ray's shutdown once the ranks have ended."""
 
 log = logging.getLogger("ray.txl")
-_RECORD = re.compile(r"^\d\d:\d\d:\d\d (?!rank \d+ failed$)")
-"""First line of a log record. Failures are excluded, as are the lines of tracebacks: the supervisor
-prints one line per failure."""
 
 
 class Supervisor:
-    """Supervises one launch. Ray's thread sets `monitor` once it is connected."""
+    """Supervises one launch. Ray's thread uses `starts`."""
 
     def __init__(
         self,
         directory: RunDirectory,
         files: LaunchFiles,
         *,
-        num_ranks: int,
+        plan: RankPlan,
         address: str | None,
         start_timeout_seconds: float,
         grace_seconds: float,
         budget: RestartBudget,
         on_line: OnLine,
     ) -> None:
-        self.monitor: ClusterMonitor | None = None
-        self._directory, self._files = directory, files
-        self._num_ranks, self._address = num_ranks, address
+        self._directory, self._files, self._plan, self._address = directory, files, plan, address
         self._start_timeout_seconds, self._grace_seconds = start_timeout_seconds, grace_seconds
         # A private Ray has one node, which this process would not outlive.
         wait_seconds = 0.0 if address is None else NODE_LOSS_SECONDS
         self._counter = FailureCounter(budget, directory, wait_seconds=wait_seconds)
-        self._on_line, self._print_lock = on_line, threading.Lock()
-        self._waiting_since = self._last_print = time.monotonic()
-        self._locations: dict[int, RankLocation] = {}
-        """Filled once all ranks have started; empty again after a failure."""
-        self._failure: tuple[float, RankFailure] | None = None
-        """A failure that is not yet reported, and when it was read."""
-        self._has_stepped = self._has_failed = False
+        self._ranks = RankMonitor(files, self._counter)
+        self._output = LaunchOutput(on_line)
+        self.starts = RankStarts(directory, files, plan, self._ranks, self._counter, self._output)
         self._stop_deadline: float | None = None
         """When to give up on ranks that were asked to stop."""
+        self._is_preempted = False
         self._ended_at: float | None = None
         self._error: Exception | None = None
+
+    @property
+    def monitor(self) -> ClusterMonitor | None:
+        """Set by Ray's thread once it is connected."""
+        return self._ranks.cluster
+
+    @monitor.setter
+    def monitor(self, monitor: ClusterMonitor) -> None:
+        self._ranks.cluster = monitor
 
     def run(self, run_ray: Callable[[], None]) -> None:
         """Call `run_ray` in a thread until it returns. Raises the TxlError that ended the launch.
@@ -89,7 +94,7 @@ class Supervisor:
         thread = threading.Thread(
             target=self._run_in_thread, args=(run_ray,), name="ray", daemon=True
         )
-        rank_0_log = LogFollower(self._directory.log(0), self._print_record)
+        rank_0_log = LogFollower(self._directory.log(0), self._output.print_record)
         with StopSignals(on_repeat=self._kill_ray_and_end) as signals, rank_0_log:
             thread.start()
             error = self._supervise(thread, signals)
@@ -118,24 +123,26 @@ class Supervisor:
             # aborts the process three seconds after a SIGTERM.
             signals.reinstall()
             if self._ended_at is None:
-                if error := self._poll(is_stop_requested=bool(signals)):
+                if error := self._poll(is_stop_requested=self._is_stop_requested(signals)):
                     return error
             elif time.monotonic() - self._ended_at > SHUTDOWN_SECONDS:
                 break
             thread.join(POLL_SECONDS)
-        return self._launch_error(is_stop_requested=bool(signals))
+        return self._launch_error(is_stop_requested=self._is_stop_requested(signals))
 
     def _poll(self, *, is_stop_requested: bool) -> TxlError | None:
-        """Steps 1 to 4 above; returns an error to give up with."""
-        self._read_launch_files()
+        """Steps 1 to 5 above; returns an error to give up with."""
+        is_ending = is_stop_requested or self.starts.change is not None
+        self._ranks.read(self._plan.num_ranks, is_stopping=is_ending)
         self._report_failure()
         if is_stop_requested and (error := self._forward_stop()):
             return error
-        if not is_stop_requested and (error := self._check_budget()):
-            return error
-        if not self._has_stepped and time.monotonic() - self._last_print > STATUS_SECONDS:
-            seconds = time.monotonic() - self._waiting_since
-            self._print(f"waiting {seconds:.0f} s for {self._describe_wait()}")
+        if not is_stop_requested:
+            if error := self._check_budget():
+                return error
+            self.starts.poll()
+        if not self._output.has_stepped and self._output.silent_seconds > STATUS_SECONDS:
+            self._output.print(f"waiting {self._waited_seconds:.0f} s for {self._describe_wait()}")
         return self._check_time_limits()
 
     def _launch_error(self, *, is_stop_requested: bool) -> TxlError | None:
@@ -161,45 +168,18 @@ class Supervisor:
             f"{self._resume_advice}"
         )
 
-    # --- 1. start and failure of ranks ------------------------------------------------------------
-
-    def _read_launch_files(self) -> None:
-        if not self._locations:
-            locations = self._files.locations(self._num_ranks)
-            if len(locations) == self._num_ranks:
-                self._locations = locations
-        for failure in self._files.new_failures():
-            for rank, text in failure.errors.items():
-                log.warning("rank %d: %s", rank, text)
-            self._failure = time.monotonic(), failure
-            if not failure.is_preemption:
-                node_ids = frozenset(location.node_id for location in self._locations.values())
-                self._counter.add(self._describe_failure(failure), node_ids=node_ids)
-            self._files.remove_locations(self._num_ranks)  # before the restarted ranks write theirs
+    # --- 1. failures ------------------------------------------------------------------------------
 
     def _report_failure(self) -> None:
-        """Print which ranks died or failed, as soon as that is known, and wait for new ranks."""
-        if self._failure is None or self._files.error() is not None:
+        event = self._ranks.take_failure()
+        if event is None:
             return
-        since, failure = self._failure
-        # When a node dies, Ray Train reports an error of the surviving ranks first. The node's
-        # death explains it, and Ray notices that some seconds later.
-        failure = replace(failure, died=self._ranks_on_dead_nodes() or failure.died)
-        if not failure.died and time.monotonic() - since < NODE_LOSS_SECONDS:
-            return
-        event = self._describe_failure(failure)
-        self._failure, self._locations, self._has_failed = None, {}, True
-        self._waiting_since, self._has_stepped = time.monotonic(), False
-        self._print(
+        self.starts.begin_wait()
+        loss = self._output.describe_loss(self._directory.checkpoints.newest_step())
+        self._output.print(
             f"{event}; waiting for {self._describe_wait()}. Training then resumes from the newest "
-            f"checkpoint (details: {self._ray_log})"
+            f"checkpoint: {loss} (details: {self._ray_log})"
         )
-
-    def _describe_failure(self, failure: RankFailure) -> str:
-        if failure.died:
-            return " and ".join(f"{self._describe_rank(rank)} died" for rank in failure.died)
-        rank, text = next(iter(failure.errors.items()))
-        return f"{self._describe_rank(rank)} failed ({text.splitlines()[0]})"
 
     def _check_budget(self) -> TxlError | None:
         """Count failures; returns the error that ends the launch after too many."""
@@ -208,30 +188,32 @@ class Supervisor:
         state = self.monitor.state if self.monitor else None
         return self._counter.check(state.node_ids if state else None)
 
-    def _ranks_on_dead_nodes(self) -> tuple[int, ...]:
-        state = self.monitor.state if self.monitor else None
-        if state is None:
-            return ()
-        return tuple(
-            rank
-            for rank, location in self._locations.items()
-            if location.node_id not in state.node_ids
-        )
-
     # --- 2. stop requests -------------------------------------------------------------------------
+
+    def _is_stop_requested(self, signals: StopSignals) -> bool:
+        """By a signal, or because the node of this process is preempted."""
+        monitor = self.monitor
+        deadlines = monitor.state.deadlines if monitor and monitor.state else {}
+        if not self._is_preempted and monitor and monitor.own_node_id in deadlines:
+            self._is_preempted = True
+            node = describe_draining("of the launcher", deadlines[monitor.own_node_id])
+            self._output.print(f"{node}: the launch ends")
+        return bool(signals) or self._is_preempted
 
     def _forward_stop(self) -> TxlError | None:
         """Ask the ranks to save and stop, once; without ranks, end here."""
-        if not self._locations:
-            state = "no rank is training" if self._has_failed else "nothing has been trained yet"
-            self._print(f"stopping: {state}")
+        if not self._ranks.locations:
+            has_failed = self._ranks.has_failed
+            state = "no rank is training" if has_failed else "nothing has been trained yet"
+            self._output.print(f"stopping: {state}")
             return PreemptedError(
                 f"stopped on request while no rank was training. {self._resume_advice}"
             )
         if self._stop_deadline is None:
             self._stop_deadline = time.monotonic() + self._grace_seconds + STOP_MARGIN_SECONDS
             self._files.stop.touch()
-            self._print(STOPPING)
+            self._output.print(STOPPING)
+            self.starts.end_thread()
         if self._files.error() is not None:  # the ranks' PreemptedError: do not wait for Ray
             self.set_ended(None)
         elif time.monotonic() > self._stop_deadline:
@@ -247,31 +229,18 @@ class Supervisor:
             end_private_ray()
         end_now()
 
-    # --- 3. output --------------------------------------------------------------------------------
-
-    def _print(self, line: str) -> None:
-        with self._print_lock:  # the log of rank 0 is followed in another thread
-            self._last_print = time.monotonic()
-            self._on_line(line)
-
-    def _print_record(self, line: str) -> None:
-        """A line of rank 0's log."""
-        if _RECORD.match(line):
-            self._has_stepped |= step_of(line) is not None
-            self._print(line)
+    # --- 4. output --------------------------------------------------------------------------------
 
     def _describe_wait(self) -> str:
-        if self._locations:
+        if self._ranks.locations:
             return "the first step: the ranks are running and load data and model"
         if self.monitor is not None:
-            return self.monitor.describe_wait(self._num_ranks)
+            return self.monitor.describe_wait(self._plan.ranks.minimum)
         return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
 
-    def _describe_rank(self, rank: int) -> str:
-        location = self._locations.get(rank)
-        return f"rank {rank}" + (
-            f" (node {location.address}, pid {location.pid})" if location else ""
-        )
+    @property
+    def _waited_seconds(self) -> float:
+        return time.monotonic() - self.starts.waiting_since
 
     @property
     def _ray_log(self) -> str:
@@ -281,11 +250,10 @@ class Supervisor:
     def _resume_advice(self) -> str:
         return resume_advice(self._directory.path)
 
-    # --- 4. giving up -----------------------------------------------------------------------------
+    # --- 5. giving up -----------------------------------------------------------------------------
 
     def _check_time_limits(self) -> TxlError | None:
-        waited_seconds = time.monotonic() - self._waiting_since
-        if not self._locations and waited_seconds > self._start_timeout_seconds:
+        if not self._ranks.locations and self._waited_seconds > self._start_timeout_seconds:
             return TxlError(
                 f"the ranks did not start within {self._start_timeout_seconds:g} s "
                 f"(ray.start_timeout_seconds), while waiting for {self._describe_wait()}. Ray's "

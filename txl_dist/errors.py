@@ -6,6 +6,7 @@
         UnfinishedError     3   preparation that was interrupted; the same command resumes it
       ReadFailureError      1   data that cannot be read now; it may be intact
       CheckpointError       4   damaged, incomplete or incompatible checkpoint
+        FencedError         4   a newer attempt of the run owns its checkpoints
       DivergedError         5   loss or gradient that is not finite, or a spike
       LostRankError         1   no reply from other ranks in a collective
       PreemptedError       75   stopped on request; resumable (EX_TEMPFAIL)
@@ -24,6 +25,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DivergedError",
+    "FencedError",
     "LostRankError",
     "PreemptedError",
     "TxlError",
@@ -34,6 +36,10 @@ class CheckpointError(TxlError):
     """A checkpoint that is damaged, incomplete or from a different model."""
 
     exit_code = 4
+
+
+class FencedError(CheckpointError):
+    """A newer attempt of this run owns its checkpoints: this one stops and changes nothing."""
 
 
 class DivergedError(TxlError):
@@ -65,6 +71,7 @@ def error_from_json(line: bytes) -> TxlError:
         ConfigError,
         DataError,
         CheckpointError,
+        FencedError,
         DivergedError,
         LostRankError,
         PreemptedError,

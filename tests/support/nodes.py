@@ -55,13 +55,15 @@ def ray_node(
     num_cpus: int = 1,
     inside: Sequence[str] = (),
     words: Sequence[str] = (),
+    port: int | None = None,
 ) -> Iterator[RayNode]:
     """Start a head, or a node that joins the cluster at `join`.
 
-    `inside` are words before the command, `words` more options of `ray start`.
+    `inside` are words before the command, `words` more options of `ray start`. `port` of a head: a
+    free one by default.
     """
     if join is None:
-        port = _free_port()
+        port = port or _free_port()
         options, address = ("--head", f"--port={port}", "--include-dashboard=false"), f"{ip}:{port}"
     else:
         options, address = (f"--address={join}",), join

@@ -24,8 +24,9 @@ from pathlib import Path
 from data_pipeline.storage.atomic_files import fsync_directory, remove_leftovers, write_file
 from data_pipeline.storage.directories import publish_directory, remove_directory
 from data_pipeline.storage.locks import try_lock
-from txl_dist.checkpoint.manifest import MANIFEST_NAME
-from txl_dist.errors import CheckpointError
+from txl_dist.checkpoint.attempts import Attempt
+from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
+from txl_dist.errors import CheckpointError, FencedError
 
 _NAME = re.compile(r"step-(\d{8,})")
 _SUPERSEDED = re.compile(r"superseded-step-\d{8,}")
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run. Only rank 0 changes them, and only under the run's lock.
+    """The checkpoints of one run. Only rank 0 of the newest attempt changes them, under the lock.
 
     During a run, all changes are made by one thread of rank 0 (`txl_dist/training/saving.py`).
     """
@@ -42,6 +43,13 @@ class CheckpointDirectory:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.path = run / "checkpoints"
+        self.attempt: Attempt | None = None
+        """Of a training process: changes raise FencedError once there is a newer attempt."""
+
+    def require_newest_attempt(self) -> None:
+        """Raise FencedError if a newer attempt of the run has started; called before a change."""
+        if self.attempt is not None:
+            self.attempt.require_newest()
 
     def staging(self, save_id: str) -> Path:
         """Where the files of one save are written before the directory is renamed."""
@@ -72,6 +80,7 @@ class CheckpointDirectory:
 
     def open(self) -> None:
         """Create the directory and remove leftovers of killed processes; at the start of a run."""
+        self.require_newest_attempt()
         self.path.mkdir(parents=True, exist_ok=True)
         for pointer in ("LATEST", "BEST"):
             remove_leftovers(self.run / pointer)
@@ -83,6 +92,7 @@ class CheckpointDirectory:
 
     def set_pointer(self, name: str, step: int) -> None:
         """Write RUN/LATEST or RUN/BEST."""
+        self.require_newest_attempt()
         write_file(self.run / name, f"checkpoints/{self.at(step).name}\n".encode())
 
     def pointer(self, name: str) -> int | None:
@@ -112,10 +122,24 @@ class CheckpointDirectory:
 
     def finish(self, save_id: str, step: int) -> Path:
         """Rename the staging directory, whose files are synced, to the step's final name."""
+        self.require_newest_attempt()
         # The step exists already if the run had fallen back to before a damaged checkpoint.
-        if replaced := publish_directory(self.staging(save_id), self.at(step)):
+        replaced = publish_directory(self.staging(save_id), self.at(step))
+        try:
+            self.require_newest_attempt()
+        except FencedError:  # this process was suspended between the check and the rename
+            self._withdraw(save_id, step, replaced)
+            raise
+        if replaced:
             _remove(replaced)
         return self.at(step)
+
+    def _withdraw(self, save_id: str, step: int, replaced: Path | None) -> None:
+        """Undo `finish`, unless another process has published this step since."""
+        if load_checkpoint_manifest(self.at(step)).save_id == save_id:
+            _remove(self.at(step))
+            if replaced:
+                replaced.rename(self.at(step))
 
     def discard(self, save_id: str) -> None:
         """Remove the files of a save that has failed, as far as possible."""
@@ -131,6 +155,7 @@ class CheckpointDirectory:
         of at most one abandoned trajectory take up space. `source`, the checkpoint to resume from,
         may be one of them and is not removed. LATEST and BEST are updated or removed.
         """
+        self.require_newest_attempt()
         later = [other for other in self.steps() if other > step]
         if later:
             for entry in self.superseded():
@@ -152,6 +177,7 @@ class CheckpointDirectory:
         Steps that are multiples of `keep_interval_steps` are kept too. A checkpoint that is being
         read is removed by a later call.
         """
+        self.require_newest_attempt()
         for step in self.steps()[:-keep]:
             is_multiple = keep_interval_steps is not None and step % keep_interval_steps == 0
             if step != best_step and not is_multiple:

@@ -129,6 +129,8 @@ class CheckpointManifest(StrictModel):
     """Identifies this save, also among saves of one step. None: written by an older version."""
     run_id: str | None = None
     """Identifies the run and stays the same when it resumes. None as for `save_id`."""
+    attempt: Count = 0
+    """Number of the attempt that wrote it (`attempts.py`). 0: written by an older version."""
 
     @field_validator("state")
     @classmethod

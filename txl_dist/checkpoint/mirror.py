@@ -4,18 +4,21 @@ The copies follow the local directory: every `update` uploads what the URL lacks
 removes the copies of checkpoints that do not exist locally any more. So a failed upload needs no
 record: the next update repeats it, and training never stops for a store that is away. Each rank
 uploads the files that it wrote; rank 0 uploads the metrics and the manifest, when the store has all
-other files, then LATEST.
+other files, then LATEST. A run that was started again elsewhere has a newer attempt at the URL
+(`attempts.py`): then nothing is changed there any more.
 """
 
 import logging
 import re
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 from data_pipeline.errors import printable
 from data_pipeline.processes.background_queue import BackgroundQueue
 from data_pipeline.storage.remote_path import RemotePath
+from txl_dist.checkpoint.attempts import Attempt
 from txl_dist.checkpoint.directory import CheckpointDirectory, reading
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -29,7 +32,7 @@ from txl_dist.checkpoint.remote import (
     remote_name,
     step_of,
 )
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.errors import CheckpointError, ConfigError, FencedError
 from txl_dist.runtime.fault_injection import fault_point
 
 POLL_SECONDS = 0.5
@@ -50,6 +53,7 @@ class CheckpointMirror:
         rank: int,
         num_ranks: int,
         timeout_seconds: float,
+        attempt: Attempt | None = None,
     ) -> None:
         self._remote, self._checkpoints = RemoteCheckpoints(RemotePath(url)), checkpoints
         self._rank, self._num_ranks, self._timeout_seconds = rank, num_ranks, timeout_seconds
@@ -59,17 +63,19 @@ class CheckpointMirror:
         self._closing = threading.Event()
         self.failure: str | None = None
         """Why the last update has failed; None if it has not."""
+        self._attempt = attempt and replace(attempt, folder=self._remote.attempts)
+        self._fenced: FencedError | None = None
         self._queue = BackgroundQueue("upload")
 
     def __str__(self) -> str:
         return str(self._remote.url)
 
     def open(self, run_id: str) -> None:
-        """Remove the copies of checkpoints that the run has abandoned by resuming from an older
-        one. Call on rank 0 before any rank uploads.
+        """Record this attempt, and remove the copies of checkpoints that the run has abandoned by
+        resuming from an older one. Call on rank 0 before any rank uploads.
 
         Raises ConfigError if the URL has checkpoints of another run, which would be removed;
-        CheckpointError if the store fails.
+        FencedError if a newer attempt uses it; CheckpointError if the store fails.
         """
         try:
             names = self._remote.complete()
@@ -79,6 +85,8 @@ class CheckpointMirror:
                     f"training.checkpoint_url={self} has checkpoints of another run ({names[-1]}). "
                     "Use another URL for this run, or remove them with the tools of the store"
                 )
+            if self._attempt is not None:  # not earlier: a refused start must not stop that run
+                self._attempt.add()
             newest = max(self._checkpoints.steps(), default=0)
             for name in self._remote.names():
                 if step_of(name) > newest:
@@ -95,6 +103,16 @@ class CheckpointMirror:
         self._num_updates += 1
         self._queue.submit(partial(self._try_update, self._num_updates))
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the URL has a newer attempt; nothing is changed there any more."""
+        return self._fenced is not None
+
+    def require_newest_attempt(self) -> None:
+        """Raise the FencedError of the last update, if it had one. Without a request."""
+        if self._fenced is not None:
+            raise self._fenced
+
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for the updates of this rank; returns whether all have ended."""
         return self._queue.wait(timeout_seconds)
@@ -108,12 +126,14 @@ class CheckpointMirror:
 
     def _try_update(self, number: int) -> None:
         # A later update copies everything: a slow store must not get a queue of updates.
-        if self._closing.is_set() or number < self._num_updates:
+        if self._closing.is_set() or self.is_fenced or number < self._num_updates:
             return
         try:
             self._wait_for_publication()
             self._update()
             self.failure = None
+        except FencedError as error:
+            self._fenced = error
         except Exception as error:  # every client library has its own error classes
             reason = getattr(error, "strerror", None) or str(error)
             self.failure = f"rank {self._rank}: {type(error).__name__}: {printable(reason)}"
@@ -150,6 +170,7 @@ class CheckpointMirror:
         if self._rank != 0 or not present:
             return
         newest = next((name for name in present.values() if name), None)
+        self._check_attempt()
         if newest:
             (self._remote.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
         self._upload_run_files()
@@ -157,6 +178,7 @@ class CheckpointMirror:
 
     def _remove_all_but(self, present: dict[int, str | None]) -> None:
         abandoned = abandoned_names(self._checkpoints)
+        self._check_attempt()
         for name in self._remote.names():
             step = step_of(name)
             # Another rank may already be uploading a newer checkpoint than those in `present`.
@@ -184,6 +206,7 @@ class CheckpointMirror:
                 self._wait_for_files(target, manifest)
                 content = (path / MANIFEST_NAME).read_bytes()
                 if self._sent_manifests.get(name) != content:
+                    self._check_attempt()
                     # First, because a resume from this copy needs the metrics up to its step.
                     self._upload_run_files()
                     (target / MANIFEST_NAME).write_bytes(content)
@@ -195,6 +218,11 @@ class CheckpointMirror:
         for name in RUN_FILES:
             if (path := self._checkpoints.run / name).is_file():
                 (self._remote.url / name).write_from(path)
+
+    def _check_attempt(self) -> None:
+        """Raise FencedError if another process has continued the run from the copies."""
+        if self._attempt is not None:
+            self._attempt.require_newest()
 
     def _is_own(self, file: str) -> bool:
         # Modulo: an older checkpoint may have been written by more ranks than there are now.

@@ -2,6 +2,7 @@
 
     URL/checkpoints/step-NNNNNNNN.ID/   the files of one save; complete if manifest.json is there
     URL/LATEST                          for people and scripts
+    URL/attempts/                       the starts of the run; see `attempts.py`
     URL/metrics.jsonl, tracking.json    of the run directory, at least up to the newest checkpoint
 
 The name contains the id of the save: an upload that was interrupted can never be completed with the
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file, write_synced
 from data_pipeline.storage.remote_path import RemotePath
+from txl_dist.checkpoint.attempts import FOLDER
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -54,6 +56,11 @@ class RemoteCheckpoints:
     """The copies below `url`. Methods raise OSError if the store fails, after retries."""
 
     url: RemotePath
+
+    @property
+    def attempts(self) -> RemotePath:
+        """The folder of attempts (`attempts.py`)."""
+        return self.url / FOLDER
 
     def at(self, name: str) -> RemotePath:
         """The folder of one copy."""

@@ -15,7 +15,7 @@ it, and older checkpoints would be removed in favour of it.
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from txl_dist.checkpoint.manifest import (
     load_checkpoint_manifest,
 )
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.errors import CheckpointError, DivergedError, TxlError
+from txl_dist.errors import CheckpointError, DivergedError, FencedError, TxlError
 from txl_dist.runtime.fault_injection import fault_point
 
 _POLL_SECONDS = 0.02
@@ -51,6 +51,7 @@ class CheckpointHeader:
     model: dict[str, Any]
     run: dict[str, Any]
     run_id: str | None = None
+    attempt: int = 0
     tokenizer_json: str
     tokenizer_digest: str
     data_digest: str
@@ -158,12 +159,14 @@ class Save:
             files=files,
             save_id=self.save_id,
             run_id=header.run_id,
+            attempt=header.attempt,
         )
         write_synced(staging / MANIFEST_NAME, manifest.to_json())
 
 
 def update_state(directory: CheckpointDirectory, step: int, changes: Mapping[str, Any]) -> None:
     """Replace entries of `state` in the manifest of a step's checkpoint; called on rank 0."""
+    directory.require_newest_attempt()
     path = directory.at(step)
     manifest = load_checkpoint_manifest(path)
     updated = manifest.model_copy(update={"state": {**manifest.state, **changes}})
@@ -172,12 +175,18 @@ def update_state(directory: CheckpointDirectory, step: int, changes: Mapping[str
 
 @contextmanager
 def explain_failed_save(directory: CheckpointDirectory, *, rank: int) -> Iterator[None]:
-    """Turn errors of work on a checkpoint into a CheckpointError with the rank and advice."""
+    """Turn errors of work on a checkpoint into a CheckpointError with the rank and advice.
+
+    If a newer attempt is the reason, into its FencedError.
+    """
     try:
         yield
-    except DivergedError:
+    except (DivergedError, FencedError):
         raise
     except Exception as error:
+        # A newer attempt removes the files that older ones are writing.
+        with suppress(OSError):
+            directory.require_newest_attempt()
         reason = error if isinstance(error, TxlError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{directory.path}: the checkpoint could not be written: rank {rank}: {reason}. Free "

@@ -11,6 +11,7 @@ from txl_dist.cli.options import ConfigPath, Overrides
 from txl_dist.cli.paths import require_local
 
 if TYPE_CHECKING:
+    from txl_dist.launch.rank_range import RankRange
     from txl_dist.training.job import TrainJob
 
 
@@ -26,7 +27,12 @@ def train(
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Number of data-parallel ranks.", show_default="1")
+        str | None,
+        typer.Option(
+            help="Number of data-parallel ranks. A:B, with Ray: from A to B, as many as the "
+            "cluster has room for.",
+            show_default="1",
+        ),
     ] = None,
     resume: Annotated[
         str,
@@ -66,6 +72,7 @@ def train(
     Example: txl train configs/quickstart.yaml --ranks 2 training.num_steps=500
     """
     from txl_dist.config.config_file import load_run_config
+    from txl_dist.launch.rank_range import RankRange
     from txl_dist.runtime.torchrun import is_torchrun
     from txl_dist.training.job import TrainJob
 
@@ -78,13 +85,13 @@ def train(
     )
     _require_known_settings(job)
     if is_torchrun():
-        _train_as_rank(job, on=on, num_ranks=ranks, max_restarts=max_restarts, dry_run=dry_run)
+        _train_as_rank(job, on=on, ranks=ranks, max_restarts=max_restarts, dry_run=dry_run)
     else:
         _launch(
             job,
             config,
             on=on or "ray",
-            num_ranks=ranks or 1,
+            ranks=RankRange.parse(ranks or "1"),
             max_restarts=max_restarts,
             dry_run=dry_run,
             quiet=quiet,
@@ -96,7 +103,7 @@ def _launch(
     config: Path,
     *,
     on: str,
-    num_ranks: int,
+    ranks: "RankRange",
     max_restarts: int | None,
     dry_run: bool,
     quiet: bool,
@@ -116,17 +123,23 @@ def _launch(
         )
     # In this process first: one message, instead of one from every rank after a slow start.
     launcher = find_launcher(on)
-    data = TrainingData.open(job.config, num_ranks=num_ranks)
+    data = TrainingData.open(job.config, num_ranks=ranks.maximum)
     num_steps = resolve_duration(job.config, data.plan).num_steps
     if dry_run:
         print(
             f"{config}: ready. {data.plan.num_tokens:,} training tokens in {data.plan.num_lanes} "
-            f"lanes on {num_ranks} ranks; the run would write to {job.run_path}"
+            f"lanes on {ranks} ranks; the run would write to {job.run_path}"
         )
         return
     RunDirectory(job.run_path).create()
     with run_progress(num_steps, quiet=quiet) as on_line:
-        launcher.train(job, num_ranks=num_ranks, on_line=on_line, max_restarts=max_restarts)
+        launcher.train(
+            job,
+            num_ranks=ranks.maximum,
+            min_ranks=ranks.minimum,
+            on_line=on_line,
+            max_restarts=max_restarts,
+        )
     if not quiet:
         print(f"done: {job.run_path} (checkpoints, metrics.jsonl, logs)")
 
@@ -150,7 +163,7 @@ def _train_as_rank(
     job: "TrainJob",
     *,
     on: str | None,
-    num_ranks: int | None,
+    ranks: str | None,
     max_restarts: int | None,
     dry_run: bool,
 ) -> None:
@@ -167,7 +180,7 @@ def _train_as_rank(
     # Options that torchrun decides are refused, not ignored: the run would differ from them.
     world = World.from_environment()
     contradictions = [f"--on {on}"] if on is not None else []
-    contradictions += [f"--ranks {num_ranks}"] if num_ranks not in (None, world.num_ranks) else []
+    contradictions += [f"--ranks {ranks}"] if ranks not in (None, str(world.num_ranks)) else []
     # torchrun restarts the ranks that it starts.
     contradictions += [f"--max-restarts {max_restarts}"] if max_restarts is not None else []
     contradictions += ["--dry-run"] if dry_run else []

@@ -185,3 +185,6 @@ class RayConfig(Section):
     """false: no rank runs on the head node of a cluster with several nodes."""
     node_labels: dict[str, str] = Field(default={})
     """Labels of the nodes that may run ranks, as Ray's label selectors: `{market: "!spot"}`."""
+    growth_interval_seconds: float = Field(default=600.0, ge=0)
+    """With `--ranks A:B`: the least time between the start of the ranks and a restart with more of
+    them, after nodes have joined. A restart takes about half a minute."""

@@ -1,9 +1,9 @@
 """LaunchFiles: how the launcher and the ranks of one launch communicate.
 
-A launch is one start of a run by a person; restarts of its ranks belong to it. The files are in the
-run directory, which every node sees. Files, because a stop signal may reach only the launcher or
-one rank, and a rank that died cannot report anything. Plain processes use `stop` and `saved`, Ray
-all of them.
+A launch is one start of a run by a person; all starts of its ranks belong to it. The files are in
+the run directory, which every node sees. Files, because a stop signal may reach only the launcher
+or one rank, and a rank that died cannot report anything. Plain processes use `stop` and `saved`,
+Ray all of them.
 """
 
 import json
@@ -57,7 +57,10 @@ class LaunchFiles:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        for path in self._base.parent.glob(f"{self._base.name}.*"):
+        self._remove("*")
+
+    def _remove(self, pattern: str) -> None:
+        for path in self._base.parent.glob(f"{self._base.name}.{pattern}"):
             path.unlink(missing_ok=True)
 
     def job_after_restart(self, job: TrainJob) -> TrainJob:
@@ -77,9 +80,13 @@ class LaunchFiles:
             if path.exists()
         }
 
-    def remove_locations(self, num_ranks: int) -> None:
-        for rank in range(num_ranks):
-            self._location_path(rank).unlink(missing_ok=True)
+    def remove_locations(self) -> None:
+        self._remove("rank-*")
+
+    def reset(self) -> None:
+        """Remove stop request, errors and locations of ranks that have ended; others will start."""
+        for pattern in ("stop", "error-*", "rank-*"):
+            self._remove(pattern)
 
     def write_error(self, rank: int, error: TxlError) -> None:
         """Called by a rank: the error that ended it, which a restart would only repeat."""

@@ -26,10 +26,18 @@ class Launcher(Protocol):
     """Starts ranks or workers, and raises the TxlError that ended them."""
 
     def train(
-        self, job: "TrainJob", *, num_ranks: int, on_line: OnLine, max_restarts: int | None = None
+        self,
+        job: "TrainJob",
+        *,
+        num_ranks: int,
+        on_line: OnLine,
+        max_restarts: int | None = None,
+        min_ranks: int | None = None,
     ) -> None:
         """Run the job to its end. Raises PreemptedError after a stop signal.
 
+        `min_ranks`: if it is lower than `num_ranks`, the run is elastic: it continues with fewer
+        ranks when some are lost. Raises ConfigError if the launcher cannot do that.
         `max_restarts`: restarts after failures of ranks, without a new checkpoint between them;
         None is the launcher's default.
         """

@@ -32,6 +32,7 @@ from txl_dist.launch.supervision import (
     RunFailure,
     failure_of,
     is_stop_code,
+    restart_delay_seconds,
     restart_line,
 )
 from txl_dist.runtime.stop_request import STOPPING, StopRequest
@@ -55,13 +56,25 @@ class ProcessLauncher:
     """Trains with `num_ranks` processes, evaluates in this process, prepares with processes."""
 
     def train(
-        self, job: TrainJob, *, num_ranks: int, on_line: OnLine, max_restarts: int | None = None
+        self,
+        job: TrainJob,
+        *,
+        num_ranks: int,
+        on_line: OnLine,
+        max_restarts: int | None = None,
+        min_ranks: int | None = None,
     ) -> None:
         """Raises the error that ended the run; PreemptedError after a stop signal.
 
         After a failure that a restart can repair, all ranks are started again from the newest
         checkpoint, `max_restarts` times (None: 0) without a new checkpoint in between.
         """
+        if min_ranks not in (None, num_ranks):
+            raise ConfigError(
+                f"--ranks {min_ranks}:{num_ranks} with --on processes: processes of one machine do "
+                f"not come and go. Give one number (--ranks {num_ranks}), or use --on ray or the "
+                "address of a Ray cluster"
+            )
         directory = RunDirectory(job.run_path)
         _require_devices(num_ranks)
         directory.create()
@@ -83,6 +96,7 @@ class ProcessLauncher:
                 job = files.job_after_restart(job)
                 log_of_rank_0.flush()  # what rank 0 says about the failure comes first
                 on_line(restart_line(failure, budget, newest_step=newest_step, resume=job.resume))
+                _wait_before_restart(restart_delay_seconds(budget.num_failures), signals)
 
     def evaluate(
         self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
@@ -110,6 +124,12 @@ class ProcessLauncher:
     def check_nodes(self, request: DoctorRequest) -> list[Finding]:
         """Check this machine."""
         return check_this_machine(request)
+
+
+def _wait_before_restart(seconds: float, signals: StopSignals) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not signals:
+        time.sleep(POLL_SECONDS)
 
 
 def _require_devices(num_ranks: int) -> None:

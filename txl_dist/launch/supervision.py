@@ -14,6 +14,9 @@ from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.training.run_directory import RunDirectory
 
+MAX_DELAY_SECONDS = 60.0
+"""Longest wait between a failure and the restart."""
+
 
 class RestartBudget:
     """Counts failures since the newest checkpoint grew, and allows `max_restarts` of them.
@@ -44,6 +47,13 @@ class RestartBudget:
             f"(--max-restarts, or ray.max_restarts with Ray); the last failure: {event}. "
             f"Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
         )
+
+
+def restart_delay_seconds(num_failures: int) -> float:
+    """How long to wait before a restart: 0 after one failure without a new checkpoint, then 1, 2,
+    4, ... up to MAX_DELAY_SECONDS. A file server or a network that is away may be back by then.
+    """
+    return 0.0 if num_failures <= 1 else min(MAX_DELAY_SECONDS, 2.0 ** (num_failures - 2))
 
 
 @dataclass(frozen=True, slots=True)

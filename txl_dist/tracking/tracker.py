@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from txl_dist.errors import DivergedError, PreemptedError
+from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.sender import EXIT_UNDELIVERED, sync_command
 from txl_dist.tracking.state import (
     LOG,
@@ -86,7 +86,8 @@ class Tracker:
         return state.run_id if state else None
 
     def close(self, status: str, *, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Report how the run ended: finished, preempted, diverged, failed or interrupted.
+        """Report how the run ended: finished, preempted, diverged, failed or interrupted; running
+        if another process continues it.
 
         Waits at most `timeout_seconds` for the delivery; after that the sender continues for a
         bounded time. Never raises. Only the first call has an effect.
@@ -201,4 +202,6 @@ def _status_of(error: BaseException | None) -> str:
         return "preempted"
     if isinstance(error, DivergedError):
         return "diverged"
+    if isinstance(error, FencedError):
+        return "running"  # the newer attempt continues the same MLflow run
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

@@ -17,6 +17,7 @@ lane_dropout.py   dropout masks as a function of seed, step and lane
 evaluator.py      the evaluation of a split during training
 state.py          progress of a run, stored in each checkpoint
 saving.py         when checkpoints are written and removed
+begin_attempt.py  records a start of the run, which ends older ones that still run
 resume.py         which checkpoint to resume from
 remote_resume.py  downloads the newest checkpoint of a URL before that
 compatibility.py  which settings and data may differ on a resume

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
+from txl_dist.training.begin_attempt import begin_attempt
 from txl_dist.training.build_computation import (
     build_recovery,
     build_saver,
@@ -63,7 +64,11 @@ def build_trainer(
     require_same_job(job.config, data, world)
     lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS)
     world.run_on_rank_zero(lambda: stack.enter_context(lock))
-    point = find_resume_point(job, data, world)
+    point, newest_step = find_resume_point(job, data, world), directory.checkpoints.newest_step()
+    # Not earlier: a start that is refused must not end another attempt that is training.
+    directory.checkpoints.attempt = begin_attempt(job, directory, world)
+    if world.broadcast(directory.checkpoints.newest_step() != newest_step):
+        point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
     settings_step = point.settings_step if point else 0
     config = job.config.after_step(settings_step)
     if config != job.config:

@@ -139,6 +139,7 @@ def build_saver(
         model=asdict(data.model_config),
         run=flatten_config(config),
         run_id=run_id,
+        attempt=checkpoints.attempt.record.number if checkpoints.attempt else 0,
         tokenizer_json=data.tokenizer.to_json(),
         tokenizer_digest=data.tokenizer.digest,
         data_digest=data.digest,
@@ -169,6 +170,7 @@ def _open_mirror(rank: RankContext, run_id: str) -> CheckpointMirror | None:
         rank=world.rank,
         num_ranks=world.num_ranks,
         timeout_seconds=config.rank_timeout_seconds,
+        attempt=rank.directory.checkpoints.attempt,
     )
     world.run_on_rank_zero(lambda: mirror.open(run_id))
     return mirror

@@ -64,7 +64,13 @@ def build_report(rank: RankContext, utilisation: Utilisation, state: TrainState)
     if not world.is_rank_zero:
         return Report(utilisation, stragglers)
     journal = rank.stack.enter_context(MetricsJournal(rank.directory.metrics))
-    goodput = Goodput(rank.directory.goodput, world.activity, step=state.step)
+    attempt = rank.directory.checkpoints.attempt
+    goodput = Goodput(
+        rank.directory.goodput,
+        world.activity,
+        step=state.step,
+        may_write=lambda: attempt is None or attempt.is_newest,
+    )
     evaluation = rank.data.evaluation
     return RankZeroReport(
         utilisation,

@@ -22,6 +22,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -65,9 +66,19 @@ class GoodputFile(StrictModel):
 class Goodput:
     """The seconds of a run by cause, summed by rank 0. `activity` measures this process."""
 
-    def __init__(self, path: Path, activity: Activity, *, step: int) -> None:
-        """Begin at `step`: later steps of earlier processes are lost."""
-        self._path, self._activity = path, activity
+    def __init__(
+        self,
+        path: Path,
+        activity: Activity,
+        *,
+        step: int,
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Begin at `step`: later steps of earlier processes are lost.
+
+        `may_write`: False once another process writes the file.
+        """
+        self._path, self._activity, self._may_write = path, activity, may_write
         self._updated_at = 0.0
         self._step, self._is_complete = step, False
         self._restarts = self._lost_steps = 0
@@ -167,6 +178,8 @@ class Goodput:
 
     def _write(self, *, sync: bool) -> None:
         self._updated_at = time.monotonic()
+        if not self._may_write():
+            return
         content = GoodputFile(
             updated=time.time(),
             step=self._step,

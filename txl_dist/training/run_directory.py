@@ -15,7 +15,9 @@ PROBE_BYTES = 64 * 1024
 
 
 class RunDirectory:
-    """RUN/config.yaml, metrics.jsonl, goodput.json, logs/, events/, checkpoints/, LATEST, BEST."""
+    """RUN/config.yaml, metrics.jsonl, goodput.json, logs/, events/, checkpoints/, LATEST, BEST,
+    attempts/.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

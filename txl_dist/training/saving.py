@@ -90,8 +90,9 @@ class RunSaver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the background thread of this rank has failed; for the flags of a step."""
-        return self._queue.error is not None
+        """Whether `wait` would raise an error of this rank; for the flags of a step."""
+        is_fenced = self._mirror is not None and self._mirror.is_fenced
+        return self._queue.error is not None or is_fenced
 
     def save(self, state: TrainState) -> None:
         """Start to write a checkpoint. Collective.
@@ -153,6 +154,8 @@ class RunSaver:
         Raises CheckpointError or DivergedError on every rank if the thread of any rank has failed.
         """
         wait_for_queues(self._step.world, self._queue, on_error=self._give_up)
+        if self._mirror is not None:
+            self._step.world.run_on_all(self._mirror.require_newest_attempt)
 
     def finish(self, *, require_copies: bool) -> None:
         """`wait`, then wait until the copies at the URL are complete. Collective.
@@ -170,6 +173,7 @@ class RunSaver:
             is_idle = self._mirror.wait(RETRY_SECONDS)
             outcome = (is_idle, self._mirror.failure, time.monotonic() - start)
             outcomes = world.all_gather(outcome)
+            world.run_on_all(self._mirror.require_newest_attempt)
             failures = [failure for _, failure, _ in outcomes if failure]
             if all(is_idle for is_idle, _, _ in outcomes) and not failures:
                 return

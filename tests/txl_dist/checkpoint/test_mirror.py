@@ -17,12 +17,14 @@ from data_pipeline.storage.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
+from tests.txl_dist.checkpoint.test_attempts import attempt
+from txl_dist.checkpoint.attempts import Attempt, newest_number
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.remote import RemoteCheckpoints, step_of
 from txl_dist.checkpoint.writer import update_state
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.errors import CheckpointError, ConfigError, FencedError
 from txl_dist.training.remote_resume import download_newest
 
 URL = "s3://me:CANARY@bucket/run"
@@ -34,13 +36,16 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
 
 
-def mirrored(run: Path, *, rank: int = 0, num_ranks: int = 1) -> CheckpointMirror:
+def mirrored(
+    run: Path, *, rank: int = 0, num_ranks: int = 1, attempt: Attempt | None = None
+) -> CheckpointMirror:
     return CheckpointMirror(
         REMOTE.url.url,
         CheckpointDirectory(run),
         rank=rank,
         num_ranks=num_ranks,
         timeout_seconds=60,
+        attempt=attempt,
     )
 
 
@@ -139,6 +144,42 @@ def test_the_checkpoints_of_another_run_are_never_removed(mirror: CheckpointMirr
     with pytest.raises(ConfigError, match="has checkpoints of another run"):
         mirror.open("abd")
     assert REMOTE.names() == names
+
+
+@pytest.mark.slow
+def test_a_run_that_was_continued_elsewhere_changes_no_copy(
+    tmp_path: Path,
+    bucket: Any,  # noqa: F811
+) -> None:
+    """Two directories on two hosts, with copies at one URL."""
+    runs = [tmp_path / name for name in ("first", "second")]
+    save(runs[0], step=1)
+    older = mirrored(runs[0], attempt=attempt(runs[0], 1))
+    older.open("any")
+    assert updated(older) == [1]
+    download_to(CheckpointDirectory(runs[1]))
+    newer = mirrored(runs[1], attempt=attempt(runs[1], 2))
+    newer.open("any")
+    save(runs[1], step=2)
+    assert updated(newer) == [1, 2]
+    before = {path: bucket.cat(path) for path in bucket.find("bucket/run")}
+
+    for step in (2, 3):
+        save(runs[0], step=step)
+    CheckpointDirectory(runs[0]).prune(keep=1, best_step=None)
+    assert updated(older) == [1, 2]
+    assert older.is_fenced
+    with pytest.raises(FencedError, match=r"attempt 2 \(host .* has continued this run"):
+        older.require_newest_attempt()
+    bucket.invalidate_cache()
+    after = {path: bucket.cat(path) for path in bucket.find("bucket/run")}
+    complete = {path: data for path, data in after.items() if "step-00000003." not in path}
+    assert complete == before
+    with pytest.raises(FencedError):
+        mirrored(runs[0], attempt=attempt(runs[0], 1)).open("any")
+    assert newest_number(REMOTE.attempts) == 2
+    older.close()
+    newer.close()
 
 
 @pytest.mark.slow

@@ -18,6 +18,17 @@ def test_more_ranks_than_lanes_is_a_config_error(dataset: Path, tmp_path: Path) 
     assert "6 ranks for data.num_lanes=5" in output
 
 
+def test_a_range_of_ranks_needs_ray_and_a_lane_for_each(dataset: Path, tmp_path: Path) -> None:
+    words = ("train", TINY, f"data.path={dataset}", f"directory={tmp_path}")
+    code, output = run_txl(*words, "--on", "processes", "--ranks", "1:2")
+    assert code == 2
+    assert "--ranks 1:2 with --on processes" in output
+    assert "or the address of a Ray cluster" in output
+    code, output = run_txl(*words, "--ranks", "2:6")
+    assert code == 2
+    assert "6 ranks for data.num_lanes=5" in output
+
+
 def test_missing_data_names_the_manifest_and_the_command_that_makes_it(tmp_path: Path) -> None:
     code, output = run_txl("train", TINY, f"data.path={tmp_path / 'none'}")
     assert code == 3

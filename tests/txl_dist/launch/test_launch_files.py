@@ -26,8 +26,22 @@ def test_locations_are_those_of_the_ranks_that_have_started(files: LaunchFiles) 
     location = RankLocation("node", "10.0.0.1", 7)
     files.write_location(1, location)
     assert files.locations(2) == {1: location}
-    files.remove_locations(2)
+    files.remove_locations()
     assert files.locations(2) == {}
+
+
+def test_a_new_start_of_ranks_finds_no_request_error_or_location_of_the_last(
+    files: LaunchFiles,
+) -> None:
+    files.stop.touch()
+    files.saved.touch()
+    files.write_error(0, DataError("text"))
+    files.write_location(0, RankLocation("node", "10.0.0.1", 7))
+    files.reset()
+    assert not files.stop.exists()
+    assert files.error() is None
+    assert files.locations(1) == {}
+    assert files.saved.exists(), "restarted ranks resume from the checkpoints of this launch"
 
 
 def test_a_failure_is_read_once(files: LaunchFiles) -> None:

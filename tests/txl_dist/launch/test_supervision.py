@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from txl_dist.errors import ConfigError, DivergedError, LostRankError, PreemptedError, TxlError
 from txl_dist.launch.supervision import (
+    MAX_DELAY_SECONDS,
     RankEnd,
     RestartBudget,
     RunFailure,
     failure_of,
+    restart_delay_seconds,
     restart_line,
 )
 from txl_dist.training.run_directory import RunDirectory
@@ -91,6 +93,11 @@ def test_a_loop_between_old_checkpoints_ends(steps: list[int | None], max_restar
     allowed = [budget.allows_restart(newest_step=step) for step in steps]
     # None counts like a run without progress; the newest step can grow at most 4 times, 0 to 3.
     assert sum(allowed) <= max_restarts * 5
+
+
+def test_only_repeated_failures_delay_a_restart_and_the_delay_is_bounded() -> None:
+    delays = [restart_delay_seconds(num_failures) for num_failures in (1, 2, 3, 4, 5, 50)]
+    assert delays == [0, 1, 2, 4, 8, MAX_DELAY_SECONDS]
 
 
 def test_the_error_after_the_last_restart_names_limit_failure_and_option(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ The store is moto's S3 on 127.0.0.1.
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from data_pipeline.storage import urls
 from data_pipeline.storage.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
 from tests.txl_dist.training.test_saving import train_changed
 from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.remote import remote_name
 from txl_dist.errors import DataError
 from txl_dist.runtime.world import World
 from txl_dist.training import saving
@@ -200,3 +204,49 @@ def test_a_run_that_was_killed_after_a_rollback_does_not_download_what_it_has_ab
     assert ranks(1).run(in_cloud, aws, train, job) == [0]
     assert "resuming at step 5" in (tmp_path / "logs" / "rank-0.log").read_text()
     assert remote_steps(bucket) == [15, 20]
+
+
+def continue_elsewhere(trainer: Trainer, step: int, command: list[str]) -> None:
+    """Before a step, another process continues the run to its end from the copies."""
+    segments = trainer.segments
+
+    def interrupted() -> Any:
+        while True:
+            if trainer.state.step == step:
+                trainer.saver.finish(require_copies=True)
+                subprocess.run(command, check=True, capture_output=True, timeout=100)
+            yield next(segments)
+
+    trainer.segments = interrupted()
+
+
+@pytest.mark.slow
+@pytest.mark.fault_row(36)
+def test_a_run_that_was_continued_elsewhere_stops_and_changes_no_copy(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    """Two hosts with a disk each: no lock and no directory is common to the two attempts."""
+    straight, older, newer = (tmp_path / name for name in ("straight", "older", "newer"))
+    assert ranks(1).run(train, tiny_job(dataset, straight, NO_EVALUATION)) == [0]
+    overrides = [f"data.path={dataset}", f"directory={newer}", *SETTINGS]
+    command = [sys.executable, "-m", "txl_dist", "train", str(TINY), *overrides]
+    command += ["--on", "processes"]
+    job = tiny_job(dataset, older, *SETTINGS)
+    [(code, message)] = ranks(1).run(
+        in_cloud, aws, train_changed, job, continue_elsewhere, 7, command
+    )
+    assert code == 4, message
+    assert "attempt 2 (host " in message
+    assert "has continued this run, so attempt 1 (host " in message
+    assert losses(newer) == losses(straight)
+    assert remote_steps(bucket) == CheckpointDirectory(newer).steps() == [15, 20]
+    copied = bucket.cat("bucket/runs/one/metrics.jsonl")
+    assert copied == (newer / "metrics.jsonl").read_bytes()
+    latest = bucket.cat("bucket/runs/one/LATEST").decode()
+    manifest = load_checkpoint_manifest(CheckpointDirectory(newer).at(20))
+    assert latest == f"checkpoints/{remote_name(manifest)}\n"
+    assert manifest.attempt == 2

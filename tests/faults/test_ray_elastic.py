@@ -1,0 +1,186 @@
+"""Nodes of a Ray cluster are preempted, lost and added; the head dies and is started again."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from tests.support.commands import ENVIRONMENT, num_lines, wait_until
+from tests.support.gloo_ranks import RankGroups
+from tests.support.nodes import RayNode, ray_node, token_environment
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_job, train
+
+pytestmark = pytest.mark.fault
+LONG = (NO_EVALUATION, "training.num_steps=600", "training.checkpoint_interval_steps=50")
+# Steps that take long enough for nodes to join meanwhile. The low rate keeps the effect of another
+# order of float sums small over hundreds of steps.
+SLOW = (
+    NO_EVALUATION,
+    *("model.n_layer=4", "model.d_model=96", "model.n_head=4", "model.d_head=24"),
+    *("model.d_inner=384", "data.tgt_len=32", "model.mem_len=32"),
+    *("optimizer.schedule=constant", "optimizer.lr=1e-5", "ray.growth_interval_seconds=5"),
+    "training.checkpoint_interval_steps=20",
+)
+TOLERANCE = 2e-6
+"""As in tests/properties/test_elastic_resume.py."""
+
+
+class Command:
+    """One `txl` command and what it has printed. Killed when the context exits."""
+
+    def __init__(self, directory: Path, *words: object) -> None:
+        self.path = directory / f"output-{len(list(directory.glob('output-*')))}"
+        with self.path.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "txl_dist", *map(str, words)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**ENVIRONMENT, **token_environment(directory)},
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def text(self) -> str:
+        return self.path.read_text()
+
+    def wait_for(self, text: str, *, timeout_seconds: float = 180) -> None:
+        def is_there() -> bool:
+            assert self.process.poll() is None or text in self.text(), self.text()
+            return text in self.text()
+
+        wait_until(is_there, timeout_seconds=timeout_seconds)
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=240)
+
+
+def drain(node_id: str, address: str, tmp_path: Path) -> None:
+    """The notice of a cloud that takes back a node, as its provider for Ray passes it on."""
+    command = (
+        *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address),
+        *("--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"),
+        *("--reason-message", "spot", "--deadline-remaining-seconds", "60"),
+    )
+    environment = {**ENVIRONMENT, **token_environment(tmp_path)}
+    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=60)
+
+
+def nodes_of_ranks(run: Path) -> list[str]:
+    """Ids of the nodes on which the ranks have started."""
+    files = sorted(run.glob(".launch-*.rank-*"))
+    return [json.loads(path.read_text())["node_id"] for path in files]
+
+
+@pytest.mark.fault_row(5)
+def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    settings = (*SLOW, "training.num_steps=300")
+    with (
+        ray_node(tmp_path, num_cpus=0) as head,
+        ray_node(tmp_path, join=head.address),
+        ray_node(tmp_path, join=head.address),
+    ):
+        words = ("train", TINY, f"data.path={dataset}", f"directory={run}", *settings)
+        options = ("--on", head.address, "--ranks", 1, "--max-restarts", 0)
+        with Command(tmp_path, *words, *options) as command:
+            command.wait_for(" step 30 |")
+            (first,) = nodes_of_ranks(run)
+            noticed_at = time.monotonic()
+            drain(first, head.address, tmp_path)
+            command.wait_for("continuing with 1 ranks from step ")
+            seconds_to_save = time.monotonic() - noticed_at
+            wait_until(lambda: bool(nodes_of_ranks(run)), timeout_seconds=120)
+            (second,) = nodes_of_ranks(run)
+            assert command.wait() == 0, command.text()
+    text = command.text()
+    print(text)
+    assert second != first
+    assert seconds_to_save < 60
+    assert re.search(r"node [\d.]+ is preempted in \d+ s: the ranks save", text)
+    (saved,) = re.findall(r"continuing with 1 ranks from step (\d+); no step is lost", text)
+    assert f"resuming at step {saved} from " in text
+    assert "summary | 1 restart, 0 steps lost | goodput " in text
+    assert {line["lost_steps"] for line in metrics(run)} == {0}
+    assert "Traceback" not in text
+    assert ranks(1).run(train, tiny_job(dataset, straight, *settings)) == [0]
+    assert losses(run) == losses(straight)
+
+
+@pytest.mark.fault_row(3, 27)
+def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    with (
+        ray_node(tmp_path, num_cpus=0) as head,
+        ray_node(tmp_path, join=head.address) as lost,
+        ray_node(tmp_path, join=head.address),
+    ):
+        words = ("train", TINY, f"data.path={dataset}", f"directory={run}", *SLOW)
+        options = ("training.num_steps=100000", "--on", head.address, "--ranks", "1:2")
+        with Command(tmp_path, *words, *options) as command:
+            command.wait_for(" step 30 |")
+            lost.kill()
+            command.wait_for("continuing with 1 instead of 2 ranks from step ")
+            with ray_node(tmp_path, join=head.address):
+                command.wait_for("continuing with 2 instead of 1 ranks", timeout_seconds=300)
+                lines = num_lines(run / "metrics.jsonl")
+                wait_until(lambda: num_lines(run / "metrics.jsonl") > lines + 10)
+                command.process.send_signal(signal.SIGTERM)
+                assert command.wait() == 75, command.text()
+    text = command.text()
+    print(text)
+    assert text.count("died; waiting for") == 1
+    (shrunk,) = re.findall(r"continuing with 1 instead of 2 ranks from step \d+; (.*)", text)
+    assert re.fullmatch(r"at least \d+ steps? (is|are) lost|no step is lost", shrunk)
+    assert "there is room for 2 ranks instead of 1: the ranks save" in text
+    assert re.search(r"with 2 instead of 1 ranks from step \d+; no step is lost", text)
+    assert re.findall(r"\| (\d) ranks on cpu", text) == ["2", "1", "2"]
+    assert "Traceback" not in text
+
+    last_step = max(losses(run))
+    assert [line["restarts"] for line in metrics(run)][-1] == 2
+    job = tiny_job(dataset, straight, *SLOW, f"training.num_steps={last_step}")
+    assert ranks(2).run(train, job) == [0, 0]
+    assert losses(run) == pytest.approx(losses(straight), rel=TOLERANCE)
+
+
+@pytest.mark.fault_row(4)
+def test_after_a_restart_of_the_head_the_same_command_resumes(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
+
+    def start(head: RayNode) -> Command:
+        words = ("train", TINY, f"data.path={dataset}", f"directory={run}", *LONG)
+        return Command(tmp_path, *words, "--on", head.address, "--ranks", 2)
+
+    with ray_node(tmp_path, num_cpus=2) as head, start(head) as command:
+        command.wait_for(" step 80 |")
+        head.kill()
+        assert command.wait() == 1, command.text()
+    assert "TxlError: the head of the Ray cluster at" in command.text().splitlines()[-1]
+    port = int(head.address.rpartition(":")[2])
+    with ray_node(tmp_path, num_cpus=2, port=port) as head, start(head) as command:
+        assert command.wait() == 0, command.text()
+    (resumed_at,) = map(int, re.findall(r"resuming at step (\d+) from ", command.text()))
+    assert resumed_at >= 50
+    (lost,) = map(int, re.findall(r"summary \| 1 restart, (\d+) steps lost", command.text()))
+    assert metrics(run)[-1]["restarts"] == 1
+    assert metrics(run)[-1]["lost_steps"] == lost
+    assert metrics(run)[-1]["goodput"] < 1
+    assert losses(run) == losses(straight)

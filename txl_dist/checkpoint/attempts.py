@@ -1,0 +1,159 @@
+"""Attempts: the starts of a run, of which only the newest may change its checkpoints (fencing).
+
+A lock of the run directory excludes a second process on one host only. Two attempts can run at the
+same time on two hosts: a job that a scheduler starts again before the first one has ended, a host
+that was cut off and is back, a network file system without locks, two directories with copies at
+one URL. So every start of the ranks records an attempt with the next number:
+
+    RUN/attempts/attempt-00000003.8c5ea1b2.json   number and random id; content: who, where, when
+    URL/attempts/...                              the same file, with `training.checkpoint_url`
+
+The newest attempt is the one with the highest number, and among equal numbers (two starts at the
+same time) the one with the highest id. All processes that list the folder agree on it, so the
+storage needs no locks and no conditional writes. An attempt that finds a newer one stops with a
+FencedError. The manifest of a checkpoint has the number of the attempt that wrote it; 0 means that
+it was written before attempts had numbers.
+
+A check and the rename after it are not one operation. An attempt that is suspended between the two
+can publish one more checkpoint; `CheckpointDirectory` checks right before each change. NFS shows
+new files to other hosts with a delay (`acdirmax`, by default 60 seconds).
+"""
+
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import Field
+
+from data_pipeline.errors import printable
+from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.storage.strict_model import StrictModel
+from txl_dist.errors import FencedError
+
+FOLDER = "attempts"
+MAX_RECORDS = 20
+"""Records that are kept, for people; only the newest has an effect."""
+_NAME = re.compile(r"attempt-(\d{8,})\.([0-9a-f]{8})\.json")
+
+
+class AttemptRecord(StrictModel):
+    """The content of a file in the folder of attempts."""
+
+    number: int = Field(ge=1)
+    id: str = Field(pattern=r"^[0-9a-f]{8}\z")
+    host: str
+    pid: int
+    """Of rank 0."""
+    started: str
+    """UTC, for people: `2026-11-22 11:15:03`."""
+    launch_id: str
+    """Of `TrainJob`: the restarts of ranks by one launcher are attempts of one launch."""
+
+    @classmethod
+    def of_this_process(cls, *, number: int, launch_id: str) -> "AttemptRecord":
+        return cls(
+            number=number,
+            id=secrets.token_hex(4),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
+            launch_id=launch_id,
+        )
+
+    @property
+    def file_name(self) -> str:
+        return f"attempt-{self.number:08d}.{self.id}.json"
+
+    def __str__(self) -> str:
+        process = f"host {printable(self.host)}, pid {self.pid}"
+        return f"attempt {self.number} ({process}, started {printable(self.started)} UTC)"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """This attempt, in one folder of attempts."""
+
+    record: AttemptRecord
+    folder: DatasetPath
+
+    def add(self) -> None:
+        """Write the record: older attempts stop at their next check. Raises OSError.
+
+        Raises FencedError if another process has taken the same or a higher number meanwhile.
+        """
+        path, data = self.folder / self.record.file_name, self.record.model_dump_json().encode()
+        if isinstance(path, Path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, data)
+        else:
+            path.write_bytes(data)
+        self.require_newest()
+        for name in sorted(_names(self.folder), key=_order)[:-MAX_RECORDS]:
+            _remove(self.folder / name)
+
+    def require_newest(self) -> None:
+        """Raise FencedError if the folder has a newer attempt, OSError if it cannot be listed."""
+        newest = max(_names(self.folder), key=_order, default=None)
+        if newest is None or _order(newest) <= (self.record.number, self.record.id):
+            return
+        raise FencedError(
+            f"{_describe(self.folder / newest)} has continued this run, so {self.record} stops. "
+            f"It does not change the checkpoints any more; they are those of the newer attempt "
+            f"({self.folder}). Both were running at the same time: check why the scheduler started "
+            "a second one, or why this host was cut off. Nothing has to be repaired"
+        )
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether no newer attempt is known; True if the folder cannot be listed now."""
+        with suppress(OSError):
+            try:
+                self.require_newest()
+            except FencedError:
+                return False
+        return True
+
+
+def newest_number(folder: DatasetPath) -> int:
+    """The highest number of an attempt in a folder; 0 without any. Raises OSError."""
+    return max((_order(name)[0] for name in _names(folder)), default=0)
+
+
+def newest_record(folder: DatasetPath) -> AttemptRecord | None:
+    """The newest attempt of a folder; None without any, or if its file cannot be read."""
+    with suppress(OSError, ValueError):
+        name = max(_names(folder), key=_order, default=None)
+        return AttemptRecord.model_validate_json((folder / name).read_bytes()) if name else None
+    return None
+
+
+def _names(folder: DatasetPath) -> Iterable[str]:
+    try:
+        return [path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    except FileNotFoundError:  # no attempt has been recorded
+        return []
+
+
+def _order(name: str) -> tuple[int, str]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), match[2]
+
+
+def _describe(path: DatasetPath) -> str:
+    try:
+        return str(AttemptRecord.model_validate_json(path.read_bytes()))
+    except (OSError, ValueError):  # its number alone is reason enough
+        return f"attempt {_order(path.name)[0]} ({path.name})"
+
+
+def _remove(path: DatasetPath) -> None:
+    with suppress(OSError):  # the next attempt tries again
+        path.unlink(missing_ok=True) if isinstance(path, Path) else path.remove()

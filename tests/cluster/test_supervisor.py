@@ -130,7 +130,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for user in (module, rank_monitor):
         monkeypatch.setattr(user, "NODE_LOSS_SECONDS", 0.0)
     # It would register the end of this process.
-    monkeypatch.setattr(Supervisor, "_abandon_ray", lambda self, exit_code: None)
+    monkeypatch.setattr(module, "abandon_ray", lambda address, exit_code: None)
 
 
 def test_failed_ranks_start_again_and_the_lost_steps_are_printed(tmp_path: Path) -> None:

@@ -131,9 +131,11 @@ class RankStarts:
         self._is_change = self.change is not None
         self._ranks.read(self._plan.num_ranks, is_stopping=self._is_change)
         error = self._files.error()
-        has_stopped = self._is_change and isinstance(error, PreemptedError)
-        # Without an error file they have trained to the end, or have died.
-        if end is RanksEnd.RETURNED if error is None else not has_stopped:
+        if error is None:
+            is_over = end is RanksEnd.RETURNED  # they have trained to the end; else they have died
+        else:
+            is_over = not (self._is_change and isinstance(error, PreemptedError))
+        if is_over:
             self.end_thread()
             return
         self._files.reset()

@@ -1,13 +1,14 @@
 """Placement: the resources of a rank, and the nodes on which ranks may run (section `ray`).
 
-Ray places ranks by resources. "At most k ranks on a node" is not among its strategies, so every
-rank reserves 1/k of a node's memory as Ray counts it. Ray then cannot place more, also after a node
-was lost and replaced. This is bookkeeping only: Ray does not limit the memory of a process.
+Ray places ranks by resources. "At most k ranks on a node" is not among its strategies. So, if GPUs
+or CPUs allow more than k, every rank reserves 1/k of a node's memory as Ray counts it. Ray then
+cannot place more, also after a node was lost and replaced. This is bookkeeping only: Ray does not
+limit the memory of a process.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from txl_dist.config.training_config import RayConfig
@@ -41,6 +42,10 @@ class Placement:
             "label_selector": dict(self.labels) or None,
         }
 
+    def max_ranks(self, node: Node) -> int:
+        """How many ranks fit on a node on which nothing else runs."""
+        return self.num_slots(node, node["Resources"])
+
     def num_slots(self, node: Node, free: Mapping[str, float]) -> int:
         """How many ranks fit into the free resources of a node."""
         if not _matches(node, self.labels):
@@ -55,11 +60,20 @@ def place_ranks(config: RayConfig, num_ranks: int, *, is_private: bool) -> Place
     """
     import ray
 
-    if is_private:
-        config = config.model_copy(
-            update={"ranks_on_head": True, "ranks_per_node": None, "node_labels": {}}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if not is_private:
+        return choose_placement(config, nodes, num_ranks)
+    config = config.model_copy(
+        update={"ranks_on_head": True, "ranks_per_node": None, "node_labels": {}}
+    )
+    placement = choose_placement(config, nodes, num_ranks)
+    if placement.max_ranks(nodes[0]) < num_ranks:
+        raise ConfigError(
+            f"{num_ranks} ranks need {dict(placement.resources)} each, and this machine has "
+            f"{nodes[0]['Resources'].get('GPU', 0):g} GPUs. Start fewer ranks, set "
+            "ray.gpus_per_rank=null, or use a cluster: --on ADDRESS"
         )
-    return choose_placement(config, [node for node in ray.nodes() if node["Alive"]], num_ranks)
+    return placement
 
 
 def choose_placement(config: RayConfig, nodes: Sequence[Node], num_ranks: int) -> Placement:
@@ -76,15 +90,17 @@ def choose_placement(config: RayConfig, nodes: Sequence[Node], num_ranks: int) -
         resources["GPU"] = gpus
     if config.cpus_per_rank is not None or not gpus:
         resources["CPU"] = config.cpus_per_rank or 1
-    if config.ranks_per_node is not None:
-        resources["memory"] = _memory_share(nodes, config.ranks_per_node)
     restrictions = ", ".join(
         f"ray.{name}={value}"
         for name, value in config.model_dump().items()
         if name in ("ranks_per_node", "ranks_on_head", "node_labels")
         and value != RayConfig.model_fields[name].default
     )
-    return Placement(bool(gpus), resources, labels, restrictions)
+    placement = Placement(bool(gpus), resources, labels, restrictions)
+    limit = config.ranks_per_node
+    if limit is None or (nodes and max(map(placement.max_ranks, nodes)) <= limit):
+        return placement
+    return replace(placement, resources={**resources, "memory": _memory_share(nodes, limit)})
 
 
 def _matches(node: Node, selector: Mapping[str, str]) -> bool:

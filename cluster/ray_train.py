@@ -69,8 +69,9 @@ def train_on_ray(
     )
 
     def run_ray() -> None:
-        # Ray starts a rank only if a CPU is free for it, so a private Ray has one for each.
-        with ray_connection(address, num_cpus=max(ranks.maximum, os.cpu_count() or 1)):
+        # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
+        num_cpus = ranks.maximum * (job.config.ray.cpus_per_rank or 1)
+        with ray_connection(address, num_cpus=max(num_cpus, os.cpu_count() or 1)):
             placement = place_ranks(job.config.ray, ranks.minimum, is_private=address is None)
             with (
                 ray_log(directory.logs / "ray.log"),

@@ -132,7 +132,6 @@ def head_with_dashboard(
     [
         (True, "127.0.0.1", []),
         (True, "0.0.0.0", ["listen on"]),
-        (False, "127.0.0.1", ["answer without a token"]),
         (False, "0.0.0.0", ["answer without a token", "listen on"]),
     ],
 )

@@ -61,11 +61,20 @@ def test_the_head_is_kept_free_and_its_gpus_do_not_count() -> None:
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 7, 1000])
 def test_a_node_cannot_hold_more_than_ranks_per_node(ranks_per_node: int) -> None:
     nodes = [node("a", memory=64.0 * GIB), node("b", memory=64.0 * GIB + 12345678)]
-    placement = choose_placement(RayConfig(ranks_per_node=ranks_per_node), nodes, 4)
-    free = {"CPU": 10_000.0}
+    config = RayConfig(ranks_per_node=ranks_per_node)
     for each in nodes:
-        slots = placement.num_slots(each, {**each["Resources"], **free})
-        assert slots == ranks_per_node
+        each["Resources"]["CPU"] = 10_000.0
+    placement = choose_placement(config, nodes, 4)
+    assert [placement.max_ranks(each) for each in nodes] == [ranks_per_node] * 2
+
+
+def test_memory_is_not_reserved_where_gpus_limit_the_ranks_of_a_node() -> None:
+    placement = choose_placement(RayConfig(ranks_per_node=8), GPU_NODES, 16)
+    assert placement.resources == {"GPU": 1}
+    assert choose_placement(RayConfig(ranks_per_node=7), GPU_NODES, 14).resources.keys() == {
+        "GPU",
+        "memory",
+    }
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,11 @@ def doctor(
     ] = 30.0,
     skip: Annotated[
         list[str] | None,
-        typer.Option(metavar="CHECK", help="A check to leave out; can be repeated."),
+        typer.Option(
+            metavar="CHECK",
+            help="A check to leave out: versions, devices, storage, "
+            "dataset, tracking, exposure, clock or network; can be repeated.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

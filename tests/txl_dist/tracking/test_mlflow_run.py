@@ -2,11 +2,13 @@
 
 import random
 import sqlite3
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
+from txl_dist.doctor.tracking import check_tracking
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
 from txl_dist.tracking.mlflow_client import UnavailableError
 
@@ -162,3 +164,14 @@ def test_a_rollback_in_outages_records_every_point_once(
         assert {tags_of(server.database, o)["mlflow.parentRunId"] for o in others} <= {newest}
         assert len(others) == rollback
         _roll_back(run_dir, 5 * (rollback + 1))
+
+
+def test_the_doctor_accepts_a_real_server_and_reports_its_refusals(server: MlflowServer) -> None:
+    (refused,) = check_tracking(server.uri)
+    server.open()
+    (accepted,) = check_tracking(server.uri)
+    server.fault = lambda path, body: "401" if "experiments" in path else ""
+    (unauthorized,) = check_tracking(server.uri)
+    assert [refused.status, accepted.status, unauthorized.status] == ["problem", "ok", "problem"]
+    assert version("mlflow") in accepted.found
+    assert "401" in unauthorized.found

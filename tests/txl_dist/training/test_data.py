@@ -64,6 +64,7 @@ def test_a_path_to_evaluate_must_have_a_valid_split(
         TrainingData.open(job.config, num_ranks=1)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_train_through_one_cache_with_the_same_losses(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

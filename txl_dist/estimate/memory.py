@@ -229,7 +229,11 @@ class RankMemory:
         yield Phase(gradients, bucket + weights, activations)
         yield Phase(gradients, bucket + weights + ahead, peaks.after_forward)
         flat_copy = FP32_BYTES * min(self.model.num_parameters, self.zero.reduce_bucket_size)
-        yield Phase(gradients, bucket + flat_copy + flat_copy // self.num_ranks)
+        reduced = flat_copy + flat_copy // self.num_ranks
+        yield Phase(gradients, bucket + reduced)
+        if not self._fits_bucket:  # a bucket is reduced before the next gradient enters it
+            largest = FP32_BYTES * self.model.largest * is_sharded
+            yield Phase(gradients, bucket + reduced + largest, peaks.after_first_bucket)
         yield Phase(2 * gradients, bucket)
 
     # --- parts of phases ------------------------------------------------------------------------

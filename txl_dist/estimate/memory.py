@@ -166,8 +166,11 @@ class RankMemory:
             phase = phase._replace(buffers=phase.buffers + FP32_BYTES * self.model.largest)
         if self.zero.offload == "parameters":
             host, weights = host + weights, 0
-        # The new memory of the lanes is complete before the old one is given up.
+        # The new memory of the lanes is complete before the old one is given up. The activations
+        # include that of one micro-batch.
         lanes = 2 * self.lane_bytes
+        new_memory = self.lane_bytes // self.num_micro_batches
+        phase = phase._replace(activations=max(0, phase.activations - new_memory))
         if self.lanes_on_host:
             host, lanes = host + lanes, 0
         return MemoryUse(

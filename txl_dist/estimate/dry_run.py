@@ -74,8 +74,9 @@ def _run(config: RunConfig, model_config: ModelConfig, rows: int) -> ModelNeeds:
         peaks = _PeaksByPhase(model, live, bucket_size=bucket_size)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             nats_BT, next_memory = model(token_BT, token_BT, age_BT, memory, _Masks())
-            peaks.note_end_of_forward()
-            nats_BT.sum().backward()
+        # Outside: the weights that autocast has cast are released before backward.
+        peaks.note_end_of_forward()
+        nats_BT.sum().backward()
         del next_memory
     return ModelNeeds(
         parameters=tuple(_parameters(model, config)),

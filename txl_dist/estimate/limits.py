@@ -77,8 +77,7 @@ def limits_of_run(
             name="checkpoint manifest",
             unit="bytes",
             threshold=MAX_BYTES,
-            advice="a larger manifest is refused when it is read; use ZeRO stage 1 or 2, which cut "
-            "few parameters",
+            advice="a larger one is refused when it is read; ZeRO 1 and 2 cut few parameters",
             value=manifest_bytes,
         ),
         Limit(
@@ -93,8 +92,7 @@ def limits_of_run(
             name="rank 0 reads the parts of a checkpoint",
             unit="seconds",
             threshold=10.0,
-            advice="during a save only, in the background; use ZeRO stage 1 or 2, a fast file "
-            "system, or save less often",
+            advice="in the background of a save; use ZeRO 1 or 2, or a faster file system",
             # A look, and the file; its JSON holds about what the manifest holds of the rank.
             value=lambda ranks: (
                 2 * FILE_LATENCY_SECONDS * ranks + manifest_bytes(ranks) / JSON_BYTES_PER_SECOND

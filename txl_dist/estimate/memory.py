@@ -166,8 +166,11 @@ class RankMemory:
             phase = phase._replace(buffers=phase.buffers + FP32_BYTES * self.model.largest)
         if self.zero.offload == "parameters":
             host, weights = host + weights, 0
-        # The new memory of the lanes is complete before the old one is given up.
+        # The new memory of the lanes is complete before the old one is given up. The activations
+        # include that of one micro-batch.
         lanes = 2 * self.lane_bytes
+        new_memory = self.lane_bytes // self.num_micro_batches
+        phase = phase._replace(activations=max(0, phase.activations - new_memory))
         if self.lanes_on_host:
             host, lanes = host + lanes, 0
         return MemoryUse(
@@ -229,7 +232,11 @@ class RankMemory:
         yield Phase(gradients, bucket + weights, activations)
         yield Phase(gradients, bucket + weights + ahead, peaks.after_forward)
         flat_copy = FP32_BYTES * min(self.model.num_parameters, self.zero.reduce_bucket_size)
-        yield Phase(gradients, bucket + flat_copy + flat_copy // self.num_ranks)
+        reduced = flat_copy + flat_copy // self.num_ranks
+        yield Phase(gradients, bucket + reduced)
+        if not self._fits_bucket:  # a bucket is reduced before the next gradient enters it
+            largest = FP32_BYTES * self.model.largest * is_sharded
+            yield Phase(gradients, bucket + reduced + largest, peaks.after_first_bucket)
         yield Phase(2 * gradients, bucket)
 
     # --- parts of phases ------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from txl_dist.estimate.limits import even_world_sizes
 from txl_dist.estimate.run_estimate import RunEstimate, ScaleEstimate, StageEstimate
 
 LABEL_WIDTH, COLUMN_WIDTH = 50, 13
-GIB = 2**30
 
 
 def lines_of(estimate: RunEstimate, assumptions: Assumptions, *, precision: str) -> Iterator[str]:
@@ -30,10 +29,10 @@ def lines_of(estimate: RunEstimate, assumptions: Assumptions, *, precision: str)
             cells = [cell_of_stage(scale.stages[stage]) for scale in estimate.scales]
             yield _row(f"  ZeRO stage {stage}{mark}", cells)
     yield ""
-    yield f"parts of a rank's peak memory, GiB, at stage {estimate.zero_stage}"
+    yield f"parts of a rank's peak memory at stage {estimate.zero_stage}"
     for part in ("weights", "gradients", "optimizer", "buffers", "lanes", "activations", "host"):
         uses = (scale.stages[estimate.zero_stage].memory for scale in estimate.scales)
-        yield _row(f"  {part}", [_gib(getattr(use, part)) for use in uses])
+        yield _row(f"  {part}", [_size(getattr(use, part)) for use in uses])
     yield ""
     yield "limits of the design"
     ranks = [scale.gpus for scale in estimate.scales]
@@ -41,10 +40,8 @@ def lines_of(estimate: RunEstimate, assumptions: Assumptions, *, precision: str)
         values = [_number(limit.value(num_ranks)) for num_ranks in ranks]
         yield _row(f"  {limit.name}, {limit.unit}", values)
         if limit.first_ranks is not None:
-            yield (
-                f"    above {_number(limit.threshold)} from {limit.first_ranks:,} ranks on: "
-                f"{limit.advice}"
-            )
+            yield f"    above {_number(limit.threshold)} from {limit.first_ranks:,} ranks on:"
+            yield f"    {limit.advice}"
     yield ""
     yield from _assumed(assumptions, precision)
 
@@ -87,8 +84,11 @@ def _row(label: str, cells: list[str]) -> str:
     return f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f}"
+def _size(num_bytes: float) -> str:
+    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**exponent:
+            return f"{num_bytes / 1024**exponent:,.2f} {unit}"
+    return f"{num_bytes:.0f}"
 
 
 def _number(value: float) -> str:
@@ -102,8 +102,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.3g} h" if seconds < 172800 else f"{seconds / 86400:.3g} d"
 
 
-def _days(days: float | None) -> str:
-    return "unknown" if days is None else f"{days:.3g}"
+def _time_of_run(days: float | None) -> str:
+    return "unknown" if days is None else _duration(86400 * days)
 
 
 def _step_share(stage: StageEstimate) -> str:
@@ -115,8 +115,8 @@ _SCALE_ROWS: list[tuple[str, Callable[[ScaleEstimate], str]]] = [
     ("micro-batches per step", lambda scale: str(scale.micro_batches)),
     ("rows that are padding", lambda scale: f"{scale.padded_share:.1%}"),
     ("tokens per second, all ranks", lambda scale: _number(scale.tokens_per_second)),
-    ("days for the run, without failures", lambda scale: _days(scale.days)),
-    ("days with failures", lambda scale: _days(scale.days_with_failures)),
+    ("time of the run, without failures", lambda scale: _time_of_run(scale.days)),
+    ("  with failures", lambda scale: _time_of_run(scale.days_with_failures)),
     (
         "compressed data read per rank, kB/s",
         lambda scale: (
@@ -125,8 +125,8 @@ _SCALE_ROWS: list[tuple[str, Callable[[ScaleEstimate], str]]] = [
             else _number(scale.data_bytes_per_second / 1e3)
         ),
     ),
-    ("checkpoint, GiB", lambda scale: _gib(scale.saving.size.num_bytes)),
-    ("  per rank, also on its host", lambda scale: _gib(scale.saving.size.bytes_per_rank)),
+    ("checkpoint", lambda scale: _size(scale.saving.size.num_bytes)),
+    ("  per rank, also on its host", lambda scale: _size(scale.saving.size.bytes_per_rank)),
     ("  files", lambda scale: f"{scale.saving.size.num_files:,}"),
     ("  training stops for", lambda scale: _duration(scale.saving.save_seconds)),
     ("  written after", lambda scale: _duration(scale.saving.write_seconds)),
@@ -138,7 +138,7 @@ _SCALE_ROWS: list[tuple[str, Callable[[ScaleEstimate], str]]] = [
 ]
 
 _STAGE_TABLES: list[tuple[str, Callable[[StageEstimate], str]]] = [
-    ("peak memory of a rank's device, GiB", lambda stage: _gib(stage.memory.device)),
-    ("sent by a rank per step, GiB", lambda stage: _gib(stage.bytes_sent)),
+    ("peak memory of a rank's device", lambda stage: _size(stage.memory.device)),
+    ("sent by a rank per step", lambda stage: _size(stage.bytes_sent)),
     ("time of a step, and share spent waiting for communication", _step_share),
 ]

@@ -78,8 +78,8 @@ def interruptible_connection(address: str | None, *, num_cpus: int) -> Iterator[
             raise thread.error
         yield
         exit_code = 0
-    except TxlError as error:
-        exit_code = error.exit_code
+    except Exception as error:
+        exit_code = error.exit_code if isinstance(error, TxlError) else 1
         raise
     finally:
         try:

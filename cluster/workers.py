@@ -166,10 +166,10 @@ class RayWorkers:
         state = self._monitor.state
         if not num_missing or state is None:
             return ""
-        resource = f"{self._monitor.resource}s"
+        workers = "1 more worker needs" if num_missing == 1 else f"{num_missing} more workers need"
         return (
-            f"{num_missing} more workers, one of the {resource} each: the cluster has "
-            f"{state.total:g} {resource}, of which {state.free:g} are free"
+            f"{self._monitor.resource}s: {workers} one each, the cluster has {state.total:g}, of "
+            f"which {state.free:g} are free"
         )
 
     # --- workers ----------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_the_chunks_of_a_killed_worker_are_scored_by_another(
     model: Path,  # noqa: F811
     dataset: Path,
     tmp_path: Path,
-    expected: list[float],  # noqa: F811
+    expected: float,  # noqa: F811
 ) -> None:
     process = start_txl(*words(model, dataset, tmp_path, "--workers", 2, "--on", "ray"))
     wait_until(lambda: finished(tmp_path) > 2)
@@ -53,7 +53,7 @@ def test_chunks_and_units_of_a_lost_node_are_done_on_the_others(
     model: Path,  # noqa: F811
     dataset: Path,
     tmp_path: Path,
-    expected: list[float],  # noqa: F811
+    expected: float,  # noqa: F811
 ) -> None:
     environment = token_environment(tmp_path)
     source = Path(__file__).parents[2]
@@ -99,8 +99,7 @@ def test_a_busy_cluster_is_named_and_a_stop_leaves_no_worker_there(
         assert second.stdout is not None
         line = next(line for line in second.stdout if "CPU" in line)
         assert line.startswith("waiting ")
-        assert "1 more workers, one of the CPUs each" in line
-        assert "the cluster has 1 CPUs, of which 0 are free" in line
+        assert "1 more worker needs one each, the cluster has 1, of which 0 are free" in line
         for process, scores_of in ((second, scores[1]), (first, scores[0])):
             process.send_signal(signal.SIGINT)
             output, _ = process.communicate(timeout=SOON_SECONDS)
@@ -163,7 +162,7 @@ def test_a_lost_head_ends_the_evaluation_and_resume_goes_on(
     model: Path,  # noqa: F811
     dataset: Path,
     tmp_path: Path,
-    expected: list[float],  # noqa: F811
+    expected: float,  # noqa: F811
 ) -> None:
     environment, scores = token_environment(tmp_path), tmp_path / "scores"
     with ray_node(tmp_path) as head:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from txl_dist.tracking.mlflow_client import MlflowStore
 
 TIMEOUT_SECONDS = 30.0
+"""For one result; each further result of a table has RESULT_SECONDS more."""
+RESULT_SECONDS = 2.0
 
 log = logging.getLogger("txl_dist.tracking")
 
@@ -40,8 +42,7 @@ def log_evaluations(scored: Sequence[Scored], *, timeout_seconds: float = TIMEOU
     """Record results under the MLflow runs of their run directories.
 
     Numbers become metrics, the rest parameters. Returns whether all were recorded: False if a run
-    has no tracking, and, with a warning, for any failure and after `timeout_seconds` per
-    experiment. Never raises.
+    has no tracking, and, with a warning, for any failure and after the time limit. Never raises.
     """
     tracked = [each for each in scored if _state(each[0]) is not None]
     tables = groupby(sorted(tracked, key=_place), key=_place)
@@ -64,6 +65,7 @@ def _place(scored: Scored) -> tuple[str, str]:
 
 
 def _record_in_process(table: list[Scored], timeout_seconds: float) -> bool:
+    timeout_seconds += RESULT_SECONDS * (len(table) - 1)
     try:
         process = subprocess.run(
             [sys.executable, "-m", "txl_dist.tracking.evaluation"],

@@ -26,6 +26,7 @@ from txl_dist.evaluation.evaluate import (
     EvaluationSettings,
     evaluate_in_process,
 )
+from txl_dist.evaluation.loss_sums import LossSums
 
 SETTINGS = EvaluationSettings(
     split="valid",
@@ -100,6 +101,13 @@ def test_the_order_of_the_batches_does_not_change_a_bit(
     assert evaluate([job], workers) == [expected]
     assert len(workers.scored) == NUM_BATCHES
     assert workers.scored[-1] == "chunks 0 to 0 of split valid, small"
+
+
+def test_the_sums_are_added_in_the_order_of_the_chunks(job: EvaluationJob) -> None:
+    planned = plan_job(job)
+    for number, nats in ((2, 1.0), (0, 1e16), (1, -1e16)):  # finished in this order
+        planned.finished.add(number, [LossSums(nats, 1, 1)])
+    assert planned.result().sums.nats == 1.0  # in the order of completion: 0.0
 
 
 def test_a_stopped_evaluation_goes_on_from_its_finished_batches(

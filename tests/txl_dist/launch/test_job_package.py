@@ -124,6 +124,7 @@ def test_a_package_that_is_too_large_is_refused_with_its_largest_entries(project
         package.require_size(1_000_000)
 
 
+@pytest.mark.slow
 def test_the_package_runs_where_this_project_is_not_installed(
     project: Path, tmp_path: Path
 ) -> None:

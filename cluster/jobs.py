@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class RayJobs:
         with _without_address_variables():
             url = _api_url(address)
             self.url = shown(url)
-            with self._explained("it cannot be used"):
+            with self._explained("it cannot be used", unreachable=ConfigError):
                 self._client = _Client(url)
 
     @property
@@ -82,9 +82,8 @@ class RayJobs:
     def jobs(self) -> list[Job]:
         with self._explained("its jobs cannot be listed"):
             details = self._client.list_jobs()
-        return sorted(
-            map(_job_of, filter(_is_txl_job, details)), key=lambda j: j.start_seconds or 0
-        )
+        jobs = map(_job_of, filter(_is_txl_job, details))
+        return sorted(jobs, key=lambda job: job.start_seconds or 0)
 
     def job(self, job_id: str) -> Job:
         with self._explained(f"job {job_id} cannot be found"):
@@ -128,7 +127,7 @@ class RayJobs:
                 return job
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _tail(self, job_id: str) -> Any:
+    async def _tail(self, job_id: str) -> AsyncIterator[str]:
         """The output from its beginning, until the job ends or the connection is lost."""
         tail = self._client.tail_job_logs(job_id)
         next_text = asyncio.ensure_future(anext(tail))
@@ -142,10 +141,8 @@ class RayJobs:
                     continue
                 try:
                     text = next_text.result()
-                except StopAsyncIteration:
+                except Exception:  # the end, or an error of aiohttp: the caller checks the job
                     return
-                except Exception:
-                    return  # of aiohttp; whether the job runs is checked next
                 yield text
                 next_text = asyncio.ensure_future(anext(tail))
         finally:
@@ -168,7 +165,7 @@ class RayJobs:
                 time.sleep(POLL_SECONDS)
 
     @contextmanager
-    def _explained(self, failure: str) -> Iterator[None]:
+    def _explained(self, failure: str, *, unreachable: type[TxlError] = TxlError) -> Iterator[None]:
         """Turn errors of Ray's client and of the network into a TxlError."""
         try:
             yield
@@ -179,13 +176,16 @@ class RayJobs:
                 "of the cluster (default ~/.ray/auth_token; ray get-auth-token prints it there)"
             ) from None
         except OSError as error:  # also those of the package requests
-            raise TxlError(
+            raise unreachable(
                 f"no Ray cluster responds at {self.url}: {_first_line(error)}. Check that it runs "
                 "with its dashboard, the port (default 8265), and the network or port-forward"
             ) from None
         except (RuntimeError, ValueError) as error:
             if "status code 404" in str(error):
-                raise ConfigError(f"{self.url}: {failure}: it knows no such job") from None
+                raise ConfigError(
+                    f"{self.url}: {failure}: it knows no such job. A head that was started again "
+                    "has forgotten its jobs; submit the same command: a run resumes"
+                ) from None
             if "already exists" in str(error):
                 raise JobExistsError(f"{self.url}: {failure}: it exists already") from None
             raise TxlError(f"{self.url}: {failure}: {_last_line(error)}") from None

@@ -85,7 +85,7 @@ def test_an_explicit_address_is_used_even_if_the_environment_has_another(
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "127.0.0.1:1", "ray://127.0.0.1:1"])
 def test_an_address_without_a_cluster_is_rejected(address: str) -> None:
-    with pytest.raises(TxlError, match=r"127\.0\.0\.1:1"):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1"):
         RayJobs(address)
 
 

@@ -105,6 +105,7 @@ def test_equal_files_give_equal_bytes(
         os.utime(path, (0, 0))
     collect_package(project).write(second)
     assert first.read_bytes() == second.read_bytes()
+    assert {entry.date_time[0] for entry in zipfile.ZipFile(first).infolist()} == {1980}
     (project / "src/model.py").write_text("n")
     collect_package(project).write(second)
     assert first.read_bytes() != second.read_bytes()
@@ -123,6 +124,7 @@ def test_a_package_that_is_too_large_is_refused_with_its_largest_entries(project
         package.require_size(1_000_000)
 
 
+@pytest.mark.slow
 def test_the_package_runs_where_this_project_is_not_installed(
     project: Path, tmp_path: Path
 ) -> None:
@@ -135,10 +137,15 @@ def test_the_package_runs_where_this_project_is_not_installed(
         "from importlib.metadata import version, entry_points as e;"
         "print(txl_dist.__file__, version('txl-dist'), *e(group='txl.launchers').names)"
     )
-    # -S: site-packages is a plain folder then, without the project's editable installation.
+    libraries = tmp_path / "libraries"  # site-packages without this project
+    libraries.mkdir()
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if "txl_dist" not in path.name:
+            (libraries / path.name).symlink_to(path)
+    # -S: no .pth files, so no editable installation.
     ended = subprocess.run(
         [sys.executable, "-S", "-P", "-c", program],
-        env={"PYTHONPATH": f"{unpacked}:{sysconfig.get_paths()['purelib']}"},
+        env={"PYTHONPATH": f"{unpacked}:{libraries}"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

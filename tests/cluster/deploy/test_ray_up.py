@@ -11,9 +11,13 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from txl_dist.config.config_file import load_run_config
+
 DEPLOY = Path(__file__).parents[3] / "cluster" / "deploy"
 NOTICE_SECONDS = {"aws": 120, "gcp": 30}
 """Between the announcement and the end of a spot instance."""
+END_SECONDS = 5
+"""What a rank may take to end after its grace period (cluster/supervisor.py: 3 s)."""
 
 clouds = pytest.mark.parametrize("cloud", ["aws", "gcp"])
 
@@ -71,7 +75,12 @@ def test_workers_are_spot_instances_that_announce_their_end(cloud: str) -> None:
     drain = config["worker_start_ray_commands"][-1]
     seconds = re.search(rf"drain_node --deadline-seconds (\d+) --when-preempted {cloud}", drain)
     assert seconds is not None
-    assert int(seconds[1]) < NOTICE_SECONDS[cloud]
+    deadline = int(seconds[1])
+    assert deadline < NOTICE_SECONDS[cloud]
+    config_path = DEPLOY.parents[1] / "configs" / "cluster" / "wt103-cloud.yaml"
+    grace = {"aws": load_run_config(config_path).training.grace_seconds, "gcp": 20.0}
+    assert grace[cloud] + END_SECONDS <= deadline
+    assert f"grace_seconds={grace['gcp']:g}" in (DEPLOY / "gcp.yaml").read_text()
 
 
 @clouds

@@ -53,8 +53,9 @@ def train_on_ray(
     """
     directory = RunDirectory(job.run_path)
     directory.create()
-    with directory.locked():
-        LaunchFiles.remove_all(directory.path)  # of a killed launcher
+    with directory.locked(force=job.force_unlock) as is_locked:
+        if is_locked:
+            LaunchFiles.remove_all(directory.path)  # of a killed launcher
     files = LaunchFiles(directory.path, job.launch_id)
     job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
     supervisor = Supervisor(

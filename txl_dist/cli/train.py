@@ -62,6 +62,14 @@ def train(
             show_default="ray.max_restarts with Ray, 0 with processes",
         ),
     ] = None,
+    force_unlock: Annotated[
+        bool,
+        typer.Option(
+            "--force-unlock",
+            help="Start although the directory is locked by another run, for example on a host "
+            "that is lost. If that run lives, it stops at its next checkpoint.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check config and data, then stop.")
     ] = False,
@@ -82,6 +90,7 @@ def train(
         allow_change=tuple(allow_change or ()),
         allow_data_change=allow_data_change,
         strict=strict,
+        force_unlock=force_unlock,
     )
     _require_known_settings(job)
     if is_torchrun():

@@ -78,8 +78,10 @@ class ProcessLauncher:
         directory = RunDirectory(job.run_path)
         _require_devices(num_ranks)
         directory.create()
-        with directory.locked():  # raises if another run uses it, before any process is started
-            LaunchFiles.remove_all(directory.path)  # of a killed launcher
+        # Raises if another run uses the directory, before any process is started.
+        with directory.locked(force=job.force_unlock) as is_locked:
+            if is_locked:
+                LaunchFiles.remove_all(directory.path)  # of a killed launcher
         files = LaunchFiles(directory.path, job.launch_id)
         job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
         budget = RestartBudget(max_restarts or 0)

@@ -62,7 +62,7 @@ def build_trainer(
     job = job.model_copy(update={"config": resolve_duration(job.config, data.plan)})
     world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
     require_same_job(job.config, data, world)
-    lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS)
+    lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
     world.run_on_rank_zero(lambda: stack.enter_context(lock))
     point, newest_step = find_resume_point(job, data, world), directory.checkpoints.newest_step()
     # Not earlier: a start that is refused must not end another attempt that is training.

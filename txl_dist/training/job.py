@@ -23,6 +23,8 @@ class TrainJob(BaseModel):
     allow_data_change: bool = False
     strict: bool = False
     """Do not fall back to an older checkpoint when the newest is damaged."""
+    force_unlock: bool = False
+    """Start although another run holds the lock of the directory; that run is lost, or stops."""
     launch_id: str = Field(default_factory=lambda: uuid.uuid4().hex[:12])
     """Identifies this start of the run. Ray's restarts of ranks keep the id."""
     saved_file: str | None = None

@@ -1,14 +1,18 @@
 """RunDirectory: the files of one run, and the lock that allows one process to write them."""
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from data_pipeline.storage.locks import wait_for_lock
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 PROBE_BYTES = 64 * 1024
 """More than the config, the pointers and the first lines of the logs."""
@@ -48,22 +52,31 @@ class RunDirectory:
             ) from None
 
     @contextmanager
-    def locked(self, *, timeout_seconds: float = 0.0) -> Iterator[None]:
+    def locked(self, *, timeout_seconds: float = 0.0, force: bool = False) -> Iterator[bool]:
         """Hold the lock of the directory. The kernel releases it when this process ends.
 
-        Raises ConfigError naming the owner if it is not released within `timeout_seconds`.
+        Raises ConfigError naming the owner if it is not released within `timeout_seconds`. With
+        `force` it is not taken then, and the context's value is False: the owner, if it is still
+        running, stops at its next checkpoint, because it is an older attempt (`attempts.py`).
         """
         # Not truncated while opening: the file names the owner if the lock is taken.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if not wait_for_lock(descriptor, timeout_seconds=timeout_seconds):
                 owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-                raise ConfigError(
-                    f"{self.path} is in use by another run ({owner or 'unknown'}). Wait until it "
-                    "has ended or stop that process, then run the same command again"
-                )
+                if not force:
+                    raise ConfigError(
+                        f"{self.path} is in use by another run ({owner or 'unknown'}). Wait until "
+                        "it has ended or stop that process, then run the same command again. If "
+                        "it is lost on a host that does not respond: --force-unlock"
+                    )
+                log.warning("%s is in use (%s); continued by --force-unlock", self.path, owner)
+                yield False
+                return
+            started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            owner = f"host {socket.gethostname()}, pid {os.getpid()}, since {started}\n"
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
-            yield
+            os.pwrite(descriptor, owner.encode(), 0)
+            yield True
         finally:
             os.close(descriptor)

@@ -243,7 +243,8 @@ def test_a_run_that_was_continued_elsewhere_stops_and_changes_no_copy(
     assert "attempt 2 (host " in message
     assert "has continued this run, so attempt 1 (host " in message
     assert losses(newer) == losses(straight)
-    assert remote_steps(bucket) == CheckpointDirectory(newer).steps() == [15, 20]
+    assert remote_steps(bucket) == CheckpointDirectory(newer).steps()
+    assert remote_steps(bucket)[-2:] == [15, 20]
     copied = bucket.cat("bucket/runs/one/metrics.jsonl")
     assert copied == (newer / "metrics.jsonl").read_bytes()
     latest = bucket.cat("bucket/runs/one/LATEST").decode()

@@ -124,7 +124,7 @@ def on_ray(run: Run) -> float:
     ):
         with ray_node(directory, join=head.address, ip=second.address, inside=second.prefix):
             training = start_txl(
-                *("train", TINY, *run.words(SHORT_LIMIT), "--on", head.address, "--ranks", 2),
+                *("train", TINY, *run.words(LONG_LIMIT), "--on", head.address, "--ranks", 2),
                 environment=token_environment(directory),
                 inside=first.prefix,
             )

@@ -131,7 +131,7 @@ def test_a_host_that_is_cut_off_under_ray_is_replaced_when_it_is_back(
         two_hosts() as (first, second),
         ray_node(tmp_path, ip=first.address, inside=first.prefix) as head,
     ):
-        words = settings(dataset, run, *LONG, "training.rank_timeout_seconds=20")
+        words = settings(dataset, run, *LONG)
         launch = ("--on", head.address, "--ranks", "2")
         with ray_node(tmp_path, join=head.address, ip=second.address, inside=second.prefix) as node:
             training = start_txl(

@@ -9,7 +9,7 @@ MODEL = {
     "vocab_size": 1000, "n_layer": 3, "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 256,
     "mem_len": 32,
 }  # fmt: skip
-BUCKET_SIZE = 200_000
+BUCKET_SIZE = 300_000
 """Elements. DeepSpeed's default of 2 GB would hide every error of such models."""
 
 

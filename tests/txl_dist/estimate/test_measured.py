@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-batches": {"training": {"micro_batch_lanes": 1}},
     "offload": {**FEW_ACTIVATIONS, "offload": "optimizer"},
     "spread": {"zero": SPREAD},
+    "small buckets": {"zero": {"reduce_bucket_size": 50_000}},
 }
 
 

@@ -53,7 +53,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NODE_LOSS_SECONDS", 0.0)
     monkeypatch.setattr(module, "STOP_MARGIN_SECONDS", 0.0)
     # It would register the end of this process.
-    monkeypatch.setattr(Supervisor, "_abandon_ray", lambda self, exit_code: None)
+    monkeypatch.setattr(module, "abandon_ray", lambda address, exit_code: None)
 
 
 def test_too_many_failures_end_the_launch_with_the_last_one(tmp_path: Path) -> None:

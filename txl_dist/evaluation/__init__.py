@@ -3,5 +3,7 @@
 chunks.py:   split -> chunks [context_start, start, stop), in whole segments
 scoring.py:  chunk -> its LossSums (nats, tokens, bytes), on any worker, several chunks per batch
 evaluate.py: plans the chunks, has them scored, adds their sums in the order of the chunks
+distributed.py:     the same on any workers, batch by batch, for several models and splits
+finished_scores.py: the sums of finished batches, from which a stopped evaluation goes on
 loss_sums.py: the sums, also those of a training step; every mean divides once, at the end
 """

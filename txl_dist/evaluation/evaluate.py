@@ -1,7 +1,7 @@
 """Evaluates one split: plans the chunks, scores them and adds their sums in a fixed order.
 
 Three ways to score: in this process (`evaluate_in_process`), on the ranks of a training run
-(`evaluate_on_ranks`), and on Ray (`cluster/evaluation.py`). All add the sums in the order of the
+(`evaluate_on_ranks`), and on workers (`distributed.py`). All add the sums in the order of the
 chunks, so the result does not depend on which worker scored which chunk.
 """
 

@@ -13,6 +13,7 @@ dataset.py      the dataset: manifest, files, digest
 tracking.py     the MLflow server or database
 exposure.py     Ray dashboards that respond without a token, or on all interfaces
 comparison.py   differences between nodes: clock, dataset, shared files
+connections.py  whether every node can connect to every other
 network.py      bandwidth and latency of all-reduce and of pairs of nodes
 report.py       a table on a terminal, lines elsewhere, JSON
 """

@@ -97,7 +97,9 @@ class Launch:
             self.files.write_location(rank, location)
         with self.directory.log(0).open("a") as log:
             log.write(f"12:00:00 step {step} | loss 1.0\n")
-        self.is_over.wait(0.15)
+        ranks = self.supervisor._ranks
+        wait_until(lambda: ranks.are_running or self.is_over.is_set(), timeout_seconds=30)
+        wait_until(lambda: any(f" step {step} " in line for line in self.lines))
 
     def fail(self, num_ranks: int) -> RanksEnd:
         """Ray Train reports that rank 1 died."""

@@ -13,10 +13,20 @@ from tests.support.commands import ENVIRONMENT
 
 ROOT = Path(__file__).parents[3]
 ALONE = (
-    "unshare", "--pid", "--net", "--mount-proc", "--fork", "--kill-child",
-    "bash", "-c", 'ip link set lo up && exec "$@"', "job",
+    "unshare", "--pid", "--net", "--mount-proc", "--fork", "--kill-child", "bash", "-ec",
+    """
+    ip link set lo up
+    ip link add eth0 type veth peer name eth1
+    ip address add 10.77.32.1/24 dev eth0
+    ip link set eth0 up
+    ip link set eth1 up
+    ip route add default via 10.77.32.2
+    exec "$@"
+    """,
+    "job",
 )  # fmt: skip
-"""A host of its own, as the start of a command: `ray stop` ends every Ray that it can see."""
+"""Starts a command on a host of its own: `ray stop` ends every Ray that it can see. Ray takes
+the address by which it would reach the internet for its own, hence an interface and a route."""
 
 _started: list[subprocess.Popen[str]] = []
 

@@ -245,7 +245,7 @@ def test_a_job_with_a_real_ray_saves_is_requeued_and_resumes(
         return submit(
             tmp_path, TINY, f"data.path={dataset}", f"directory={run}", NO_EVALUATION,
             "training.num_steps=150", programs={}, prefix=ALONE,
-            TXL_RANKS="2", TXL_HEAD_ADDRESS="127.0.0.1", RAY_TMPDIR=ray_directory,
+            TXL_RANKS="2", RAY_TMPDIR=ray_directory,
         )  # fmt: skip
 
     job = submit_run()

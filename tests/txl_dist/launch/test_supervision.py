@@ -105,7 +105,7 @@ def test_the_error_after_the_last_restart_names_limit_failure_and_option(tmp_pat
     for _ in range(2):
         budget.allows_restart(newest_step=None)
     message = str(budget.exhausted_error("rank 1 died", RunDirectory(tmp_path)))
-    for part in ("rank 1 died", "more than 1 times", "--max-restarts", "ray.max_restarts"):
+    for part in ("rank 1 died", "again after 1 restart", "--max-restarts", "ray.max_restarts"):
         assert part in message
 
 

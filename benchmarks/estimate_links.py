@@ -23,7 +23,7 @@ STAGES = (0, 1, 2, 3)
 NUM_STEPS = 4
 ADDRESSES = ("10.77.41.1", "10.77.41.2")
 BURST = "256kb"
-"""tbf passes this much at once; several packets of 64 KiB."""
+"""tbf passes this much without delay; several packets of 64 KiB."""
 
 
 def main() -> None:

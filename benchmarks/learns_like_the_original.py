@@ -21,7 +21,8 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.config.config_file import load_run_config
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings, evaluate_in_process
+from txl_dist.evaluation.distributed import evaluate
+from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
 from txl_dist.launch.processes import ProcessLauncher
 from txl_dist.training.job import TrainJob
 
@@ -81,7 +82,7 @@ def score(checkpoint: Path, data: Path, *, mem_len: int) -> float:
         reset="stream",
     )
     job = EvaluationJob(checkpoint=checkpoint, data=data, settings=settings, batch_chunks=8)
-    return evaluate_in_process(job, on_progress=lambda done, total: None).sums.bits_per_byte
+    return evaluate(job).sums.bits_per_byte
 
 
 def summarise(rows: list[tuple[float, float]]) -> bool:

@@ -3,10 +3,10 @@
     python -m cluster.drain_node --deadline-seconds 110                        preStop hook of a pod
     python -m cluster.drain_node --deadline-seconds 100 --when-preempted aws   on a spot instance
 
-Kubernetes and clouds end a host by signals to its processes, at which a Ray node ends at once, and
-its ranks with it. Ray's notice of a preemption comes before that: the node gets no new work, and
-Ray Train reports the notice to the ranks. If `txl train` itself runs on this host, it gets SIGTERM,
-as it would from a person: the ranks save, and it ends with code 75.
+Kubernetes and clouds end a host by signals to its processes, at which a Ray node ends immediately,
+and its ranks with it. Ray's notice of a preemption comes before that: the node gets no new work,
+and Ray Train reports the notice to the ranks. If `txl train` itself runs on this host, it gets
+SIGTERM, as it would from a person: the ranks save, and it ends with code 75.
 
 The command returns when no rank and no `txl train` is left on this host, at the latest at the
 deadline. Kubernetes signals the container after that.

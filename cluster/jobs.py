@@ -134,7 +134,7 @@ class RayJobs:
         try:
             while True:
                 done, _ = await asyncio.wait([next_text], timeout=SILENCE_SECONDS)
-                if not done:  # the connection has no time limit of its own
+                if not done:  # the connection has no time limit
                     job = await asyncio.to_thread(self._job_if_reachable, job_id)
                     if job.is_ended:
                         return

@@ -1,13 +1,10 @@
 """RayLauncher: the launcher for `txl ... --on ray` and `--on ADDRESS` (entry point `ray`)."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from data_pipeline.processes.workers import Workers
 from txl_dist.doctor.finding import Finding
 from txl_dist.doctor.request import DoctorRequest
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.rank_range import RankRange
 from txl_dist.training.job import TrainJob
@@ -47,16 +44,6 @@ class RayLauncher:
             on_line=on_line,
             max_restarts=max_restarts,
         )
-
-    def evaluate(
-        self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
-    ) -> EvaluationResult:
-        """The result of one sequential pass, for any number of workers."""
-        planned = plan_job(job)  # first, so that a wrong job starts nothing
-        with self.workers(num_workers, use_gpus=True) as workers:
-            return evaluate_on_workers(
-                [planned], workers, progress=lambda _, done, total: on_progress(done, total)
-            )[0]
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False

@@ -2,7 +2,7 @@
 
     RayWorkers.map(function, units) -> Worker.run (actors, one per CPU or GPU) -> results
 
-At most `num_workers` actors run, each on a CPU or GPU of its own. They start when units wait for
+At most `num_workers` actors run, each with one CPU or GPU. They start when units wait for
 them, and live until the context ends, so an evaluation loads its model once per worker. An idle
 worker gets the next unit. If a worker dies, another one gets its unit; a unit that has killed
 MAX_DEATHS workers ends the work with an error. The loss of a node is not counted as such a death.

@@ -8,7 +8,7 @@ Train a model, load its newest checkpoint and continue a text:
     prompt = tokenizer.encode("import ").tolist()
     tokens = generate_tokens(model, prompt, tgt_len=128, sampling=Sampling(), seed=0)
 
-`tokens` is an endless iterator of token ids. `find_launcher("processes").evaluate` scores a split.
+`tokens` is an endless iterator of token ids. `evaluate` scores a split of a dataset.
 """
 
 from importlib import import_module
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from txl_dist.config.config_file import load_run_config
     from txl_dist.config.run_config import RunConfig
     from txl_dist.convert.stored_model import find_model
+    from txl_dist.evaluation.distributed import evaluate
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
     from txl_dist.generation.generate import generate_tokens
     from txl_dist.generation.sampling import Sampling
@@ -34,6 +35,7 @@ __all__ = [
     "Sampling",
     "TrainJob",
     "TransformerXL",
+    "evaluate",
     "find_launcher",
     "find_model",
     "generate_tokens",
@@ -49,6 +51,7 @@ _MODULE_OF = {
     "Sampling": "txl_dist.generation.sampling",
     "TrainJob": "txl_dist.training.job",
     "TransformerXL": "txl_dist.model.transformer_xl",
+    "evaluate": "txl_dist.evaluation.distributed",
     "find_launcher": "txl_dist.launch.launcher",
     "find_model": "txl_dist.convert.stored_model",
     "generate_tokens": "txl_dist.generation.generate",

@@ -46,7 +46,7 @@ def problems(findings: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], str
 
 
 def other_mounts(*commands: str) -> tuple[str, ...]:
-    """Words before a command that run it with mounts of its own."""
+    """Words before a command that run it with its own mounts."""
     return ("unshare", "--mount", "sh", "-c", " && ".join([*commands, 'exec "$@"']), "sh")
 
 

@@ -14,8 +14,8 @@ from data_pipeline.processes.workers import WorkerDiedError
 from data_pipeline.shards.manifest import load_manifest
 from tests.support.commands import txl
 from tests.support.failing_units import die, die_at_first, refuse
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings, evaluate_in_process
+from txl_dist.evaluation.distributed import evaluate, evaluate_on_workers, plan_job
+from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_the_score_is_the_same_for_any_number_of_workers_and_any_batch(
         settings=settings,
         batch_chunks=3,
     )
-    expected = evaluate_in_process(job, on_progress=lambda done, total: None)
+    expected = evaluate(job)
     assert expected.sums.num_tokens == load_manifest(dataset).splits["valid"].tokens - 1
     assert expected.num_chunks > 12  # so that each of three workers has something to do
     for num_workers, batch_chunks in ((1, 3), (2, 1), (3, 4)):

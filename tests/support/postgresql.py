@@ -1,6 +1,6 @@
 """A real PostgreSQL server for one test, which it can stop and start again.
 
-The server listens only on a Unix socket in a directory of its own. It refuses to run as root, so
+The server listens only on a Unix socket in a new directory. It refuses to run as root, so
 its processes get the user of Debian's package, or an unprivileged one.
 """
 

@@ -12,7 +12,7 @@ import torch
 
 import txl_dist
 from tests.support.training_runs import TINY
-from txl_dist import EvaluationJob, EvaluationSettings, ModelConfig, TransformerXL, find_launcher
+from txl_dist import EvaluationJob, EvaluationSettings, ModelConfig, TransformerXL, evaluate
 
 PUBLIC = {
     "EvaluationJob",
@@ -22,6 +22,7 @@ PUBLIC = {
     "Sampling",
     "TrainJob",
     "TransformerXL",
+    "evaluate",
     "find_launcher",
     "find_model",
     "generate_tokens",
@@ -85,5 +86,5 @@ def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
     )
     checkpoint = txl_dist.find_model(tmp_path / "run").path
     job = EvaluationJob(checkpoint=checkpoint, data=dataset, settings=settings, batch_chunks=2)
-    result = find_launcher("processes").evaluate(job, num_workers=1, on_progress=lambda *_: None)
+    result = evaluate(job)
     assert result.sums.num_tokens == 19

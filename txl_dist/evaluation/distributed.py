@@ -118,6 +118,14 @@ def evaluate_on_workers(
     return [each.result() for each in planned]
 
 
+def evaluate(job: EvaluationJob, workers: Workers | None = None) -> EvaluationResult:
+    """Score one split, on `workers` or in this process.
+
+    Raises CheckpointError or DataError if there is no such model or split, or if they do not fit.
+    """
+    return evaluate_on_workers([plan_job(job)], workers or InProcess())[0]
+
+
 def plan_job(
     job: EvaluationJob, directory: Path | None = None, *, resume: bool = False
 ) -> PlannedJob:

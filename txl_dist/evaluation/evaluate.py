@@ -1,11 +1,11 @@
 """Evaluates one split: plans the chunks, scores them and adds their sums in a fixed order.
 
-Three ways to score: in this process (`evaluate_in_process`), on the ranks of a training run
-(`evaluate_on_ranks`), and on workers (`distributed.py`). All add the sums in the order of the
-chunks, so the result does not depend on which worker scored which chunk.
+Two ways to score: on the ranks of a training run (`evaluate_on_ranks`), and in this process or on
+workers (`distributed.py`). Both add the sums in the order of the chunks, so the result does not
+depend on which worker scored which chunk.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,16 +185,3 @@ class EvaluationJob:
             batch_chunks=self.batch_chunks,
             byte_counts_V=torch.from_numpy(tokenizer.token_bytes()),
         )
-
-
-def evaluate_in_process(
-    job: EvaluationJob, *, on_progress: Callable[[int, int], None]
-) -> EvaluationResult:
-    """Score the whole split in this process."""
-    scorer = job.open()
-    chunks = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
-    scores = []
-    for sums in scorer.scores(chunks):
-        scores.append(sums)
-        on_progress(len(scores), len(chunks))
-    return summarise(scores, chunks, job.settings)

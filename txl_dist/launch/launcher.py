@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from data_pipeline.processes.workers import Workers
     from txl_dist.doctor.finding import Finding
     from txl_dist.doctor.request import DoctorRequest
-    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
     from txl_dist.training.job import TrainJob
 
 OnLine = Callable[[str], None]
@@ -41,11 +40,6 @@ class Launcher(Protocol):
         `max_restarts`: restarts after failures of ranks, without a new checkpoint between them;
         None is the launcher's default.
         """
-
-    def evaluate(
-        self, job: "EvaluationJob", *, num_workers: int, on_progress: Callable[[int, int], None]
-    ) -> "EvaluationResult":
-        """Score a split with `num_workers`; calls `on_progress(tokens done, all tokens)`."""
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False

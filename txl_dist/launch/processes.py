@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
@@ -22,8 +22,6 @@ from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.doctor.finding import Finding
 from txl_dist.doctor.request import DoctorRequest, check_this_machine
 from txl_dist.errors import ConfigError, TxlError, error_from_json
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.supervision import (
@@ -99,16 +97,6 @@ class ProcessLauncher:
                 log_of_rank_0.flush()  # what rank 0 says about the failure comes first
                 on_line(restart_line(failure, budget, newest_step=newest_step, resume=job.resume))
                 _wait_before_restart(restart_delay_seconds(budget.num_failures), signals)
-
-    def evaluate(
-        self, job: EvaluationJob, *, num_workers: int, on_progress: Callable[[int, int], None]
-    ) -> EvaluationResult:
-        """The result of one sequential pass, for any number of workers."""
-        planned = plan_job(job)  # first, so that a wrong job starts nothing
-        with self.workers(num_workers, use_gpus=True) as workers:
-            return evaluate_on_workers(
-                [planned], workers, progress=lambda _, done, total: on_progress(done, total)
-            )[0]
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False

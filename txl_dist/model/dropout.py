@@ -6,7 +6,6 @@ The model has no random state and no train/eval mode. See docs/decisions/0004-no
 
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor, nn
 
 Place = Literal[
@@ -35,11 +34,10 @@ class Dropout(nn.Module):
 
     def scale(self, x: Tensor, masks: DropoutMasks | None) -> Tensor | None:
         """The factor for `x`, or None if nothing is dropped. The values of `x` are not used."""
-        return None if masks is None or self.rate == 0 else self._draw(x, masks)
+        return None if masks is None or self.rate == 0 else self.draw(x, masks)
 
-    # Not compiled: masks may come from numpy, and every layer's number would be compiled anew.
-    @torch.compiler.disable
-    def _draw(self, x: Tensor, masks: DropoutMasks) -> Tensor:
+    def draw(self, x: Tensor, masks: DropoutMasks) -> Tensor:
+        """The masks for `x`. Separate, because `training.compile` does not compile it."""
         return masks.scale(
             x, rate=self.rate, layer=self.layer, place=self.place, by_lane=self.by_lane
         )

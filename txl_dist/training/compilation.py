@@ -16,6 +16,7 @@ import torch
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
+from txl_dist.model.dropout import Dropout
 from txl_dist.model.layers import Layer
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
@@ -39,6 +40,10 @@ def compile_layers(
             layer.attention.forward = torch.compiler.disable(  # type: ignore[method-assign]
                 layer.attention.forward
             )
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            # Masks come from numpy, and every layer's number would be compiled anew.
+            module.draw = torch.compiler.disable(module.draw)  # type: ignore[method-assign]
     # dynamic=False: all segments have one shape, except the last one of an epoch.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
     _run_once(model, config, world.device, lanes)

@@ -25,8 +25,8 @@ ALONE = (
     """,
     "job",
 )  # fmt: skip
-"""Starts a command on a host of its own: `ray stop` ends every Ray that it can see. Ray takes
-the address by which it would reach the internet for its own, hence an interface and a route."""
+"""Starts a command in a new network namespace: `ray stop` ends every Ray that it can see. Ray uses
+the address by which it would reach the internet, hence an interface and a route."""
 
 _started: list[subprocess.Popen[str]] = []
 
@@ -56,7 +56,7 @@ def end_jobs() -> None:
 
 
 def require_namespaces() -> None:
-    """Skip the test if this user cannot create a host of its own."""
+    """Skip the test if this user cannot create a network namespace."""
     try:
         subprocess.run([*ALONE, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:

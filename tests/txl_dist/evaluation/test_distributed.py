@@ -24,7 +24,8 @@ from txl_dist.evaluation.evaluate import (
     EvaluationJob,
     EvaluationResult,
     EvaluationSettings,
-    evaluate_in_process,
+    plan_evaluation,
+    summarise,
 )
 from txl_dist.evaluation.loss_sums import LossSums
 
@@ -50,7 +51,14 @@ def job(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJo
 
 @pytest.fixture(scope="module")
 def expected(job: EvaluationJob) -> EvaluationResult:
-    return evaluate_in_process(job, on_progress=lambda done, total: None)
+    return evaluate_alone(job)
+
+
+def evaluate_alone(job: EvaluationJob) -> EvaluationResult:
+    """Without batches and workers."""
+    scorer = job.open()
+    chunks = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
+    return summarise(scorer.scores(chunks), chunks, job.settings)
 
 
 class Recorder(InProcess):
@@ -128,7 +136,7 @@ def test_several_jobs_resume_in_the_job_that_was_stopped(
     stop_after(NUM_BATCHES + 2, job, train, scores=tmp_path)
     (first, second), num_batches = resume(job, train, scores=tmp_path)
     assert first == expected
-    assert second == evaluate_in_process(train, on_progress=lambda done, total: None)
+    assert second == evaluate_alone(train)
     assert num_batches == NUM_BATCHES - 2
     assert len(list(tmp_path.glob("*.jsonl"))) == 2
 

@@ -87,13 +87,13 @@ def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(
 
 def score(checkpoint: Path, dataset: Path, weights: Any) -> float:
     from txl_dist.cli.evaluate import evaluation_job
-    from txl_dist.evaluation.evaluate import evaluate_in_process
+    from txl_dist.evaluation.distributed import evaluate
 
     job = evaluation_job(
         checkpoint, dataset, split="valid", tgt_len=None, mem_len=None, batch=4, max_tokens=40,
         weights=weights,
     )  # fmt: skip
-    return evaluate_in_process(job, on_progress=lambda done, total: None).sums.nats_per_token
+    return evaluate(job).sums.nats_per_token
 
 
 def test_averaged_weights_that_do_not_exist_are_refused(

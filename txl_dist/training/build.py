@@ -34,6 +34,7 @@ from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.rank_context import RankContext
+from txl_dist.training.remote_resume import download_newest
 from txl_dist.training.resume import find_resume_point, restore
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.same_job import require_same_job
@@ -64,11 +65,17 @@ def build_trainer(
     require_same_job(job.config, data, world)
     lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
     world.run_on_rank_zero(lambda: stack.enter_context(lock))
+    # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
+    # in the run directory, so the run continues even if its URL cannot be reached.
+    is_new_attempt = directory.checkpoints.attempt is None
+    if is_new_attempt:
+        download_newest(job, world)
     point, newest_step = find_resume_point(job, data, world), directory.checkpoints.newest_step()
-    # Not earlier: a start that is refused must not end another attempt that is training.
-    directory.checkpoints.attempt = begin_attempt(job, directory, world)
-    if world.broadcast(directory.checkpoints.newest_step() != newest_step):
-        point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
+    if is_new_attempt:
+        # Not earlier: a start that is refused must not end another attempt that is training.
+        directory.checkpoints.attempt = begin_attempt(job, directory, world)
+        if world.broadcast(directory.checkpoints.newest_step() != newest_step):
+            point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
     settings_step = point.settings_step if point else 0
     config = job.config.after_step(settings_step)
     if config != job.config:
@@ -100,7 +107,7 @@ def build_trainer(
     if point is not None and (num_tokens := refill_memory(rank, step, point, state)):
         report.event("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
     last_step = config.last_step_with(settings_step)
-    saver = build_saver(rank, step, tracker, point)
+    saver = build_saver(rank, step, tracker, point, is_new_attempt=is_new_attempt)
     recovery = build_recovery(rank, step, report, saver, last_step=last_step)
     plan, segments = recovery.read_from(state)
     return Trainer(

@@ -129,8 +129,14 @@ def build_recovery(
 
 
 def build_saver(
-    rank: RankContext, step: TrainStep, tracker: Tracker | None, point: ResumePoint | None
+    rank: RankContext,
+    step: TrainStep,
+    tracker: Tracker | None,
+    point: ResumePoint | None,
+    *,
+    is_new_attempt: bool,
 ) -> RunSaver:
+    """Also records a new attempt at `training.checkpoint_url`, which must be reachable for that."""
     config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
     run_id = point.manifest.run_id if point and point.is_of(checkpoints) else None
     run_id = run_id or uuid.uuid4().hex
@@ -152,7 +158,7 @@ def build_saver(
         header=header,
         step=step,
         tracker=tracker,
-        mirror=_open_mirror(rank, run_id),
+        mirror=_create_mirror(rank, run_id if is_new_attempt else None),
         config=config.training,
         saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
         saved_step=point.step_in(checkpoints) if point else None,
@@ -160,7 +166,8 @@ def build_saver(
     return rank.stack.enter_context(closing(saver))
 
 
-def _open_mirror(rank: RankContext, run_id: str) -> CheckpointMirror | None:
+def _create_mirror(rank: RankContext, new_attempt_of: str | None) -> CheckpointMirror | None:
+    """`new_attempt_of`: the id of the run, if this attempt is not at the URL yet."""
     config, world = rank.config.training, rank.world
     if config.checkpoint_url is None:
         return None
@@ -172,5 +179,6 @@ def _open_mirror(rank: RankContext, run_id: str) -> CheckpointMirror | None:
         timeout_seconds=config.rank_timeout_seconds,
         attempt=rank.directory.checkpoints.attempt,
     )
-    world.run_on_rank_zero(lambda: mirror.open(run_id))
+    if new_attempt_of is not None:
+        world.run_on_rank_zero(lambda: mirror.open(new_attempt_of))
     return mirror

@@ -27,7 +27,6 @@ from txl_dist.training.compatibility import check_config, check_data
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
-from txl_dist.training.remote_resume import download_newest
 from txl_dist.training.state import TrainState, load_state
 from txl_dist.training.step import TrainStep
 
@@ -71,7 +70,6 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
     Raises CheckpointError (damaged with --strict, none intact, another model or mixture), DataError
     (other data), ConfigError (`never` in a directory that has checkpoints).
     """
-    download_newest(job, world)
     directory = CheckpointDirectory(job.run_path)
     if job.resume == "never":
         if steps := directory.steps():

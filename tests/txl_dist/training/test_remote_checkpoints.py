@@ -28,6 +28,7 @@ from txl_dist.checkpoint.remote import remote_name
 from txl_dist.errors import DataError
 from txl_dist.runtime.world import World
 from txl_dist.training import saving
+from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.resume import newest_before
@@ -142,6 +143,47 @@ def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_late
     job = tiny_job(dataset, tmp_path, *SETTINGS)
     ends = ranks(1).run(in_cloud, aws, train_with_refused_uploads, job, 20)
     assert ends == [(0, "", True)]
+    assert remote_steps(bucket) == [15, 20]
+
+
+def train_with_store_away(
+    world: World, job: TrainJob, first_step: int, last_step: int
+) -> tuple[int, int]:
+    """Fail every request between two steps. How the run ends, and how many have failed."""
+    request, failed, trainers = RemotePath._request, [], []
+
+    def request_or_fail(path: RemotePath, function: Callable[[Any], Any]) -> Any:
+        if trainers and first_step <= trainers[-1].state.step < last_step:
+            failed.append(path)
+            raise ConnectionError("503 Slow Down")
+        return request(path, function)
+
+    def build(*args: Any) -> Trainer:
+        trainers.append(build_trainer(*args))
+        return trainers[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemotePath, "_request", request_or_fail)
+        patch.setattr("txl_dist.training.rank.build_trainer", build)
+        return train(world, job), len(failed)
+
+
+@pytest.mark.slow
+def test_settings_change_on_schedule_while_the_store_is_away(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    change = "training.changes=[{step: 10, num_lanes: 3}]"
+    straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION, change)
+    assert ranks(2).run(train, straight) == [0, 0]
+    job = tiny_job(dataset, tmp_path / "run", *SETTINGS, change)
+    for code, num_failed in ranks(2).run(in_cloud, aws, train_with_store_away, job, 7, 14):
+        assert code == 0
+        assert num_failed > 0
+    assert losses(tmp_path / "run") == losses(straight.run_path)
     assert remote_steps(bucket) == [15, 20]
 
 

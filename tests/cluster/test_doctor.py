@@ -120,7 +120,7 @@ def head_with_dashboard(
         )
     node = RayNode(host.address, process, log)
     try:
-        wait_until(lambda: b"Ray runtime started" in log.read_bytes(), timeout_seconds=90)
+        wait_until(lambda: b"Ray runtime started" in log.read_bytes())
         yield
     finally:
         node.kill()

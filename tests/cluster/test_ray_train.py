@@ -32,7 +32,7 @@ def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
     assert ranks(2).run(train, tiny_job(dataset, straight, *LONG)) == [0, 0]
     overrides = (f"data.path={dataset}", f"directory={run}", *LONG)
     process = start_txl("train", TINY, *overrides, "--ranks", 2)
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > 80, timeout_seconds=120)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 80)
     (victim, *_) = [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
@@ -55,7 +55,7 @@ def test_sigterm_to_every_process_saves_and_exits_75_and_leaves_no_process(
     """Kubernetes, Slurm and systemd signal the whole job: launcher, Ray and ranks."""
     overrides = (f"data.path={dataset}", f"directory={tmp_path}", *LONG)
     process = start_txl("train", TINY, *overrides, "--ranks", 2)
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=120)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
     children = psutil.Process(process.pid).children(recursive=True)
     for pid in (process.pid, *(child.pid for child in children)):
         os.kill(pid, signal.SIGTERM)
@@ -75,7 +75,7 @@ def test_too_many_failures_without_a_checkpoint_between_end_the_run(
 ) -> None:
     overrides = (f"data.path={dataset}", f"directory={tmp_path}", *LONG)
     process = start_txl("train", TINY, *overrides, "--ranks", 2, "--max-restarts", 0)
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=120)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
     children = psutil.Process(process.pid).children(recursive=True)
     (victim, *_) = [child for child in children if "TrainWorker" in " ".join(child.cmdline())]
     os.kill(victim.pid, signal.SIGKILL)

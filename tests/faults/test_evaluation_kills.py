@@ -112,7 +112,7 @@ def test_a_batch_that_kills_its_workers_is_named(
 ) -> None:
     process = start_txl(*words(model, dataset, tmp_path, "--workers", 2))
     end = killer(process.pid)
-    wait_until(end, timeout_seconds=120)
+    wait_until(end)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1, output
     last = output.splitlines()[-1]

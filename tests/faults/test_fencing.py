@@ -34,7 +34,7 @@ def test_the_older_attempt_stops_at_its_next_save_and_the_newer_does_not_notice(
         # The step before it is slow: until its end the background thread has published its save.
         environment = {"TXL_FAULT": f"step:sleep=3:{call - 1},step:stop:{call}"}
         process = start_txl(*words, "--on", "processes", environment=environment)
-        wait_until(lambda: any(map(is_stopped, children_of(process.pid))), timeout_seconds=120)
+        wait_until(lambda: any(map(is_stopped, children_of(process.pid))))
         (rank,) = filter(is_stopped, children_of(process.pid))
         return rank, process
 

@@ -30,7 +30,7 @@ def test_nothing_is_left_running_after_ctrl_c(
         2,
     )
     process = start_txl(*words, own_group=True)
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=120)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 2
     for _ in range(num_presses):

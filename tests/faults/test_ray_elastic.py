@@ -102,7 +102,7 @@ def test_a_preemption_notice_saves_in_time_and_the_run_goes_on_elsewhere(
             drain(first, head.address, tmp_path)
             command.wait_for("continuing with 1 ranks from step ")
             seconds_to_save = time.monotonic() - noticed_at
-            wait_until(lambda: bool(nodes_of_ranks(run)), timeout_seconds=120)
+            wait_until(lambda: bool(nodes_of_ranks(run)))
             (second,) = nodes_of_ranks(run)
             assert command.wait() == 0, command.text()
     text = command.text()

@@ -138,7 +138,7 @@ def test_a_stop_while_ray_starts_or_works_ends_soon_and_leaves_nothing(
         environment={"TMPDIR": str(temporary)},
         own_group=True,
     )
-    wait_until(lambda: has_child(process, sign), timeout_seconds=120)
+    wait_until(lambda: has_child(process, sign))
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=2 * SOON_SECONDS)

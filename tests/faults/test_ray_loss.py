@@ -29,7 +29,7 @@ def test_a_lost_node_is_one_line_and_training_goes_on_when_another_has_joined(
     with ray_node(tmp_path) as head, ray_node(tmp_path, join=head.address) as node:
         overrides = (f"data.path={dataset}", f"directory={run}", *LONG, "--on", head.address)
         process = start_txl("train", TINY, *overrides, "--ranks", 2, environment=environment)
-        wait_until(lambda: num_lines(run / "metrics.jsonl") > 80, timeout_seconds=120)
+        wait_until(lambda: num_lines(run / "metrics.jsonl") > 80)
         node.kill()
         with ray_node(tmp_path, join=head.address):
             output, _ = process.communicate(timeout=200)
@@ -57,7 +57,7 @@ def test_a_lost_head_ends_the_run_with_an_error_that_names_it(
             *("train", TINY, *overrides, "--on", head.address, "--ranks", 2),
             environment=token_environment(tmp_path),
         )
-        wait_until(lambda: num_lines(run / "metrics.jsonl") > 60, timeout_seconds=120)
+        wait_until(lambda: num_lines(run / "metrics.jsonl") > 60)
         head.kill()
         node.kill()
         output, _ = process.communicate(timeout=100)
@@ -83,7 +83,7 @@ def test_the_leftovers_of_a_killed_launcher_are_removed_by_the_next(
     process = start_txl(
         *("train", TINY, *overrides, "--ranks", 2), environment={"TMPDIR": str(temporary)}
     )
-    wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") > 20, timeout_seconds=120)
+    wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") > 20)
     children = [
         child
         for child in psutil.Process(process.pid).children(recursive=True)

@@ -58,7 +58,7 @@ def test_a_stop_while_ray_starts_ends_soon_with_75_and_leaves_nothing(
     overrides = (f"data.path={dataset}", f"directory={tmp_path / 'run'}", NO_EVALUATION)
     environment = {"TMPDIR": str(temporary)}
     process = start_txl("train", TINY, *overrides, "--ranks", 2, environment=environment)
-    wait_until(lambda: has_child(process.pid, sign), timeout_seconds=120)
+    wait_until(lambda: has_child(process.pid, sign))
     children = psutil.Process(process.pid).children(recursive=True)
     seconds = stop(process, number)
     assert process.stdout is not None
@@ -77,7 +77,7 @@ def test_a_stop_while_the_ranks_start_ends_them_before_their_first_step(
 ) -> None:
     overrides = (f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION)
     process = start_txl("train", TINY, *overrides, "--ranks", 2)
-    wait_until((tmp_path / "logs" / "rank-0.log").exists, timeout_seconds=120)
+    wait_until((tmp_path / "logs" / "rank-0.log").exists)
     children = psutil.Process(process.pid).children(recursive=True)
     seconds = stop(process, signal.SIGTERM)
     assert process.stdout is not None

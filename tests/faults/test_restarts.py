@@ -29,7 +29,7 @@ def start(dataset: Path, run: Path, *words: object) -> subprocess.Popen[str]:
 
 def kill_one(process: subprocess.Popen[str], run: Path, *, at_line: int, number: int) -> None:
     """Signal rank 1 once the run has written `at_line` lines of metrics."""
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > at_line, timeout_seconds=90)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > at_line)
     os.kill(children_of(process.pid)[1], number)
 
 

@@ -108,7 +108,7 @@ def stop_in(phase: str, job: TrainJob, directory: Path) -> str:
         env={**os.environ, **ENVIRONMENT},
     )
     try:
-        wait_until(marker.exists, timeout_seconds=120)
+        wait_until(marker.exists)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)

@@ -50,11 +50,11 @@ def test_after_a_sigkill_and_a_resume_the_curves_are_the_journal(
     settings = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
     command = ("train", TINY, *settings, "--on", "processes", "--ranks", 2)
     process = start_txl(*command)
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > 150, timeout_seconds=120)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 150)
     (rank, *_) = children_of(process.pid)
     os.kill(rank, signal.SIGSTOP)  # so that the sender catches up
     journalled = max(line["step"] for line in read_metrics(run / "metrics.jsonl"))
-    wait_until(lambda: ((s := _state(run)) and s.sent_step) == journalled, timeout_seconds=120)
+    wait_until(lambda: ((s := _state(run)) and s.sent_step) == journalled)
     os.kill(rank, signal.SIGKILL)
     process.communicate(timeout=120)
     assert not is_alive(rank)
@@ -62,7 +62,7 @@ def test_after_a_sigkill_and_a_resume_the_curves_are_the_journal(
 
     finished = txl(*command, timeout_seconds=240)
     assert finished.returncode == 0, finished.stderr + finished.stdout
-    wait_until(lambda: (s := _state(run)) is not None and s.delivered, timeout_seconds=120)
+    wait_until(lambda: (s := _state(run)) is not None and s.delivered)
     second = _state(run)
     assert first is not None
     assert first.run_id

@@ -35,7 +35,7 @@ def test_the_directory_of_a_living_run_is_refused_and_that_of_a_killed_one_is_no
     dataset: Path, tmp_path: Path
 ) -> None:
     first = start_txl(*command(dataset, tmp_path, *LONG))
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 25, timeout_seconds=120)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 25)
     ranks = children_of(first.pid)
 
     second = txl(*command(dataset, tmp_path, *LONG))
@@ -50,7 +50,7 @@ def test_the_directory_of_a_living_run_is_refused_and_that_of_a_killed_one_is_no
     first.communicate(timeout=60)
     wait_until(lambda: not any(is_alive(rank) for rank in ranks), timeout_seconds=30)
     third = start_txl(*command(dataset, tmp_path, *LONG, num_ranks=1))
-    wait_until(lambda: "resuming at step" in log_of(tmp_path), timeout_seconds=120)
+    wait_until(lambda: "resuming at step" in log_of(tmp_path))
     third.send_signal(signal.SIGTERM)
     output, _ = third.communicate(timeout=120)
     assert third.returncode == 75, output
@@ -70,10 +70,10 @@ def test_a_forced_start_continues_the_run_and_the_older_one_stops(
     assert "attempt 2 (host" in output
     assert "has continued this run" in output
 
-    wait_until(lambda: "resuming at step" in log_of(tmp_path), timeout_seconds=120)
+    wait_until(lambda: "resuming at step" in log_of(tmp_path))
     newest = CheckpointDirectory(tmp_path).newest_step()
     assert newest is not None
-    wait_until(lambda: CheckpointDirectory(tmp_path).newest_step() > newest, timeout_seconds=120)
+    wait_until(lambda: CheckpointDirectory(tmp_path).newest_step() > newest)
     newer.send_signal(signal.SIGTERM)
     output, _ = newer.communicate(timeout=120)
     assert newer.returncode == 75, output

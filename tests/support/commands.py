@@ -68,7 +68,7 @@ def _restore_interrupts() -> None:
 
 
 def wait_until(
-    condition: Callable[[], bool], *, timeout_seconds: float = 180, poll_seconds: float = 0.02
+    condition: Callable[[], bool], *, timeout_seconds: float = 300, poll_seconds: float = 0.02
 ) -> None:
     """Poll `condition`; AssertionError if it does not come true in time.
 

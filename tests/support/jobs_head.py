@@ -71,7 +71,7 @@ class JobsHead:
             )
         node = RayNode(f"127.0.0.1:{self.ports['port']}", process, log)
         try:
-            wait_until(lambda: b"Ray runtime started" in log.read_bytes(), timeout_seconds=90)
+            wait_until(lambda: b"Ray runtime started" in log.read_bytes())
             yield node
         finally:
             node.kill()

@@ -81,7 +81,7 @@ def ray_node(
         )
     node = RayNode(address, process, log)
     try:
-        wait_until(lambda: b"Ray runtime started" in log.read_bytes(), timeout_seconds=90)
+        wait_until(lambda: b"Ray runtime started" in log.read_bytes())
         yield node
     finally:
         node.kill()

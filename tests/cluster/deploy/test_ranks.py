@@ -89,7 +89,7 @@ def test_ranks_of_two_hosts_train_stop_and_resume(dataset: Path, tmp_path: Path)
         ]  # fmt: skip
 
     hosts = start_hosts()
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > 10, timeout_seconds=120)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 10)
     os.kill(hosts[1].pid, signal.SIGTERM)  # Kubernetes drains one host
     assert [host.wait(timeout=90) for host in hosts] == [75, 75]
     stopped_at = max(losses(run))

@@ -56,7 +56,7 @@ def test_a_signalled_job_saves_is_requeued_and_ends_as_an_undisturbed_one(
 
     words = (f"data.path={dataset}", f"directory={run}", *settings)
     job_id = submit(slurm, output, TINY, *words)
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > 10, timeout_seconds=120)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 10)
     slurm.call("scancel", f"--signal={signal}", job_id)
     wait_until(lambda: slurm.job(job_id)["Restarts"] == "1", timeout_seconds=60, poll_seconds=1)
     saved = [int(path.name[-8:]) for path in (run / "checkpoints").glob("step-*")]

@@ -104,7 +104,7 @@ def test_a_job_that_slurm_warns_saves_is_requeued_and_resumes(
     run, records = tmp_path / "run", tmp_path / "records"
     words = (TINY, f"data.path={dataset}", f"directory={run}", NO_EVALUATION)
     job = submit(environment, *words, "training.num_steps=150")
-    wait_until(lambda: num_lines(run / "metrics.jsonl") > 10, timeout_seconds=120)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 10)
     for pid in (records / "pids").read_text().split():
         os.kill(int(pid), signal.SIGUSR1)
     output, _ = job.communicate(timeout=90)

@@ -36,6 +36,29 @@ def test_validate_reports_a_valid_config() -> None:
     assert json.loads(result.stdout)["valid"] is True
 
 
+def test_init_writes_a_valid_config_and_overwrites_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "my-run.yaml"
+    result = CliRunner().invoke(app, ["init", str(tmp_path / "my-run"), "--json"])
+    assert json.loads(result.stdout) == {"config": str(path)}
+    assert load_run_config(path).directory == "runs/my-run"
+
+    path.write_text("mine")
+    result = CliRunner().invoke(app, ["init", str(path)])
+    assert isinstance(result.exception, ConfigError)
+    assert "exists already" in str(result.exception)
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["a b", "..", ".hidden", "a: b", "", "no/such/directory"])
+def test_init_refuses_names_that_are_no_file_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["init", name])
+    assert isinstance(result.exception, ConfigError)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("command", ["show", "validate"])
 def test_an_invalid_config_ends_with_exit_code_2(command: str) -> None:
     result = CliRunner().invoke(app, [command, TINY, "model.n_layers=6"])

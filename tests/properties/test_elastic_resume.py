@@ -116,7 +116,10 @@ def test_ranks_and_lanes_change_in_one_run(
         assert_close(memories[1][lane], memories[0][lane], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(s, marks=[] if s in ("1", "3-all-spread") else pytest.mark.slow) for s in ZERO],
+)
 def test_a_resume_at_the_same_world_size_is_bit_for_bit(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
 ) -> None:

@@ -98,6 +98,7 @@ def run_and_kill_at(event: int, corpus: Path, out: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.fault
 @pytest.mark.fault_row(48)
 def test_after_a_kill_at_any_file_operation_a_rerun_gives_the_same_bytes(
     corpus: Path, tmp_path: Path

@@ -32,6 +32,7 @@ from txl_dist.checkpoint.writer import Save, update_state
 from txl_dist.errors import CheckpointError, DivergedError
 
 
+@pytest.mark.fault
 @pytest.mark.fault_row(8, 9)
 def test_a_kill_at_any_file_operation_leaves_an_intact_newest_checkpoint(tmp_path: Path) -> None:
     sweep = [sys.executable, "-m", "tests.txl_dist.checkpoint.kill_sweep", str(tmp_path)]

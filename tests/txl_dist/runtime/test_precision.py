@@ -144,7 +144,14 @@ def test_a_resume_on_two_ranks_is_bit_for_bit(
     assert losses(tmp_path / "resumed") == expected
 
 
-@pytest.mark.parametrize("stage", [stage for stage in ZERO if stage != "2"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(stage, marks=[] if stage == "3-all-spread" else pytest.mark.slow)
+        for stage in ZERO
+        if stage != "2"
+    ],
+)
 def test_two_ranks_at_any_stage_have_close_losses(
     ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path, stage: str
 ) -> None:

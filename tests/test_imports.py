@@ -84,7 +84,6 @@ def test_only_the_api_the_entry_point_and_the_errors_are_at_the_top_of_txl_dist(
     ("library", "most"),
     [
         ("deepspeed", 2),
-        ("matplotlib", 1),
         ("mlflow", 1),
         ("webdataset", 2),
         ("zstandard", 2),
@@ -104,6 +103,10 @@ sys.exit(", ".join(heavy & set(sys.modules)) or 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (0, b"")
+
+
+def test_plots_are_drawn_in_reporting_only() -> None:
+    assert all(path.startswith("txl_dist/reporting/") for path in importers_of("matplotlib"))
 
 
 def test_deepspeed_is_imported_in_the_engine_only() -> None:

@@ -19,6 +19,7 @@ from txl_dist.cli import (
     job,
     mixture,
     prepare,
+    report,
     train,
 )
 from txl_dist.cli.errors import print_error
@@ -40,6 +41,7 @@ app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
 app.command("attention")(attention.attention)
 app.command("generate")(generate.generate)
+app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(job.app, name="job")
 app.add_typer(bench.app, name="bench")

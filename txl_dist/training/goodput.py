@@ -87,7 +87,7 @@ class Goodput:
         self._productive: dict[int, float] = {step: 0.0}
         with contextlib.suppress(OSError):
             remove_leftovers(path)
-        if earlier := _read(path):
+        if earlier := read_goodput(path):
             self._continue(earlier, step)
 
     def _continue(self, earlier: GoodputFile, step: int) -> None:
@@ -197,13 +197,14 @@ class Goodput:
                 overwrite_page(self._path, text)
 
 
-def _read(path: Path) -> GoodputFile | None:
+def read_goodput(path: Path) -> GoodputFile | None:
+    """The file, or None if it does not exist or, with a warning, is damaged."""
     try:
         return GoodputFile.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        log.warning("%s cannot be read (%s): the goodput is counted from now on", path, error)
+        log.warning("%s cannot be read (%s): the goodput before is not known", path, error)
         return None
 
 

@@ -20,6 +20,7 @@ from txl_dist.cli import (
     mixture,
     prepare,
     report,
+    reproduce,
     train,
 )
 from txl_dist.cli.errors import print_error
@@ -42,6 +43,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("attention")(attention.attention)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
+app.command("reproduce")(reproduce.reproduce)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(job.app, name="job")
 app.add_typer(bench.app, name="bench")

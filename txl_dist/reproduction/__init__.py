@@ -1,0 +1,1 @@
+"""The paper's experiments that `txl reproduce` repeats (`experiments.py`)."""

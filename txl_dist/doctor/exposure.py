@@ -6,7 +6,10 @@ require a token, and listen on the loopback interface only: tokens travel unencr
 
 import http.client
 import json
+import os
+import stat
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -24,7 +27,30 @@ Answer = Literal["open", "protected", "other"]
 
 
 def check_exposure(ports: Iterable[int] = (DASHBOARD_PORT,)) -> list[Finding]:
-    """Check the dashboards at `ports` of this machine."""
+    """Check the dashboards at `ports` of this machine, and who can read Ray's token."""
+    return [*_check_dashboards(ports), *check_token_file(os.environ)]
+
+
+def check_token_file(environment: Mapping[str, str]) -> list[Finding]:
+    """A problem if other users of this machine can read the token file. [] if there is none."""
+    default = Path(environment.get("HOME", "/")) / ".ray" / "auth_token"
+    path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or default)
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return []
+    if not mode & 0o077:
+        return [ok("only this user can read Ray's token")]
+    return [
+        problem(
+            f"{path}, the token of Ray, has mode {mode:o}: other users of this machine can read it",
+            expected="mode 600",
+            advice=f"chmod 600 {path}; to create one: umask 077 && ray get-auth-token --generate",
+        )
+    ]
+
+
+def _check_dashboards(ports: Iterable[int]) -> list[Finding]:
     listening = {port: listening_addresses(port) for port in ports}
     numbers = ", ".join(map(str, listening))
     if not any(listening.values()):

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from txl_dist.doctor import tracking
-from txl_dist.doctor.exposure import check_exposure, judge_exposure
+from txl_dist.doctor.exposure import check_exposure, check_token_file, judge_exposure
 from txl_dist.doctor.tracking import check_tracking
 
 Answer = Callable[[str, str | None], tuple[int, str]]
@@ -122,3 +122,25 @@ def test_another_program_on_the_port_is_a_note_and_no_program_is_fine() -> None:
     (finding,) = check_exposure([port])
     assert finding.status == "ok"
     assert "nothing listens" in finding.found
+
+
+def test_a_token_that_others_can_read_is_a_problem(tmp_path: Path) -> None:
+    token = tmp_path / ".ray" / "auth_token"
+    environment = {"HOME": str(tmp_path)}
+    assert check_token_file(environment) == []
+    token.parent.mkdir()
+    token.touch(mode=0o600)
+    assert [finding.status for finding in check_token_file(environment)] == ["ok"]
+    for mode in (0o644, 0o660, 0o601):
+        token.chmod(mode)
+        (finding,) = check_token_file(environment)
+        assert finding.status == "problem"
+        assert f"chmod 600 {token}" in finding.advice
+    elsewhere = {**environment, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "missing")}
+    assert check_token_file(elsewhere) == []
+
+
+@pytest.fixture(autouse=True)
+def _without_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The user who runs the tests may have one."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "no-token"))

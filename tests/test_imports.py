@@ -105,6 +105,12 @@ sys.exit(", ".join(heavy & set(sys.modules)) or 0)
     assert (done.returncode, done.stderr.strip()) == (0, b"")
 
 
+@pytest.mark.parametrize("module", ["txl_dist.launch.processes", "txl_dist.training.data"])
+def test_a_launcher_starts_ranks_without_importing_torch(module: str) -> None:
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_plots_are_drawn_in_reporting_only() -> None:
     assert all(path.startswith("txl_dist/reporting/") for path in importers_of("matplotlib"))
 

@@ -5,11 +5,12 @@ A mean of batch means would give a short last batch the weight of a full one.
 
 import math
 from dataclasses import dataclass, fields
-from typing import Self
-
-import torch
+from typing import TYPE_CHECKING, Self
 
 from txl_dist.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,7 @@ class LossSums:
         return LossSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(LossSums)))
 
     @classmethod
-    def of(
-        cls, nats_BT: torch.Tensor, target_BT: torch.Tensor, byte_counts_V: torch.Tensor
-    ) -> Self:
+    def of(cls, nats_BT: "Tensor", target_BT: "Tensor", byte_counts_V: "Tensor") -> Self:
         """Sums over the positions whose target is not negative.
 
         Shapes: B lanes, T segment tokens, V vocabulary. Nats are added in float64, because a

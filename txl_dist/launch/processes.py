@@ -15,8 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
-import torch
-
 from data_pipeline.processes.stop_signals import StopSignals
 from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.doctor.finding import Finding
@@ -33,6 +31,7 @@ from txl_dist.launch.supervision import (
     restart_delay_seconds,
     restart_line,
 )
+from txl_dist.runtime.gpus import num_gpus
 from txl_dist.runtime.stop_request import STOPPING, StopRequest
 from txl_dist.runtime.torchrun import without_torchrun
 from txl_dist.training.follow import LogFollower
@@ -104,7 +103,7 @@ class ProcessLauncher:
         """Child processes; one worker is this process. With `use_gpus`, several need CPUs only."""
         if num_workers == 1:
             return nullcontext(InProcess())
-        if use_gpus and torch.cuda.device_count() > 0:
+        if use_gpus and num_gpus() > 0:
             raise ConfigError(
                 f"--on processes cannot give each of {num_workers} workers a GPU; leave --workers "
                 "out, use --on ray, or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
@@ -123,7 +122,7 @@ def _wait_before_restart(seconds: float, signals: StopSignals) -> None:
 
 
 def _require_devices(num_ranks: int) -> None:
-    num_devices = torch.cuda.device_count()
+    num_devices = num_gpus()
     if 0 < num_devices < num_ranks:
         raise ConfigError(
             f"{num_ranks} ranks need one GPU each, and this machine has {num_devices}. Start at "

@@ -1,14 +1,18 @@
 """Plots of context curves and of relative gains, with the threshold that defines RECL."""
 
-import warnings
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from txl_dist.context.report import GroupReport
+from txl_dist.reporting.figures import (
+    Axes,
+    Figure,
+    line_colours,
+    new_figure,
+    plain_label,
+    write_figure,
+)
 
 PLOT_NAMES = ("recl.png", "recl.svg")
 MIN_GAIN = 1e-4
@@ -18,12 +22,10 @@ MIN_GAIN = 1e-4
 def plot_group(report: GroupReport) -> Figure:
     """Left: mean loss by context, with intervals. Right: gains by context, if there are any."""
     has_recl = bool(report.analysis.models[0].recl)
-    figure = Figure(figsize=(12 if has_recl else 6.5, 4.6), layout="constrained")
     title = f"{report.group} on {report.split}: {report.num_positions:,} targets"
-    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure = new_figure((12 if has_recl else 6.5, 4.6), title=title)
     panels = figure.subplots(1, 2 if has_recl else 1, squeeze=False)[0]
-    # Up to 0.9 of the colour map: its end is a yellow that is hard to see on white.
-    colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, len(report.models)))
+    colours = line_colours(len(report.models))
     _draw_curves(panels[0], report, colours)
     if has_recl:
         _draw_gains(panels[1], report, colours)
@@ -37,19 +39,16 @@ def plot_group(report: GroupReport) -> Figure:
 
 def write_plots(figure: Figure, directory: Path) -> None:
     """Write the files PLOT_NAMES. The same figure gives the same bytes."""
-    # Without a salt the ids in the SVG are random. Version and date are left out of the metadata.
-    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "txl"}):
-        # A character of the title that is missing in the font is drawn as a box.
-        warnings.filterwarnings("ignore", message="Glyph")
-        figure.savefig(directory / PLOT_NAMES[0], dpi=150, metadata={"Software": None})
-        figure.savefig(directory / PLOT_NAMES[1], metadata={"Date": None, "Creator": None})
+    write_figure(figure, directory, "recl")
 
 
 def _draw_curves(axes: Axes, report: GroupReport, colours: np.ndarray) -> None:
     for model, analysis, colour in zip(report.models, report.analysis.models, colours, strict=True):
         columns = [(p.context, p.nats, p.low, p.high) for p in analysis.curve]
         context, nats, low, high = (list(column) for column in zip(*columns, strict=True))
-        axes.plot(context, nats, color=colour, marker="o", markersize=3, label=_plain(model.name))
+        axes.plot(
+            context, nats, color=colour, marker="o", markersize=3, label=plain_label(model.name)
+        )
         axes.fill_between(context, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_ylabel("nats per token after exactly c tokens", fontsize=9)
 
@@ -62,15 +61,15 @@ def _draw_gains(axes: Axes, report: GroupReport, colours: np.ndarray) -> None:
         sign = "≥ " if result.length.is_lower_bound else ""
         label = f"{model.name}: RECL {sign}{result.length.recl:,}"
         axes.plot(
-            report.contexts[:-1], gains, color=colour, marker="o", markersize=3, label=_plain(label)
+            report.contexts[:-1],
+            gains,
+            color=colour,
+            marker="o",
+            markersize=3,
+            label=plain_label(label),
         )
         axes.set_ylabel(
             f"relative gain of {report.delta} more tokens, r = {result.r:g}", fontsize=9
         )
     axes.axhline(report.threshold, color="0.35", linestyle="--", linewidth=0.9, label="threshold")
     axes.set_yscale("log")
-
-
-def _plain(text: str) -> str:
-    """A label without math mode, which `$` would start; a leading `_` would hide it."""
-    return f" {text}".replace("$", r"\$")

@@ -122,16 +122,22 @@ def _distance_terms(model: TransformerXL, window_len: int) -> list[DistanceTerms
 
 def _nearest(terms: DistanceTerms, num_keys: int) -> DistanceTerms:
     """The terms of distances num_keys - 1, ..., 0."""
-    distance_HLK, score_HL, rotary_LK = terms.distance_HSK, terms.score_HS, terms.rotary_SK
+    padded_HRK, score_HL, rotary_LK = terms.padded_distance_HRK, terms.score_HS, terms.rotary_SK
+    # The row in front is that of another distance; its values have no effect.
+    padded_HRK = None if padded_HRK is None else padded_HRK[:, -num_keys - 1 :]
     return DistanceTerms(
         content_bias_HK=terms.content_bias_HK,
         distance_bias_HK=terms.distance_bias_HK,
-        distance_HSK=None if distance_HLK is None else distance_HLK[:, -num_keys:],
+        distance_HSK=None if padded_HRK is None else padded_HRK[:, 1:],
+        padded_distance_HRK=padded_HRK,
         score_HS=None if score_HL is None else score_HL[:, -num_keys:],
-        rotary_SK=None
-        if rotary_LK is None
-        else (rotary_LK[0][-num_keys:], rotary_LK[1][-num_keys:]),
+        rotary_SK=None if rotary_LK is None else _last_rows(rotary_LK, num_keys),
     )
+
+
+def _last_rows(rotary_LK: tuple[Tensor, Tensor], num_keys: int) -> tuple[Tensor, Tensor]:
+    cos_LK, sin_LK = rotary_LK
+    return cos_LK[-num_keys:], sin_LK[-num_keys:]
 
 
 def _causal_context(x_BTD: Tensor, start: int) -> SegmentContext:

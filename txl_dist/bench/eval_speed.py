@@ -20,12 +20,14 @@ depend on how many operations a window needs. FLOPs are those of the matrix prod
 executes (model/flops.py), for the window path with the blocks that were timed.
 
 Windows are sampled: one batch of windows per round, alternating with segments of the reuse path in
-one process, on one thread of a CPU. Times are medians over the rounds. The paper's ratios (table 9)
-are of another model on one GPU, without the skipping.
+one process. On a CPU both run on one thread, and times are CPU times, which do not count while
+other processes run. Times are medians over the rounds. The paper's ratios (table 9) are of another
+model on one GPU, without the skipping.
 
 Source: Dai et al. 2019, arXiv:1901.02860, section 4.5.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -130,10 +132,12 @@ def _row(
 ) -> SpeedRow:
     device = next(model.parameters()).device
     settings = _window_settings(length, device)
-    window = _fastest([_window_path(model, length, *each, generator) for each in settings])
-    lane_counts = LANES[device.type]
-    reuse = _fastest([_reuse_path(model, length, tgt_len, each, generator) for each in lane_counts])
-    times = time_rounds({"window": window.run, "reuse": reuse.run}, rounds=rounds, warm_up_rounds=1)
+    windows = [_window_path(model, length, *each, generator) for each in settings]
+    reuses = [_reuse_path(model, length, tgt_len, lanes, generator) for lanes in LANES[device.type]]
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    window, reuse = _fastest(windows, clock), _fastest(reuses, clock)
+    candidates = {"window": window.run, "reuse": reuse.run}
+    times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=clock)
     window_ms, *spread_window = _milliseconds(times["window"], window)
     reuse_ms, *spread_reuse = _milliseconds(times["reuse"], reuse)
     ratio, flops_ratio = window_ms / reuse_ms, window.flops / reuse.flops
@@ -215,12 +219,13 @@ def _reuse_path(
     return _Path(run, num_segments * num_tokens, flops, {"lanes": lanes})
 
 
-def _fastest(paths: Sequence[_Path]) -> _Path:
+def _fastest(paths: Sequence[_Path], clock: Callable[[], float]) -> _Path:
     """The path whose fastest run takes the least time per token."""
     times = time_rounds(
         {str(number): path.run for number, path in enumerate(paths)},
         rounds=SETTING_ROUNDS,
         warm_up_rounds=1,
+        clock=clock,
     )
     best = [min(times[str(number)].seconds) / path.num_tokens for number, path in enumerate(paths)]
     return paths[best.index(min(best))]

@@ -39,10 +39,11 @@ def eval_speed(
 ) -> None:
     """Time per token with reused states, and with a window that is read again for every token.
 
-    Both paths run with the same weights, alternately, on one CPU thread or on a GPU. The ratio of
-    times is compared with the ratio of their floating-point operations, and shown next to the
-    paper's (arXiv:1901.02860, table 9: another model on a GPU, against a window path without the
-    savings of this one). The share says how well reuse turns fewer operations into less time.
+    Both paths run with the same weights, alternately, on a GPU or on one CPU thread, where CPU time
+    counts. The ratio of times is compared with the ratio of their floating-point operations, and
+    shown next to the paper's (arXiv:1901.02860, table 9: another model on a GPU, against a window
+    path without the savings of this one). The share says how well reuse turns fewer operations into
+    less time.
 
     Example: txl bench eval-speed --attention-length 800,1800 --tgt-len 64 --rounds 5
     """
@@ -121,10 +122,11 @@ def _random(n_layer: int, d_model: int, seed: int) -> "TransformerXL":
 
 
 def _print_header(config: "ModelConfig", name: str, device: str) -> None:
+    clock = "CPU time of one thread" if device == "cpu" else "wall time"
     print(
         f"{name}: {config.n_layer} layers, d_model {config.d_model}, {config.n_head} x "
         f"{config.d_head} heads, d_inner {config.d_inner}, vocabulary {config.vocab_size}, "
-        f"{config.distance_encoding}; {device}, {'one thread' if device == 'cpu' else 'one device'}"
+        f"{config.distance_encoding}; {device}, {clock}"
     )
     print("ms per token: median (smallest-largest); share = time ratio / FLOP ratio")
     print(

@@ -47,7 +47,7 @@ def brute_force_nats(model: TransformerXL, window: Tensor, *, tgt_len: int) -> T
 
 
 @pytest.mark.parametrize("options", MEMORY_MODELS, ids=str)
-@pytest.mark.parametrize("context", [1, 2, 3, 4, 9, 17])
+@pytest.mark.parametrize("context", [1, 3, 8, 17])
 def test_a_window_equals_a_plain_loop_over_its_segments(
     options: dict[str, Any], context: int
 ) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from txl_dist.config.config_file import load_run_config
     from txl_dist.config.run_config import RunConfig
+    from txl_dist.context.recl import relative_effective_context_length
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.distributed import evaluate
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
@@ -40,6 +41,7 @@ __all__ = [
     "find_model",
     "generate_tokens",
     "load_run_config",
+    "relative_effective_context_length",
 ]
 
 # Imported on first use: `txl --help` imports this package, and torch takes seconds.
@@ -56,6 +58,7 @@ _MODULE_OF = {
     "find_model": "txl_dist.convert.stored_model",
     "generate_tokens": "txl_dist.generation.generate",
     "load_run_config": "txl_dist.config.config_file",
+    "relative_effective_context_length": "txl_dist.context.recl",
 }
 
 

@@ -27,6 +27,7 @@ PUBLIC = {
     "find_model",
     "generate_tokens",
     "load_run_config",
+    "relative_effective_context_length",
 }
 
 

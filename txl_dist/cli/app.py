@@ -19,6 +19,7 @@ from txl_dist.cli import (
     job,
     mixture,
     prepare,
+    recl,
     report,
     reproduce,
     train,
@@ -40,6 +41,7 @@ app.add_typer(config.app, name="config")
 app.command("estimate")(estimate.estimate)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("recl")(recl.recl)
 app.command("attention")(attention.attention)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from txl_dist.cli import bench_eval_speed, bench_recall
 from txl_dist.cli.options import AsJson
 
 if TYPE_CHECKING:
     from txl_dist.bench.rounds import Figure
 
 app = typer.Typer(help="Measure speed and size on this machine.", no_args_is_help=True)
+app.command("eval-speed")(bench_eval_speed.eval_speed)
+app.command("recall")(bench_recall.recall)
 
 
 @app.command()

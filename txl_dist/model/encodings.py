@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.distances import distances, encode_distances
@@ -43,16 +44,22 @@ class DistanceTerms:
     """v: added to the query where it is multiplied by r."""
     distance_HSK: Tensor | None = None
     """r: the vector of each distance."""
+    padded_distance_HRK: Tensor | None = None
+    """r with one more row in front, R = 1 + S, if the terms are cached. Its values have no effect
+    (distance_scores.py)."""
     score_HS: Tensor | None = None
     """b: added to the scores of each distance."""
     rotary_SK: tuple[Tensor, Tensor] | None = None
     """Cosines and sines for the keys' positions; the queries have the last T of them."""
 
     def detached(self) -> "DistanceTerms":
-        """The same values without their autograd graph, for caching."""
+        """The same values without their autograd graph, and r also padded, for caching."""
         terms: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: x.detach() for name, x in terms.items() if isinstance(x, Tensor)}
-        return DistanceTerms(**(terms | tensors))
+        terms |= {name: x.detach() for name, x in terms.items() if isinstance(x, Tensor)}
+        if terms["distance_HSK"] is not None:
+            terms["padded_distance_HRK"] = pad(terms["distance_HSK"], (0, 0, 1, 0))
+            terms["distance_HSK"] = terms["padded_distance_HRK"][:, 1:]
+        return DistanceTerms(**terms)
 
 
 class DistanceEncoding(nn.Module):

@@ -34,14 +34,31 @@ def inference_flops(
     """As `forward_flops`, with a KVCache: the memory and the distances are already projected."""
     tokens = num_lanes * tgt_len
     num_keys = config.mem_len + tgt_len
-    width = config.n_head * config.d_head
-    query_and_out = 2 * 2 * tokens * config.d_model * width
-    # Queries by keys, weights by values, and queries by distances.
-    num_products = 3 if config.encoding.multiplies_distances else 2
-    scores_and_mixing = num_products * 2 * tokens * num_keys * width
-    feed_forward = 2 * 2 * tokens * config.d_model * config.d_inner
-    layer = query_and_out + _keys_and_values(config, tokens) + scores_and_mixing + feed_forward
+    layer = (
+        _queries_and_feed_forward(config, tokens)
+        + _keys_and_values(config, tokens)
+        + _scores_and_mixing(config, tokens * num_keys)
+    )
     return config.n_layer * layer + _ends(config, tokens) + _tails(config, tail_rows)
+
+
+def window_flops(config: ModelConfig, *, window_len: int, block_len: int) -> int:
+    """As `bench/window_path.py` scores one target: it reads a whole window of `window_len` tokens.
+
+    Queries are computed in blocks of `block_len`, each with the keys up to the end of its block. In
+    the last layer only the last token has a query. The distances are already projected. Without the
+    tails of an adaptive softmax.
+    """
+    starts = range(0, window_len, block_len)
+    stops = [min(start + block_len, window_len) for start in starts]
+    num_pairs = sum((stop - start) * stop for start, stop in zip(starts, stops, strict=True))
+    layer = _queries_and_feed_forward(config, window_len) + _scores_and_mixing(config, num_pairs)
+    last_layer = _queries_and_feed_forward(config, 1) + _scores_and_mixing(config, window_len)
+    keys_and_values = config.n_layer * _keys_and_values(config, window_len)
+    # `_ends` counts the embedding of one token.
+    embedding = _one_projection(config, window_len - 1)
+    ends = embedding + _ends(config, 1)
+    return (config.n_layer - 1) * layer + last_layer + keys_and_values + ends
 
 
 def training_flops(
@@ -56,6 +73,19 @@ def training_flops(
     memory = config.n_layer * _keys_and_values(config, num_lanes * config.mem_len)
     memory = 0 if config.pre_lnorm else memory
     return 3 * forward - memory - _distances(config, config.mem_len + tgt_len)
+
+
+def _queries_and_feed_forward(config: ModelConfig, tokens: int) -> int:
+    """Per layer: projections of the queries and of the mixed values, and the feed-forward."""
+    width = config.n_head * config.d_head
+    return 2 * 2 * tokens * config.d_model * (width + config.d_inner)
+
+
+def _scores_and_mixing(config: ModelConfig, num_pairs: int) -> int:
+    """Per layer, for pairs of query and key: queries by keys, weights by values, and queries by
+    distances."""
+    num_products = 3 if config.encoding.multiplies_distances else 2
+    return num_products * 2 * num_pairs * config.n_head * config.d_head
 
 
 def _keys_and_values(config: ModelConfig, tokens: int) -> int:
@@ -88,5 +118,9 @@ def _ends(config: ModelConfig, tokens: int) -> int:
     """
     width = config.table_widths[0]
     head = 2 * tokens * width * (config.cluster_bounds[0][1] + len(config.cutoffs))
-    projections = 2 * 2 * tokens * config.d_model * width if config.has_projection else 0
-    return head + projections
+    return head + 2 * _one_projection(config, tokens)
+
+
+def _one_projection(config: ModelConfig, tokens: int) -> int:
+    """The projection of the embedding or of the softmax; 0 without one."""
+    return 2 * tokens * config.d_model * config.table_widths[0] if config.has_projection else 0

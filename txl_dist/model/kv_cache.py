@@ -17,14 +17,16 @@ from txl_dist.model.encodings import DistanceTerms
 # Shapes: B lanes, T segment tokens, M memory tokens, H heads, K d_head
 
 _SPARE_TOKENS = 256
-"""Buffer length beyond the memory: tokens that can be read before the memory is copied."""
+"""Least buffer length beyond the memory: tokens that can be read before the memory is moved."""
+_SPARE_SHARE = 4
+"""Of a long memory, the spare part is 1 / 4: reading a token costs at most moving 4 tokens."""
 
 
 class LayerKVCache:
     """Keys and values of the last M tokens of one layer, and the layer's distance terms.
 
     New tokens are written to the right of the memory in a longer buffer. When it is full, the
-    memory is copied to the start of a new one, so reading a token costs 1 / 256 of that copy.
+    memory is moved to its start.
     """
 
     def __init__(self, *, num_heads: int, num_lanes: int, mem_len: int, d_head: int) -> None:
@@ -62,17 +64,32 @@ class LayerKVCache:
         mem_len = self._shape[2]
         if self._keys_values is None:
             self._keys_values = self._new_buffers(tgt_len, like)
-        if self._start + mem_len + tgt_len > self._keys_values[0].shape[2]:
-            old, self._keys_values = self._keys_values, self._new_buffers(tgt_len, like)
-            for before, after in zip(old, self._keys_values, strict=True):
-                after[:, :, :mem_len] = before[:, :, self._start : self._start + mem_len]
+        buffer_len = self._keys_values[0].shape[2]
+        if self._start + mem_len + tgt_len > buffer_len:
+            if mem_len + tgt_len > buffer_len:  # a longer segment than any before
+                old, self._keys_values = self._keys_values, self._new_buffers(tgt_len, like)
+                for before, after in zip(old, self._keys_values, strict=True):
+                    after[:, :, :mem_len] = before[:, :, self._start : self._start + mem_len]
+            else:
+                for buffer_HBNK in self._keys_values:
+                    _move_to_start(buffer_HBNK, self._start, mem_len)
             self._start = 0
         return self._keys_values
 
     def _new_buffers(self, tgt_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
         num_heads, num_lanes, mem_len, d_head = self._shape
-        shape = (num_heads, num_lanes, mem_len + max(tgt_len, _SPARE_TOKENS), d_head)
+        spare = max(tgt_len, _SPARE_TOKENS, mem_len // _SPARE_SHARE)
+        shape = (num_heads, num_lanes, mem_len + spare, d_head)
         return like.new_zeros(shape), like.new_zeros(shape)
+
+
+def _move_to_start(buffer_HBNK: Tensor, start: int, length: int) -> None:
+    """Move tokens [start, start + length) to [0, length), within the buffer."""
+    # In parts of `start` tokens, because a copy between overlapping ranges is undefined. Allocating
+    # a new buffer instead takes more time than the copy, for the kernel to zero its pages.
+    for first in range(0, length, start):
+        stop = min(first + start, length)
+        buffer_HBNK[:, :, first:stop] = buffer_HBNK[:, :, start + first : start + stop]
 
 
 @dataclass(frozen=True, slots=True)

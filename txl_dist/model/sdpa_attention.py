@@ -36,8 +36,7 @@ def biased_attention(
     u_HK, v_HK = cast_like(terms.content_bias_HK, q_HBTK), cast_like(terms.distance_bias_HK, q_HBTK)
     bias = mask_BTS.to(q_HBTK.dtype)
     if terms.distance_HSK is not None:
-        r_HSK, b_HS = terms.distance_HSK.to(q_HBTK.dtype), cast_like(terms.score_HS, q_HBTK)
-        score_NTS = _distance_scores(scaled_query(q_HBTK, v_HK), r_HSK, b_HS)
+        score_NTS = _distance_scores(scaled_query(q_HBTK, v_HK), terms)
         bias = score_NTS.unflatten(0, q_HBTK.shape[:2]) + bias
     elif terms.score_HS is not None:
         bias = bias + align_constant_scores(terms.score_HS, mask_BTS).to(q_HBTK.dtype)
@@ -46,12 +45,18 @@ def biased_attention(
     return mixed_HBTK.permute(1, 2, 0, 3)
 
 
-def _distance_scores(q_HBTK: Tensor, r_HSK: Tensor, b_HS: Tensor | None) -> Tensor:
+def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor:
     """Scores by distance, aligned with the keys: [N, T, S]."""
+    assert terms.distance_HSK is not None
+    b_HS = cast_like(terms.score_HS, q_HBTK)
     if q_HBTK.shape[2] > 1:
-        return padded_distance_scores(q_HBTK, pad(r_HSK, (0, 0, 1, 0)), b_HS)
+        r_HRK = terms.padded_distance_HRK
+        if r_HRK is None:
+            r_HRK = pad(terms.distance_HSK, (0, 0, 1, 0))
+        return padded_distance_scores(q_HBTK, r_HRK.to(q_HBTK.dtype), b_HS)
     # A single query needs no shift, so r is not copied to pad it. In generation, one token per
     # call, that copy would cost more than the product.
+    r_HSK = terms.distance_HSK.to(q_HBTK.dtype)
     score_HBS = torch.bmm(q_HBTK.flatten(1, 2), r_HSK.transpose(1, 2))
     if b_HS is not None:
         score_HBS = score_HBS + b_HS[:, None]

@@ -2,23 +2,19 @@
 
 Distances are binned by powers of two (0, 1, 2-3, 4-7, ...), so thousands of distances fit in a
 panel. A point is the sum of its bin, and the points of a line add up to 1. Heads are coloured by
-the rank of their mean distance. The colour map (viridis) has monotonic lightness: it is readable
-in greyscale and with colour vision deficiency.
+the rank of their mean distance.
 """
 
-import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from txl_dist.reporting.attention_by_distance import AttentionByDistance
+from txl_dist.reporting.figures import Axes, Figure, line_colours, new_figure, write_figure
 
 PLOT_NAMES = ("attention.png", "attention.svg")
 MOST_COLUMNS = 3
@@ -47,9 +43,8 @@ def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
     columns = min(num_layers, MOST_COLUMNS)
     rows = -(-num_layers // columns)
     size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.7)
-    # Figure instead of pyplot, which keeps global state. Equal axes make the panels comparable.
-    figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure = new_figure(size, title=title)
+    # Equal axes make the panels comparable.
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for layer, axes in enumerate(panels):
         if layer < num_layers:
@@ -63,12 +58,7 @@ def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
 
 def write_plots(figure: Figure, directory: Path) -> None:
     """Write the files PLOT_NAMES. The same figure gives the same bytes."""
-    # Without a salt the ids in the SVG are random. Version and date are left out of the metadata.
-    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "txl"}):
-        # A character of the title that is missing in the font is drawn as a box.
-        warnings.filterwarnings("ignore", message="Glyph")
-        figure.savefig(directory / "attention.png", dpi=150, metadata={"Software": None})
-        figure.savefig(directory / "attention.svg", metadata={"Date": None, "Creator": None})
+    write_figure(figure, directory, "attention")
 
 
 def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
@@ -80,8 +70,7 @@ def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
     mean_H = heads.mean_distance[layer].tolist()
     bin_X = np.arange(len(edges) - 1)
     axes.plot(bin_X, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
-    # Up to 0.9 of the colour map: its end is a yellow that is hard to see on white.
-    colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, len(mean_H)))
+    colours = line_colours(len(mean_H))
     for rank, head in enumerate(sorted(range(len(mean_H)), key=lambda head: mean_H[head])):
         axes.plot(
             bin_X,

@@ -1,15 +1,11 @@
 """Charts of a run by step, as SVG: loss, optimizer, speed, wall time by cause."""
 
-import io
 import math
-import warnings
 from collections.abc import Iterator
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from txl_dist.reporting.figures import Axes, Figure, new_figure, svg_bytes
 from txl_dist.reporting.run_record import RunRecord, Series
 
 MAX_POINTS = 1000
@@ -29,9 +25,9 @@ def draw_charts(run: RunRecord) -> Iterator[tuple[str, bytes]]:
     ):
         series = {name: run.series(name) for name in names if run.series(name)}
         if series:
-            yield title, _svg(_by_step(series, log_scale=log_scale))
+            yield title, svg_bytes(_by_step(series, log_scale=log_scale))
     if run.goodput is not None and sum(run.goodput.seconds.values()) > 0:
-        yield "Wall time by cause", _svg(_bars(run.goodput.seconds))
+        yield "Wall time by cause", svg_bytes(_bars(run.goodput.seconds))
 
 
 def thin_out(series: Series, max_points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
@@ -49,7 +45,7 @@ def thin_out(series: Series, max_points: int = MAX_POINTS) -> tuple[np.ndarray, 
 
 
 def _by_step(series: dict[str, Series], *, log_scale: bool) -> Figure:
-    figure = Figure(figsize=_INCHES, layout="constrained")
+    figure = new_figure(_INCHES)
     axes: Axes = figure.subplots()
     for name, points in series.items():
         steps, values = thin_out(points)
@@ -66,7 +62,7 @@ def _by_step(series: dict[str, Series], *, log_scale: bool) -> Figure:
 
 def _bars(seconds: dict[str, float]) -> Figure:
     """One horizontal bar per cause, the longest at the top."""
-    figure = Figure(figsize=_INCHES, layout="constrained")
+    figure = new_figure(_INCHES)
     axes: Axes = figure.subplots()
     causes = sorted(seconds, key=lambda cause: seconds[cause])
     total = sum(seconds.values())
@@ -75,12 +71,3 @@ def _bars(seconds: dict[str, float]) -> Figure:
     axes.set_xlabel("seconds")
     axes.margins(x=0.12)
     return figure
-
-
-def _svg(figure: Figure) -> bytes:
-    """The same figure gives the same bytes."""
-    file = io.BytesIO()
-    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "txl"}):
-        warnings.filterwarnings("ignore", message="Glyph")
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    return file.getvalue()

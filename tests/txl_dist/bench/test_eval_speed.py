@@ -1,0 +1,79 @@
+"""`txl bench eval-speed` at a small size: its figures belong together. Speed is not checked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import run_txl
+from tests.support.exported_model import export_small_model
+from tests.support.small_models import small_model
+from txl_dist.bench import eval_speed
+from txl_dist.bench.eval_speed import bench_eval_speed
+from txl_dist.model.flops import inference_flops, window_flops
+
+CONTRACT = {
+    "attention_length",
+    "tgt_len",
+    "ms_per_token_window",
+    "ms_per_token_reuse",
+    "ratio",
+}
+SMALL = ("--n-layer", 1, "--d-model", 64, "--rounds", 1, "--tgt-len", 32)
+
+
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eval_speed, "REUSE_TOKENS", 32)
+    monkeypatch.setattr(eval_speed, "SETTING_ROUNDS", 1)
+    monkeypatch.setattr(eval_speed, "LANES", {"cpu": (2,)})
+    monkeypatch.setattr(eval_speed, "BLOCK_LENS", {"cpu": (6,)})
+
+
+def test_the_share_follows_from_times_and_operations() -> None:
+    model = small_model(mem_len=9).float()
+    (row,) = bench_eval_speed(model, attention_lengths=[20], tgt_len=8, rounds=3)
+    assert row.ratio == row.ms_per_token_window / row.ms_per_token_reuse
+    window = window_flops(model.config, window_len=20, block_len=6)
+    with_memory = small_model(mem_len=20).config
+    reuse = inference_flops(with_memory, num_lanes=2, tgt_len=8) / 16
+    assert row.flops_ratio == window / reuse
+    assert row.share_of_flops_ratio == row.ratio / row.flops_ratio
+    assert row.holds == (row.share_of_flops_ratio >= 0.8)
+    for median, (low, high) in (
+        (row.ms_per_token_window, row.spread_ms_window),
+        (row.ms_per_token_reuse, row.spread_ms_reuse),
+    ):
+        assert 0 < low <= median <= high
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mem_len": 0, "distance_encoding": "absolute"}, {"mem_len": 3, "same_length": True}],
+    ids=str,
+)
+def test_models_that_cannot_be_compared_are_refused(options: dict) -> None:
+    with pytest.raises(ValueError, match=r"allows no memory|same_length"):
+        next(bench_eval_speed(small_model(**options), attention_lengths=[9], tgt_len=4, rounds=1))
+
+
+def test_json_has_the_keys_of_the_contract() -> None:
+    code, output = run_txl("bench", "eval-speed", "--attention-length", "48,800", *SMALL, "--json")
+    assert code == 0, output
+    content = json.loads(output)
+    assert all(set(row) >= CONTRACT for row in content["rows"])
+    assert [row["attention_length"] for row in content["rows"]] == [48, 800]
+    assert [row["paper_ratio"] for row in content["rows"]] == [None, 363]
+    assert (content["model"]["n_layer"], content["threads"]) == (1, 1)
+
+
+def test_the_table_names_a_checkpoint_and_the_limit(dataset: Path, tmp_path: Path) -> None:
+    model = export_small_model(tmp_path / "model", dataset)
+    words = "--attention-length", 30, "--rounds", 1, "--checkpoint", model
+    code, output = run_txl("bench", "eval-speed", *words)
+    assert code == 0, output
+    assert str(model) in output
+    assert ">= 0.8" in output
+    for wrong in ("", "x", "0"):
+        code, output = run_txl("bench", "eval-speed", "--attention-length", wrong)
+        assert (code, "separated by commas" in output) == (2, True)

@@ -1,0 +1,104 @@
+"""The recall probe on models whose reach is known, and its command."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.commands import run_txl
+from tests.support.exported_model import export_small_model
+from tests.support.small_models import VOCAB_SIZE, small_model
+from tests.support.token_sources import random_corpus
+from txl_dist.bench.recall import (
+    RecallProbe,
+    measure_recall,
+    place_spans,
+    random_text,
+    sampled_text,
+)
+from txl_dist.context.windows import WindowScorer
+
+PROBE = RecallProbe(distances=(5, 9, 14), span=5, cue=2, num_sequences=12, seed=1)
+
+
+class CopyScorer(WindowScorer):
+    """Loss 0.5 for tokens that occurred at most `tgt_len` tokens before, else 2."""
+
+    def last_nats(self, token_BN: Tensor, *, num_scored: int = 1) -> Tensor:
+        num_tokens = token_BN.shape[1]
+        nats = torch.full((len(token_BN), num_scored), 2.0)
+        for row, token_N in enumerate(token_BN):
+            for number in range(num_scored):
+                place = num_tokens - num_scored + number
+                seen = token_N[max(0, place - self.tgt_len) : place]
+                nats[row, number] = 0.5 if token_N[place] in seen else 2.0
+        return nats
+
+
+@pytest.mark.parametrize(("reach", "expected"), [(4, 0), (5, 5), (13, 9), (14, 14)])
+def test_the_reach_of_a_copying_model_is_found(reach: int, expected: int) -> None:
+    # Ids above those of the texts, so that only the first occurrence holds a token of the span.
+    text_BN, _ = random_text(PROBE, vocab_size=1000)
+    scorer = CopyScorer(model=small_model(), tgt_len=reach)
+    result = measure_recall(
+        scorer, PROBE, text_BN, 1000 + np.arange(60).reshape(12, 5), batch_windows=5
+    )
+    assert result.control_nats == 2
+    assert result.reach == expected
+    for row in result.rows:
+        gain = 1.5 if row.distance <= reach else 0.0
+        assert (row.gain, row.low, row.high, row.share) == (gain, gain, gain, gain / 2)
+
+
+def test_control_and_distances_differ_in_the_first_occurrence_only() -> None:
+    text_BN, span_BX = random_text(PROBE, vocab_size=VOCAB_SIZE, excluded=[3, 4])
+    assert not np.isin(text_BN, [3, 4]).any()
+    control_BN = place_spans(text_BN, span_BX, None)
+    repeated_BN = place_spans(text_BN, span_BX, 9)
+    first = slice(24 - 5 - 9, 24 - 9)
+    assert text_BN.shape == (12, 24)
+    assert (repeated_BN[:, first] == span_BX).all()
+    assert (repeated_BN[:, -5:] == span_BX).all()
+    repeated_BN[:, first] = text_BN[:, first]
+    assert (repeated_BN == control_BN).all()
+
+
+def test_a_model_gains_nothing_from_tokens_that_it_cannot_see() -> None:
+    model = small_model(mem_len=0).float()
+    scorer = WindowScorer(model=model, tgt_len=8)
+    texts = random_text(PROBE, vocab_size=VOCAB_SIZE)
+    result = measure_recall(scorer, PROBE, *texts, batch_windows=7)
+    assert result.rows[0].gain != 0
+    assert [row.gain for row in result.rows[2:]] == [0]
+
+
+def test_text_of_a_split_has_spans_of_other_places() -> None:
+    source = random_corpus([[200], [90, 30]], vocab_size=VOCAB_SIZE, seed=3)
+    text_BN, span_BX = sampled_text(PROBE, source, "document")
+    assert text_BN.shape == (12, PROBE.num_tokens)
+    assert (span_BX[0] == text_BN[6, :5]).all()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"distances": (4,)}, {"distances": (9, 5)}, {"distances": (5,), "cue": 5}]
+)
+def test_impossible_sizes_are_refused(sizes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"shorter than span|must rise|cue=5"):
+        RecallProbe(**({"span": 5, "cue": 2} | sizes))  # type: ignore[arg-type]
+
+
+def test_the_command_prints_a_table_or_one_object(dataset: Path, tmp_path: Path) -> None:
+    model = export_small_model(tmp_path / "model", dataset)
+    small = "--sequences", 4, "--distances", "6,30", "--span", 6
+    code, output = run_txl("bench", "recall", model, "--data", dataset, *small)
+    assert code == 0, output
+    assert "at most 36 tokens of context" in output
+    code, output = run_txl("bench", "recall", model, *small, "--json", "--mem-len", 3)
+    content = json.loads(output)
+    assert (code, content["mem_len"], content["text"]) == (0, 3, "random tokens")
+    assert [row["distance"] for row in content["rows"]] == [6, 30]
+    code, output = run_txl("bench", "recall", model, "--distances", "5", "--span", 6)
+    assert (code, "shorter than span" in output) == (2, True)

@@ -1,0 +1,133 @@
+"""`txl recl`: a table, recl.json, curve.csv and two plots; groups that do not fit are refused."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from tests.support.commands import run_txl
+from tests.support.exported_model import export_small_model
+from tests.support.small_models import small_model
+from txl_dist.convert.single_file import Reading, write_exported
+
+WRITTEN = ["curve.csv", "recl.json", "recl.png", "recl.svg"]
+SMALL = ("--positions", 30, "--resamples", 40, "--max-context", 24, "--delta", 8)
+
+
+@pytest.fixture(scope="module")
+def group(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A model with memory, and one with absolute positions and segments of 12 tokens."""
+    folder = tmp_path_factory.mktemp("group")
+    manifest = load_manifest(dataset)
+    vanilla = small_model(
+        vocab_size=manifest.vocab_size, mem_len=0, distance_encoding="absolute"
+    ).float()
+    tokenizer = open_tokenizer(dataset, manifest)
+    write_exported(folder / "vanilla", vanilla, tokenizer, Reading(tgt_len=12, reset="stream"))
+    return [export_small_model(folder / "memory", dataset), folder / "vanilla"]
+
+
+def test_it_writes_the_curve_and_recl_and_says_how(
+    group: list[Path], dataset: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "recl"
+    words = (
+        "recl",
+        *group,
+        dataset,
+        *SMALL,
+        "--names",
+        "xl,vanilla",
+        "--group",
+        "tiny",
+        "--out",
+        out,
+    )
+    code, output = run_txl(*words)
+    assert code == 0, output
+    assert "group 'tiny'" in output
+    assert "threshold 0.01" in output
+    assert sorted(path.name for path in out.iterdir()) == WRITTEN
+    content = json.loads((out / "recl.json").read_text())
+    assert (content["contexts"], content["delta"]) == ([8, 16, 24], 8)
+    assert (content["positions"], content["within_documents"]) == (30, True)
+    memory, vanilla = content["models"]
+    assert [model["name"] for model in content["models"]] == ["xl", "vanilla"]
+    # 2 layers with memory 8 and segments of 12 reach two segments back; vanilla none.
+    assert (memory["max_context"], vanilla["max_context"]) == (36, 12)
+    assert [result["r"] for result in memory["recl"]] == [0.1, 0.5, 1.0]
+    assert all(result["recl"] <= 12 for result in vanilla["recl"])
+    assert vanilla["curve"][1]["nats"] == vanilla["curve"][2]["nats"]
+    with (out / "curve.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == 6
+    for row, point in zip(rows, [*memory["curve"], *vanilla["curve"]], strict=True):
+        assert float(row["nats"]) == point["nats"]
+        assert point["low"] <= point["nats"] <= point["high"]
+
+
+def test_json_is_one_object_and_other_batches_give_the_same_numbers(
+    group: list[Path], dataset: Path
+) -> None:
+    objects = []
+    for batch in (16, 7):
+        code, output = run_txl("recl", group[0], dataset, *SMALL, "--json", "--batch", batch)
+        assert code == 0, output
+        objects.append(json.loads(output)["models"][0])
+    for first, second in zip(*(each["curve"] for each in objects), strict=True):
+        assert first["nats"] == pytest.approx(second["nats"], rel=1e-5)
+
+
+def test_contexts_with_other_steps_give_a_curve_and_no_recl(
+    group: list[Path], dataset: Path
+) -> None:
+    words = "--contexts", "3,5,20", "--positions", 10, "--resamples", 40
+    code, output = run_txl("recl", group[0], dataset, *words)
+    assert code == 0, output
+    assert "no RECL: the steps between the contexts differ" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "message"),
+    [
+        (("--max-context", 10, "--delta", 8), 2, "smaller --delta"),
+        (("--contexts", "9,4"), 2, "rising"),
+        (("--contexts", "9,x"), 2, "separated by commas"),
+        (("--r", "0"), 2, "--r 0 must be above 0"),
+        (("--names", "a,b"), 2, "2 names for 1 checkpoints"),
+        (("--max-context", 10**6, "--delta", 10**5), 3, "the longest document holds"),
+        (("--split", "test"), 3, "test"),
+    ],
+)
+def test_invalid_options_are_refused(
+    group: list[Path], dataset: Path, words: tuple[object, ...], exit_code: int, message: str
+) -> None:
+    code, output = run_txl("recl", group[0], dataset, *words)
+    assert (code, message in output) == (exit_code, True), output
+
+
+def test_one_name_for_two_models_is_refused(group: list[Path], dataset: Path) -> None:
+    code, output = run_txl("recl", group[0], group[0], dataset, *SMALL)
+    assert code == 2
+    assert "different names" in output
+
+
+def test_models_with_other_tokenizers_are_refused_by_name(
+    group: list[Path], dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    for number in range(4):
+        text = f"{number}: the tide comes in, the tide goes out. " * 3
+        (tmp_path / "corpus" / f"{number}.txt").write_text(text)
+    settings = PrepareSettings(split={"valid": 0.5}, tokenizer="char")
+    prepare_dataset([tmp_path / "corpus"], tmp_path / "data", settings)
+    other = export_small_model(tmp_path / "other", tmp_path / "data")
+    code, output = run_txl("recl", group[0], other, dataset, *SMALL)
+    assert code == 3
+    assert str(other) in output
+    assert str(group[0]) in output
+    assert "a group needs one tokenizer" in output

@@ -1,0 +1,259 @@
+"""`txl bench eval-speed`: what reusing states saves over a sliding window, with one set of weights.
+
+For an attention length L, both paths score tokens of which each attends to about L tokens:
+
+    reuse     segments of tgt_len tokens with a KV cache of L tokens, as txl eval reads:
+              every token attends to L tokens of memory and the earlier ones of its segment
+    window    for every single token, the L tokens before it are read (window_path.py)
+
+The window path skips what a window does not need, so that the ratio is not won against a slow
+opponent. Each path runs with its fastest setting of a few, chosen before the measurement: the block
+length (and on GPUs the number of windows) of the window path, the lanes of the reuse path.
+
+The figure to judge is the share of the FLOP ratio that the time ratio reaches:
+
+    share = (window time / reuse time) / (window FLOPs / reuse FLOPs)
+          = (FLOP/s of the reuse path) / (FLOP/s of the window path)
+
+It is below 1 if the reuse path uses the machine less well than the window path, and it does not
+depend on how many operations a window needs. FLOPs are those of the matrix products that each path
+executes (model/flops.py), for the window path with the blocks that were timed.
+
+Windows are sampled: one batch of windows per round, alternating with segments of the reuse path in
+one process. On a CPU both run on one thread, and times are CPU times, which do not count while
+other processes run. Times are medians over the rounds. The paper's ratios (table 9) are of another
+model on one GPU, without the skipping.
+
+Source: Dai et al. 2019, arXiv:1901.02860, section 4.5.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from txl_dist.bench.rounds import Times, time_rounds
+from txl_dist.bench.window_path import WindowReader
+from txl_dist.model.flops import inference_flops, window_flops
+from txl_dist.model.kv_cache import KVCache
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.allocation import keep_freed_memory
+
+# Shapes: B lanes or windows, T segment tokens, N tokens of a text
+
+LIMIT = 0.8
+PAPER_RATIOS = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
+"""Attention length -> times slower per token than with state reuse; table 9 of the paper."""
+BLOCK_LENS = {"cpu": (64, 128, 256), "cuda": (512, 1024, 4096)}
+"""Blocks of queries of the window path to choose from, by type of device."""
+WINDOWS = {"cpu": (1,), "cuda": (1, 4)}
+"""Windows per batch to choose from. On a CPU thread, one window fills it."""
+LANES = {"cpu": (1, 4), "cuda": (1, 4, 16)}
+"""Lanes of the reuse path to choose from."""
+REUSE_TOKENS = 256
+"""Tokens per lane in one round of the reuse path. Rounds continue one text. The memory is moved
+every L / 4 tokens (kv_cache.py), which takes less than 1 % of the time of these tokens."""
+SETTING_ROUNDS = 2
+"""Rounds that choose the fastest setting of a path."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedRow:
+    """The two paths at one attention length; times in milliseconds per scored token."""
+
+    attention_length: int
+    tgt_len: int
+    ms_per_token_window: float
+    ms_per_token_reuse: float
+    ratio: float
+    paper_ratio: float | None
+    flops_ratio: float
+    share_of_flops_ratio: float
+    limit: float
+    holds: bool
+    spread_ms_window: tuple[float, ...]
+    """Smallest and largest time per token of the rounds."""
+    spread_ms_reuse: tuple[float, ...]
+    gflops_per_second_window: float
+    gflops_per_second_reuse: float
+    rounds: int
+    block_len: int
+    """Setting of the window path: queries per block."""
+    windows: int
+    """Setting of the window path: windows per batch."""
+    lanes: int
+    """Setting of the reuse path."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """One way to score tokens, with one setting."""
+
+    run: Callable[[], object]
+    num_tokens: int
+    """Tokens that one run scores."""
+    flops: float
+    """Operations per token."""
+    setting: dict[str, int]
+
+
+def bench_eval_speed(
+    model: TransformerXL,
+    *,
+    attention_lengths: Sequence[int],
+    tgt_len: int,
+    rounds: int,
+    seed: int = 0,
+) -> Iterator[SpeedRow]:
+    """Yield one row per attention length. `mem_len` of the model is not used.
+
+    Raises ValueError if the model encodes positions in a segment, so that states cannot be reused,
+    or has `same_length`.
+    """
+    if model.config.same_length:
+        raise ValueError("same_length limits attention to mem_len keys; set it to false")
+    if not model.config.encoding.allows_memory:
+        raise ValueError(
+            f"distance_encoding={model.config.distance_encoding} allows no memory, so there are no "
+            "states to reuse"
+        )
+    keep_freed_memory()
+    generator = torch.Generator().manual_seed(seed)
+    with _one_thread():
+        for length in attention_lengths:
+            yield _row(model, length, tgt_len, rounds, generator)
+
+
+def _row(
+    model: TransformerXL, length: int, tgt_len: int, rounds: int, generator: torch.Generator
+) -> SpeedRow:
+    device = next(model.parameters()).device
+    settings = _window_settings(length, device)
+    windows = [_window_path(model, length, *each, generator) for each in settings]
+    reuses = [_reuse_path(model, length, tgt_len, lanes, generator) for lanes in LANES[device.type]]
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    window, reuse = _fastest(windows, clock), _fastest(reuses, clock)
+    candidates = {"window": window.run, "reuse": reuse.run}
+    times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=clock)
+    window_ms, *spread_window = _milliseconds(times["window"], window)
+    reuse_ms, *spread_reuse = _milliseconds(times["reuse"], reuse)
+    ratio, flops_ratio = window_ms / reuse_ms, window.flops / reuse.flops
+    return SpeedRow(
+        attention_length=length,
+        tgt_len=tgt_len,
+        ms_per_token_window=window_ms,
+        ms_per_token_reuse=reuse_ms,
+        ratio=ratio,
+        paper_ratio=PAPER_RATIOS.get(length),
+        flops_ratio=flops_ratio,
+        share_of_flops_ratio=ratio / flops_ratio,
+        limit=LIMIT,
+        holds=ratio / flops_ratio >= LIMIT,
+        spread_ms_window=tuple(spread_window),
+        spread_ms_reuse=tuple(spread_reuse),
+        gflops_per_second_window=window.flops / window_ms / 1e6,
+        gflops_per_second_reuse=reuse.flops / reuse_ms / 1e6,
+        rounds=rounds,
+        **window.setting,
+        **reuse.setting,
+    )
+
+
+def _window_settings(length: int, device: torch.device) -> list[tuple[int, int]]:
+    """(block length, windows per batch) to choose from."""
+    block_lens = sorted({min(block_len, length) for block_len in BLOCK_LENS[device.type]})
+    return [(block_len, number) for block_len in block_lens for number in WINDOWS[device.type]]
+
+
+def _window_path(
+    model: TransformerXL,
+    length: int,
+    block_len: int,
+    num_windows: int,
+    generator: torch.Generator,
+) -> _Path:
+    reader = WindowReader(model, window_len=length, num_windows=num_windows, block_len=block_len)
+    text_N = _random_text(model, 2 * length + 1, generator)
+
+    def run() -> None:
+        """Score the targets of windows at random places of the text."""
+        starts = torch.randint(length, (num_windows,), generator=generator).tolist()
+        window_BN = torch.stack([text_N[start : start + length + 1] for start in starts])
+        _synchronise(reader.last_nats(window_BN[:, :-1], window_BN[:, -1]))
+
+    flops = window_flops(model.config, window_len=length, block_len=block_len)
+    return _Path(run, num_windows, flops, {"block_len": block_len, "windows": num_windows})
+
+
+def _reuse_path(
+    model: TransformerXL, length: int, tgt_len: int, lanes: int, generator: torch.Generator
+) -> _Path:
+    config = replace(model.config, mem_len=length)
+    cache = KVCache.empty(
+        n_layer=config.n_layer,
+        num_lanes=lanes,
+        mem_len=length,
+        n_head=config.n_head,
+        d_head=config.d_head,
+    )
+    num_segments = max(1, REUSE_TOKENS // tgt_len)
+    text_N = _random_text(model, lanes * (num_segments * tgt_len + 1), generator)
+    text_BN = text_N.view(lanes, -1)
+    # Old enough that the whole memory is visible: its zeros cost as much as any other keys.
+    age_BT = torch.full((lanes, tgt_len), length + tgt_len, device=text_N.device)
+
+    @torch.no_grad()
+    def run() -> None:
+        for start in range(0, num_segments * tgt_len, tgt_len):
+            stop = start + tgt_len
+            nats_BT, _ = model(
+                text_BN[:, start:stop], text_BN[:, start + 1 : stop + 1], age_BT, cache
+            )
+        _synchronise(nats_BT)
+
+    num_tokens = lanes * tgt_len
+    flops = inference_flops(config, num_lanes=lanes, tgt_len=tgt_len) / num_tokens
+    return _Path(run, num_segments * num_tokens, flops, {"lanes": lanes})
+
+
+def _fastest(paths: Sequence[_Path], clock: Callable[[], float]) -> _Path:
+    """The path whose fastest run takes the least time per token."""
+    times = time_rounds(
+        {str(number): path.run for number, path in enumerate(paths)},
+        rounds=SETTING_ROUNDS,
+        warm_up_rounds=1,
+        clock=clock,
+    )
+    best = [min(times[str(number)].seconds) / path.num_tokens for number, path in enumerate(paths)]
+    return paths[best.index(min(best))]
+
+
+def _milliseconds(times: Times, path: _Path) -> tuple[float, float, float]:
+    """Median, smallest and largest time per token."""
+    per_token = 1e3 / path.num_tokens
+    return times.median * per_token, min(times.seconds) * per_token, max(times.seconds) * per_token
+
+
+def _random_text(model: TransformerXL, num_tokens: int, generator: torch.Generator) -> Tensor:
+    """Uniformly random ids. The work depends on them only through an adaptive softmax."""
+    text_N = torch.randint(model.config.vocab_size, (num_tokens,), generator=generator)
+    return text_N.to(next(model.parameters()).device)
+
+
+def _synchronise(result: Tensor) -> None:
+    """Wait for a GPU; on a CPU results are there already."""
+    if result.is_cuda:
+        torch.cuda.synchronize(result.device)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

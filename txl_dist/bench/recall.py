@@ -1,0 +1,192 @@
+"""`txl bench recall`: up to which distance does a trained model copy a repeated span?
+
+Protocol. One sequence has `2 * span + max_distance` tokens, and ends with a span of `span` tokens:
+
+    control        text ........................................ text SPAN
+    distance d     text ........ SPAN ...... d - span tokens .... text SPAN
+
+Both are the same tokens, except that at distance d the span also occurs d tokens earlier, where the
+control has text. A model that uses the first occurrence predicts the second one better. The first
+`cue` tokens of the second span are not scored: nothing announces the repetition before them. The
+loss of the other `span - cue` tokens is averaged over all sequences, at each distance and in the
+control; the gain is the difference, and its interval is a bootstrap over sequences.
+
+Text and spans are uniformly random token ids or, with a dataset, text of one split, where the span
+is text of another sampled place. Random tokens exclude every other help, but are unlike what the
+model was trained on; real text measures recall in its usual surroundings.
+
+The model reads a sequence from an empty memory, in segments of `tgt_len` tokens with its memory, as
+in `txl eval`; the last segment ends with the last scored token (context/windows.py). It therefore
+cannot use more than `max_context` tokens. A model without memory sees its last `tgt_len` tokens.
+
+The reach is the largest distance up to which every measured distance gains at least `MIN_SHARE` of
+the control's loss; 0 if the first one does not.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_pipeline.shards.shard_reader import TokenSource
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.order import hash_ids
+from data_pipeline.streams.segments import Reset
+from txl_dist.context.bootstrap import interval, plan_resampling, resamples
+from txl_dist.context.positions import sample_positions
+from txl_dist.context.windows import WindowScorer
+
+# Shapes: B sequences, N tokens of a sequence, X tokens of a span, D distances
+
+MIN_SHARE = 0.1
+NUM_RESAMPLES = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecallProbe:
+    """The sizes of the probe, in tokens."""
+
+    distances: tuple[int, ...]
+    """From the first token of the first occurrence to that of the second; rising."""
+    span: int = 16
+    cue: int = 4
+    num_sequences: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cue < self.span:
+            raise ValueError(f"cue={self.cue} must be from 0 to below span={self.span}")
+        if not self.distances or sorted(set(self.distances)) != list(self.distances):
+            raise ValueError(f"distances={list(self.distances)} must rise")
+        if self.distances[0] < self.span:
+            raise ValueError(
+                f"distance {self.distances[0]} is shorter than span={self.span}: the occurrences "
+                "would overlap"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one sequence."""
+        return 2 * self.span + self.distances[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class RecallRow:
+    """One distance: mean nats per scored token, and the gain over the control with its interval."""
+
+    distance: int
+    nats: float
+    gain: float
+    low: float
+    high: float
+    share: float
+    """The gain as a fraction of the control's loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecallResult:
+    """The table of the probe."""
+
+    control_nats: float
+    rows: tuple[RecallRow, ...]
+    reach: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "min_share": MIN_SHARE}
+
+
+def measure_recall(
+    scorer: WindowScorer,
+    probe: RecallProbe,
+    text_BN: NDArray[np.int64],
+    span_BX: NDArray[np.int64],
+    *,
+    batch_windows: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> RecallResult:
+    """Losses of the second span at every distance and without a first one."""
+    conditions: list[int | None] = [None, *probe.distances]
+    means = np.empty((len(conditions), len(text_BN)))
+    for row, distance in enumerate(conditions):
+        sequence_BN = torch.from_numpy(place_spans(text_BN, span_BX, distance))
+        nats = [
+            scorer.last_nats(batch_BN, num_scored=probe.span - probe.cue)
+            for batch_BN in sequence_BN.split(batch_windows)
+        ]
+        means[row] = _mean(torch.cat(nats))
+        on_progress(row + 1, len(conditions))
+    return _result(probe, means)
+
+
+def place_spans(
+    text_BN: NDArray[np.int64], span_BX: NDArray[np.int64], distance: int | None
+) -> NDArray[np.int64]:
+    """The text with the span at its end and, unless `distance` is None, that much earlier."""
+    sequence_BN, size = text_BN.copy(), span_BX.shape[1]
+    num_tokens = text_BN.shape[1]
+    sequence_BN[:, num_tokens - size :] = span_BX
+    if distance is not None:
+        sequence_BN[:, num_tokens - size - distance : num_tokens - distance] = span_BX
+    return sequence_BN
+
+
+def random_text(
+    probe: RecallProbe, vocab_size: int, *, excluded: Sequence[int] = ()
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Uniformly random texts [B, N] and spans [B, X] without the `excluded` ids."""
+    allowed = np.setdiff1d(np.arange(vocab_size), np.array(excluded, np.int64))
+    width = probe.num_tokens + probe.span
+    hashes = hash_ids(probe.seed, num_ids=probe.num_sequences * width)
+    tokens = allowed[(hashes % np.uint64(len(allowed))).astype(np.int64)]
+    tokens = tokens.reshape(probe.num_sequences, width)
+    return tokens[:, : probe.num_tokens], tokens[:, probe.num_tokens :]
+
+
+def sampled_text(
+    probe: RecallProbe, source: TokenSource, reset: Reset
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Texts [B, N] of a split, and spans [B, X] from the start of another sampled text.
+
+    Raises DataError if no text is long enough.
+    """
+    positions = sample_positions(
+        source,
+        context=probe.num_tokens - 1,
+        num_positions=probe.num_sequences,
+        seed=probe.seed,
+        reset=reset,
+    )
+    text_BN = np.stack(
+        [
+            read_range(source, target + 1 - probe.num_tokens, target + 1)[0]
+            for target in positions.target_N.tolist()
+        ]
+    )
+    # Half a sample away, because neighbours in the sample may be the same text.
+    return text_BN, np.roll(text_BN, len(text_BN) // 2, axis=0)[:, : probe.span]
+
+
+def _mean(nats_BX: Tensor) -> NDArray[np.float64]:
+    mean: NDArray[np.float64] = nats_BX.double().mean(dim=1).numpy()
+    return mean
+
+
+def _result(probe: RecallProbe, means: NDArray[np.float64]) -> RecallResult:
+    """`means`: nats of the control, then of each distance, per sequence [1 + D, B]."""
+    gains_DB = means[0] - means[1:]
+    each = np.arange(means.shape[1])
+    plan = plan_resampling(each, num_resamples=NUM_RESAMPLES, seed=probe.seed)
+    resampled = np.stack([gains_DB[:, indices].mean(axis=1) for indices in resamples(each, plan)])
+    control, rows, reach, unbroken = float(means[0].mean()), [], 0, True
+    for number, distance in enumerate(probe.distances):
+        gain = float(gains_DB[number].mean())
+        low, high = interval(resampled[:, number])
+        share = gain / control
+        rows.append(RecallRow(distance, float(means[1 + number].mean()), gain, low, high, share))
+        unbroken = unbroken and share >= MIN_SHARE
+        reach = distance if unbroken else reach
+    return RecallResult(control, tuple(rows), reach)

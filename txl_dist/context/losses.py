@@ -1,0 +1,70 @@
+"""Losses of one model at several context lengths, on the same targets for every context."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_pipeline.shards.shard_reader import TokenSource
+from data_pipeline.streams.cursor import read_range
+from txl_dist.context.positions import Positions
+from txl_dist.context.windows import WindowScorer
+from txl_dist.errors import CheckpointError
+
+# Shapes: B windows of a batch, C contexts, N targets, S = longest context + 1
+
+
+def measure_losses(
+    scorer: WindowScorer,
+    source: TokenSource,
+    positions: Positions,
+    contexts: Sequence[int],
+    *,
+    batch_windows: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> NDArray[np.float64]:
+    """Nats [C, N] of every target after exactly c tokens, for rising `contexts`.
+
+    Contexts above the model's `max_context` have the loss of `max_context`. Calls
+    `on_progress(tokens read, tokens to read)`. Raises CheckpointError if a loss is not finite.
+    """
+    useful = [context for context in contexts if context <= scorer.max_context]
+    if len(useful) < len(contexts):
+        useful.append(scorer.max_context)
+    losses_CN = np.empty((len(useful), len(positions)))
+    done, total = 0, sum(useful) * len(positions)
+    for columns, token_BS in _batches(source, positions, contexts[-1], batch_windows):
+        for row, context in enumerate(useful):
+            nats_B1 = scorer.last_nats(token_BS[:, -context - 1 :])
+            losses_CN[row, columns] = nats_B1[:, 0].double().numpy()
+            done += context * len(token_BS)
+            on_progress(done, total)
+        _require_finite(losses_CN[:, columns], useful)
+    repeated = [losses_CN[-1:]] * (len(contexts) - len(useful))
+    return np.concatenate([losses_CN, *repeated])
+
+
+def _batches(
+    source: TokenSource, positions: Positions, context: int, batch_windows: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Which targets, and their windows of `context` tokens with the target, [B, S]."""
+    for start in range(0, len(positions), batch_windows):
+        columns = slice(start, start + batch_windows)
+        windows: list[NDArray[Any]] = []
+        for target in positions.target_N[columns].tolist():
+            token_S, _ = read_range(source, target - context, target + 1)
+            windows.append(token_S)
+        yield columns, torch.from_numpy(np.stack(windows))
+
+
+def _require_finite(losses_CB: NDArray[np.float64], contexts: Sequence[int]) -> None:
+    bad = ~np.isfinite(losses_CB).all(axis=1)
+    if bad.any():
+        raise CheckpointError(
+            f"the loss after {contexts[int(np.argmax(bad))]} tokens is not finite: the weights are "
+            "damaged, or the model overflows on this text. Try an earlier checkpoint: txl "
+            "checkpoint list RUN"
+        )

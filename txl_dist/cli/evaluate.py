@@ -19,9 +19,6 @@ from txl_dist.cli.options import (
 from txl_dist.cli.paths import local_path_parser
 
 if TYPE_CHECKING:
-    from data_pipeline.storage.remote_path import DatasetPath
-    from txl_dist.checkpoint.reader import Weights
-    from txl_dist.config.run_config import Precision
     from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
 
 
@@ -99,6 +96,7 @@ def evaluate(
         evaluate_on_workers,
         plan_job,
     )
+    from txl_dist.evaluation.job import evaluation_job
 
     jobs = [
         evaluation_job(
@@ -139,60 +137,6 @@ def evaluate(
         _print_result(jobs[0], results[0])
     else:
         _print_table(jobs, results)
-
-
-def evaluation_job(
-    checkpoint: Path,
-    data: "str | DatasetPath",
-    *,
-    split: str,
-    mode: Literal["exact", "fast"] = "exact",
-    tgt_len: int | None,
-    mem_len: int | None,
-    clamp_len: int | None = None,
-    same_length: bool = False,
-    batch: int,
-    precision: "Precision" = "fp32",
-    max_tokens: int | None = None,
-    weights: "Weights" = "auto",
-) -> "EvaluationJob":
-    """An evaluation with the settings of training, except for the options that are not None.
-
-    Raises CheckpointError if no model is there, ConfigError if the options do not fit the model.
-    """
-    from data_pipeline.storage.remote_path import dataset_path
-    from txl_dist.convert.stored_model import find_model
-    from txl_dist.errors import ConfigError
-    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
-
-    stored = find_model(checkpoint, weights=weights)
-    trained = stored.config
-    new_mem_len = trained.mem_len if mem_len is None else mem_len
-    settings = EvaluationSettings(
-        split=split,
-        mode=mode,
-        tgt_len=tgt_len or stored.tgt_len,
-        mem_len=new_mem_len,
-        # On the command line 0 means no clamping; in a config that is null.
-        clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
-        # --mem-len 0 on a model trained with same_length: the option needs a memory.
-        same_length=same_length or (trained.same_length and new_mem_len > 0),
-        reset=stored.reset,
-        precision=precision,
-        max_tokens=max_tokens,
-    )
-    job = EvaluationJob(
-        checkpoint=stored.path,
-        data=dataset_path(data),
-        settings=settings,
-        batch_chunks=batch,
-        weights=stored.weights,
-    )
-    try:  # Here, and not on the workers, so that wrong options start nothing.
-        job.model_config(trained)
-    except ValueError as error:
-        raise ConfigError(f"{stored.path}: {error}") from None
-    return job
 
 
 def _names(split: str) -> list[str]:

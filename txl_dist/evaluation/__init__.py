@@ -1,5 +1,6 @@
 """Exact evaluation: the same number for any number of workers and any batch size.
 
+job.py:      what is evaluated: model, split and settings; `evaluation_job` builds it
 chunks.py:   split -> chunks [context_start, start, stop), in whole segments
 scoring.py:  chunk -> its LossSums (nats, tokens, bytes), on any worker, several chunks per batch
 evaluate.py: plans the chunks, has them scored, adds their sums in the order of the chunks

@@ -6,7 +6,7 @@ depend on which worker scored which chunk.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from data_pipeline.shards.shard_reader import TokenSource
 from data_pipeline.streams.cursor import read_range
 from txl_dist.errors import DataError
 from txl_dist.evaluation.chunks import EvaluationChunk, overhead, plan_chunks
+from txl_dist.evaluation.details import ScoreDetails
 from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.protocol import protocol_line
+from txl_dist.evaluation.scored_text import ScoredText
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.runtime.world import World
 
@@ -39,6 +42,36 @@ class EvaluationResult:
     num_chunks: int
     overhead: float
     """Context tokens as a fraction of the scored tokens."""
+    text: ScoredText = field(default_factory=ScoredText)
+    weights: str = "last"
+    kernels: tuple[str, ...] = field(default=(), compare=False)
+    """Attention functions and devices that computed the scores. They change the last digits only,
+    and are not part of the score."""
+    details: ScoreDetails | None = field(default=None, compare=False)
+
+    @property
+    def protocol(self) -> str:
+        """One line to quote next to the score."""
+        return protocol_line(
+            self.settings, self.sums, self.text, weights=self.weights, kernels=self.kernels
+        )
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """exp(nats per word); None if the words of the scored text are not known or there are none.
+
+        Comparable across tokenizers. A word is defined by `ScoredText.num_words`.
+        """
+        num_words = self.text.num_words
+        return replace(self.sums, num_tokens=num_words).perplexity if num_words else None
+
+    @property
+    def bits_per_character(self) -> float | None:
+        """None if the characters of the scored text are not known or there are none."""
+        counts = self.text.counts
+        if counts is None or not counts.characters:
+            return None
+        return replace(self.sums, num_tokens=counts.characters).bits_per_token
 
     def to_json(self) -> dict[str, Any]:
         """The object that `txl eval --json` prints."""
@@ -51,9 +84,18 @@ class EvaluationResult:
             "perplexity": sums.perplexity,
             "bits_per_token": sums.bits_per_token,
             "bits_per_byte": sums.bits_per_byte if sums.num_bytes else None,
+            "bits_per_character": self.bits_per_character,
+            "word_perplexity": self.word_perplexity,
+            **(
+                {"not_counted": self.text.reason}
+                if self.text.counts is None
+                else {f"{name}_scored": count for name, count in self.text.counts}
+            ),
             **asdict(self.settings),
             "num_chunks": self.num_chunks,
             "context_overhead": self.overhead,
+            "protocol": self.protocol,
+            **({} if self.details is None else {"details": self.details.to_json()}),
         }
 
 
@@ -85,14 +127,21 @@ def plan_evaluation(
 
 
 def summarise(
-    scores: Iterable[LossSums], chunks: list[EvaluationChunk], settings: EvaluationSettings
+    scores: Iterable[LossSums],
+    chunks: list[EvaluationChunk],
+    settings: EvaluationSettings,
+    **facts: Any,
 ) -> EvaluationResult:
-    """Add the sums of all chunks, which must be in the order of the chunks."""
+    """Add the sums of all chunks, which must be in the order of the chunks.
+
+    `facts`: the fields of EvaluationResult that have defaults.
+    """
     return EvaluationResult(
         sums=sum(scores, LossSums()),
         settings=settings,
         num_chunks=len(chunks),
         overhead=overhead(chunks),
+        **facts,
     )
 
 

@@ -16,10 +16,11 @@ from data_pipeline.streams.segments import Reset
 from txl_dist.checkpoint.reader import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
-from txl_dist.errors import ConfigError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation.chunks import Mode
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.allocation import keep_freed_memory
 
 
@@ -76,6 +77,7 @@ class EvaluationJob:
         manifest = load_manifest(self.data)
         trained.check_data(manifest, self.data)
         model, tokenizer = trained.load(self.model_config(trained.config))
+        _require_finite(model, self.checkpoint)
         tokenizer = tokenizer or open_tokenizer(self.data, manifest)
         return Scorer(
             model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
@@ -86,6 +88,15 @@ class EvaluationJob:
             batch_chunks=self.batch_chunks,
             byte_counts_V=torch.from_numpy(tokenizer.token_bytes()),
         )
+
+
+def _require_finite(model: TransformerXL, checkpoint: Path) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise CheckpointError(
+                f"{checkpoint}: weight {name} has values that are not finite, so every score would "
+                "be NaN. Use an earlier checkpoint: txl checkpoint list RUN"
+            )
 
 
 def evaluation_job(

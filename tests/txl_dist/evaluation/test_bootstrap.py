@@ -32,6 +32,9 @@ def test_the_interval_contains_the_score_and_shrinks_with_more_documents(seed: i
         assert low < sums.nats_D.sum() / sums.tokens_D.sum() < high
         assert interval.num_documents == num_documents
         widths.append(high - low)
+    residual_D = sums.nats_D - sums.nats_D.sum() / sums.tokens_D.sum() * sums.tokens_D
+    standard_error = math.sqrt((residual_D**2).sum()) / sums.tokens_D.sum()
+    assert widths[-1] == pytest.approx(2 * 1.96 * standard_error, rel=0.15)
     # 16 times the documents: a quarter of the width.
     assert widths[0] / widths[1] == pytest.approx(4, rel=0.6)
     assert widths[1] / widths[2] == pytest.approx(4, rel=0.3)

@@ -84,7 +84,7 @@ def test_only_the_api_the_entry_point_and_the_errors_are_at_the_top_of_txl_dist(
     ("library", "most"),
     [
         ("deepspeed", 2),
-        ("matplotlib", 1),
+        ("matplotlib", 2),
         ("mlflow", 1),
         ("webdataset", 2),
         ("zstandard", 2),

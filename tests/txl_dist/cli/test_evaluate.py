@@ -104,6 +104,7 @@ def test_a_split_that_is_too_short_is_a_data_error(dataset: Path, run: Path) -> 
     assert "--tgt-len" in output
 
 
+@pytest.mark.slow  # test_details.py and test_evaluation_files.py have the parts
 def test_details_are_written_and_agree_with_the_score(
     dataset: Path, run: Path, tmp_path: Path
 ) -> None:

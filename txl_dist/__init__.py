@@ -8,7 +8,9 @@ Train a model, load its newest checkpoint and continue a text:
     prompt = tokenizer.encode("import ").tolist()
     tokens = generate_tokens(model, prompt, tgt_len=128, sampling=Sampling(), seed=0)
 
-`tokens` is an endless iterator of token ids. `evaluate` scores a split of a dataset.
+`tokens` is an endless iterator of token ids. Score a split with the settings of training:
+
+    result = evaluate(evaluation_job(job.run_path, "data/stdlib", max_tokens=10_000))
 """
 
 from importlib import import_module
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from txl_dist.context.recl import relative_effective_context_length
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.distributed import evaluate
-    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+    from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings, evaluation_job
     from txl_dist.generation.generate import generate_tokens
     from txl_dist.generation.sampling import Sampling
     from txl_dist.launch.launcher import find_launcher
@@ -37,6 +39,7 @@ __all__ = [
     "TrainJob",
     "TransformerXL",
     "evaluate",
+    "evaluation_job",
     "find_launcher",
     "find_model",
     "generate_tokens",
@@ -46,14 +49,15 @@ __all__ = [
 
 # Imported on first use: `txl --help` imports this package, and torch takes seconds.
 _MODULE_OF = {
-    "EvaluationJob": "txl_dist.evaluation.evaluate",
-    "EvaluationSettings": "txl_dist.evaluation.evaluate",
+    "EvaluationJob": "txl_dist.evaluation.job",
+    "EvaluationSettings": "txl_dist.evaluation.job",
     "ModelConfig": "txl_dist.model.config",
     "RunConfig": "txl_dist.config.run_config",
     "Sampling": "txl_dist.generation.sampling",
     "TrainJob": "txl_dist.training.job",
     "TransformerXL": "txl_dist.model.transformer_xl",
     "evaluate": "txl_dist.evaluation.distributed",
+    "evaluation_job": "txl_dist.evaluation.job",
     "find_launcher": "txl_dist.launch.launcher",
     "find_model": "txl_dist.convert.stored_model",
     "generate_tokens": "txl_dist.generation.generate",

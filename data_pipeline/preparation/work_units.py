@@ -29,6 +29,7 @@ from data_pipeline.preparation.tokenization import load_cached_tokenizer, tokeni
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
+from data_pipeline.shards.text_counts import TextCounter
 from data_pipeline.storage.atomic_files import explain_disk_errors, sha256_file, write_synced
 from data_pipeline.tokenizers import cuts_of
 from data_pipeline.tokenizers.symbol_counts import count_symbols, counts_to_bytes
@@ -190,13 +191,14 @@ def _write_shard(unit: ShardUnit, staging: Path, scratch: Path) -> _Executed:
         block_bytes=header.settings.block_bytes,
         header=unit.context,
     )
+    counter = TextCounter()
     try:
         for number, text_bytes in enumerate(documents.text_bytes.tolist()):
             id_ = documents.document_id(number)
-            text = documents.read_text(number, staging)
+            text = counter.document(documents.read_text(number, staging))
             tokens = tokenize_document(tokenizer, text, document_id=id_)
             writer.add(id_, tokens, text_bytes=text_bytes)
-        entry = writer.close()
+        entry = writer.close(counter.counts)
     except BaseException:
         writer.abandon()
         raise

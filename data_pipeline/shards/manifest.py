@@ -6,12 +6,13 @@ so a manifest cannot name a file outside its directory.
 """
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards.prepare_settings import SPLIT_PATTERN, PrepareSettings, SplitName
+from data_pipeline.shards.text_counts import Count, TextCounts
 from data_pipeline.storage import strict_json
 from data_pipeline.storage.manifest_file import (
     WrongFormatError,
@@ -29,7 +30,6 @@ VERSION = 2
 SHARD_SUFFIX, INDEX_SUFFIX = ".tar.zst", ".index.safetensors"
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def shard_name(split: str, number: int) -> str:
@@ -57,7 +57,21 @@ class InputSummary(StrictModel):
     """Documents skipped because an earlier one has the same text."""
 
 
-class ShardEntry(StrictModel):
+class _CountedText(StrictModel):
+    """`text_counts`, which datasets of older versions do not have."""
+
+    text_counts: TextCounts | None = None
+
+    # Left out if unknown, so that the digest of an older manifest stays the same.
+    @model_serializer(mode="wrap")
+    def _serialize(self, default: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = default(self)
+        if self.text_counts is None:
+            del content["text_counts"]
+        return content
+
+
+class ShardEntry(_CountedText):
     """One shard and its sidecar index."""
 
     name: str
@@ -87,7 +101,7 @@ class ShardEntry(StrictModel):
         }
 
 
-class SplitEntry(StrictModel):
+class SplitEntry(_CountedText):
     """The shards of one split in corpus order, and their totals."""
 
     shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1)]
@@ -118,9 +132,17 @@ class SplitEntry(StrictModel):
         return self
 
 
-def _totals(shards: list[ShardEntry] | tuple[ShardEntry, ...]) -> dict[str, int]:
+def _totals(shards: list[ShardEntry] | tuple[ShardEntry, ...]) -> dict[str, Any]:
     names = ("documents", "blocks", "tokens", "text_bytes")
-    return {name: sum(getattr(shard, name) for shard in shards) for name in names}
+    totals: dict[str, Any] = {name: sum(getattr(shard, name) for shard in shards) for name in names}
+    counts = [shard.text_counts for shard in shards if shard.text_counts is not None]
+    # Unknown unless all shards have them.
+    totals["text_counts"] = (
+        sum(counts, TextCounts(characters=0, words=0, line_ends=0))
+        if len(counts) == len(shards)
+        else None
+    )
+    return totals
 
 
 class DatasetHeader(StrictModel):

@@ -163,6 +163,7 @@ def _rebuild_entry(shard: _Shard) -> ShardEntry:
             blocks=len(arrays["block_tokens"]),
             tokens=int(arrays["block_tokens"].sum()),
             text_bytes=metadata["text_bytes"],
+            text_counts=metadata.get("text_counts"),
         )
     except (KeyError, IndexError, ValueError, OSError) as error:
         problem = f"does not describe a shard ({error})"

@@ -22,6 +22,7 @@ from data_pipeline.shards.document_table import DocumentTable, unpack_documents
 from data_pipeline.shards.frames import MAX_FRAME_BYTES, Frame
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.shard_files import damaged_file, read_bytes_at
+from data_pipeline.shards.text_counts import TextCounts
 from data_pipeline.storage import strict_json
 from data_pipeline.storage.remote_path import DatasetPath
 
@@ -65,13 +66,21 @@ class ShardIndex:
 # --- writing ------------------------------------------------------------------------------------
 
 
-def index_bytes(arrays: dict[str, np.ndarray], *, text_bytes: int, header: str) -> bytes:
+def index_bytes(
+    arrays: dict[str, np.ndarray],
+    *,
+    text_bytes: int,
+    header: str,
+    text_counts: TextCounts | None = None,
+) -> bytes:
     """The content of an index file. `header` is the JSON of a `manifest.IndexHeader`."""
     metadata = {
         "arrays_sha256": _arrays_sha256(arrays),
         "header": json.loads(header),
         "text_bytes": text_bytes,
     }
+    if text_counts is not None:
+        metadata["text_counts"] = text_counts.model_dump()
     # One key only: safetensors writes several in an order that changes from run to run.
     return save(arrays, metadata={"txl": json.dumps(metadata, sort_keys=True)})
 

@@ -33,6 +33,7 @@ from data_pipeline.shards.document_table import pack_documents
 from data_pipeline.shards.frames import FrameWriter
 from data_pipeline.shards.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
 from data_pipeline.shards.shard_index import index_bytes
+from data_pipeline.shards.text_counts import TextCounts
 from data_pipeline.storage.atomic_files import write_synced
 
 MAX_DOCUMENT_BYTES = 8 * 2**30 - 2**20
@@ -109,8 +110,11 @@ class ShardWriter:
                 self._flush()
         self._text_bytes += text_bytes
 
-    def close(self) -> ShardEntry:
-        """Finish the shard, sync it and its index, and return its entry."""
+    def close(self, text_counts: TextCounts | None = None) -> ShardEntry:
+        """Finish the shard, sync it and its index, and return its entry.
+
+        `text_counts`: of the text of all documents, None if they were not counted.
+        """
         self._flush()
         self._tar.close()
         self._frames.finish()
@@ -118,7 +122,7 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         # Synced, not renamed: the manifest, written last, makes the shard part of a dataset.
-        index = self._index()
+        index = self._index(text_counts)
         write_synced(self.path.with_name(self._stem + INDEX_SUFFIX), index)
         return ShardEntry(
             name=self.path.name,
@@ -132,6 +136,7 @@ class ShardWriter:
             blocks=len(self._blocks),
             tokens=sum(tokens for tokens, _, _ in self._blocks),
             text_bytes=self._text_bytes,
+            text_counts=text_counts,
         )
 
     def abandon(self) -> None:
@@ -212,7 +217,7 @@ class ShardWriter:
         headers = _TAR_RECORD + sizes["npy"] - num_tokens * self._dtype.itemsize
         self._blocks.append((num_tokens, start + headers, 1))
 
-    def _index(self) -> bytes:
+    def _index(self, text_counts: TextCounts | None) -> bytes:
         tokens, offsets, documents = zip(*self._blocks, strict=True)
         table = pack_documents(np.concatenate(self._starts), self._ids)
         arrays: dict[str, np.ndarray] = {
@@ -222,7 +227,9 @@ class ShardWriter:
             "block_documents": np.array(documents, dtype=np.int64),
             "documents": np.frombuffer(table, dtype=np.uint8),
         }
-        return index_bytes(arrays, text_bytes=self._text_bytes, header=self._header)
+        return index_bytes(
+            arrays, text_bytes=self._text_bytes, text_counts=text_counts, header=self._header
+        )
 
 
 def _npy_header(array: np.ndarray) -> bytes:

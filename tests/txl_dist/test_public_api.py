@@ -12,7 +12,7 @@ import torch
 
 import txl_dist
 from tests.support.training_runs import TINY
-from txl_dist import EvaluationJob, EvaluationSettings, ModelConfig, TransformerXL, evaluate
+from txl_dist import ModelConfig, TransformerXL
 
 PUBLIC = {
     "EvaluationJob",
@@ -23,6 +23,7 @@ PUBLIC = {
     "TrainJob",
     "TransformerXL",
     "evaluate",
+    "evaluation_job",
     "find_launcher",
     "find_model",
     "generate_tokens",
@@ -60,11 +61,13 @@ def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
 ) -> None:
     doc = txl_dist.__doc__ or ""
     example = textwrap.dedent("\n".join(line for line in doc.splitlines() if line[:4] == "    "))
-    assert len(example.splitlines()) == 5
+    assert len(example.splitlines()) == 6
     overrides = [f"data.path={dataset}", f"directory={tmp_path / 'run'}", "evaluation.split=null"]
     for text, replacement in (
         ('"configs/quickstart.yaml"', repr(str(TINY))),
         ('["training.num_steps=100"]', repr([*overrides, "training.num_steps=4"])),
+        ('"data/stdlib"', repr(str(dataset))),
+        ("max_tokens=10_000", "max_tokens=20"),
         ("num_ranks=2", "num_ranks=1"),  # Half the processes to start.
     ):
         assert text in example
@@ -74,18 +77,10 @@ def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
     new_tokens = list(islice(names["tokens"], 3))
     assert len(new_tokens) == 3
     assert all(0 <= token < names["model"].config.vocab_size for token in new_tokens)
-
-    settings = EvaluationSettings(
-        split="valid",
-        mode="exact",
-        tgt_len=3,
-        mem_len=7,
-        clamp_len=None,
-        same_length=False,
-        reset="document",
-        max_tokens=20,
-    )
-    checkpoint = txl_dist.find_model(tmp_path / "run").path
-    job = EvaluationJob(checkpoint=checkpoint, data=dataset, settings=settings, batch_chunks=2)
-    result = evaluate(job)
+    result = names["result"]
     assert result.sums.num_tokens == 19
+    trained = txl_dist.find_model(tmp_path / "run")
+    assert (result.settings.tgt_len, result.settings.mem_len) == (
+        trained.tgt_len,
+        trained.config.mem_len,
+    ), "as in training"

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.evaluate import evaluation_job
 from txl_dist.cli.options import AsJson, Checkpoint, EvaluationData, MemLen, TgtLen
 from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
@@ -46,6 +45,7 @@ def attention(
     """
     from data_pipeline.storage.atomic_files import require_writable
     from data_pipeline.storage.staged_directory import StagedDirectory
+    from txl_dist.evaluation.job import evaluation_job
     from txl_dist.reporting.attention_file import ATTENTION_NAME, attention_json
 
     job = evaluation_job(

@@ -1,10 +1,10 @@
 """`txl eval`: score splits of a dataset with trained models, on any number of workers."""
 
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,13 +16,11 @@ from txl_dist.cli.options import (
     PrecisionOption,
     TgtLen,
 )
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
-    from data_pipeline.storage.remote_path import DatasetPath
-    from txl_dist.checkpoint.reader import Weights
-    from txl_dist.config.run_config import Precision
-    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult
+    from txl_dist.cli.evaluation_output import EvaluationOutput
+    from txl_dist.evaluation.distributed import PlannedJob
 
 
 def evaluate(
@@ -83,116 +81,127 @@ def evaluate(
             parser=local_path_parser(),
         ),
     ] = None,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Also: loss by position in document and segment, loss by token frequency, and a "
+            "95 % interval by resampling documents.",
+        ),
+    ] = False,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N,...",
+            help="Score every combination of these values of tgt_len, mem_len and clamp_len on the "
+            "first split, and the best one on the other splits. Can be repeated.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write result.json, scores.csv, and the tables and plots of --details and --sweep "
+            "to this directory.",
+            parser=local_path_parser(COPY_TO_URL),
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score splits. Every target is scored once, with the memory of one sequential pass.
 
     Several checkpoints or splits give one table, with --json a list. If a worker dies, another one
-    scores its chunks.
+    scores its chunks. Each score has its protocol, one line with all that it depends on.
 
     Example: txl eval runs/quickstart data/stdlib --split valid --workers 2
+
+    Example: txl eval runs/quickstart data/stdlib --split valid,test --details --out scores
+
+    Example: txl eval runs/quickstart data/stdlib --split valid,test --sweep mem_len=0,64,128
     """
+    from data_pipeline.storage.atomic_files import require_writable
+    from data_pipeline.storage.staged_directory import StagedDirectory
+    from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.cli.work_progress import TOKENS, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
-    from txl_dist.evaluation.distributed import (
-        default_scores_directory,
-        evaluate_on_workers,
-        plan_job,
-    )
+    from txl_dist.evaluation.distributed import evaluate_on_workers
+    from txl_dist.evaluation.sweep import PlannedSweep, combinations, evaluate_sweep
+    from txl_dist.reporting.evaluation_files import RESULT_NAME
 
-    jobs = [
-        evaluation_job(
+    options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
+    swept = _swept_values(sweep or [], options)
+
+    def plan(checkpoint: Path, name: str, setting: Mapping[str, int]) -> "PlannedJob":
+        from txl_dist.evaluation.distributed import default_scores_directory, plan_job
+        from txl_dist.evaluation.job import evaluation_job
+
+        job = evaluation_job(
             checkpoint,
             data,
             split=name,
             mode=mode,
-            tgt_len=tgt_len,
-            mem_len=mem_len,
-            clamp_len=clamp_len,
             same_length=same_length,
             batch=batch,
             precision=precision,
             weights=weights,
+            **{**options, **setting},
         )
+        directory = scores or default_scores_directory(job.checkpoint.resolve())
+        return plan_job(job, directory, resume=resume, details=details)
+
+    # All are planned first, so that an impossible one is refused before anything starts.
+    splits, settings = _names(split), combinations(swept)
+    sweeps = [
+        PlannedSweep([[plan(checkpoint, name, setting) for name in splits] for setting in settings])
         for checkpoint in checkpoints
-        for name in _names(split)
     ]
-    directories = [scores or default_scores_directory(job.checkpoint.resolve()) for job in jobs]
-    planned = [plan_job(*each, resume=resume) for each in zip(jobs, directories, strict=True)]
-    on = on or ("processes" if workers == 1 else "ray")
-    with (
-        stoppable(_resume_advice(directories)),
-        open_workers(on, workers, use_gpus=True) as pool,
-        work_progress(TOKENS, pool) as progress,
-    ):
-        results = evaluate_on_workers(
-            planned,
-            pool,
-            progress=progress,
-            note=lambda line: print(line, file=sys.stderr),
-        )
-    _log_to_mlflow(jobs, results)
+    planned = [job for each in sweeps for jobs in each.candidates for job in jobs]
+    with ExitStack() as stack:
+        # Opened first: an unusable --out must be an error before minutes of computing.
+        staged = out and stack.enter_context(StagedDirectory(out, last=RESULT_NAME))
+        if out:
+            require_writable(out)
+        on = on or ("processes" if workers == 1 else "ray")
+        with (
+            stoppable(_resume_advice(planned)),
+            open_workers(on, workers, use_gpus=True) as pool,
+            work_progress(TOKENS, pool) as progress,
+        ):
+            if swept:
+                results = evaluate_sweep(sweeps, pool, progress=progress, note=_note)
+                output = EvaluationOutput.of_sweeps(
+                    sweeps, results, swept=list(swept), num_workers=workers
+                )
+            else:
+                scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
+                output = EvaluationOutput.of_jobs(planned, scored, num_workers=workers)
+        _log_to_mlflow(output)
+        if staged:
+            from txl_dist.reporting.evaluation_files import write_evaluation
+
+            names = write_evaluation(staged, output.content(), output.objects, swept=output.swept)
+            _note(f"wrote {', '.join(names)} to {out}")
     if as_json:
-        objects = [_json(*pair, workers) for pair in zip(jobs, results, strict=True)]
-        print(json.dumps(objects[0] if len(objects) == 1 else objects))
-    elif len(jobs) == 1:
-        _print_result(jobs[0], results[0])
+        print(output.to_json())
     else:
-        _print_table(jobs, results)
+        output.print()
 
 
-def evaluation_job(
-    checkpoint: Path,
-    data: "str | DatasetPath",
-    *,
-    split: str,
-    mode: Literal["exact", "fast"] = "exact",
-    tgt_len: int | None,
-    mem_len: int | None,
-    clamp_len: int | None = None,
-    same_length: bool = False,
-    batch: int,
-    precision: "Precision" = "fp32",
-    max_tokens: int | None = None,
-    weights: "Weights" = "auto",
-) -> "EvaluationJob":
-    """An evaluation with the settings of training, except for the options that are not None.
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
 
-    Raises CheckpointError if no model is there, ConfigError if the options do not fit the model.
-    """
-    from data_pipeline.storage.remote_path import dataset_path
-    from txl_dist.convert.stored_model import find_model
+
+def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> dict[str, list[int]]:
+    """Values of --sweep by option, which must not have another value."""
     from txl_dist.errors import ConfigError
-    from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+    from txl_dist.evaluation.sweep import parse_sweep
 
-    stored = find_model(checkpoint, weights=weights)
-    trained = stored.config
-    new_mem_len = trained.mem_len if mem_len is None else mem_len
-    settings = EvaluationSettings(
-        split=split,
-        mode=mode,
-        tgt_len=tgt_len or stored.tgt_len,
-        mem_len=new_mem_len,
-        # On the command line 0 means no clamping; in a config that is null.
-        clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
-        # --mem-len 0 on a model trained with same_length: the option needs a memory.
-        same_length=same_length or (trained.same_length and new_mem_len > 0),
-        reset=stored.reset,
-        precision=precision,
-        max_tokens=max_tokens,
-    )
-    job = EvaluationJob(
-        checkpoint=stored.path,
-        data=dataset_path(data),
-        settings=settings,
-        batch_chunks=batch,
-        weights=stored.weights,
-    )
-    try:  # Here, and not on the workers, so that wrong options start nothing.
-        job.model_config(trained)
-    except ValueError as error:
-        raise ConfigError(f"{stored.path}: {error}") from None
-    return job
+    values = parse_sweep(texts)
+    for name in values:
+        if options[name] is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} {options[name]} and --sweep {name}=...: give one of them")
+    return values
 
 
 def _names(split: str) -> list[str]:
@@ -205,82 +214,24 @@ def _names(split: str) -> list[str]:
     return names
 
 
-def _resume_advice(directories: "Sequence[Path | None]") -> str:
-    if None in directories:
+def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
+    paths = [each.finished.path for each in planned]
+    places = ", ".join(sorted({str(path.parent) for path in paths if path is not None}))
+    if None in paths:
         return "no score was computed. With --scores DIR, finished chunks are kept for --resume"
-    places = ", ".join(sorted({str(directory) for directory in directories}))
     return (
         f"no score was computed. Finished chunks are kept in {places}: run the same command with "
         "--resume to continue"
     )
 
 
-def _log_to_mlflow(jobs: "Sequence[EvaluationJob]", results: "Sequence[EvaluationResult]") -> None:
+def _log_to_mlflow(output: "EvaluationOutput") -> None:
     """Log child runs of the training run, for the checkpoints that are in its run directory."""
     from txl_dist.tracking.evaluation import log_evaluations
 
     scored = []
-    for job, result in zip(jobs, results, strict=True):
-        run = job.checkpoint.resolve().parent.parent
+    for each, content in zip(output.scored, output.objects, strict=True):
+        run = each.job.checkpoint.resolve().parent.parent
         if (run / "tracking.json").exists():
-            scored.append((run, {**result.to_json(), "checkpoint": job.checkpoint.name}))
+            scored.append((run, {**content, "checkpoint": each.job.checkpoint.name}))
     log_evaluations(scored)
-
-
-def _json(job: "EvaluationJob", result: "EvaluationResult", workers: int) -> dict[str, Any]:
-    return {
-        **result.to_json(),
-        "checkpoint": str(job.checkpoint),
-        "weights": job.weights,
-        "workers": workers,
-    }
-
-
-def _print_table(jobs: "Sequence[EvaluationJob]", results: "Sequence[EvaluationResult]") -> None:
-    """One line per checkpoint and split."""
-    names = [str(job.checkpoint) for job in jobs]
-    width = max(len(name) for name in ("checkpoint", *names))
-    splits = max(len(result.settings.split) for result in results)
-    splits = max(splits, len("split"))
-    print(
-        f"{'checkpoint':{width}}  {'split':{splits}}  {'targets':>12}  {'nats/token':>10}  "
-        f"{'perplexity':>11}  {'bits/byte':>9}  context"
-    )
-    for name, result in zip(names, results, strict=True):
-        sums = result.sums
-        per_byte = f"{sums.bits_per_byte:.4f}" if sums.num_bytes else "-"
-        print(
-            f"{name:{width}}  {result.settings.split:{splits}}  {sums.num_tokens:>12,}  "
-            f"{sums.nats_per_token:>10.4f}  {sums.perplexity:>11.4f}  {per_byte:>9}  "
-            f"{result.overhead:.1%}"
-        )
-    settings = results[0].settings
-    print(
-        f"data {jobs[0].data}, {settings.mode}, {settings.precision}; context: more tokens that "
-        "were read, because chunks are scored independently"
-    )
-
-
-def _print_result(job: "EvaluationJob", result: "EvaluationResult") -> None:
-    from txl_dist.evaluation.chunks import MAX_OVERHEAD
-
-    sums, settings = result.sums, result.settings
-    print(f"{job.checkpoint} on {job.data}, split {settings.split} ({settings.mode})")
-    if job.weights == "averaged":
-        print("  weights          averaged over steps; those of the last one: --weights last")
-    print(f"  targets scored   {sums.num_tokens:,}")
-    print(f"  nats             {sums.nats:.4f}  ({sums.nats_per_token:.4f} per token)")
-    print(f"  perplexity       {sums.perplexity:.4f}")
-    if sums.num_bytes:
-        print(f"  bits per byte    {sums.bits_per_byte:.4f}")
-    print(
-        f"  tgt_len {settings.tgt_len}, mem_len {settings.mem_len}, clamp_len "
-        f"{settings.clamp_len}, same_length {settings.same_length}, {settings.precision}; "
-        f"{result.num_chunks} chunks, {result.overhead:.1%} more tokens read as context"
-    )
-    if result.overhead > MAX_OVERHEAD:
-        print("  so many because the split is short and is cut for several workers nevertheless")
-    if settings.mode == "fast":
-        print(
-            "  fast: only one memory length of context per chunk; the exact score is slightly lower"
-        )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.evaluate import evaluation_job
 from txl_dist.cli.options import (
     AsJson,
     Checkpoints,
@@ -93,6 +92,7 @@ def recl(
     from txl_dist.cli.progress import chunk_progress
     from txl_dist.context.measure import ReclRequest, check_group, measure_group
     from txl_dist.context.report import JSON_NAME
+    from txl_dist.evaluation.job import evaluation_job
 
     jobs = [
         evaluation_job(

@@ -141,10 +141,10 @@ def _evaluate(
     experiment: "Experiment", run: Path, datasets: dict[str, Path], *, on: str, ranks: int
 ) -> "EvaluationResult":
     """The score of the newest checkpoint on the test split, with the paper's lengths."""
-    from txl_dist.cli.evaluate import evaluation_job
     from txl_dist.cli.work_progress import TOKENS, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
     from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
+    from txl_dist.evaluation.job import evaluation_job
 
     data, split = (datasets["test"], "train") if "test" in datasets else (datasets["train"], "test")
     lengths = experiment.tgt_len, experiment.mem_len, experiment.clamp_len

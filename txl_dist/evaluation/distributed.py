@@ -14,16 +14,20 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from data_pipeline.processes.progress import Progress
 from data_pipeline.processes.workers import InProcess, WorkerDiedError, Workers
 from data_pipeline.shards.manifest import load_manifest
-from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.storage.strict_json import sha256_of
 from txl_dist.convert.stored_model import find_model
-from txl_dist.errors import ConfigError, TxlError
+from txl_dist.errors import ConfigError, DataError, TxlError
+from txl_dist.evaluation.breakdown import LossBreakdown, log_bucket
 from txl_dist.evaluation.chunks import EvaluationChunk
+from txl_dist.evaluation.details import ScoreDetails
 from txl_dist.evaluation.evaluate import (
     EvaluationJob,
     EvaluationResult,
@@ -31,34 +35,10 @@ from txl_dist.evaluation.evaluate import (
     summarise,
 )
 from txl_dist.evaluation.finished_scores import FinishedScores
-from txl_dist.evaluation.loss_sums import LossSums
-from txl_dist.evaluation.scoring import Scorer
+from txl_dist.evaluation.scored_text import ScoredText, scored_text
+from txl_dist.evaluation.token_counts import count_tokens, counted_split
+from txl_dist.evaluation.worker import ScoringTask, open_job, score_batch
 from txl_dist.runtime.source_digest import code_description
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringTask:
-    """One batch of chunks of one job."""
-
-    job: EvaluationJob
-    job_number: int
-    batch_number: int
-    first_chunk: int
-    chunks: tuple[EvaluationChunk, ...]
-    num_threads: int | None
-    """Threads of torch on the worker; None: leave them as they are."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are read, with the contexts."""
-        return sum(chunk.stop - chunk.context_start for chunk in self.chunks)
-
-    def __str__(self) -> str:
-        last = self.first_chunk + len(self.chunks) - 1
-        return (
-            f"chunks {self.first_chunk} to {last} of split {self.job.settings.split}, "
-            f"{self.job.checkpoint.name}"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +48,11 @@ class PlannedJob:
     job: EvaluationJob
     chunks: list[EvaluationChunk]
     finished: FinishedScores
+    text: ScoredText
+    given: EvaluationJob
+    """The job as it was given, whose paths may be relative."""
+    counted_split: str | None
+    """The split whose token frequencies are used for the details; None: without details."""
 
     def batches(self) -> Iterator[tuple[int, tuple[EvaluationChunk, ...]]]:
         """(index of the first chunk, chunks) of every batch."""
@@ -77,10 +62,20 @@ class PlannedJob:
 
     def result(self) -> EvaluationResult:
         """The sums of all batches, added in the order of the chunks."""
-        scores = [
-            sums for number in sorted(self.finished.sums) for sums in self.finished.sums[number]
-        ]
-        return summarise(scores, self.chunks, self.job.settings)
+        batches = [scores for _, scores in sorted(self.finished.batches.items())]
+        parts = [scores.breakdown for scores in batches if scores.breakdown is not None]
+        details = None
+        if self.counted_split is not None:
+            details = ScoreDetails(LossBreakdown.total(parts), self.counted_split)
+        return summarise(
+            (sums for scores in batches for sums in scores.sums),
+            self.chunks,
+            self.job.settings,
+            text=self.text,
+            weights=self.job.weights,
+            kernels=tuple(sorted({scores.kernel for scores in batches})),
+            details=details,
+        )
 
 
 def evaluate_on_workers(
@@ -98,7 +93,7 @@ def evaluate_on_workers(
     num_threads = None
     if not isinstance(workers, InProcess):
         num_threads = max(1, (os.cpu_count() or 1) // workers.num_workers)
-    tasks = list(_tasks(planned, num_threads))
+    tasks = list(_tasks(planned, num_threads, _FrequencyBuckets(workers, progress)))
     _explain_plan(planned, tasks, workers.num_workers, note)
     done, total = 0, sum(task.num_tokens for task in tasks)
     with ExitStack() as stack:
@@ -106,15 +101,15 @@ def evaluate_on_workers(
             stack.enter_context(each.finished)
         progress("scoring", 0, total)
         try:
-            for index, sums in workers.map(score_batch, tasks):
+            for index, scores in workers.map(score_batch, tasks):
                 task = tasks[index]
-                planned[task.job_number].finished.add(task.batch_number, sums)
+                planned[task.job_number].finished.add(task.batch_number, scores)
                 done += task.num_tokens
                 progress("scoring", done, total)
         except WorkerDiedError as error:
             raise _dead_workers_error(error, planned[0].job, workers) from None
         finally:
-            _open_job.close()
+            open_job.close()
     return [each.result() for each in planned]
 
 
@@ -127,19 +122,26 @@ def evaluate(job: EvaluationJob, workers: Workers | None = None) -> EvaluationRe
 
 
 def plan_job(
-    job: EvaluationJob, directory: Path | None = None, *, resume: bool = False
+    job: EvaluationJob,
+    directory: Path | None = None,
+    *,
+    resume: bool = False,
+    details: bool = False,
 ) -> PlannedJob:
     """Check that model and data fit, and cut the split into chunks.
 
     `directory`: where the sums of finished batches are kept; None: nowhere. `resume`: use those
-    that are there.
+    that are there. `details`: also sum the loss by position, token frequency and document.
     """
+    given = job
     # Workers may have another working directory.
     job = replace(job, checkpoint=job.checkpoint.resolve(), data=job.data.resolve())
     model, manifest = find_model(job.checkpoint, weights=job.weights), load_manifest(job.data)
     model.check_data(manifest, job.data)
     source = open_split(job.data, job.settings.split, manifest=manifest)
     chunks = plan_evaluation(source, job.settings, n_layer=model.config.n_layer)
+    _require_a_segment(source, job)
+    counted = counted_split(manifest, job.settings.split) if details else None
     description = {
         "checkpoint": str(job.checkpoint),
         "model": model.digest,
@@ -149,6 +151,8 @@ def plan_job(
         "chunks": sha256_of([[c.context_start, c.start, c.stop] for c in chunks]),
         "code": code_description(),
     }
+    if counted is not None:
+        description["details"] = {"token_frequency_counted_on": counted}
     # Without the path, which may be another one after a move.
     key = sha256_of({name: item for name, item in description.items() if name != "checkpoint"})
     if directory is None and resume:
@@ -158,7 +162,18 @@ def plan_job(
         )
     path = directory and directory / f"{job.settings.split}-{key[:16]}.jsonl"
     finished = FinishedScores(path, key=key, description=description, resume=resume)
-    return PlannedJob(job, chunks, finished)
+    text = scored_text(source, max_tokens=job.settings.max_tokens)
+    return PlannedJob(job, chunks, finished, text, given, counted)
+
+
+def _require_a_segment(source: SplitReader, job: EvaluationJob) -> None:
+    num_targets, settings = source.num_tokens - 1, job.settings
+    if num_targets < settings.tgt_len:
+        raise DataError(
+            f"split {settings.split} of {job.data} has {num_targets:,} targets, fewer than one "
+            f"segment of tgt_len={settings.tgt_len}. Score it with --tgt-len {num_targets} or "
+            "less, or prepare more text"
+        )
 
 
 def default_scores_directory(checkpoint: Path) -> Path | None:
@@ -168,38 +183,39 @@ def default_scores_directory(checkpoint: Path) -> Path | None:
     return checkpoint.parent.parent / "evaluations"
 
 
-def score_batch(task: ScoringTask) -> list[LossSums]:
-    """Score one batch on a worker, which keeps model and split for its next batch."""
-    if task.num_threads is not None:
-        torch.set_num_threads(task.num_threads)
-    return list(_open_job.scorer(task.job).scores(task.chunks))
+class _FrequencyBuckets:
+    """The bucket of each token id of a dataset, counted when first needed."""
+
+    def __init__(self, workers: Workers, progress: Progress) -> None:
+        self._workers, self._progress = workers, progress
+        self._bucket_V: dict[tuple[DatasetPath, str], NDArray[np.uint8]] = {}
+
+    def of(self, planned: PlannedJob) -> NDArray[np.uint8] | None:
+        if planned.counted_split is None:
+            return None
+        key = planned.job.data, planned.counted_split
+        if key not in self._bucket_V:
+            count_V = count_tokens(*key, self._workers, progress=self._progress)
+            self._bucket_V[key] = log_bucket(count_V).astype(np.uint8)
+        return self._bucket_V[key]
 
 
-class _OpenJob:
-    """The model and split of one job."""
-
-    def __init__(self) -> None:
-        self._opened: tuple[EvaluationJob, Scorer] | None = None
-
-    def close(self) -> None:
-        self._opened = None
-
-    def scorer(self, job: EvaluationJob) -> Scorer:
-        if self._opened is None or self._opened[0] != job:
-            self.close()  # free this model before the next one is loaded
-            self._opened = job, job.open()
-        return self._opened[1]
-
-
-_open_job = _OpenJob()
-
-
-def _tasks(planned: Sequence[PlannedJob], num_threads: int | None) -> Iterator[ScoringTask]:
+def _tasks(
+    planned: Sequence[PlannedJob], num_threads: int | None, buckets: _FrequencyBuckets
+) -> Iterator[ScoringTask]:
     """The unfinished batches, job after job, so that workers rarely change their model."""
     for job_number, each in enumerate(planned):
         for batch_number, (first, chunks) in enumerate(each.batches()):
-            if batch_number not in each.finished.sums:
-                yield ScoringTask(each.job, job_number, batch_number, first, chunks, num_threads)
+            if batch_number not in each.finished.batches:
+                yield ScoringTask(
+                    job=each.job,
+                    job_number=job_number,
+                    batch_number=batch_number,
+                    first_chunk=first,
+                    chunks=chunks,
+                    num_threads=num_threads,
+                    frequency_bucket_V=buckets.of(each),
+                )
 
 
 def _explain_plan(

@@ -6,43 +6,31 @@ depend on which worker scored which chunk.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from data_pipeline.shards.manifest import load_manifest, open_tokenizer
-from data_pipeline.shards.shard_reader import TokenSource, open_split
-from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.shards.shard_reader import TokenSource
 from data_pipeline.streams.cursor import read_range
-from data_pipeline.streams.segments import Reset
-from txl_dist.checkpoint.reader import Weights
-from txl_dist.config.run_config import Precision
-from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import DataError
-from txl_dist.evaluation.chunks import EvaluationChunk, Mode, overhead, plan_chunks
+from txl_dist.evaluation.chunks import EvaluationChunk, overhead, plan_chunks
+from txl_dist.evaluation.details import ScoreDetails
+from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.protocol import protocol_line
+from txl_dist.evaluation.scored_text import ScoredText
 from txl_dist.evaluation.scoring import Scorer
-from txl_dist.model.config import ModelConfig
-from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.world import World
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationSettings:
-    """Everything that determines the score, except the weights and the text."""
-
-    split: str
-    mode: Mode
-    tgt_len: int
-    mem_len: int
-    clamp_len: int | None
-    same_length: bool
-    reset: Reset
-    precision: Precision = "fp32"
-    max_tokens: int | None = None
-    """Use only this many tokens from the start of the split."""
+__all__ = [
+    "EvaluationJob",
+    "EvaluationResult",
+    "EvaluationSettings",
+    "evaluate_on_ranks",
+    "plan_evaluation",
+    "summarise",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +42,36 @@ class EvaluationResult:
     num_chunks: int
     overhead: float
     """Context tokens as a fraction of the scored tokens."""
+    text: ScoredText = field(default_factory=ScoredText)
+    weights: str = "last"
+    kernels: tuple[str, ...] = field(default=(), compare=False)
+    """Attention functions and devices that computed the scores. They change the last digits only,
+    and are not part of the score."""
+    details: ScoreDetails | None = field(default=None, compare=False)
+
+    @property
+    def protocol(self) -> str:
+        """One line to quote next to the score."""
+        return protocol_line(
+            self.settings, self.sums, self.text, weights=self.weights, kernels=self.kernels
+        )
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """exp(nats per word); None if the words of the scored text are not known or there are none.
+
+        Comparable across tokenizers. A word is defined by `ScoredText.num_words`.
+        """
+        num_words = self.text.num_words
+        return replace(self.sums, num_tokens=num_words).perplexity if num_words else None
+
+    @property
+    def bits_per_character(self) -> float | None:
+        """None if the characters of the scored text are not known or there are none."""
+        counts = self.text.counts
+        if counts is None or not counts.characters:
+            return None
+        return replace(self.sums, num_tokens=counts.characters).bits_per_token
 
     def to_json(self) -> dict[str, Any]:
         """The object that `txl eval --json` prints."""
@@ -66,9 +84,18 @@ class EvaluationResult:
             "perplexity": sums.perplexity,
             "bits_per_token": sums.bits_per_token,
             "bits_per_byte": sums.bits_per_byte if sums.num_bytes else None,
+            "bits_per_character": self.bits_per_character,
+            "word_perplexity": self.word_perplexity,
+            **(
+                {"not_counted": self.text.reason}
+                if self.text.counts is None
+                else {f"{name}_scored": count for name, count in self.text.counts}
+            ),
             **asdict(self.settings),
             "num_chunks": self.num_chunks,
             "context_overhead": self.overhead,
+            "protocol": self.protocol,
+            **({} if self.details is None else {"details": self.details.to_json()}),
         }
 
 
@@ -100,14 +127,21 @@ def plan_evaluation(
 
 
 def summarise(
-    scores: Iterable[LossSums], chunks: list[EvaluationChunk], settings: EvaluationSettings
+    scores: Iterable[LossSums],
+    chunks: list[EvaluationChunk],
+    settings: EvaluationSettings,
+    **facts: Any,
 ) -> EvaluationResult:
-    """Add the sums of all chunks, which must be in the order of the chunks."""
+    """Add the sums of all chunks, which must be in the order of the chunks.
+
+    `facts`: the fields of EvaluationResult that have defaults.
+    """
     return EvaluationResult(
         sums=sum(scores, LossSums()),
         settings=settings,
         num_chunks=len(chunks),
         overhead=overhead(chunks),
+        **facts,
     )
 
 
@@ -136,52 +170,3 @@ def evaluate_on_ranks(
         return None
     scores = [LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows]
     return summarise(scores, chunks, settings)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationJob:
-    """What a worker needs to score chunks: paths and settings. Can be sent to another process."""
-
-    checkpoint: Path
-    """A checkpoint or the directory of an exported model."""
-    data: DatasetPath
-    settings: EvaluationSettings
-    batch_chunks: int
-    weights: Weights = "auto"
-
-    def model_config(self, trained: ModelConfig) -> ModelConfig:
-        """The trained architecture with the memory options of this evaluation.
-
-        Raises ValueError for a combination that the model does not support.
-        """
-        settings = self.settings
-        if trained.encoding.needs_clamp_len and settings.clamp_len != trained.clamp_len:
-            raise ValueError(
-                f"clamp_len={settings.clamp_len}, but the model has learned a vector for each "
-                f"distance up to {trained.clamp_len}; leave clamp_len as trained"
-            )
-        return replace(
-            trained,
-            mem_len=settings.mem_len,
-            clamp_len=settings.clamp_len,
-            same_length=settings.same_length,
-        )
-
-    def open(self) -> Scorer:
-        """Load model and split. Raises CheckpointError; DataError if the tokenizers differ."""
-        keep_freed_memory()
-        # The tokenizer of the dataset serves models without one; check_data has compared the sizes.
-        trained = find_model(self.checkpoint, weights=self.weights)
-        manifest = load_manifest(self.data)
-        trained.check_data(manifest, self.data)
-        model, tokenizer = trained.load(self.model_config(trained.config))
-        tokenizer = tokenizer or open_tokenizer(self.data, manifest)
-        return Scorer(
-            model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
-            source=open_split(self.data, self.settings.split, manifest=manifest),
-            tgt_len=self.settings.tgt_len,
-            reset=self.settings.reset,
-            precision=self.settings.precision,
-            batch_chunks=self.batch_chunks,
-            byte_counts_V=torch.from_numpy(tokenizer.token_bytes()),
-        )

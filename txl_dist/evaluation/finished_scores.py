@@ -2,7 +2,8 @@
 
     DIR/<split>-<first 16 digits of the key>.jsonl
     {"evaluation": {...}}                                          what is scored, for people
-    {"batch": 3, "sums": [[nats, tokens, bytes], ...], "checksum": "..."}    one line per batch
+    {"batch": 3, "scores": {"sums": [[nats, tokens, bytes], ...], ...}, "checksum": "..."}
+                                                                   one line per batch: BatchScores
 
 The key is a digest of everything that determines the sums to the last bit: weights, dataset,
 settings, chunks, batch size and code. It is part of every checksum, so a line of another evaluation
@@ -19,7 +20,7 @@ from typing import Any, Self
 
 from data_pipeline.storage.atomic_files import write_file
 from data_pipeline.storage.strict_json import canonical, sha256_of
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.batch_scores import BatchScores
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class FinishedScores:
         """With `resume`, reads the batches that an earlier process finished. None: keep no file."""
         self.path, self.is_resumed = path, resume
         self._key, self._description = key, description
-        self.sums: dict[int, list[LossSums]] = {}
+        self.batches: dict[int, BatchScores] = {}
         """By number of the batch."""
         self._descriptor: int | None = None
         if resume and path is not None:
@@ -44,7 +45,7 @@ class FinishedScores:
         if self.path is None:
             return self
         lines = [canonical({"evaluation": dict(self._description)})]
-        lines += [self._line(number, sums) for number, sums in sorted(self.sums.items())]
+        lines += [self._line(*each) for each in sorted(self.batches.items())]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_file(self.path, "".join(f"{line}\n" for line in lines).encode())
@@ -58,13 +59,13 @@ class FinishedScores:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def add(self, number: int, sums: list[LossSums]) -> None:
-        """Append the sums of a batch and sync the file."""
-        self.sums[number] = sums
+    def add(self, number: int, scores: BatchScores) -> None:
+        """Append the scores of a batch and sync the file."""
+        self.batches[number] = scores
         if self._descriptor is None:
             return
         try:
-            os.write(self._descriptor, f"{self._line(number, sums)}\n".encode())
+            os.write(self._descriptor, f"{self._line(number, scores)}\n".encode())
             os.fsync(self._descriptor)
         except OSError as error:
             self._warn(error)
@@ -79,10 +80,10 @@ class FinishedScores:
             error.strerror,
         )
 
-    def _line(self, number: int, sums: list[LossSums]) -> str:
-        rows = [[each.nats, each.num_tokens, each.num_bytes] for each in sums]
-        checksum = sha256_of([self._key, number, rows])
-        return canonical({"batch": number, "sums": rows, "checksum": checksum})
+    def _line(self, number: int, scores: BatchScores) -> str:
+        content = scores.to_json()
+        checksum = sha256_of([self._key, number, content])
+        return canonical({"batch": number, "scores": content, "checksum": checksum})
 
     def _read(self, path: Path) -> None:
         try:
@@ -110,7 +111,7 @@ class FinishedScores:
 
     def _add_line(self, line: bytes) -> None:
         entry = json.loads(line)
-        number, rows = entry["batch"], entry["sums"]
-        if entry["checksum"] != sha256_of([self._key, number, rows]):
+        number, content = entry["batch"], entry["scores"]
+        if entry["checksum"] != sha256_of([self._key, number, content]):
             raise ValueError("wrong checksum")
-        self.sums[number] = [LossSums(*row) for row in rows]
+        self.batches[number] = BatchScores.from_json(content)

@@ -8,6 +8,7 @@ Sums are accumulated per chunk, in float64.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from data_pipeline.shards.shard_reader import TokenSource
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.segments import IGNORED, Reset
 from txl_dist.config.run_config import Precision
+from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.model.attention import choose_attention
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 
@@ -26,6 +29,19 @@ from txl_dist.runtime.precision import autocast
 
 READ_TOKENS = 1 << 18
 """Tokens of each chunk that are read at a time, which bounds the memory for long chunks."""
+
+
+class _Segment(NamedTuple):
+    """One segment of a batch, [B, T] each."""
+
+    input_BT: Tensor
+    target_BT: Tensor
+    """IGNORED in the context and in padding."""
+    age_BT: Tensor
+    position_BT: Tensor
+    """Of the target in the split."""
+    document_age_BT: Tensor
+    """Tokens from the start of the target's document to the target."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +57,34 @@ class Scorer:
     byte_counts_V: Tensor
     """UTF-8 bytes per token id, on the CPU."""
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def kernel(self) -> str:
+        """The attention function and the device that compute the scores."""
+        with torch.no_grad():
+            attention = choose_attention(
+                self.model.config.attention, device=self.device, with_dropout=False
+            )
+        is_gpu = self.device.type == "cuda"
+        device = torch.cuda.get_device_name(self.device) if is_gpu else str(self.device)
+        return f"{attention.__name__} on {device}"
+
     def scores(
-        self, chunks: Sequence[EvaluationChunk], *, stop: object = False
+        self,
+        chunks: Sequence[EvaluationChunk],
+        *,
+        stop: object = False,
+        counter: BreakdownCounter | None = None,
     ) -> Iterator[LossSums]:
-        """The sums of every chunk, in order. Ends early, also within a batch, if `stop` is true."""
+        """The sums of every chunk, in order. Ends early, also within a batch, if `stop` is true.
+
+        `counter` receives every segment, for the sums by position and token.
+        """
         for group in self.groups(chunks):
-            sums = self._score_group(group, stop)
+            sums = self._score_group(group, stop, counter)
             if sums is None:
                 return
             yield from sums
@@ -57,11 +95,14 @@ class Scorer:
         while group := list(islice(remaining, self.batch_chunks)):
             yield group
 
-    def _score_group(self, group: list[EvaluationChunk], stop: object) -> list[LossSums] | None:
-        device = next(self.model.parameters()).device
+    def _score_group(
+        self, group: list[EvaluationChunk], stop: object, counter: BreakdownCounter | None
+    ) -> list[LossSums] | None:
+        device = self.device
         memory = self.model.empty_kv_cache(len(group))
         sums = [LossSums() for _ in group]
-        for input_BT, target_BT, age_BT in self.segments(group):
+        for segment in self._segments(group):
+            input_BT, target_BT, age_BT = segment.input_BT, segment.target_BT, segment.age_BT
             if stop:
                 return None
             with torch.no_grad(), autocast(self.precision, device):
@@ -71,6 +112,8 @@ class Scorer:
             nats_BT = nats_BT.cpu()  # one copy per segment, instead of one per chunk
             for row in range(len(group)):
                 sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
+            if counter is not None:
+                counter.add(nats_BT, target_BT, segment.position_BT, segment.document_age_BT)
         return sums
 
     def segments(self, group: list[EvaluationChunk]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -79,6 +122,10 @@ class Scorer:
         Targets in the context are IGNORED. Ages start at 0 where the context starts, because the
         memory is empty there, and also at document starts with `reset: document`.
         """
+        for segment in self._segments(group):
+            yield segment.input_BT, segment.target_BT, segment.age_BT
+
+    def _segments(self, group: list[EvaluationChunk]) -> Iterator["_Segment"]:
         num_tokens = max(chunk.stop - chunk.context_start for chunk in group)
         num_segments = -(-num_tokens // self.tgt_len)
         num_read = max(1, READ_TOKENS // self.tgt_len)
@@ -88,13 +135,10 @@ class Scorer:
             stacked = [torch.from_numpy(np.stack(arrays)) for arrays in zip(*rows, strict=True)]
             for segment in range(stop - first):
                 columns = slice(segment * self.tgt_len, (segment + 1) * self.tgt_len)
-                input_BT, target_BT, age_BT = (tensor[:, columns] for tensor in stacked)
-                yield input_BT, target_BT, age_BT
+                yield _Segment(*(tensor[:, columns] for tensor in stacked))
 
-    def _row(
-        self, chunk: EvaluationChunk, first: int, stop: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Input, target and age of tokens [first, stop) of one chunk, counted from its context.
+    def _row(self, chunk: EvaluationChunk, first: int, stop: int) -> list[np.ndarray]:
+        """The arrays of a `_Segment` for tokens [first, stop) of one chunk, from its context on.
 
         Padded after the end of the chunk.
         """
@@ -109,11 +153,13 @@ class Scorer:
         # have started there.
         if self.reset == "document":
             age_N = np.minimum(age_N, document_age[:-1])
-        return (
+        return [
             _padded(input_N, length, 0),
             _padded(target_N, length, IGNORED),
             _padded(age_N, length, 0),
-        )
+            _padded(np.arange(first + 1, stop + 1), length, 0),
+            _padded(document_age[1:], length, 0),
+        ]
 
 
 def _padded(array: np.ndarray, length: int, fill: int) -> np.ndarray:

@@ -23,6 +23,7 @@ __all__ = [
     "plain_label",
     "svg_bytes",
     "write_figure",
+    "write_png",
 ]
 
 
@@ -49,9 +50,14 @@ def plain_label(text: str) -> str:
 
 def write_figure(figure: Figure, directory: Path, name: str) -> None:
     """Write NAME.png and NAME.svg."""
-    with _reproducible():
-        figure.savefig(directory / f"{name}.png", dpi=150, metadata={"Software": None})
+    write_png(figure, directory / f"{name}.png")
     (directory / f"{name}.svg").write_bytes(svg_bytes(figure))
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Write a PNG."""
+    with _reproducible():
+        figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
 def svg_bytes(figure: Figure) -> bytes:

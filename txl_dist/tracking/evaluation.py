@@ -41,7 +41,9 @@ Scored = tuple[Path, Mapping[str, Any]]
 def log_evaluations(scored: Sequence[Scored], *, timeout_seconds: float = TIMEOUT_SECONDS) -> bool:
     """Record results under the MLflow runs of their run directories.
 
-    Numbers become metrics, the rest parameters. Returns whether all were recorded: False if a run
+    Numbers become metrics, the protocol becomes the tag `txl.protocol`, the rest parameters.
+    Confidence intervals become metrics such as `perplexity_low`; the tables of `details` are left
+    out. Returns whether all were recorded: False if a run
     has no tracking, and, with a warning, for any failure and after the time limit. Never raises.
     """
     tracked = [each for each in scored if _state(each[0]) is not None]
@@ -133,9 +135,13 @@ def _record_result(
         "txl.kind": "evaluation",
         "txl.training_run": training_run,
     }
+    if "protocol" in result:
+        tags["txl.protocol"] = redact(str(result["protocol"]))
     run_id = store.create_run(experiment_id, name, tags)
-    numbers = {key: value for key, value in result.items() if type(value) in (int, float)}
-    texts = {key: value for key, value in result.items() if key not in numbers}
+    scalars = {key: value for key, value in result.items() if key not in ("details", "protocol")}
+    numbers = {key: value for key, value in scalars.items() if type(value) in (int, float)}
+    texts = {key: value for key, value in scalars.items() if key not in numbers}
+    numbers |= _interval(result.get("details") or {})
     # All points have step 0: a child run has one value per metric, and no curve.
     milliseconds = int(time.time() * 1000)
     store.log_params(run_id, {key: as_text(value) for key, value in redact(texts).items()})
@@ -148,6 +154,20 @@ def _record_result(
         ],
     )
     store.set_status(run_id, "FINISHED")
+
+
+def _interval(details: Mapping[str, Any]) -> dict[str, float]:
+    """The bounds of every score that has an interval, such as perplexity_low."""
+    bounds = [
+        (name, value)
+        for name, value in (details.get("interval") or {}).items()
+        if isinstance(value, list)
+    ]
+    return {
+        f"{name}_{end}": bound
+        for name, value in bounds
+        for end, bound in zip(("low", "high"), value, strict=True)
+    }
 
 
 if __name__ == "__main__":

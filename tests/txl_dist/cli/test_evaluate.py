@@ -1,12 +1,25 @@
 """`txl eval` as a command: the keys of its JSON, exit codes and messages."""
 
+import csv
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from data_pipeline.storage.atomic_files import sha256_file
 from tests.support.commands import run_txl, txl
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+
+
+def score(*words: object) -> Any:
+    """The JSON that a command prints, which must succeed."""
+    code, output = run_txl(*words, "--json")
+    assert code == 0, output
+    # The output contains standard error too, such as progress.
+    return json.loads(next(line for line in output.splitlines() if line[0] in "[{"))
 
 
 def test_the_score_as_json_has_the_promised_keys(dataset: Path, run: Path) -> None:
@@ -15,7 +28,17 @@ def test_the_score_as_json_has_the_promised_keys(dataset: Path, run: Path) -> No
     result = json.loads(ended.stdout)
     manifest = json.loads((dataset / "manifest.json").read_text())
     assert result["tokens_scored"] == manifest["splits"]["valid"]["tokens"] - 1
-    for key in ("nats", "perplexity", "bits_per_token", "bits_per_byte", "mode", "mem_len"):
+    for key in (
+        "nats",
+        "perplexity",
+        "bits_per_token",
+        "bits_per_byte",
+        "mode",
+        "mem_len",
+        "protocol",
+        "word_perplexity",
+        "bits_per_character",
+    ):
         assert key in result
 
 
@@ -23,14 +46,15 @@ def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Pa
     options = ("--mem-len", 0, "--tgt-len", 64)  # long segments are fast
     code, output = run_txl("eval", run, dataset, "--split", "train,valid", *options)
     assert code == 0, output
-    header, train, valid, _ = output.splitlines()
+    header, train, valid, _, *protocols = output.splitlines()
     assert header.split()[:4] == ["checkpoint", "split", "targets", "nats/token"]
     assert "step-00000020" in train
     assert [line.split()[1] for line in (train, valid)] == ["train", "valid"]
-    code, output = run_txl("eval", run, run, dataset, *options, "--json", "--resume")
-    assert code == 0, output
-    # The output contains standard error too, in any order.
-    one, again = json.loads(next(line for line in output.splitlines() if line.startswith("[")))
+    assert [line.split(": ")[2].split(",")[0] for line in protocols] == [
+        "split train",
+        "split valid",
+    ]
+    one, again = score("eval", run, run, dataset, *options, "--resume")
     assert one == again
     assert one["split"] == "valid"
     assert f"{one['nats'] / one['tokens_scored']:.4f}" in valid
@@ -40,10 +64,8 @@ def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Pa
 def test_memory_options_of_an_evaluation_change_the_score(
     dataset: Path, run: Path, option: tuple[str, int]
 ) -> None:
-    plain = json.loads(run_txl("eval", run, dataset, "--json")[1])
-    code, changed = run_txl("eval", run, dataset, "--json", *option)
-    assert code == 0
-    assert json.loads(changed)["nats"] != plain["nats"]
+    plain = score("eval", run, dataset)
+    assert score("eval", run, dataset, *option)["nats"] != plain["nats"]
 
 
 @pytest.mark.slow  # tests/cluster has the same of what the command calls
@@ -51,10 +73,8 @@ def test_memory_options_of_an_evaluation_change_the_score(
 def test_an_evaluation_by_two_workers_is_that_of_one_process(
     dataset: Path, run: Path, on: str
 ) -> None:
-    one = json.loads(run_txl("eval", run, dataset, "--json")[1])
-    code, output = run_txl("eval", run, dataset, "--json", "--workers", 2, "--on", on)
-    assert code == 0, output
-    two = json.loads(output)
+    one = score("eval", run, dataset)
+    two = score("eval", run, dataset, "--workers", 2, "--on", on)
     assert two["tokens_scored"] == one["tokens_scored"]
     assert two["nats"] == pytest.approx(one["nats"], rel=1e-6)
     assert two["workers"] == 2
@@ -62,12 +82,71 @@ def test_an_evaluation_by_two_workers_is_that_of_one_process(
 
 @pytest.mark.parametrize(
     "options",
-    [("--same-length", "--mem-len", 0), ("--split", "valid,"), ("--split", "valid,valid")],
+    [
+        ("--same-length", "--mem-len", 0),
+        ("--split", "valid,"),
+        ("--split", "valid,valid"),
+        ("--sweep", "mem_len=many"),
+        ("--sweep", "mem_len=0,4", "--same-length"),
+        ("--sweep", "mem_len=4", "--mem-len", 4),
+    ],
 )
 def test_impossible_evaluations_are_usage_errors(
     dataset: Path, run: Path, options: tuple[object, ...]
 ) -> None:
     assert run_txl("eval", run, dataset, "--on", "processes", *options)[0] == 2
+
+
+def test_a_split_that_is_too_short_is_a_data_error(dataset: Path, run: Path) -> None:
+    code, output = run_txl("eval", run, dataset, "--tgt-len", 10**6)
+    assert code == 3
+    assert "split valid" in output
+    assert "--tgt-len" in output
+
+
+@pytest.mark.slow  # test_details.py and test_evaluation_files.py have the parts
+def test_details_are_written_and_agree_with_the_score(
+    dataset: Path, run: Path, tmp_path: Path
+) -> None:
+    options = ("--split", "train", "--tgt-len", 512, "--mem-len", 0)
+    plain = score("eval", run, dataset, *options)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "sweep.png").touch()  # of an earlier evaluation
+    code, output = run_txl("eval", run, dataset, "--details", "--out", out, *options)
+    assert code == 0, output
+    assert "95 % interval" in output
+    result = json.loads((out / "result.json").read_text())
+    details = result.pop("details")
+    assert result == plain
+    tables = ("document_position", "segment_position", "token_frequency")
+    names = {f"by_{name}.{suffix}" for name in tables for suffix in ("csv", "png")}
+    assert {path.name for path in out.iterdir()} == {"result.json", "scores.csv", *names}
+    for name in tables:
+        rows = list(csv.DictReader((out / f"by_{name}.csv").open()))
+        assert sum(int(row["tokens"]) for row in rows) == result["tokens_scored"]
+        assert sum(float(row["nats"]) for row in rows) == pytest.approx(result["nats"], rel=1e-9)
+        assert len(rows) == len(details[f"by_{name}"])
+    low, high = details["interval"]["nats_per_token"]
+    assert low < result["nats_per_token"] < high
+    assert details["token_frequency_counted_on"] == "train"
+
+
+def test_a_sweep_selects_on_the_first_split_and_reports_on_the_second(
+    dataset: Path, run: Path, tmp_path: Path
+) -> None:
+    options = ("--split", "valid,train", "--sweep", "mem_len=0,64 clamp_len=0,8", "--tgt-len", 256)
+    result = score("eval", run, dataset, *options, "--out", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
+    best = min(result["candidates"], key=lambda each: each["nats"])
+    assert [each["selected"] for each in result["candidates"]].count(True) == 1
+    assert best["selected"]
+    (reported,) = result["reported"]
+    for name in ("mem_len", "clamp_len"):
+        assert result["selected"][name] == best[name] == reported[name]
+    assert (result["selected_on"], reported["split"]) == ("valid", "train")
+    assert len(list(csv.reader((tmp_path / "out" / "scores.csv").open()))) == 1 + 4 + 1
+    assert (tmp_path / "out" / "sweep.png").stat().st_size > 1000
 
 
 def test_scoring_text_of_another_tokenizer_is_a_data_error(
@@ -88,6 +167,29 @@ def rewrite_tokenizer_digest(path: Path) -> None:
     manifest = load_checkpoint_manifest(path.parent)
     other = manifest.model_copy(update={"tokenizer_digest": "f" * 64})
     path.write_bytes(other.to_json())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(
+    dataset: Path, run: Path, tmp_path: Path, value: float
+) -> None:
+    source = sorted((run / "checkpoints").glob("step-*"))[-1]
+    copy = shutil.copytree(source, tmp_path / source.name)
+    weights = copy / "weights-rank-00000.safetensors"
+    tensors = load_file(weights)
+    name = sorted(tensors)[2]
+    tensors[name].view(-1)[1] = value
+    save_file(tensors, weights)
+    manifest = load_checkpoint_manifest(copy)
+    entry = manifest.files[weights.name].model_copy(
+        update={"bytes": weights.stat().st_size, "sha256": sha256_file(weights)}
+    )
+    files = {**manifest.files, weights.name: entry}
+    (copy / "manifest.json").write_bytes(manifest.model_copy(update={"files": files}).to_json())
+    code, output = run_txl("eval", copy, dataset)
+    assert code == 4
+    assert "has values that are not finite" in output
+    assert "txl checkpoint list" in output
 
 
 def test_a_missing_checkpoint_says_what_to_give(dataset: Path, tmp_path: Path) -> None:

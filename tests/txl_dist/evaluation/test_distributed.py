@@ -19,6 +19,7 @@ from data_pipeline.shards.manifest import ShardManifest
 from tests.support.exported_model import export_small_model
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation import distributed
+from txl_dist.evaluation.batch_scores import BatchScores
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.evaluate import (
     EvaluationJob,
@@ -58,7 +59,8 @@ def evaluate_alone(job: EvaluationJob) -> EvaluationResult:
     """Without batches and workers."""
     scorer = job.open()
     chunks = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
-    return summarise(scorer.scores(chunks), chunks, job.settings)
+    text = plan_job(job).text
+    return summarise(scorer.scores(chunks), chunks, job.settings, text=text, weights=job.weights)
 
 
 class Recorder(InProcess):
@@ -114,7 +116,7 @@ def test_the_order_of_the_batches_does_not_change_a_bit(
 def test_the_sums_are_added_in_the_order_of_the_chunks(job: EvaluationJob) -> None:
     planned = plan_job(job)
     for number, nats in ((2, 1.0), (0, 1e16), (1, -1e16)):  # finished in this order
-        planned.finished.add(number, [LossSums(nats, 1, 1)])
+        planned.finished.add(number, BatchScores([LossSums(nats, 1, 1)]))
     assert planned.result().sums.nats == 1.0  # in the order of completion: 0.0
 
 
@@ -184,7 +186,7 @@ def test_damaged_lines_are_named_and_their_batches_scored_again(
     (path,), (other_path,) = (place.glob("*.jsonl") for place in (tmp_path, tmp_path / "other"))
     lines = path.read_bytes().splitlines(keepends=True)
     entry = json.loads(lines[1])
-    entry["sums"][0][0] += 1.0
+    entry["scores"]["sums"][0][0] += 1.0
     lines[1] = json.dumps(entry).encode() + b"\n"
     lines[2] = bytes(len(lines[2]) - 1) + b"\n"
     lines[3] = other_path.read_bytes().splitlines(keepends=True)[3]

@@ -14,9 +14,9 @@ from tests.support.small_models import small_model
 from tests.support.token_sources import NumberedSource
 from txl_dist.evaluation import scoring
 from txl_dist.evaluation.chunks import EvaluationChunk
-from txl_dist.evaluation.distributed import _OpenJob
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.evaluation.scoring import Scorer
+from txl_dist.evaluation.worker import OpenJob
 
 
 def test_reading_takes_no_more_memory_for_longer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.M
     job = EvaluationJob(
         checkpoint=Path("model"), data=Path("data"), settings=settings, batch_chunks=1
     )
-    open_job = _OpenJob()
+    open_job = OpenJob()
     for split in ("valid", "valid", "test", "valid"):
         open_job.scorer(replace(job, settings=replace(settings, split=split)))
     assert len(alive) == 3, "opened once for batches of one job in a row"

@@ -28,10 +28,19 @@ def test_an_evaluation_is_a_child_run_and_an_unreachable_server_only_a_warning(
     delivery_for(run_dir, server.uri).pump()
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
-    result = {"nats": 12.5, "tokens_scored": 4, "bits_per_byte": None, "split": "valid"}
+    result = {
+        "nats": 12.5,
+        "tokens_scored": 4,
+        "bits_per_byte": None,
+        "split": "valid",
+        "protocol": "split valid, 4 tokens scored",
+        "details": {"interval": {"level": 0.95, "perplexity": [2.0, 3.0], "bits_per_byte": None}},
+    }
     assert log_evaluations([(run_dir, result)])
     (child,) = [run for run in run_ids(server.database) if _parent(server, run) == state.run_id]
     assert recorded_steps(server.database, child, "nats") == [0]
+    assert recorded_steps(server.database, child, "perplexity_low") == [0]
+    assert tags_of(server.database, child)["txl.protocol"] == result["protocol"]
     assert status_of(server.database, child) == "FINISHED"
 
     server.close()
@@ -49,11 +58,12 @@ def test_several_evaluations_are_children_of_one_run(run_dir: Path, server: Mlfl
     other = run_dir.with_name("other")  # a second training run of the same experiment
     shutil.copytree(run_dir, other)
     dataclasses.replace(state, run_id="f" * 32).save(other / "tracking.json")
-    result = {"nats": 12.5, "split": "valid"}
     for runs, parent in (((run_dir, run_dir), state.run_id), ((run_dir, other), None)):
         before = set(run_ids(server.database))
         scored = [
-            (run, {**result, "checkpoint": f"step-{number}"}) for number, run in enumerate(runs)
+            (run, {"nats": 12.5, "split": split, "checkpoint": f"step-{number}"})
+            for number, run in enumerate(runs)
+            for split in ("valid", "test")
         ]
         assert log_evaluations(scored)
         new = set(run_ids(server.database)) - before
@@ -61,7 +71,7 @@ def test_several_evaluations_are_children_of_one_run(run_dir: Path, server: Mlfl
         assert _parent(server, table) == parent
         assert status_of(server.database, table) == "FINISHED"
         children = new - {table}
-        assert len(children) == 2
+        assert len(children) == 4, "checkpoints x splits"
         assert {_parent(server, run) for run in children} == {table}
         training_runs = {tags_of(server.database, run)["txl.training_run"] for run in children}
         assert training_runs == {state.run_id, "f" * 32} if parent is None else {state.run_id}

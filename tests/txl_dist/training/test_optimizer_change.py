@@ -86,8 +86,8 @@ def test_evaluation_scores_the_average_and_a_checkpoint_names_its_states(
 
 
 def score(checkpoint: Path, dataset: Path, weights: Any) -> float:
-    from txl_dist.cli.evaluate import evaluation_job
     from txl_dist.evaluation.distributed import evaluate
+    from txl_dist.evaluation.job import evaluation_job
 
     job = evaluation_job(
         checkpoint, dataset, split="valid", tgt_len=None, mem_len=None, batch=4, max_tokens=40,

@@ -1,0 +1,74 @@
+"""The interval of a score by resampling documents."""
+
+import math
+
+import numpy as np
+import pytest
+
+from txl_dist.evaluation.bootstrap import bootstrap_interval
+from txl_dist.evaluation.breakdown import DocumentSums
+
+
+def documents(num_documents: int, *, seed: int = 0) -> DocumentSums:
+    """Documents of 1 to 50 tokens, whose mean losses differ."""
+    random = np.random.default_rng(seed)
+    tokens_D = random.integers(1, 51, num_documents)
+    return DocumentSums(
+        start_D=np.cumsum(tokens_D),
+        nats_D=tokens_D * random.normal(3.0, 0.5, num_documents),
+        tokens_D=tokens_D,
+        bytes_D=4 * tokens_D,
+    )
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_interval_contains_the_score_and_shrinks_with_more_documents(seed: int) -> None:
+    widths = []
+    for num_documents in (10, 160, 2560):
+        sums = documents(num_documents, seed=seed)
+        interval = bootstrap_interval(sums)
+        assert interval is not None
+        low, high = interval.nats_per_token
+        assert low < sums.nats_D.sum() / sums.tokens_D.sum() < high
+        assert interval.num_documents == num_documents
+        widths.append(high - low)
+    residual_D = sums.nats_D - sums.nats_D.sum() / sums.tokens_D.sum() * sums.tokens_D
+    standard_error = math.sqrt((residual_D**2).sum()) / sums.tokens_D.sum()
+    assert widths[-1] == pytest.approx(2 * 1.96 * standard_error, rel=0.15)
+    # 16 times the documents: a quarter of the width.
+    assert widths[0] / widths[1] == pytest.approx(4, rel=0.6)
+    assert widths[1] / widths[2] == pytest.approx(4, rel=0.3)
+
+
+@pytest.mark.slow
+def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
+    intervals = [bootstrap_interval(documents(60, seed=seed)) for seed in range(40)]
+    covered = [low <= 3.0 <= high for low, high in (i.nats_per_token for i in intervals if i)]
+    assert 34 <= sum(covered) <= 40  # 38 expected
+
+
+def test_the_interval_is_the_same_every_time_and_all_scores_have_one() -> None:
+    interval = bootstrap_interval(documents(20))
+    assert interval == bootstrap_interval(documents(20))
+    assert interval is not None
+    content = interval.to_json()
+    low, high = content["nats_per_token"]
+    assert content["perplexity"] == [math.exp(low), math.exp(high)]
+    assert content["bits_per_token"] == [low / math.log(2), high / math.log(2)]
+    assert content["bits_per_byte"] == pytest.approx(
+        [bits / 4 for bits in content["bits_per_token"]]
+    )
+
+
+def test_documents_of_equal_loss_have_an_interval_without_width() -> None:
+    equal = DocumentSums(
+        np.arange(5), np.arange(1.0, 6.0), np.arange(1, 6), np.zeros(5, dtype=np.int64)
+    )
+    interval = bootstrap_interval(equal)
+    assert interval is not None
+    assert interval.nats_per_token == (1.0, 1.0)
+    assert interval.bits_per_byte is None
+
+
+def test_one_document_has_no_interval() -> None:
+    assert bootstrap_interval(documents(1)) is None

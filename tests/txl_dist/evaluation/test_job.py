@@ -1,0 +1,101 @@
+"""Jobs that cannot be scored are refused by name.
+
+Weights that are not finite: `tests/txl_dist/cli/test_evaluate.py`, which has a checkpoint.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_pipeline.processes.workers import InProcess
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from tests.support.exported_model import export_small_model
+from tests.support.small_models import small_model
+from txl_dist.convert.single_file import Reading, write_exported
+from txl_dist.errors import CheckpointError, ConfigError, DataError
+from txl_dist.evaluation.batch_scores import BatchScores
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
+from txl_dist.evaluation.job import evaluation_job
+from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.model.transformer_xl import TransformerXL
+
+
+@pytest.fixture(scope="module")
+def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_small_model(tmp_path_factory.mktemp("model") / "small", dataset)
+
+
+def export(model: TransformerXL, directory: Path, dataset: Path, *, tokenizer: bool = True) -> Path:
+    opened = open_tokenizer(dataset) if tokenizer else None
+    write_exported(directory, model.float(), opened, Reading(tgt_len=12, reset="document"))
+    return directory
+
+
+def test_the_settings_are_those_of_training_unless_given(model: Path, dataset: Path) -> None:
+    settings = evaluation_job(model, dataset).settings
+    assert (settings.split, settings.mode) == ("valid", "exact")
+    assert (settings.tgt_len, settings.mem_len, settings.reset) == (12, 8, "document")
+    settings = evaluation_job(model, dataset, tgt_len=5, mem_len=0, clamp_len=4).settings
+    assert (settings.tgt_len, settings.mem_len, settings.clamp_len) == (5, 0, 4)
+    assert evaluation_job(model, dataset, clamp_len=0).settings.clamp_len is None
+
+
+@pytest.mark.parametrize(
+    ("trained", "options", "message"),
+    [
+        ({"distance_encoding": "absolute", "mem_len": 0}, {"mem_len": 3}, "mem_len=3"),
+        ({"distance_encoding": "rotary"}, {"clamp_len": 3}, "clamp_len=3"),
+        ({"distance_encoding": "shaw", "clamp_len": 9}, {"clamp_len": 3}, "clamp_len=3"),
+        ({}, {"same_length": True, "mem_len": 0}, "same_length=true"),
+    ],
+)
+def test_memory_options_that_a_model_does_not_support_are_refused(
+    dataset: Path,
+    tmp_path: Path,
+    trained: dict[str, object],
+    options: dict[str, object],
+    message: str,
+) -> None:
+    vocab_size = load_manifest(dataset).vocab_size
+    model = export(small_model(vocab_size=vocab_size, **trained), tmp_path / "model", dataset)
+    with pytest.raises(ConfigError, match=message):
+        evaluation_job(model, dataset, **options)  # type: ignore[arg-type]
+
+
+def test_a_split_shorter_than_a_segment_is_refused(model: Path, dataset: Path) -> None:
+    num_targets = load_manifest(dataset).splits["valid"].tokens - 1
+    plan_job(evaluation_job(model, dataset, tgt_len=num_targets))
+    with pytest.raises(DataError, match=rf"split valid .*--tgt-len {num_targets} or less"):
+        plan_job(evaluation_job(model, dataset, tgt_len=num_targets + 1))
+
+
+def test_a_vocabulary_of_another_size_is_refused(dataset: Path, tmp_path: Path) -> None:
+    """Imported weights have no tokenizer that could be compared."""
+    other = export(small_model(vocab_size=11), tmp_path / "other", dataset, tokenizer=False)
+    with pytest.raises(DataError, match="vocab_size=11"):
+        plan_job(evaluation_job(other, dataset))
+
+
+def test_a_split_that_does_not_exist_is_refused(model: Path, dataset: Path) -> None:
+    with pytest.raises(DataError, match="it has train, valid"):
+        plan_job(evaluation_job(model, dataset, split="test"))
+
+
+def test_a_score_that_is_not_finite_is_refused_with_its_chunk(
+    dataset: Path, tmp_path: Path
+) -> None:
+    """Finite weights whose products overflow."""
+    model = small_model(vocab_size=load_manifest(dataset).vocab_size)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1e30)
+    job = evaluation_job(export(model, tmp_path / "model", dataset), dataset, max_tokens=100)
+    with pytest.raises(CheckpointError, match=r"chunk 0 of split valid, .*model: the sum of its"):
+        evaluate_on_workers([plan_job(job)], InProcess())
+
+
+def test_the_chunk_that_is_not_finite_is_named_by_its_number() -> None:
+    scores = BatchScores([LossSums(1.0, 1), LossSums(float("nan"), 1)])
+    with pytest.raises(CheckpointError, match="chunk 9 of"):
+        scores.require_finite("split valid, model", first_chunk=8)

@@ -1,0 +1,149 @@
+"""What is evaluated: a model, a split, and the settings that determine the score.
+
+`evaluation_job` builds a job with the settings of training as defaults. `distributed.evaluate`
+scores it. A job contains paths and settings only, so it can be sent to a worker, which opens it.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.storage.remote_path import DatasetPath, dataset_path
+from data_pipeline.streams.segments import Reset
+from txl_dist.checkpoint.reader import Weights
+from txl_dist.config.run_config import Precision
+from txl_dist.convert.stored_model import find_model
+from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.evaluation.chunks import Mode
+from txl_dist.evaluation.scoring import Scorer
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.allocation import keep_freed_memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSettings:
+    """Everything that determines the score, except the weights and the text."""
+
+    split: str
+    mode: Mode
+    tgt_len: int
+    mem_len: int
+    clamp_len: int | None
+    same_length: bool
+    reset: Reset
+    precision: Precision = "fp32"
+    max_tokens: int | None = None
+    """Use only this many tokens from the start of the split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationJob:
+    """What a worker needs to score chunks: paths and settings. Can be sent to another process."""
+
+    checkpoint: Path
+    """A checkpoint or the directory of an exported model."""
+    data: DatasetPath
+    settings: EvaluationSettings
+    batch_chunks: int
+    weights: Weights = "auto"
+
+    def model_config(self, trained: ModelConfig) -> ModelConfig:
+        """The trained architecture with the memory options of this evaluation.
+
+        Raises ValueError for a combination that the model does not support.
+        """
+        settings = self.settings
+        if trained.encoding.needs_clamp_len and settings.clamp_len != trained.clamp_len:
+            raise ValueError(
+                f"clamp_len={settings.clamp_len}, but the model has learned a vector for each "
+                f"distance up to {trained.clamp_len}; leave clamp_len as trained"
+            )
+        return replace(
+            trained,
+            mem_len=settings.mem_len,
+            clamp_len=settings.clamp_len,
+            same_length=settings.same_length,
+        )
+
+    def open(self) -> Scorer:
+        """Load model and split. Raises CheckpointError; DataError if the tokenizers differ."""
+        keep_freed_memory()
+        # The tokenizer of the dataset serves models without one; check_data has compared the sizes.
+        trained = find_model(self.checkpoint, weights=self.weights)
+        manifest = load_manifest(self.data)
+        trained.check_data(manifest, self.data)
+        model, tokenizer = trained.load(self.model_config(trained.config))
+        _require_finite(model, self.checkpoint)
+        tokenizer = tokenizer or open_tokenizer(self.data, manifest)
+        return Scorer(
+            model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
+            source=open_split(self.data, self.settings.split, manifest=manifest),
+            tgt_len=self.settings.tgt_len,
+            reset=self.settings.reset,
+            precision=self.settings.precision,
+            batch_chunks=self.batch_chunks,
+            byte_counts_V=torch.from_numpy(tokenizer.token_bytes()),
+        )
+
+
+def _require_finite(model: TransformerXL, checkpoint: Path) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise CheckpointError(
+                f"{checkpoint}: weight {name} has values that are not finite, so every score would "
+                "be NaN. Use an earlier checkpoint: txl checkpoint list RUN"
+            )
+
+
+def evaluation_job(
+    checkpoint: Path,
+    data: str | DatasetPath,
+    *,
+    split: str = "valid",
+    mode: Mode = "exact",
+    tgt_len: int | None = None,
+    mem_len: int | None = None,
+    clamp_len: int | None = None,
+    same_length: bool = False,
+    batch: int = 8,
+    precision: Precision = "fp32",
+    max_tokens: int | None = None,
+    weights: Weights = "auto",
+) -> EvaluationJob:
+    """An evaluation with the settings of training, except for the options that are not None.
+
+    `clamp_len` 0 means no clamping, `batch` is in chunks. Raises CheckpointError if no model is
+    there, ConfigError if the options do not fit the model.
+    """
+    stored = find_model(checkpoint, weights=weights)
+    trained = stored.config
+    new_mem_len = trained.mem_len if mem_len is None else mem_len
+    settings = EvaluationSettings(
+        split=split,
+        mode=mode,
+        tgt_len=tgt_len or stored.tgt_len,
+        mem_len=new_mem_len,
+        # In a config, no clamping is null, which is here the setting of training.
+        clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
+        # mem_len 0 on a model trained with same_length: the option needs a memory.
+        same_length=same_length or (trained.same_length and new_mem_len > 0),
+        reset=stored.reset,
+        precision=precision,
+        max_tokens=max_tokens,
+    )
+    job = EvaluationJob(
+        checkpoint=stored.path,
+        data=dataset_path(data),
+        settings=settings,
+        batch_chunks=batch,
+        weights=stored.weights,
+    )
+    try:  # Here, and not on the workers, so that wrong options start nothing.
+        job.model_config(trained)
+    except ValueError as error:
+        raise ConfigError(f"{stored.path}: {error}") from None
+    return job

@@ -1,0 +1,86 @@
+"""What a worker does: it scores one batch of chunks, with the model and split of the batch's job.
+
+A worker holds one model and one batch of one segment per chunk at a time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from txl_dist.evaluation.batch_scores import BatchScores
+from txl_dist.evaluation.breakdown import BreakdownCounter
+from txl_dist.evaluation.chunks import EvaluationChunk
+from txl_dist.evaluation.job import EvaluationJob
+from txl_dist.evaluation.scoring import Scorer
+
+# Shapes: V vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringTask:
+    """One batch of chunks of one job."""
+
+    job: EvaluationJob
+    job_number: int
+    batch_number: int
+    first_chunk: int
+    chunks: tuple[EvaluationChunk, ...]
+    num_threads: int | None
+    """Threads of torch on the worker; None: leave them as they are."""
+    frequency_bucket_V: NDArray[np.uint8] | None = None
+    """Bucket of the frequency of each token id; None: without details."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read, with the contexts."""
+        return sum(chunk.stop - chunk.context_start for chunk in self.chunks)
+
+    def __str__(self) -> str:
+        last = self.first_chunk + len(self.chunks) - 1
+        return (
+            f"chunks {self.first_chunk} to {last} of split {self.job.settings.split}, "
+            f"{self.job.checkpoint.name}"
+        )
+
+
+def score_batch(task: ScoringTask) -> BatchScores:
+    """Score one batch on a worker, which keeps model and split for its next batch.
+
+    Raises CheckpointError if the score of a chunk is not finite.
+    """
+    if task.num_threads is not None:
+        torch.set_num_threads(task.num_threads)
+    scorer, counter = open_job.scorer(task.job), None
+    if task.frequency_bucket_V is not None:
+        counter = BreakdownCounter(
+            tgt_len=scorer.tgt_len,
+            frequency_bucket_V=task.frequency_bucket_V,
+            byte_counts_V=scorer.byte_counts_V,
+        )
+    sums = list(scorer.scores(task.chunks, counter=counter))
+    scores = BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
+    scores.require_finite(
+        f"split {task.job.settings.split}, {task.job.checkpoint}", first_chunk=task.first_chunk
+    )
+    return scores
+
+
+class OpenJob:
+    """The model and split of one job."""
+
+    def __init__(self) -> None:
+        self._opened: tuple[EvaluationJob, Scorer] | None = None
+
+    def close(self) -> None:
+        self._opened = None
+
+    def scorer(self, job: EvaluationJob) -> Scorer:
+        if self._opened is None or self._opened[0] != job:
+            self.close()  # free this model before the next one is loaded
+            self._opened = job, job.open()
+        return self._opened[1]
+
+
+open_job = OpenJob()

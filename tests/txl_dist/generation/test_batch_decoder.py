@@ -57,26 +57,21 @@ def drawn(decoder: BatchDecoder, num_draws: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("sampling", [FREELY, GREEDILY], ids=["free", "greedy"])
 def test_every_lane_is_that_of_its_prompt_alone(
-    options: dict[str, Any], sampling: Sampling, seen: list[Tensor]
+    options: dict[str, Any], seen: list[Tensor]
 ) -> None:
-    """Prompts of one to four segments, with last segments of every length."""
-    model, prompts, seeds = (
-        small_model(**options),
-        prompts_of([1, 9, 4, 15, 6, 8]),
-        [5, 3, 8, 1, 0, 2],
-    )
-    together = drawn(decoder_of(model, prompts, seeds, sampling), 12)
-    logits_BNV = torch.stack(seen).unflatten(0, (12, 6)).transpose(0, 1)
+    """Prompts of one to four segments, with last segments of different lengths."""
+    model, prompts, seeds = small_model(**options), prompts_of([1, 9, 15, 4]), [5, 3, 8, 5]
+    together = drawn(decoder_of(model, prompts, seeds), 7)
+    logits_BNV = torch.stack(seen).unflatten(0, (7, 4)).transpose(0, 1)
     for lane, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
         seen.clear()
-        (alone,) = drawn(decoder_of(model, [prompt], [seed], sampling), 12)
+        (alone,) = drawn(decoder_of(model, [prompt], [seed]), 7)
         assert together[lane] == alone
         assert_close(logits_BNV[lane], torch.stack(seen))
 
 
-@examples(25)
+@examples(15)
 @given(data=st.data(), options=st.sampled_from(OPTIONS))
 def test_lanes_that_are_dropped_change_nothing_for_the_others(
     data: st.DataObject, options: dict[str, Any]
@@ -136,7 +131,7 @@ def test_past_the_memory_it_equals_a_memory_that_reads_the_same_segments(
 def test_single_precision_gives_the_same_greedy_tokens() -> None:
     """Products of another batch size may round differently, which changes no choice here."""
     model, prompts = small_model(mem_len=6, seed=29).float(), prompts_of([1, 9, 4, 15])
-    together = drawn(decoder_of(model, prompts, [0] * 4, GREEDILY), 30)
-    alone = [drawn(decoder_of(model, [prompt], [0], GREEDILY), 30)[0] for prompt in prompts]
+    together = drawn(decoder_of(model, prompts, [0] * 4, GREEDILY), 20)
+    alone = [drawn(decoder_of(model, [prompt], [0], GREEDILY), 20)[0] for prompt in prompts]
     assert together == alone
-    assert len(set().union(*together)) > 5
+    assert len(set().union(*together)) > 4

@@ -1,7 +1,7 @@
 """Text of tokens: complete characters one at a time, and the cut before a stop string."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -78,6 +78,7 @@ def cut_by_definition(text: str, stop: list[str]) -> tuple[str, str | None]:
     parts=st.lists(st.text("ab", max_size=4), max_size=6),
     stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
+@example(parts=["xab"], stop=["b", "ab"])
 def test_the_cut_does_not_depend_on_how_the_text_arrives(parts: list[str], stop: list[str]) -> None:
     assert cut(parts, stop) == cut_by_definition("".join(parts), stop)
 

@@ -20,11 +20,13 @@ PUBLIC = {
     "ModelConfig",
     "RunConfig",
     "Sampling",
+    "TextLimits",
     "TrainJob",
     "TransformerXL",
     "evaluate",
     "find_launcher",
     "find_model",
+    "generate_texts",
     "generate_tokens",
     "load_run_config",
 }

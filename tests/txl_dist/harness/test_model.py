@@ -1,5 +1,7 @@
 """Requests of the harness: each has the score of one pass over its tokens, in any batch."""
 
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,14 @@ import torch
 
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
-from tests.support.small_models import read_stream
+from tests.support.small_models import read_stream, small_model
 from tests.txl_dist.harness.small_harness_models import TGT_LEN, export, requests
+from txl_dist.convert.single_file import Reading, write_exported
 from txl_dist.convert.stored_model import find_model
-from txl_dist.errors import ConfigError, DataError
+from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.generation.generate import TextLimits, generate_texts
 from txl_dist.generation.sampling import Sampling
+from txl_dist.harness import model as adapter_module
 from txl_dist.harness.model import TransformerXLModel
 
 BYTES = ByteTokenizer()
@@ -180,6 +184,25 @@ def test_requests_that_cannot_be_scored_are_refused_by_name(exported: Path, tmp_
         model.loglikelihood(requests("loglikelihood", ("a", "")))
     with pytest.raises(ConfigError, match=r"document 0, .*num_beams are not supported"):
         model.generate_until(requests("generate_until", ("a", {"num_beams": 3})))
+
+
+def test_scores_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model = small_model(vocab_size=BYTES.vocab_size, mem_len=8).float()
+    with torch.no_grad():
+        model.layers[1].attention.query.weight.fill_(3e38)  # products overflow
+    write_exported(tmp_path / "model", model, BYTES, Reading(tgt_len=TGT_LEN))
+    adapter = TransformerXLModel(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="not finite"):
+        adapter.loglikelihood(requests("loglikelihood", ("a", "b")), True)
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.api.instance", None)
+    spec = spec_from_file_location("adapter_without_lm_eval", adapter_module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ConfigError, match=r"pip install 'txl-dist\[lm-eval\]'"):
+        spec.loader.exec_module(module_from_spec(spec))
 
 
 @pytest.mark.parametrize(

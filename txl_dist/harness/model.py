@@ -101,7 +101,7 @@ class TransformerXLModel(TemplateLM):
             tgt_len=self.tgt_len,
             mem_len=self.mem_len,
             precision=_one_of(precision, Precision, "precision"),
-            device=device or _default_device(),
+            device=device,
         )
         _, self._tokenizer = stored.load_with_tokenizer()
         is_marked = self._tokenizer.opens_documents
@@ -322,12 +322,6 @@ def _positive(value: int | str, name: str) -> int:
     if not str(value).isdecimal() or int(value) < 1:
         raise ConfigError(f"{name}={value}: expected a number of at least 1")
     return int(value)
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _name(request: "Instance") -> str:

@@ -27,7 +27,8 @@ class ModelSource:
     tgt_len: int
     mem_len: int
     precision: Precision
-    device: str
+    device: str | None
+    """As the harness names it; None: a GPU if the worker has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,15 @@ class Score:
 def open_model(source: ModelSource) -> tuple[TransformerXL, Tokenizer]:
     """Load the model and its tokenizer; the last one is kept. Raises CheckpointError."""
     stored = find_model(source.checkpoint, weights=source.weights)
-    model, tokenizer = stored.load(replace(stored.config, mem_len=source.mem_len))
-    if tokenizer is None:
-        raise CheckpointError(f"{source.checkpoint} has no tokenizer.json")
-    return model.to(source.device), tokenizer
+    config = replace(stored.config, mem_len=source.mem_len)
+    model, tokenizer = replace(stored, config=config).load_with_tokenizer()
+    return model.to(_device(source.device)), tokenizer
+
+
+def _device(name: str | None) -> str:
+    """The device on this worker. The harness's default is cuda:0, also where there is no GPU."""
+    name = name or "cuda"
+    return "cpu" if name.startswith("cuda") and not torch.cuda.is_available() else name
 
 
 def score_unit(unit: Unit[ScoringRequest]) -> list[Score]:
@@ -82,7 +87,7 @@ def _score(
     model: TransformerXL, requests: tuple[ScoringRequest, ...], source: ModelSource
 ) -> tuple[list[float], list[bool]]:
     input_BN, target_BN = _padded(requests, _row_length(model, requests, source.tgt_len))
-    device, cache = torch.device(source.device), model.empty_kv_cache(len(requests))
+    device, cache = next(model.parameters()).device, model.empty_kv_cache(len(requests))
     wants_greedy = any(request.wants_greedy for request in requests)
     nats_B = torch.zeros(len(requests), dtype=torch.float64)
     is_greedy_B = torch.ones(len(requests), dtype=torch.bool)

@@ -5,11 +5,10 @@
 One harness process makes all requests, and our workers score them (docs/decisions/0035).
 """
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from txl_dist.checkpoint.reader import Weights
 from txl_dist.cli.workers import open_workers
@@ -18,6 +17,7 @@ from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.generate import TextLimits
 from txl_dist.generation.sampling import Sampling
+from txl_dist.harness.arguments import Mode, checked_mode, one_of, positive, require_one_process
 from txl_dist.harness.requests import (
     GenerationRequest,
     ModelSource,
@@ -42,7 +42,6 @@ except ModuleNotFoundError as error:
         "pip install 'txl-dist[lm-eval]'"
     ) from None
 
-Mode = Literal["memory", "windowed"]
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 
@@ -86,21 +85,21 @@ class TransformerXLModel(TemplateLM):
         max_gen_toks: int = 256,
     ) -> None:
         super().__init__()
-        _require_one_process()
+        require_one_process()
         stored = find_model(Path(str(checkpoint)).resolve(), weights=weights)
         self.mem_len = stored.config.mem_len if mem_len is None else mem_len
         self.tgt_len = tgt_len or stored.tgt_len
-        self.mode = _checked_mode(mode, self.mem_len)
-        self.max_length = _positive(max_length or self.tgt_len + self.mem_len, "max_length")
+        self.mode = checked_mode(mode, self.mem_len)
+        self.max_length = positive(max_length or self.tgt_len + self.mem_len, "max_length")
         self._check(stored.config)
-        self.batch_size = _positive(batch_size, "batch_size")
-        self._workers, self._on = _positive(workers, "workers"), on
+        self.batch_size = positive(batch_size, "batch_size")
+        self._workers, self._on = positive(workers, "workers"), on
         self._source = ModelSource(
             checkpoint=stored.path,
             weights=stored.weights,
             tgt_len=self.tgt_len,
             mem_len=self.mem_len,
-            precision=_one_of(precision, Precision, "precision"),
+            precision=one_of(precision, Precision, "precision"),
             device=device,
         )
         _, self._tokenizer = stored.load_with_tokenizer()
@@ -293,35 +292,6 @@ class TransformerXLModel(TemplateLM):
                 "begin with a token. Give a text that precedes others, such as prefix=' '"
             )
         return int(ids[-1])
-
-
-def _require_one_process() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: model txl distributes the requests of one "
-            "harness process itself. Start it without torchrun or accelerate, and give workers=N "
-            "in --model_args, with on=ray or on=ADDRESS for several machines"
-        )
-
-
-def _checked_mode(mode: str | None, mem_len: int) -> Mode:
-    if mode is None:
-        return "memory" if mem_len else "windowed"
-    if mode == "memory" and not mem_len:
-        raise ConfigError("mode=memory: the model has no memory (mem_len=0); use mode=windowed")
-    return _one_of(mode, Mode, "mode")
-
-
-def _one_of(value: Any, literal: Any, name: str) -> Any:
-    if value not in get_args(literal):
-        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(get_args(literal))}")
-    return value
-
-
-def _positive(value: int | str, name: str) -> int:
-    if not str(value).isdecimal() or int(value) < 1:
-        raise ConfigError(f"{name}={value}: expected a number of at least 1")
-    return int(value)
 
 
 def _name(request: "Instance") -> str:

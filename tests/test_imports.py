@@ -116,6 +116,12 @@ def test_deepspeed_is_imported_in_the_engine_only() -> None:
     assert all(path.startswith("txl_dist/training/engine/") for path in importers_of("deepspeed"))
 
 
+def test_lm_eval_is_imported_in_the_harness_only() -> None:
+    """It is an extra, so nothing else may need it."""
+    for library in ("lm_eval", "tqdm"):
+        assert {path.rpartition("/")[0] for path in importers_of(library)} == {"txl_dist/harness"}
+
+
 def test_ray_is_imported_in_cluster_only() -> None:
     assert {path.split("/")[0] for path in importers_of("ray")} == {"cluster"}
 
@@ -136,7 +142,8 @@ def test_the_model_imports_torch_and_itself_only() -> None:
 
 def test_every_library_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    declared = {normal(re.split(r"[^\w.-]", line)[0]) for line in project["dependencies"]}
+    lines = [*project["dependencies"], *project["optional-dependencies"]["lm-eval"]]
+    declared = {normal(re.split(r"[^\w.-]", line)[0]) for line in lines}
     used = set().union(*map(top_levels, imports().values()))
     distributions = packages_distributions()
     for library in used - sys.stdlib_module_names - set(ALLOWED):

@@ -8,7 +8,8 @@ Train a model, load its newest checkpoint and continue a text:
     prompt = tokenizer.encode("import ").tolist()
     tokens = generate_tokens(model, prompt, tgt_len=128, sampling=Sampling(), seed=0)
 
-`tokens` is an endless iterator of token ids. Score a split with the settings of training:
+`tokens` is an endless iterator of token ids. `generate_texts` continues many texts in batches, each
+up to its `TextLimits`. Score a split with the settings of training:
 
     result = evaluate(evaluation_job(job.run_path, "data/stdlib", max_tokens=10_000))
 """
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.distributed import evaluate
     from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings, evaluation_job
-    from txl_dist.generation.generate import generate_tokens
+    from txl_dist.generation.generate import TextLimits, generate_texts, generate_tokens
     from txl_dist.generation.sampling import Sampling
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.model.config import ModelConfig
@@ -36,12 +37,14 @@ __all__ = [
     "ModelConfig",
     "RunConfig",
     "Sampling",
+    "TextLimits",
     "TrainJob",
     "TransformerXL",
     "evaluate",
     "evaluation_job",
     "find_launcher",
     "find_model",
+    "generate_texts",
     "generate_tokens",
     "load_run_config",
     "relative_effective_context_length",
@@ -54,12 +57,14 @@ _MODULE_OF = {
     "ModelConfig": "txl_dist.model.config",
     "RunConfig": "txl_dist.config.run_config",
     "Sampling": "txl_dist.generation.sampling",
+    "TextLimits": "txl_dist.generation.generate",
     "TrainJob": "txl_dist.training.job",
     "TransformerXL": "txl_dist.model.transformer_xl",
     "evaluate": "txl_dist.evaluation.distributed",
     "evaluation_job": "txl_dist.evaluation.job",
     "find_launcher": "txl_dist.launch.launcher",
     "find_model": "txl_dist.convert.stored_model",
+    "generate_texts": "txl_dist.generation.generate",
     "generate_tokens": "txl_dist.generation.generate",
     "load_run_config": "txl_dist.config.config_file",
     "relative_effective_context_length": "txl_dist.context.recl",

@@ -86,6 +86,23 @@ def start(
     _print_figures(bench_start(rounds=rounds), as_json=as_json)
 
 
+@app.command()
+def generate(
+    *,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds; each one draws 16 tokens at every length.")
+    ] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Time per token of generation after 1,024 to 65,536 tokens of text, and in a batch.
+
+    Example: txl bench generate --rounds 40
+    """
+    from txl_dist.bench.generate import bench_generate
+
+    _print_figures(bench_generate(rounds=rounds), as_json=as_json)
+
+
 def _print_figures(figures: Iterable["Figure"], *, as_json: bool) -> None:
     """Print each figure when it is measured, or all figures as one JSON object."""
     if as_json:

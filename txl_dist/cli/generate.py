@@ -1,13 +1,23 @@
-"""`txl generate`: continue a text with a trained model."""
+"""`txl generate`: continue a text, or every prompt of a file, with a trained model."""
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import islice
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption
+from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
+
+if TYPE_CHECKING:
+    from data_pipeline.tokenizers import Tokenizer
+    from txl_dist.generation.generate import GeneratedText, TextLimits
+    from txl_dist.generation.prompt_file import PromptLine
+    from txl_dist.model.transformer_xl import TransformerXL
 
 
 def generate(
@@ -15,9 +25,37 @@ def generate(
     prompt: Annotated[
         str, typer.Option(help="Text to continue; empty: start a new document.")
     ] = "",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Continue every line of this file, or in a file *.jsonl every JSON object with a "
+            'key "prompt" or "text". The results are lines of JSON.',
+            parser=local_path_parser(),
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --prompts: write the results to this file when all are there.",
+            parser=local_path_parser(COPY_TO_URL),
+        ),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="With --prompts: number of prompts at a time.")
+    ] = 8,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Largest number of tokens to write.")
     ] = 256,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text. Can be given several times."),
+    ] = None,
+    stop_token: Annotated[
+        list[int] | None,
+        typer.Option(metavar="ID", help="End before this token. Can be given several times."),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(min=0, help="0 always takes the most likely token.")
     ] = 0.8,
@@ -28,53 +66,159 @@ def generate(
         float | None,
         typer.Option(help="Sample from the most likely tokens whose probabilities add up to p."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="The same seed gives the same text. Prompt i of a file: seed + i.")
+    ] = 0,
     precision: PrecisionOption = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt. The text is printed while it is generated.
 
+    It ends at the end of its document, at --stop or --stop-token, or after --max-tokens.
+
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
+    from data_pipeline.storage.atomic_files import require_writable
     from txl_dist.convert.stored_model import find_model
     from txl_dist.errors import ConfigError
-    from txl_dist.generation.generate import generate_tokens, stream_text
+    from txl_dist.generation.generate import generate_texts
+    from txl_dist.generation.prompt_file import read_prompts
+
+    if prompts and prompt:
+        raise ConfigError("--prompt and --prompts: give one of them")
+    if out and not prompts:
+        raise ConfigError("--out needs --prompts FILE; for one prompt, redirect the output: > FILE")
+    if out:
+        require_writable(out.parent)
+    options = _options(prompt, temperature, top_k, top_p, max_tokens, stop, stop_token)
+    lines = read_prompts(prompts) if prompts else []
+    stored = find_model(checkpoint)
+    model, tokenizer = stored.load_with_tokenizer()
+    _check(options, prompt, prompts, lines, tokenizer)
+    options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
+    texts = generate_texts(
+        model, tokenizer, [line.text for line in lines] or [prompt], batch_size=batch, **options
+    )
+    if prompts:
+        _write_results(_result_lines(lines, texts, seed), len(lines), out)
+    elif as_json:
+        result = {"checkpoint": str(stored.path), "prompt": prompt, **asdict(next(texts))}
+        print(json.dumps(result))
+    else:
+        _stream(model, tokenizer, prompt, **options)
+
+
+def _options(
+    prompt: str,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    max_tokens: int,
+    stop: list[str] | None,
+    stop_tokens: list[int] | None,
+) -> dict[str, Any]:
+    """The sampling and the limits. Raises ConfigError."""
+    from txl_dist.errors import ConfigError
+    from txl_dist.generation.generate import TextLimits
     from txl_dist.generation.sampling import Sampling
 
     try:
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        prompt.encode("utf-8")  # Bytes that are not UTF-8 reach Python as lone surrogates.
+        # Bytes that are not UTF-8 reach Python as lone surrogates.
+        "".join((prompt, *(stop or ()))).encode("utf-8")
+        return {
+            "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+            "limits": TextLimits(
+                max_tokens=max_tokens,
+                stop=tuple(stop or ()),
+                stop_tokens=frozenset(stop_tokens or ()),
+            ),
+        }
     except UnicodeEncodeError:
-        raise ConfigError("--prompt is not valid text in this terminal's encoding") from None
+        raise ConfigError(
+            "--prompt or --stop is not valid text in this terminal's encoding"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"txl generate: {error}") from None
-    stored = find_model(checkpoint)
-    model, tokenizer = stored.load_with_tokenizer()
-    # Training texts of some tokenizers start each document with the end-of-document id.
-    start_of_document = [tokenizer.end_of_document] if tokenizer.opens_documents else []
-    tokens = [*start_of_document, *tokenizer.encode(prompt).tolist()]
-    if not tokens:
-        raise ConfigError(
-            "--prompt is empty, and the tokenizer of this model has no token that starts a "
-            "document; give some text"
-        )
+
+
+def _check(
+    options: dict[str, Any],
+    prompt: str,
+    prompts: Path | None,
+    lines: "Sequence[PromptLine]",
+    tokenizer: "Tokenizer",
+) -> None:
+    """Refuse stop tokens that are not in the vocabulary, and prompts without tokens."""
+    from txl_dist.errors import ConfigError, DataError
+    from txl_dist.generation.generate import prompt_tokens
+
+    for token in options["limits"].stop_tokens:
+        if not 0 <= token < tokenizer.vocab_size:
+            raise ConfigError(
+                f"--stop-token {token}: expected an id from 0 to {tokenizer.vocab_size - 1}"
+            )
+    for line in lines:
+        try:
+            prompt_tokens(tokenizer, line.text)
+        except ValueError as error:
+            raise DataError(f"{prompts}, line {line.line}: {error}") from None
+    if not lines:
+        try:
+            prompt_tokens(tokenizer, prompt)
+        except ValueError as error:
+            raise ConfigError(f"--prompt: {error}") from None
+
+
+def _stream(
+    model: "TransformerXL",
+    tokenizer: "Tokenizer",
+    prompt: str,
+    *,
+    limits: "TextLimits",
+    **options: Any,
+) -> None:
+    """Print the text while it is generated."""
+    from txl_dist.generation.generate import generate_tokens, prompt_tokens
+    from txl_dist.generation.text import stream_text
+
+    tokens = prompt_tokens(tokenizer, prompt)
     new_tokens = generate_tokens(
         model,
         tokens,
-        tgt_len=stored.tgt_len,
-        sampling=sampling,
-        seed=seed,
         end=tokenizer.end_of_document,
-        precision=precision,
+        stop_tokens=limits.stop_tokens,
+        **options,
     )
-    texts = stream_text(islice(new_tokens, max_tokens), tokenizer, after=tokens[-1])
-    if as_json:
-        print(
-            json.dumps({"checkpoint": str(stored.path), "prompt": prompt, "text": "".join(texts)})
-        )
-        return
     sys.stdout.write(prompt)
-    for text in texts:
+    new_tokens = islice(new_tokens, limits.max_tokens)
+    for text in stream_text(new_tokens, tokenizer, after=tokens[-1], stop=limits.stop):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def _result_lines(
+    lines: "Sequence[PromptLine]", texts: "Iterator[GeneratedText]", seed: int
+) -> Iterator[str]:
+    """One line of JSON per prompt."""
+    for index, (line, text) in enumerate(zip(lines, texts, strict=True)):
+        result = {"line": line.line, "prompt": line.text, "seed": seed + index, **asdict(text)}
+        yield json.dumps(result)
+
+
+def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
+    """Print every result when it is there, or write all to a file at the end."""
+    from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
+    from txl_dist.cli.work_progress import WorkUnit, work_progress
+
+    if out is None:
+        for line in results:
+            print(line, flush=True)
+        return
+    written = []
+    with work_progress(WorkUnit("prompts", 1, 0)) as progress:
+        for line in results:
+            written.append(f"{line}\n")
+            progress("generating", len(written), num_prompts)
+    with explain_disk_errors("writing the results", out.parent):
+        write_file(out, "".join(written).encode())

@@ -1,1 +1,8 @@
-"""Text generation, token by token: generate.py runs the model, sampling.py draws tokens."""
+"""Text generation: prompts to text, one token at a time, for one prompt or a batch.
+
+batch_decoder.py: prompts -> token ids, one lane of a batch per prompt
+sampling.py:      logits -> token: temperature, top-k, top-p
+text.py:          token ids -> text, character by character; finds stop strings
+generate.py:      the functions to call: tokens of one prompt, texts of many
+prompt_file.py:   a file of prompts, one per line
+"""

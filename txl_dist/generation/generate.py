@@ -1,16 +1,47 @@
-"""Generation: read the prompt in segments, then draw one token at a time with a KV cache."""
+"""Generation from Python: the tokens of one prompt as an iterator, or the texts of many prompts.
 
-import codecs
-from collections.abc import Iterator, Sequence
+for text in generate_texts(model, tokenizer, ["Once", "def f("], tgt_len=128,
+                           sampling=Sampling(), limits=TextLimits(max_tokens=50), seed=0):
+    print(text.text)
+"""
 
-import torch
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config.run_config import Precision
-from txl_dist.generation.sampling import Sampling, next_token
-from txl_dist.model.kv_cache import KVCache
+from txl_dist.generation.batch_decoder import BatchDecoder
+from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.text import StopStrings, TextDecoder
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+
+DEFAULT_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextLimits:
+    """Where a generated text ends, if not at the end of its document."""
+
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    """Stop strings: the text ends before the first of them."""
+    stop_tokens: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        StopStrings(self.stop)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GeneratedText:
+    """The continuation of one prompt."""
+
+    text: str
+    num_tokens: int
+    """Tokens drawn, without the one that ended the text."""
+    finish_reason: Literal["end_of_document", "stop", "length"]
 
 
 def generate_tokens(
@@ -21,80 +52,128 @@ def generate_tokens(
     sampling: Sampling,
     seed: int,
     end: int | None = None,
+    stop_tokens: Collection[int] = (),
     precision: Precision = "fp32",
 ) -> Iterator[int]:
-    """Token ids that follow `prompt`, without limit or until `end` is drawn.
+    """Token ids that follow `prompt`, without limit or until `end` or a stop token is drawn.
 
     The prompt can have any length above 0: the model reads it in segments of `tgt_len` tokens, as
     in training. A model without memory sees the last `tgt_len` tokens and reads them again for
     every token it draws.
     """
-    if not prompt:
-        raise ValueError("the prompt needs at least one token, for example the end of a document")
-    generator = torch.Generator().manual_seed(seed)
-    cache, num_read = model.empty_kv_cache(1), 0
-    has_memory = model.config.mem_len > 0
-    pending = list(prompt)
-    if not has_memory:
-        pending = pending[-tgt_len:]
-    # Without memory, positions count from the segment's end: pad it to the length of training.
-    min_tokens = 0 if model.config.encoding.allows_memory else tgt_len
+    decoder = BatchDecoder(
+        model, [prompt], seeds=[seed], tgt_len=tgt_len, sampling=sampling, precision=precision
+    )
     while True:
-        # All but the last segment of the prompt only fill the cache.
-        while len(pending) > tgt_len:
-            _read(model, pending[:tgt_len], num_read, cache, precision, min_tokens)
-            pending, num_read = pending[tgt_len:], num_read + tgt_len
-        logits_V = _read(model, pending, num_read, cache, precision, min_tokens)
-        num_read += len(pending)
-        token = next_token(logits_V, sampling, generator)
-        if token == end:
+        (token,) = decoder.draw()
+        if token == end or token in stop_tokens:
             return
         yield token
-        if has_memory:
-            pending = [token]
-        else:  # in training it saw single segments only
-            pending, num_read = [*pending, token][-tgt_len:], 0
 
 
-def _read(
+def generate_texts(
     model: TransformerXL,
-    tokens: Sequence[int],
-    num_read: int,
-    cache: KVCache,
-    precision: Precision,
-    min_tokens: int,
-) -> torch.Tensor:
-    """Logits [V] of the token after `tokens`, on the CPU, when `num_read` tokens came before.
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    tgt_len: int,
+    sampling: Sampling,
+    limits: TextLimits,
+    seed: int,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    precision: Precision = "fp32",
+) -> Iterator[GeneratedText]:
+    """Continue every prompt, in their order, `batch_size` prompts at a time.
 
-    The segment is padded at its end to `min_tokens`; no earlier token can see the padding.
+    Prompt i has its own random generator with the seed `seed` + i: alone, it is continued in the
+    same way with that seed. Raises ValueError, before anything is generated, for a prompt without
+    tokens.
     """
-    device = next(model.parameters()).device
-    num_tokens = max(min_tokens, len(tokens))
-    input_BT = torch.zeros((1, num_tokens), dtype=torch.long, device=device)
-    input_BT[0, : len(tokens)] = torch.tensor(tokens)
-    age_BT = torch.arange(num_read, num_read + num_tokens, device=device)[None]
-    with torch.no_grad(), autocast(precision, device):
-        hidden_BTD, _ = model.hidden(input_BT, age_BT, cache)
-        last_BTD = hidden_BTD[:, len(tokens) - 1 : len(tokens)]
-        return model.logits(last_BTD)[0, 0].cpu()
+    tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
+    for first in range(0, len(tokens), batch_size):
+        batch = tokens[first : first + batch_size]
+        yield from generate_batch(
+            model,
+            tokenizer,
+            batch,
+            seeds=range(seed + first, seed + first + len(batch)),
+            tgt_len=tgt_len,
+            sampling=sampling,
+            limits=limits,
+            precision=precision,
+        )
 
 
-def stream_text(
-    tokens: Iterator[int], tokenizer: Tokenizer, *, after: int | None = None
-) -> Iterator[str]:
-    """Decode tokens to text, one complete character at a time.
+def generate_batch(
+    model: TransformerXL,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    seeds: Sequence[int],
+    tgt_len: int,
+    sampling: Sampling,
+    limits: TextLimits,
+    precision: Precision = "fp32",
+) -> list[GeneratedText]:
+    """Continue the tokens of all prompts at the same time, each with its own seed."""
+    decoder = BatchDecoder(
+        model, prompts, seeds=seeds, tgt_len=tgt_len, sampling=sampling, precision=precision
+    )
+    texts = [_GrowingText(tokenizer, prompt[-1], limits) for prompt in prompts]
+    unfinished = list(texts)
+    while unfinished:
+        for text, token in zip(unfinished, decoder.draw(), strict=True):
+            text.add(token)
+        lanes = [lane for lane, text in enumerate(unfinished) if not text.finish_reason]
+        if len(lanes) < len(unfinished):
+            unfinished = [unfinished[lane] for lane in lanes]
+            decoder.keep(lanes)
+    return [text.result() for text in texts]
 
-    `after` is the last token of the prompt: a token's text can depend on the token before it, as
-    the space between two words does.
-    """
-    # An incomplete character stays in the decoder until its last byte has come.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    previous = tokenizer.end_of_document if after is None else after
-    for token in tokens:
-        both = tokenizer.decode_bytes([previous, token])
-        token_bytes = both.removeprefix(tokenizer.decode_bytes([previous]))
-        previous = token
-        if text := decoder.decode(token_bytes):
-            yield text
-    if text := decoder.decode(b"", final=True):
-        yield text
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Token ids of a prompt, which begins a document. Raises ValueError if there are none."""
+    # Training texts of some tokenizers start each document with the end-of-document id.
+    start_of_document = [tokenizer.end_of_document] if tokenizer.opens_documents else []
+    tokens = [*start_of_document, *tokenizer.encode(prompt).tolist()]
+    if not tokens:
+        raise ValueError(
+            f"the prompt {prompt!r} has no tokens, and the tokenizer of this model has no token "
+            "that starts a document; give some text"
+        )
+    return tokens
+
+
+class _GrowingText:
+    """The continuation of one prompt, until a limit is reached."""
+
+    def __init__(self, tokenizer: Tokenizer, after: int, limits: TextLimits) -> None:
+        self._end, self._limits = tokenizer.end_of_document, limits
+        self._decoder = TextDecoder(tokenizer, after=after)
+        self._stop_strings = StopStrings(limits.stop)
+        self._parts: list[str] = []
+        self._num_tokens = 0
+        self.finish_reason: Literal["end_of_document", "stop", "length"] | None = None
+
+    def add(self, token: int) -> None:
+        if token == self._end:
+            self.finish_reason = "end_of_document"
+            return
+        if token in self._limits.stop_tokens:
+            self.finish_reason = "stop"
+            return
+        self._num_tokens += 1
+        self._parts.append(self._stop_strings.add(self._decoder.add(token)))
+        if self._stop_strings.found:
+            self.finish_reason = "stop"
+        elif self._num_tokens == self._limits.max_tokens:
+            self.finish_reason = "length"
+
+    def result(self) -> GeneratedText:
+        assert self.finish_reason
+        rest = "" if self._stop_strings.found else self._stop_strings.add(self._decoder.close())
+        return GeneratedText(
+            text="".join(self._parts) + rest + self._stop_strings.close(),
+            num_tokens=self._num_tokens,
+            finish_reason=self.finish_reason,
+        )

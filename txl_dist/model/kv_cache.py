@@ -54,6 +54,22 @@ class LayerKVCache:
         self._start += tgt_len
         return keys[:, :, start : new + tgt_len], values[:, :, start : new + tgt_len]
 
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> None:
+        """See `KVCache.select`."""
+        num_heads, _, mem_len, d_head = self._shape
+        self._shape = (num_heads, len(lanes), mem_len, d_head)
+        if self._keys_values is None:
+            return
+        old = self._keys_values
+        self._keys_values = self._new_buffers(0, like=old[0])
+        for before, after in zip(old, self._keys_values, strict=True):
+            for lane, (source, removed) in enumerate(zip(lanes, num_removed, strict=True)):
+                # The tokens before the memory are still in the buffer: at least as many as the last
+                # segment had.
+                start = self._start - removed
+                after[:, lane, :mem_len] = before[:, source, start : start + mem_len]
+        self._start = 0
+
     def terms(self, num_keys: int, make: Callable[[], DistanceTerms]) -> DistanceTerms:
         """The terms for this number of keys; `make` computes them the first time."""
         if num_keys not in self._terms:
@@ -104,6 +120,15 @@ class KVCache:
         """The cache at the start of `num_lanes` streams; ages must start at 0."""
         shape = {"num_heads": n_head, "num_lanes": num_lanes, "d_head": d_head}
         return cls(tuple(LayerKVCache(mem_len=mem_len, **shape) for _ in range(n_layer)), mem_len)
+
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> None:
+        """Keep these lanes, in this order, each without its newest `num_removed` tokens.
+
+        At most the tokens of the last segment can be removed. So lanes can read segments of
+        different lengths: pad them at the end, and remove the padding.
+        """
+        for layer in self.layers:
+            layer.select(lanes, num_removed)
 
     def after(self, inputs_BTD: Sequence[Tensor]) -> "KVCache":
         """Itself: `LayerKVCache.append` has already stored the segment."""

@@ -1,20 +1,15 @@
-"""Generation: distributions equal those of one segment, and text is decoded by characters."""
+"""Generation of one prompt: the distributions are those of the model as it is evaluated."""
 
 from itertools import islice
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.tokenizers import ByteTokenizer, train_tokenizer
-from tests.support.hypothesis_examples import examples
 from tests.support.small_models import VOCAB_SIZE, random_text, read_stream, small_model
-from txl_dist.generation import generate
-from txl_dist.generation.generate import generate_tokens, stream_text
+from txl_dist.generation import batch_decoder
+from txl_dist.generation.generate import generate_tokens
 from txl_dist.generation.sampling import Sampling
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -42,13 +37,13 @@ def logits_of_one_segment(model: TransformerXL, text: list[int]) -> Tensor:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Records the logits [V] that each token is sampled from."""
-    seen, next_token = [], generate.next_token
+    seen, next_token = [], batch_decoder.next_token
 
     def recording_next_token(logits_V: Tensor, *how) -> int:
         seen.append(logits_V)
         return next_token(logits_V, *how)
 
-    monkeypatch.setattr(generate, "next_token", recording_next_token)
+    monkeypatch.setattr(batch_decoder, "next_token", recording_next_token)
     return seen
 
 
@@ -100,49 +95,6 @@ def test_a_prompt_needs_a_token() -> None:
 
 def test_every_token_can_follow() -> None:
     assert set(generated(small_model(), prompt_of(3), 300)) == set(range(VOCAB_SIZE))
-
-
-# --- text ---------------------------------------------------------------------------------------
-
-
-def streamed(data: bytes) -> list[str]:
-    return list(stream_text(iter(data), ByteTokenizer()))
-
-
-@examples(100)
-@given(text=st.text(max_size=30))
-def test_text_is_yielded_one_complete_character_at_a_time(text: str) -> None:
-    assert streamed(text.encode()) == list(text)
-
-
-@examples(100)
-@given(data=st.binary(max_size=30))
-def test_invalid_utf8_is_replaced_and_other_text_is_unchanged(data: bytes) -> None:
-    assert "".join(streamed(data)) == data.decode(errors="replace")
-
-
-def test_an_incomplete_last_character_is_replaced() -> None:
-    assert streamed("潮".encode()[:2]) == ["\N{REPLACEMENT CHARACTER}"]
-
-
-def test_the_end_of_document_token_has_no_text() -> None:
-    tokenizer = ByteTokenizer()
-    tokens = [ord("a"), tokenizer.end_of_document, ord("b")]
-    assert list(stream_text(iter(tokens), tokenizer)) == ["a", "b"]
-
-
-def test_words_are_separated_also_from_the_prompt() -> None:
-    settings = PrepareSettings(tokenizer="word")
-    tokenizer = train_tokenizer(settings, lambda: iter(["the cat sat\nthe end"]))
-    first, *others = tokenizer.encode("the cat\nthe end").tolist()
-    assert list(stream_text(iter([first, *others]), tokenizer)) == [
-        "the",
-        " cat",
-        "\n",
-        "the",
-        " end",
-    ]
-    assert "".join(stream_text(iter(others), tokenizer, after=first)) == " cat\nthe end"
 
 
 @pytest.mark.parametrize("num_prompt", [1, 4, 5, 7, 9])

@@ -1,0 +1,99 @@
+"""Texts of many prompts: each is that of its prompt alone, and ends where its limits say."""
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
+from tests.support.small_models import small_model
+from txl_dist.generation.generate import (
+    GeneratedText,
+    TextLimits,
+    generate_texts,
+    generate_tokens,
+    prompt_tokens,
+)
+from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.text import stream_text
+from txl_dist.model.transformer_xl import TransformerXL
+
+PROMPTS = ["def f(", "", "x", "import os\nimport sys\n", "the end of it"]
+BYTES, LIMITS = ByteTokenizer(), TextLimits(max_tokens=14)
+HOW: dict[str, Any] = {"tgt_len": 6, "sampling": Sampling()}
+
+
+@pytest.fixture(scope="module")
+def model() -> TransformerXL:
+    return small_model(vocab_size=BYTES.vocab_size, mem_len=8)
+
+
+def texts_of(
+    model: TransformerXL, prompts: list[str], *, limits: TextLimits = LIMITS, **options: Any
+) -> list[GeneratedText]:
+    options = HOW | {"seed": 7} | options
+    return list(generate_texts(model, BYTES, prompts, limits=limits, **options))
+
+
+@pytest.mark.parametrize("batch_size", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_text_is_that_of_its_prompt_alone_with_its_seed(
+    model: TransformerXL, batch_size: int
+) -> None:
+    together = texts_of(model, PROMPTS, batch_size=batch_size)
+    alone = [texts_of(model, [prompt], seed=7 + i)[0] for i, prompt in enumerate(PROMPTS)]
+    assert together == alone
+    assert len({text.text for text in together}) == len(PROMPTS)
+
+
+def test_equal_prompts_are_continued_differently(model: TransformerXL) -> None:
+    first, second = texts_of(model, ["x", "x"])
+    assert first.text != second.text
+
+
+def test_a_text_is_what_is_streamed(model: TransformerXL) -> None:
+    tokens = prompt_tokens(BYTES, "x")
+    new_tokens = generate_tokens(model, tokens, seed=7, end=BYTES.end_of_document, **HOW)
+    streamed = "".join(stream_text(islice(new_tokens, 14), BYTES, after=tokens[-1]))
+    assert texts_of(model, ["x"])[0].text == streamed
+
+
+def test_each_text_says_why_it_ended(model: TransformerXL) -> None:
+    (free,) = texts_of(model, ["x"])
+    assert (free.finish_reason, free.num_tokens) == ("length", 14)
+    stop = free.text[8:10]
+    (stopped,) = texts_of(model, ["x"], limits=replace(LIMITS, stop=("not there", stop)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == free.text[: free.text.index(stop)]
+    new_tokens = generate_tokens(model, prompt_tokens(BYTES, "x"), seed=7, **HOW)
+    tokens = list(islice(new_tokens, 14))
+    limits = replace(LIMITS, stop_tokens=frozenset({tokens[9]}))
+    (by_token,) = texts_of(model, ["x"], limits=limits)
+    assert (by_token.finish_reason, by_token.num_tokens) == ("stop", tokens.index(tokens[9]))
+
+
+def test_the_end_of_the_document_ends_a_text_in_a_batch_of_others(model: TransformerXL) -> None:
+    unmarked = ByteTokenizer(opens_documents=False)
+    tokens = list(islice(generate_tokens(model, prompt_tokens(unmarked, "x"), seed=0, **HOW), 10))
+    unmarked.end_of_document = tokens[9]
+    texts = list(generate_texts(model, unmarked, ["x", "y"], limits=LIMITS, seed=0, **HOW))
+    assert texts[0].finish_reason == "end_of_document"
+    assert texts[0].num_tokens == tokens.index(tokens[9])
+    assert texts[1].finish_reason == "length"
+
+
+def test_prompts_without_tokens_are_refused() -> None:
+    words: Tokenizer = train_tokenizer(
+        PrepareSettings(tokenizer="word", recipe="ptb"), lambda: iter(["the cat"])
+    )
+    model = small_model(vocab_size=words.vocab_size)
+    for prompt in ("", "  "):
+        with pytest.raises(ValueError, match="has no tokens"):
+            list(generate_texts(model, words, ["the", prompt], limits=LIMITS, seed=0, **HOW))
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"max_tokens": 1, "stop": ("",)}], ids=str)
+def test_invalid_limits_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"max_tokens|empty"):
+        TextLimits(**options)

@@ -1,0 +1,100 @@
+"""Text of tokens: complete characters one at a time, and the cut before a stop string."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.tokenizers import ByteTokenizer, train_tokenizer
+from tests.support.hypothesis_examples import examples
+from txl_dist.generation.text import StopStrings, stream_text
+
+
+def streamed(data: bytes) -> list[str]:
+    return list(stream_text(iter(data), ByteTokenizer()))
+
+
+@examples(100)
+@given(text=st.text(max_size=30))
+def test_text_is_yielded_one_complete_character_at_a_time(text: str) -> None:
+    assert streamed(text.encode()) == list(text)
+
+
+@examples(100)
+@given(data=st.binary(max_size=30))
+def test_invalid_utf8_is_replaced_and_other_text_is_unchanged(data: bytes) -> None:
+    assert "".join(streamed(data)) == data.decode(errors="replace")
+
+
+def test_an_incomplete_last_character_is_replaced() -> None:
+    assert streamed("潮".encode()[:2]) == ["\N{REPLACEMENT CHARACTER}"]
+
+
+def test_the_end_of_document_token_has_no_text() -> None:
+    tokenizer = ByteTokenizer()
+    tokens = [ord("a"), tokenizer.end_of_document, ord("b")]
+    assert list(stream_text(iter(tokens), tokenizer)) == ["a", "b"]
+
+
+def test_words_are_separated_also_from_the_prompt() -> None:
+    settings = PrepareSettings(tokenizer="word")
+    tokenizer = train_tokenizer(settings, lambda: iter(["the cat sat\nthe end"]))
+    first, *others = tokenizer.encode("the cat\nthe end").tolist()
+    assert list(stream_text(iter([first, *others]), tokenizer)) == [
+        "the",
+        " cat",
+        "\n",
+        "the",
+        " end",
+    ]
+    assert "".join(stream_text(iter(others), tokenizer, after=first)) == " cat\nthe end"
+
+
+# --- stop strings -------------------------------------------------------------------------------
+
+
+def cut(parts: list[str], stop: list[str]) -> tuple[str, str | None]:
+    strings = StopStrings(stop)
+    text = ""
+    for part in parts:
+        text += strings.add(part)
+        if strings.found:
+            break
+    return text + strings.close(), strings.found
+
+
+def cut_by_definition(text: str, stop: list[str]) -> tuple[str, str | None]:
+    """The first stop string to be complete, of several at the same place the longest."""
+    for end in range(len(text) + 1):
+        complete = [string for string in stop if text[:end].endswith(string)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@examples(200)
+@given(
+    parts=st.lists(st.text("ab", max_size=4), max_size=6),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+@example(parts=["xab"], stop=["b", "ab"])
+def test_the_cut_does_not_depend_on_how_the_text_arrives(parts: list[str], stop: list[str]) -> None:
+    assert cut(parts, stop) == cut_by_definition("".join(parts), stop)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    strings = StopStrings(["ab\n", "bc"])
+    assert [strings.add(part) for part in ("xa", "b", "a", "y")] == ["x", "", "ab", "ay"]
+
+
+def test_streamed_text_ends_before_the_stop_string() -> None:
+    text = b"one\ntwo\n\nthree"
+    streamed = list(stream_text(iter(text), ByteTokenizer(), stop=["\n\n", "four"]))
+    assert "".join(streamed) == "one\ntwo"
+    assert "".join(stream_text(iter(text), ByteTokenizer(), stop=["\n\n\n"])) == text.decode()
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopStrings(["x", ""])

@@ -1,0 +1,121 @@
+"""Draws tokens for a batch of prompts of different lengths, with one KV cache.
+
+    prompts -> read in segments of `tgt_len`, as in training -> one token per lane and call
+
+Each prompt is a lane. Its segments begin at its first token, whatever the other lanes read:
+
+- A prompt with fewer segments than the longest begins later. Until then its lane reads padding,
+  which its first token, of age 0, does not see.
+- Last segments have different lengths. They are padded at the end, and the padding is removed from
+  the cache before the next token.
+
+Lanes do not influence each other, so a lane computes what it would compute alone, except that
+matrix products of another batch size may round differently in the last bit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from txl_dist.config.run_config import Precision
+from txl_dist.generation.sampling import Sampling, next_token
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.precision import autocast
+
+# Shapes: B lanes, T segment tokens, D d_model, V vocabulary
+
+
+class BatchDecoder:
+    """`draw()` returns the next token of every lane, without end; `keep()` drops lanes.
+
+    A model without memory sees the last `tgt_len` tokens of a lane and reads them again for every
+    token it draws.
+    """
+
+    def __init__(
+        self,
+        model: TransformerXL,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int],
+        tgt_len: int,
+        sampling: Sampling,
+        precision: Precision = "fp32",
+    ) -> None:
+        if not all(prompts):
+            raise ValueError(
+                "the prompt needs at least one token, for example the end of a document"
+            )
+        self._model, self._tgt_len = model, tgt_len
+        self._sampling, self._precision = sampling, precision
+        self._device = next(model.parameters()).device
+        self._has_memory = model.config.mem_len > 0
+        # Without memory, positions count from the segment's end: pad it to the length of training.
+        self._min_tokens = 0 if model.config.encoding.allows_memory else tgt_len
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._pending = [
+            list(prompt if self._has_memory else prompt[-tgt_len:]) for prompt in prompts
+        ]
+        """Tokens of each lane that the model has not read."""
+        self._num_read = [0] * len(prompts)
+        self._cache = model.empty_kv_cache(len(prompts))
+
+    def draw(self) -> list[int]:
+        """Read what is pending, and draw one token per lane."""
+        # All but the last segments of the prompts only fill the cache.
+        while (longest := max(map(self._num_segments, self._pending))) > 1:
+            has_begun = [self._num_segments(tokens) == longest for tokens in self._pending]
+            self._read([self._tgt_len * begun for begun in has_begun])
+        logits_BV = self._logits(self._read([len(tokens) for tokens in self._pending]))
+        drawn = [
+            next_token(logits_V, self._sampling, generator)
+            for logits_V, generator in zip(logits_BV, self._generators, strict=True)
+        ]
+        for tokens, token in zip(self._pending, drawn, strict=True):
+            tokens.append(token)
+            del tokens[: -self._tgt_len]
+        return drawn
+
+    def keep(self, lanes: Sequence[int]) -> None:
+        """Drop all lanes but these, which become lanes 0, 1, ..."""
+        self._generators = [self._generators[lane] for lane in lanes]
+        self._pending = [self._pending[lane] for lane in lanes]
+        self._num_read = [self._num_read[lane] for lane in lanes]
+        self._cache.select(lanes, [0] * len(lanes))
+
+    def _num_segments(self, tokens: Sequence[int]) -> int:
+        return -(-len(tokens) // self._tgt_len)
+
+    def _read(self, lengths: Sequence[int]) -> Tensor:
+        """Read the first `lengths` pending tokens; the last layer's output after them, [B, D]."""
+        num_tokens = max(self._min_tokens, *lengths)
+        input_BT = torch.zeros((len(lengths), num_tokens), dtype=torch.long)
+        for row, length, tokens in zip(input_BT, lengths, self._pending, strict=True):
+            row[:length] = torch.tensor(tokens[:length])
+        age_BT = torch.tensor(self._num_read)[:, None] + torch.arange(num_tokens)
+        with torch.no_grad(), autocast(self._precision, self._device):
+            hidden_BTD, _ = self._model.hidden(
+                input_BT.to(self._device), age_BT.to(self._device), self._cache
+            )
+        self._advance(lengths, num_tokens)
+        last_B = torch.tensor([max(length - 1, 0) for length in lengths])
+        return hidden_BTD[torch.arange(len(lengths)), last_B]
+
+    def _advance(self, lengths: Sequence[int], num_tokens: int) -> None:
+        """Record that the lanes have read `lengths` tokens of a segment of `num_tokens`."""
+        if not self._has_memory:  # in training it saw single segments only
+            return
+        self._pending = [
+            tokens[length:] for tokens, length in zip(self._pending, lengths, strict=True)
+        ]
+        self._num_read = [sum(pair) for pair in zip(self._num_read, lengths, strict=True)]
+        # A lane that has not begun needs no removal: no token sees what is before age 0.
+        num_removed = [num_tokens - length if length else 0 for length in lengths]
+        if any(num_removed):
+            self._cache.select(range(len(lengths)), num_removed)
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        """Logits [B, V] of the next tokens, on the CPU."""
+        with torch.no_grad(), autocast(self._precision, self._device):
+            return self._model.logits(hidden_BD[:, None])[:, 0].cpu()

@@ -1,0 +1,299 @@
+"""`TransformerXLModel`: model `txl` of lm-evaluation-harness.
+
+    --model_args checkpoint=RUN,mode=memory,workers=2
+
+One harness process makes all requests, and our workers score them (docs/decisions/0035).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from txl_dist.checkpoint.reader import Weights
+from txl_dist.cli.workers import open_workers
+from txl_dist.config.run_config import Precision
+from txl_dist.convert.stored_model import find_model
+from txl_dist.errors import ConfigError, DataError
+from txl_dist.generation.generate import TextLimits
+from txl_dist.generation.sampling import Sampling
+from txl_dist.harness.arguments import Mode, checked_mode, one_of, positive, require_one_process
+from txl_dist.harness.requests import (
+    GenerationRequest,
+    ModelSource,
+    R,
+    ScoringRequest,
+    Unit,
+    batches,
+)
+from txl_dist.harness.scoring import generate_unit, score_unit
+from txl_dist.model.config import ModelConfig
+
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        f"lm-evaluation-harness is not installed ({error}). Install it: "
+        "pip install 'txl-dist[lm-eval]'"
+    ) from None
+
+GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+
+
+@register_model("txl")
+class TransformerXLModel(TemplateLM):
+    """A checkpoint, a run (its newest checkpoint) or an exported model, with its tokenizer.
+
+    `mode`: what a token is scored with. `memory`: everything before it in its request, through the
+    recurrent memory, as in training and `txl eval`; requests have no longest length. `windowed`:
+    as the harness defines it for models with a context of `max_length` tokens. A window is read
+    from an empty memory; documents are cut into windows, contexts are cut at their beginning.
+    Default: `memory`, because it is how the model was trained; `windowed` for a model without
+    memory.
+
+    `max_length`: tokens of a window; default: tgt_len + mem_len, the longest attention in training.
+    `tgt_len`, `mem_len`: default as in training. `weights`, `precision`: as in `txl eval`.
+    `batch_size`: requests per batch; `auto` is not supported. `workers`, `on`: as in `txl eval`.
+    `add_bos_token`: begin every text with the end-of-document token; default: as in training.
+    `prefix`: text before a text that has no context, for models trained without that token.
+    `seed`: request i of `generate_until` draws with `seed` + i. `max_gen_toks`: default of tasks.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        mode: Mode | None = None,
+        max_length: int | None = None,
+        tgt_len: int | None = None,
+        mem_len: int | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,  # of `auto`; the harness passes it
+        device: str | None = None,
+        workers: int = 1,
+        on: str = "processes",
+        precision: Precision = "fp32",
+        weights: Weights = "auto",
+        add_bos_token: bool | None = None,
+        prefix: str = "\n",
+        seed: int = 0,
+        max_gen_toks: int = 256,
+    ) -> None:
+        super().__init__()
+        require_one_process()
+        stored = find_model(Path(str(checkpoint)).resolve(), weights=weights)
+        self.mem_len = stored.config.mem_len if mem_len is None else mem_len
+        self.tgt_len = tgt_len or stored.tgt_len
+        self.mode = checked_mode(mode, self.mem_len)
+        self.max_length = positive(max_length or self.tgt_len + self.mem_len, "max_length")
+        self._check(stored.config)
+        self.batch_size = positive(batch_size, "batch_size")
+        self._workers, self._on = positive(workers, "workers"), on
+        self._source = ModelSource(
+            checkpoint=stored.path,
+            weights=stored.weights,
+            tgt_len=self.tgt_len,
+            mem_len=self.mem_len,
+            precision=one_of(precision, Precision, "precision"),
+            device=device,
+        )
+        _, self._tokenizer = stored.load_with_tokenizer()
+        is_marked = self._tokenizer.opens_documents
+        self._add_bos = is_marked if add_bos_token is None else add_bos_token
+        end_of_document = self._tokenizer.end_of_document
+        self._prefix_token = end_of_document if is_marked else self._token_of_prefix(prefix)
+        self._seed, self._max_gen_toks = seed, max_gen_toks
+
+    # --- what the harness calls ---------------------------------------------------------------
+
+    def loglikelihood(
+        self, requests: "list[Instance]", disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether greedy decoding gives it."""
+        pairs = [self._pair(request) for request in requests]
+        scores = self._run(score_unit, pairs, "loglikelihood", disable_tqdm)
+        results = [(score.log_likelihood, score.is_greedy) for score in scores]
+        self._cache("loglikelihood", requests, results)
+        return results
+
+    def loglikelihood_rolling(
+        self, requests: "list[Instance]", disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-likelihood of each document, whose first token follows the prefix token."""
+        documents = [self._windows(request.args[0]) for request in requests]
+        windows = [window for document in documents for window in document]
+        scores = iter(self._run(score_unit, windows, "loglikelihood_rolling", disable_tqdm))
+        results = [sum(next(scores).log_likelihood for _ in document) for document in documents]
+        self._cache("loglikelihood_rolling", requests, results)
+        return results
+
+    def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
+        """The continuation of each context, before its first stop string."""
+        prompts = [self._prompt(request, self._seed + i) for i, request in enumerate(requests)]
+        results = self._run(generate_unit, prompts, "generate_until", disable_tqdm)
+        self._cache("generate_until", requests, results)
+        return results
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids. A text begins with the end-of-document token, as documents in training do."""
+        add_bos = self._add_bos if add_special_tokens is None else add_special_tokens
+        bos = [self._tokenizer.end_of_document] if add_bos else []
+        return [*bos, *self._tokenizer.encode(string).tolist()]
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.end_of_document
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._prefix_token
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What determines the results, for the `config` of the harness's results."""
+        stored = find_model(self._source.checkpoint, weights=self._source.weights)
+        return {
+            "model_source": "txl",
+            "checkpoint": str(self._source.checkpoint),
+            "model_digest": stored.digest,
+            "weights": self._source.weights,
+            "mode": self.mode,
+            "max_length": self.max_length if self.mode == "windowed" else None,
+            "tgt_len": self.tgt_len,
+            "mem_len": self.mem_len,
+            "precision": self._source.precision,
+            "add_bos_token": self._add_bos,
+            "prefix_token_id": self._prefix_token,
+        }
+
+    # --- texts to requests --------------------------------------------------------------------
+
+    def _pair(self, request: "Instance") -> ScoringRequest:
+        context, continuation = request.args
+        if context:
+            context_ids, continuation_ids = self._encode_pair(context, continuation)
+        else:
+            context_ids = [self.prefix_token_id]
+            continuation_ids = self.tok_encode(continuation, add_special_tokens=False)
+        if not continuation_ids:
+            raise DataError(
+                f"{_name(request)}: the continuation {continuation!r} has no token after the "
+                f"context ...{context[-40:]!r} with this tokenizer, so it has no likelihood"
+            )
+        # A context of blanks alone can have no token; the prefix token stands for it.
+        context_ids = context_ids or [self.prefix_token_id]
+        if self.mode == "windowed":
+            num_context = self.max_length + 1 - len(continuation_ids)
+            if num_context < 1:
+                raise DataError(
+                    f"{_name(request)}: the continuation has {len(continuation_ids)} tokens, "
+                    f"windows have max_length={self.max_length}, so it cannot be scored in one. "
+                    "Give a larger max_length, or mode=memory, which has no longest length"
+                )
+            context_ids = context_ids[-num_context:]
+        return ScoringRequest(tuple(context_ids), tuple(continuation_ids))
+
+    def _windows(self, text: str) -> list[ScoringRequest]:
+        tokens = self.tok_encode(text, add_special_tokens=False)
+        pairs: Iterable[tuple[list[int], list[int]]] = []
+        if self.mode == "windowed":
+            windows = get_rolling_token_windows(
+                token_list=tokens,
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs = map(make_disjoint_window, windows)
+        elif tokens:
+            pairs = [([self.prefix_token_id], tokens)]
+        return [
+            ScoringRequest(tuple(context), tuple(continuation), wants_greedy=False)
+            for context, continuation in pairs
+        ]
+
+    def _prompt(self, request: "Instance", seed: int) -> GenerationRequest:
+        context, kwargs = request.args
+        options = normalize_gen_kwargs(kwargs, self._max_gen_toks)
+        if unknown := sorted(set(options) - GENERATION_OPTIONS):
+            raise ConfigError(
+                f"{_name(request)}: generation options {', '.join(unknown)} are not supported; "
+                f"supported are {', '.join(sorted(GENERATION_OPTIONS))}"
+            )
+        try:
+            sampling = Sampling(
+                temperature=options.get("temperature", 0.0) if options["do_sample"] else 0.0,
+                top_k=options.get("top_k"),
+                top_p=options.get("top_p"),
+            )
+            until = tuple(string for string in options["until"] if string)
+            limits = TextLimits(max_tokens=options["max_gen_toks"], stop=until)
+        except ValueError as error:
+            raise ConfigError(f"{_name(request)}: {error}") from None
+        tokens = self.tok_encode(context) or [self.prefix_token_id]
+        return GenerationRequest(tuple(tokens), seed, sampling, limits)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        raise NotImplementedError("`loglikelihood` does not call it")
+
+    # --- workers ------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        function: Callable[[Unit[R]], list[Any]],
+        requests: Sequence[R],
+        name: str,
+        disable_tqdm: bool,
+    ) -> list[Any]:
+        """The results of all requests, in their order."""
+        results: list[Any] = [None] * len(requests)
+        units = list(
+            batches(self._source, requests, batch_size=self.batch_size, num_workers=self._workers)
+        )
+        with (
+            open_workers(self._on, self._workers, use_gpus=True) as workers,
+            tqdm(total=len(requests), desc=name, disable=disable_tqdm) as progress,
+        ):
+            for number, answers in workers.map(function, units):
+                for index, answer in zip(units[number].indices, answers, strict=True):
+                    results[index] = answer
+                progress.update(len(answers))
+        return results
+
+    def _cache(self, method: str, requests: "list[Instance]", results: Sequence[Any]) -> None:
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial(method, request.args, result)
+
+    # --- checks -------------------------------------------------------------------------------
+
+    def _check(self, trained: ModelConfig) -> None:
+        try:
+            replace(trained, mem_len=self.mem_len)
+        except ValueError as error:
+            raise ConfigError(f"mem_len={self.mem_len}: {error}") from None
+        if self.mode == "windowed" and self.mem_len == 0 and self.max_length > self.tgt_len:
+            raise ConfigError(
+                f"max_length={self.max_length}: without memory the model sees tgt_len="
+                f"{self.tgt_len} tokens; give max_length={self.tgt_len} or less"
+            )
+
+    def _token_of_prefix(self, prefix: str) -> int:
+        ids = self._tokenizer.encode(prefix)
+        if not len(ids) or self._tokenizer.decode(ids) != prefix:
+            raise ConfigError(
+                f"prefix={prefix!r} is not in the vocabulary of this model, whose documents do not "
+                "begin with a token. Give a text that precedes others, such as prefix=' '"
+            )
+        return int(ids[-1])
+
+
+def _name(request: "Instance") -> str:
+    """The name of a request in errors."""
+    return f"task {request.task_name}, document {request.doc_id}, {request.request_type}"

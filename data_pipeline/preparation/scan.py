@@ -184,7 +184,7 @@ def _locate(record: Record, spill: BinaryIO | None) -> tuple[int, int, int]:
     """Return (offset, size, UTF-8 bytes of the text). Offset and size refer to `spill` if given."""
     text = record.text
     if text is None:
-        return record.offset, record.size, record.size
+        return record.offset, record.size, record.num_text_bytes or record.size
     if spill is None:
         return record.offset, record.size, len(text) if text.isascii() else len(text.encode())
     encoded = text.encode()

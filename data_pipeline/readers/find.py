@@ -14,8 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind
+from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
+from data_pipeline.readers.id_files import with_ids
 from data_pipeline.readers.kinds import kind_of, require_json_lines, suffix_of
+from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.storage.source_errors import SourceError
 from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
 
@@ -62,8 +64,12 @@ class _Entry(NamedTuple):
     mark: str
 
 
-def find_files(inputs: list[str], *, format: Format, exclude: Path) -> InputFiles:
+def find_files(
+    inputs: list[str], *, format: Format, exclude: Path, ids: IdRules | None = None
+) -> InputFiles:
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
+
+    `ids` is given if and only if the format is "ids".
 
     Folders are walked recursively, through links but never twice into the same folder, and not into
     `exclude` (the output). Patterns select from the same files; `**` matches folders of any depth.
@@ -72,16 +78,22 @@ def find_files(inputs: list[str], *, format: Format, exclude: Path) -> InputFile
     for a URL of an unsupported scheme.
     """
     try:
-        return _find_files(inputs, format, exclude)
+        return _find_files(inputs, format, exclude, ids)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
 
-def _find_files(inputs: list[str], format: Format, exclude: Path) -> InputFiles:
+def _find_files(
+    inputs: list[str], format: Format, exclude: Path, ids: IdRules | None
+) -> InputFiles:
     files: list[InputFile] = []
     ignored: Counter[str] = Counter()
     for address in inputs:
+        if format == "ids" and address.endswith(".idx"):  # the .bin file stands for the pair
+            address = address.removesuffix(".idx") + ".bin"  # noqa: PLW2901
         entries, is_file = _list_entries(address, exclude)
+        if format == "ids":
+            entries = _without_indexes(entries)
         if is_file:
             _reject_archive(entries[0])
         else:
@@ -93,7 +105,7 @@ def _find_files(inputs: list[str], format: Format, exclude: Path) -> InputFiles:
                 "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
                 "folders of any depth."
             )
-        files += [_input_file(entry, format) for entry in entries]
+        files += [_input_file(entry, format, ids) for entry in entries]
     _reject_ambiguous_names(files)
     require_json_lines(files)
     return InputFiles(files, ignored)
@@ -212,8 +224,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _input_file(entry: _Entry, format: Format) -> InputFile:
-    return InputFile(
+def _input_file(entry: _Entry, format: Format, ids: IdRules | None) -> InputFile:
+    file = InputFile(
         path=entry.path,
         name=os.fsencode(entry.name).decode("utf-8", errors="backslashreplace"),
         kind=kind_of(entry.path, entry.name, format),
@@ -221,18 +233,32 @@ def _input_file(entry: _Entry, format: Format) -> InputFile:
         size=entry.size,
         mark=entry.mark,
     )
+    return with_ids(file, ids) if ids else file
 
 
 def _is_ignored(name: str, format: Format, ignored: Counter[str]) -> bool:
     """Whether a file in a folder is ignored; if so, counts it in `ignored`."""
     suffix = suffix_of(name)
-    wanted = () if format == "auto" else FORMATS[format].suffixes
+    wanted = () if format == "auto" else suffixes_of(format)
     binary = _NOT_TEXT | _ARCHIVES
     if format not in ("auto", "parquet"):
         binary = binary | set(FORMATS["parquet"].suffixes)
     skip = suffix.name not in wanted if wanted else suffix.name in binary
     ignored[str(suffix)] += skip
     return skip
+
+
+def _without_indexes(entries: list[_Entry]) -> list[_Entry]:
+    """Drop the .idx files of pairs. Raises DataError for one without its .bin file."""
+    paths = {entry.path for entry in entries}
+    for entry in entries:
+        pair = entry.path.removesuffix(".idx") + ".bin"
+        if entry.path.endswith(".idx") and pair not in paths:
+            raise DataError(
+                f"{shown(entry.path)} is an index without its {shown(pair)}. Copy that, too, or "
+                "remove the index from the input."
+            )
+    return [entry for entry in entries if not entry.path.endswith(".idx")]
 
 
 def _list_ignored(ignored: Counter[str]) -> str:

@@ -35,6 +35,8 @@ class Record:
     line: int
     sha256: bytes = field(repr=False)
     """Of the UTF-8 bytes of the text, also when `text` is None."""
+    num_text_bytes: int | None = None
+    """UTF-8 bytes of the text, if they differ from `size` and `text` is None."""
 
     @classmethod
     def of(cls, text: str, *, offset: int, size: int, line: int) -> Self:

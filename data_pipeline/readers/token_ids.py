@@ -1,0 +1,169 @@
+"""Token ids as documents: which integers are valid, and the text that stands for them.
+
+A document of ids has a text like any other document: its ids as decimal numbers, with one blank
+between two, "60 62 64". Everything after the readers (hashes, deduplication, shuffling, resuming)
+therefore treats both alike, and `tokenizers/ids.py` encodes this text to the same ids.
+
+The end-of-document id may stand at the beginning and end of a document, as some programs write it.
+It is dropped there, because every tokenized document gets one. Inside a document it is an error.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_pipeline.readers.records import (
+    HELD_BYTES,
+    MAX_RECORD_BYTES,
+    BadRecordError,
+    Record,
+    Reject,
+)
+from data_pipeline.readers.source import Source, too_long_error
+
+
+@dataclass(frozen=True, slots=True)
+class IdRules:
+    """The ids that an input may contain, and how raw arrays store them."""
+
+    vocab_size: int
+    end_of_document: int
+    dtype: str = ""
+    """NumPy name of the integers of an array file, such as "<u2"; "" if unknown."""
+
+
+def text_of_array(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> str:
+    """The text of a 1-D array of integers.
+
+    Raises BadRecordError for an id outside the vocabulary. `position` is that of the first id in
+    its document.
+    """
+    _require_known(ids, rules, position)
+    return " ".join(map(str, ids.tolist()))
+
+
+def _require_known(ids: np.ndarray, rules: IdRules, position: int) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= rules.vocab_size):
+        first = int(np.flatnonzero((ids < 0) | (ids >= rules.vocab_size))[0])
+        raise _outside(ids[first], position + first, rules)
+
+
+def text_of_value(value: object, rules: IdRules, name: str) -> str:
+    """The text of a list of integers, the value of `name`. Raises BadRecordError."""
+    if not isinstance(value, list):
+        kind = "null" if value is None else type(value).__name__
+        raise BadRecordError(0, f'"{name}" is not a list of token ids but {kind}')
+    for position, each in enumerate(value):
+        if type(each) is not int:  # bool is an int, too
+            hint = "; give every track a line" if isinstance(each, list) else ""
+            kind = "null" if each is None else type(each).__name__
+            reason = f'"{name}" has {kind} at position {position}, not a token id{hint}'
+            raise BadRecordError(0, reason)
+        if not 0 <= each < rules.vocab_size:
+            raise _outside(each, position, rules)
+    return text_of_document(np.array(value, dtype=np.int64), rules)
+
+
+def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
+    """As `text_of_array`, for a whole document: drops the end-of-document id at both ends.
+
+    Raises BadRecordError also for the end-of-document id inside the document.
+    """
+    _require_known(ids, rules, 0)
+    first, stop = content_bounds(ids, rules)
+    return text_of_array(ids[first:stop], rules, position=first)
+
+
+def content_bounds(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> tuple[int, int]:
+    """[first, stop) of the ids without the end-of-document id at both ends; (0, 0) if none is left.
+
+    Raises BadRecordError for the end-of-document id inside. `position` is that of the first id.
+    """
+    content = np.flatnonzero(ids != rules.end_of_document)
+    if not content.size:
+        return 0, 0
+    first, last = int(content[0]), int(content[-1])
+    if last - first + 1 != content.size:
+        gap = int(np.flatnonzero(np.diff(content) > 1)[0])
+        raise _inner_end(position + int(content[gap]) + 1, rules)
+    return first, last + 1
+
+
+def _outside(id_: object, position: int, rules: IdRules) -> BadRecordError:
+    return BadRecordError(
+        0,
+        f"token id {str(id_)[:40]} at position {position:,} is not in the vocabulary: "
+        f"--vocab-size {rules.vocab_size} has ids 0 to {rules.vocab_size - 1}",
+    )
+
+
+def _inner_end(position: int, rules: IdRules) -> BadRecordError:
+    return BadRecordError(
+        0,
+        f"the end-of-document id {rules.end_of_document} at position {position:,} is inside the "
+        "document; split the document there",
+    )
+
+
+class IdDocument:
+    """Builds the Record of a document of ids that is a byte range of the file, array by array.
+
+    In a rereadable file, a text above HELD_BYTES is not held: the record has its hash only.
+    """
+
+    def __init__(self, source: Source, rules: IdRules, offset: int, line: int) -> None:
+        self._source, self._rules, self._line = source, rules, line
+        self._offset, self._size = offset, 0  # in bytes of the file, without outer end ids
+        self._position = 0  # ids seen
+        self._end_at: int | None = None  # position of an end-of-document id after the content
+        self._parts: list[str] = []
+        self._text_bytes = 0
+        self._sha256 = hashlib.sha256()
+        self._is_held = True
+        self._error: BadRecordError | None = None
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append ids, 1-D."""
+        if not self._error:
+            try:
+                self._add_content(ids)
+            except BadRecordError as error:
+                self._error, self._parts = error, []
+        self._position += len(ids)
+
+    def _add_content(self, ids: np.ndarray) -> None:
+        first, stop = content_bounds(ids, self._rules, position=self._position)
+        if self._size and self._end_at is None and ids.size and (first or not stop):
+            self._end_at = self._position
+        if not stop:
+            return
+        if self._end_at is not None:
+            raise _inner_end(self._end_at, self._rules)
+        body = ids[first:stop]
+        text = text_of_array(body, self._rules, position=self._position + first)
+        self._add_text(" " + text if self._size else text)
+        if not self._size:
+            self._offset += (self._position + first) * ids.itemsize
+        self._size += body.nbytes
+        if stop < len(ids):
+            self._end_at = self._position + stop
+
+    def _add_text(self, text: str) -> None:
+        self._sha256.update(text.encode())
+        self._text_bytes += len(text)
+        if self._is_held:
+            self._parts.append(text)
+        if self._source.rereadable and self._text_bytes > HELD_BYTES:
+            self._is_held, self._parts = False, []
+        elif self._text_bytes > MAX_RECORD_BYTES and not self._source.rereadable:
+            raise too_long_error()
+
+    def build(self) -> Record | Reject:
+        """The document of all ids that were added."""
+        if self._error:
+            return self._source.reject(self._line, self._offset, self._error.reason)
+        text = "".join(self._parts) if self._is_held else None
+        return Record(
+            text, self._offset, self._size, self._line, self._sha256.digest(), self._text_bytes
+        )

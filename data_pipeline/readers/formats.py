@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from data_pipeline.errors import UnfinishedError
+from data_pipeline.readers.arrow import read_arrow
+from data_pipeline.readers.csv_rows import read_csv
 from data_pipeline.readers.id_arrays import read_bin, read_id_chunks, read_npy, read_npz
 from data_pipeline.readers.id_json import read_id_json
 from data_pipeline.readers.jsonl import read_jsonl, text_of_line
@@ -26,6 +28,7 @@ from data_pipeline.readers.records import (
     decode,
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source
+from data_pipeline.readers.tar import read_tar
 from data_pipeline.readers.text import read_text
 from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.readers.wikitext import read_wikitext
@@ -52,6 +55,9 @@ class FileFormat:
     """(bytes of the record, text key, rules of ids) -> text. None if that is not possible."""
     by_range: bool = False
     """Whether `read` respects `start` and `stop` of the source and counts `lines`."""
+    in_folders: bool = True
+    """Whether "auto" reads these suffixes as this kind also in folders, not only by name or
+    pattern. Folders of source code have .csv and .tar files that are no corpora."""
 
 
 def _decode_raw(raw: bytes, _text_key: str, _ids: IdRules | None) -> str:
@@ -74,6 +80,9 @@ FORMATS: dict[Kind, FileFormat] = {
     ),
     "parquet": FileFormat(read=read_parquet, suffixes=(".parquet", ".pq")),
     "wikitext": FileFormat(read=read_wikitext, read_again=_decode_raw, by_range=True),
+    "tar": FileFormat(read=read_tar, suffixes=(".tar",), in_folders=False),
+    "arrow": FileFormat(read=read_arrow, suffixes=(".arrow",)),
+    "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
 }
 ID_FORMATS: dict[Kind, FileFormat] = {
     "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson")),
@@ -81,6 +90,8 @@ ID_FORMATS: dict[Kind, FileFormat] = {
     "npy": FileFormat(read=read_npy, suffixes=(".npy",), read_again=_decode_ids, by_range=True),
     "npz": FileFormat(read=read_npz, suffixes=(".npz",)),
     "parquet": FORMATS["parquet"],
+    "arrow": FORMATS["arrow"],
+    "tar": FORMATS["tar"],
     "megatron": FileFormat(read=read_megatron, read_again=_decode_ids, by_range=True),
     "bin": FileFormat(read=read_bin, suffixes=(".bin",), read_again=_decode_ids, by_range=True),
 }
@@ -135,6 +146,11 @@ class InputFile:
     def holds_arrays(self) -> bool:
         """Whether the bytes at a record's offset are its token ids."""
         return self.format.read_again is _decode_ids
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether its documents have names instead of line numbers (`Record.key`)."""
+        return self.kind == "tar"
 
     @property
     def _lacks_dtype(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.expansion import require_plausible_size
-from data_pipeline.readers.records import BrokenStreamError, Record, Reject
+from data_pipeline.readers.records import BadRecordError, BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import CHUNK_BYTES, Source
 from data_pipeline.readers.token_ids import IdDocument, IdRules, text_of_array
 from data_pipeline.storage.open_source import Compression, open_source
@@ -86,6 +86,20 @@ def read_id_chunks(stream: BinaryIO, num_bytes: int, rules: IdRules) -> Iterator
     for ids in _chunks_of(stream, num_bytes, dtype, 0):
         yield separator + text_of_array(ids, rules)
         separator = " "
+
+
+def ids_of_npy(raw: bytes) -> np.ndarray:
+    """The ids of an array of one dimension in the .npy format. Raises BadRecordError."""
+    stream = io.BytesIO(raw)
+    try:
+        start, dtype, shape = _read_header(stream, "")
+    except BrokenStreamError as error:
+        raise BadRecordError(0, error.reason) from None
+    if len(shape) != 1:
+        raise BadRecordError(0, f"the array has shape {shape}, a document has one dimension")
+    if len(raw) - start != shape[0] * dtype.itemsize:
+        raise BadRecordError(0, f"the array of {shape[0]:,} ids has {len(raw) - start:,} bytes")
+    return np.frombuffer(raw, dtype, offset=start)
 
 
 def sized_documents(

@@ -2,7 +2,9 @@
 
 `--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd) and then decides:
 
-- .jsonl, .ndjson, .json: jsonl; .parquet, .pq: parquet (the `suffixes` of `FORMATS`)
+- .jsonl, .ndjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow (the `suffixes` of `FORMATS`)
+- .tar, .tgz: tar; .csv, .tsv, .tab: csv; only if given by name or pattern. In folders, archives are
+  ignored, and the others are text.
 - .tokens, or "wiki" in the name: wikitext if the first line that is not blank is ` = Title = `,
   else text
 - all other files: text. The kind `lines` is never chosen automatically.
@@ -60,12 +62,14 @@ class Suffix(NamedTuple):
 
 def suffix_of(name: str) -> Suffix:
     stem, last = posixpath.splitext(name.lower())
+    if last == ".tgz":
+        return Suffix(".tar", ".gz")
     if last in _COMPRESSIONS:
         return Suffix(posixpath.splitext(stem)[1], last)
     return Suffix(last, "")
 
 
-def kind_of(path: str, name: str, format: Format) -> Kind:
+def kind_of(path: str, name: str, format: Format, *, in_folder: bool = False) -> Kind:
     """The kind of the file at `path` for a `--format`; see the module docstring for "auto"."""
     suffix = suffix_of(name)
     if format == "ids":
@@ -73,7 +77,7 @@ def kind_of(path: str, name: str, format: Format) -> Kind:
     if format != "auto":
         return format
     for kind, file_format in FORMATS.items():
-        if suffix.name in file_format.suffixes:
+        if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             return kind
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in posixpath.basename(name).lower()
     first = _first_lines(path, suffix.compression, MAX_TITLE_BYTES + 1) if may_be_wikitext else []

@@ -148,6 +148,7 @@ BAD_SAMPLES = {
 }  # fmt: skip
 
 
+@pytest.mark.fault_row(21)
 @pytest.mark.parametrize(("bad", "reason"), BAD_SAMPLES.values(), ids=BAD_SAMPLES)
 def test_a_bad_sample_is_rejected_and_the_others_are_kept(
     tmp_path: Path, bad: bytes, reason: str
@@ -198,6 +199,7 @@ BAD_ARCHIVES = {
 }  # fmt: skip
 
 
+@pytest.mark.fault_row(21)
 @pytest.mark.parametrize(("content", "reason"), BAD_ARCHIVES.values(), ids=BAD_ARCHIVES)
 def test_a_hostile_archive_is_refused_by_name(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "in.tar").write_bytes(content)

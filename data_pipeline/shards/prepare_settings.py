@@ -40,7 +40,9 @@ class PrepareSettings(StrictModel):
     vocab_size: Annotated[int, Field(ge=2, le=2**20)] | None = None
     """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
     # The two options of ids are left out if they are null, so that other manifests do not change.
-    end_of_document: Annotated[int, Field(ge=0, exclude_if=_is_none)] | None = None
+    end_of_document: Annotated[Annotated[int, Field(ge=0)] | None, Field(exclude_if=_is_none)] = (
+        None
+    )
     """Format ids: the id that begins documents, and separates them in arrays."""
     dtype: Annotated[IdType | None, Field(exclude_if=_is_none)] = None
     """Format ids: the type of the integers in raw .bin files, little-endian."""

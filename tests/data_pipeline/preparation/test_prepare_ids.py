@@ -56,6 +56,13 @@ def test_the_same_bytes_in_any_order_of_units_and_after_a_stop(
     assert sorted(both) == sorted([END, *document] for document in DOCUMENTS)
 
 
+def test_the_settings_of_ids_are_stored_only_with_ids(tmp_path: Path) -> None:
+    options = {"end_of_document", "dtype"}
+    assert not options & PrepareSettings().model_dump().keys(), "other manifests stay the same"
+    assert options <= SETTINGS.model_dump().keys()
+    assert PrepareSettings.model_validate_json(SETTINGS.model_dump_json()) == SETTINGS
+
+
 def test_a_bad_document_is_named_and_a_raised_limit_skips_it(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     WRITERS["jsonl"](source, [[1], [2, 3, VOCAB_SIZE], [4]])

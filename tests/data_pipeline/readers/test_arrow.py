@@ -91,10 +91,10 @@ def test_bad_rows_are_rejected_one_by_one(tmp_path: Path, kind: pa.DataType) -> 
 
 def test_a_damaged_file_never_raises_crashes_or_loses_rows_silently(tmp_path: Path) -> None:
     path = tmp_path / "in.arrow"
-    for size in range(0, len(TABLE), 31):
+    for size in range(0, len(TABLE), 101):
         path.write_bytes(TABLE[:size])
         assert isinstance(read(one_file(path))[-1], Reject), size
-    for at in range(0, len(TABLE), 5):
+    for at in range(0, len(TABLE), 23):
         path.write_bytes(TABLE[:at] + bytes([TABLE[at] ^ 0xA4]) + TABLE[at + 1 :])
         records = read(one_file(path))
         assert len(records) >= len(VALUES) or isinstance(records[-1], Reject), at

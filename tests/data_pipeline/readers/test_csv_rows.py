@@ -15,7 +15,7 @@ from tests.data_pipeline.readers.reading import one_file, read, texts
 FIELDS = st.text(st.sampled_from('ab",\t\n\r\u2028é '), max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(rows=st.lists(st.tuples(FIELDS, FIELDS), min_size=1), suffix=st.sampled_from(["csv", "tsv"]))
 def test_what_a_writer_wrote_is_read(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], suffix: str

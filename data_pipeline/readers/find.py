@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.arrow_directories import only_data_files
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
-from data_pipeline.readers.id_files import with_ids
+from data_pipeline.readers.id_files import with_ids, without_indexes
 from data_pipeline.readers.kinds import kind_of, require_json_lines, suffix_of
 from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.storage.source_errors import SourceError
@@ -94,7 +94,7 @@ def _find_files(
             address = address.removesuffix(".idx") + ".bin"  # noqa: PLW2901
         entries, is_file = _list_entries(address, exclude)
         if format == "ids":
-            entries = _without_indexes(entries)
+            entries = without_indexes(entries)
         in_folder = not is_file and not _is_pattern(address)
         if is_file:
             _reject_archive(entries[0], format)
@@ -258,19 +258,6 @@ def _is_ignored(name: str, format: Format, ignored: Counter[str], *, in_folder: 
     skip = suffix.name not in wanted if wanted else suffix.name in binary
     ignored[str(suffix)] += skip
     return skip
-
-
-def _without_indexes(entries: list[_Entry]) -> list[_Entry]:
-    """Drop the .idx files of pairs. Raises DataError for one without its .bin file."""
-    paths = {entry.path for entry in entries}
-    for entry in entries:
-        pair = entry.path.removesuffix(".idx") + ".bin"
-        if entry.path.endswith(".idx") and pair not in paths:
-            raise DataError(
-                f"{shown(entry.path)} is an index without its {shown(pair)}. Copy that, too, or "
-                "remove the index from the input."
-            )
-    return [entry for entry in entries if not entry.path.endswith(".idx")]
 
 
 def _list_ignored(ignored: Counter[str]) -> str:

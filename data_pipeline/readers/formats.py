@@ -9,15 +9,14 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 from data_pipeline.errors import UnfinishedError
 from data_pipeline.readers.arrow import read_arrow
 from data_pipeline.readers.csv_rows import read_csv
-from data_pipeline.readers.id_arrays import read_bin, read_id_chunks, read_npy, read_npz
 from data_pipeline.readers.id_json import read_id_json
 from data_pipeline.readers.jsonl import read_jsonl, text_of_line
 from data_pipeline.readers.lines import read_lines
-from data_pipeline.readers.megatron import read_megatron
 from data_pipeline.readers.parquet import read_parquet
 from data_pipeline.readers.records import (
     BadRecordError,
@@ -65,8 +64,19 @@ def _decode_raw(raw: bytes, _text_key: str, _ids: IdRules | None) -> str:
 
 
 def _decode_ids(raw: bytes, _text_key: str, ids: IdRules | None) -> str:
+    from data_pipeline.readers.id_arrays import read_id_chunks
+
     assert ids
     return "".join(read_id_chunks(io.BytesIO(raw), len(raw), ids))
+
+
+def _read_later(module: str, function: str) -> Callable[[Source], Iterator[Record | Reject]]:
+    """A reader whose module is imported with the first file: numpy would slow down `txl --help`."""
+
+    def read(source: Source) -> Iterator[Record | Reject]:
+        yield from getattr(import_module(f"data_pipeline.readers.{module}"), function)(source)
+
+    return read
 
 
 FORMATS: dict[Kind, FileFormat] = {
@@ -87,13 +97,25 @@ FORMATS: dict[Kind, FileFormat] = {
 ID_FORMATS: dict[Kind, FileFormat] = {
     "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson")),
     "json": FileFormat(read=read_id_json, suffixes=(".json",)),
-    "npy": FileFormat(read=read_npy, suffixes=(".npy",), read_again=_decode_ids, by_range=True),
-    "npz": FileFormat(read=read_npz, suffixes=(".npz",)),
+    "npy": FileFormat(
+        read=_read_later("id_arrays", "read_npy"),
+        suffixes=(".npy",),
+        read_again=_decode_ids,
+        by_range=True,
+    ),
+    "npz": FileFormat(read=_read_later("id_arrays", "read_npz"), suffixes=(".npz",)),
     "parquet": FORMATS["parquet"],
     "arrow": FORMATS["arrow"],
     "tar": FORMATS["tar"],
-    "megatron": FileFormat(read=read_megatron, read_again=_decode_ids, by_range=True),
-    "bin": FileFormat(read=read_bin, suffixes=(".bin",), read_again=_decode_ids, by_range=True),
+    "megatron": FileFormat(
+        read=_read_later("megatron", "read_megatron"), read_again=_decode_ids, by_range=True
+    ),
+    "bin": FileFormat(
+        read=_read_later("id_arrays", "read_bin"),
+        suffixes=(".bin",),
+        read_again=_decode_ids,
+        by_range=True,
+    ),
 }
 """The kinds of files that `--format ids` reads, with token ids instead of text."""
 
@@ -261,6 +283,8 @@ def read_text_chunks(
     `read_again` does, possibly after some chunks.
     """
     if file.holds_arrays and file.ids:
+        from data_pipeline.readers.id_arrays import read_id_chunks
+
         with open(file.path, "rb") as stream:  # noqa: PTH123
             stream.seek(place[0])
             yield from read_id_chunks(stream, place[1], file.ids)

@@ -19,9 +19,10 @@ import numpy as np
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.expansion import require_plausible_size
+from data_pipeline.readers.id_documents import IdDocument, text_of_array
 from data_pipeline.readers.records import BadRecordError, BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import CHUNK_BYTES, Source
-from data_pipeline.readers.token_ids import IdDocument, IdRules, text_of_array
+from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.storage.open_source import Compression, open_source
 from data_pipeline.storage.source_errors import reject_reason
 
@@ -31,7 +32,7 @@ _MAX_HEADER_BYTES = 2**16
 
 def read_bin(source: Source) -> Iterator[Record | Reject]:
     """A raw file of ids of type `source.ids.dtype`."""
-    rules = rules_of(source)
+    rules = source.id_rules
     yield from _separated(source, source.stream, rules, np.dtype(rules.dtype), 0, None)
 
 
@@ -65,11 +66,6 @@ def read_npz(source: Source) -> Iterator[Record | Reject]:
             raise
         reason = printable(str(error))[:200]
         raise BrokenStreamError(source.lines, 0, f"damaged .npz file: {reason}") from error
-
-
-def rules_of(source: Source) -> IdRules:
-    assert source.ids, "this kind of file holds token ids"
-    return source.ids
 
 
 def stored_dtype(path: str, compression: Compression) -> str:
@@ -106,7 +102,7 @@ def sized_documents(
     source: Source, dtype: np.dtype, starts: np.ndarray, num_bytes: np.ndarray
 ) -> Iterator[Record | Reject]:
     """Documents at these consecutive places, in bytes of the stream, which is at the first one."""
-    rules, stream = rules_of(source), source.stream
+    rules, stream = source.id_rules, source.stream
     wanted = (starts >= source.start) & (starts < source.stop)
     first = int(wanted.argmax()) if wanted.any() else 0
     if first:
@@ -124,7 +120,7 @@ def _array(source: Source, stream: BinaryIO, name: str) -> Iterator[Record | Rej
     start, dtype, shape = _read_header(stream, name)
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if len(shape) == 1:
-        yield from _separated(source, stream, rules_of(source), dtype, start, start + size)
+        yield from _separated(source, stream, source.id_rules, dtype, start, start + size)
     else:
         yield from _rows(source, stream, dtype, start, shape)
     if source.stop < start + size:
@@ -138,7 +134,7 @@ def _array(source: Source, stream: BinaryIO, name: str) -> Iterator[Record | Rej
 def _rows(
     source: Source, stream: BinaryIO, dtype: np.dtype, start: int, shape: tuple[int, ...]
 ) -> Iterator[Record | Reject]:
-    rules, row_bytes = rules_of(source), shape[1] * dtype.itemsize
+    rules, row_bytes = source.id_rules, shape[1] * dtype.itemsize
     # Rows that start in the range; ceiling divisions.
     if not row_bytes:
         return

@@ -2,17 +2,56 @@
 
 import os
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers.formats import InputFile
-from data_pipeline.readers.id_arrays import stored_dtype
-from data_pipeline.readers.megatron import index_dtype, index_path
 from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.storage.urls import scheme_of, shown
+from data_pipeline.storage.urls import file_system, retry_request, scheme_of, shown
+
+
+class _Entry(Protocol):
+    @property
+    def path(self) -> str: ...
+
+
+E = TypeVar("E", bound=_Entry)
+
+
+def index_path(path: str) -> str:
+    """The path or URL of the .idx file that belongs to a .bin file."""
+    return path.removesuffix(".bin") + ".idx"
+
+
+def has_index(path: str) -> bool:
+    """Whether the file at `path` is the .bin file of a pair."""
+    other = index_path(path)
+    if not path.endswith(".bin"):
+        return False
+    if not scheme_of(path):
+        return os.path.exists(other)  # noqa: PTH110 - as the other checks of listed files
+    system = file_system(other)
+    return bool(retry_request(lambda: system.exists(other)))
+
+
+def without_indexes(entries: list[E]) -> list[E]:
+    """Drop the .idx files of pairs. Raises DataError for one without its .bin file."""
+    paths = {entry.path for entry in entries}
+    for entry in entries:
+        pair = entry.path.removesuffix(".idx") + ".bin"
+        if entry.path.endswith(".idx") and pair not in paths:
+            raise DataError(
+                f"{shown(entry.path)} is an index without its {shown(pair)}. Copy that, too, or "
+                "remove the index from the input."
+            )
+    return [entry for entry in entries if not entry.path.endswith(".idx")]
 
 
 def with_ids(file: InputFile, rules: IdRules) -> InputFile:
     """`file` with the rules for its ids. Raises ConfigError for a raw file without --dtype."""
+    from data_pipeline.readers.id_arrays import stored_dtype
+    from data_pipeline.readers.megatron import index_dtype
+
     dtype, mark = "", file.mark
     is_plain = not file.compression and not scheme_of(file.path)
     if file.kind == "bin":

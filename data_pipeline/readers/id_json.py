@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_pipeline.errors import printable
-from data_pipeline.readers.id_arrays import rules_of
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
@@ -39,7 +38,7 @@ def read_id_json(source: Source) -> Iterator[Record | Reject]:
     is_nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
     for line, each in enumerate(value if is_nested else [value], start=int(is_nested)):
         try:
-            text = text_of_value(each, rules_of(source), source.text_key)
+            text = text_of_value(each, source.id_rules, source.text_key)
         except BadRecordError as error:
             yield source.reject(line, 0, error.reason)
         else:

@@ -32,7 +32,7 @@ from data_pipeline.readers.formats import (
     Kind,
     suffixes_of,
 )
-from data_pipeline.readers.megatron import has_index
+from data_pipeline.readers.id_files import has_index
 from data_pipeline.readers.wikitext import MAX_TITLE_BYTES, is_title
 from data_pipeline.storage.open_source import Compression, open_source
 from data_pipeline.storage.urls import scheme_of, shown

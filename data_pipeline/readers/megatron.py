@@ -13,7 +13,6 @@ Layout of the .idx file, little-endian, of S sequences and D bounds of documents
 Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
-import os
 import struct
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
@@ -21,11 +20,11 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from data_pipeline.readers.id_arrays import sized_documents
+from data_pipeline.readers.id_files import index_path
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import Source, read_exactly
 from data_pipeline.storage.open_source import open_source
 from data_pipeline.storage.source_errors import reject_reason
-from data_pipeline.storage.urls import file_system, retry_request, scheme_of
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"
@@ -37,22 +36,6 @@ class _Index(NamedTuple):
     dtype: np.dtype
     starts: np.ndarray  # int64 [documents]: byte offset of each document
     num_bytes: np.ndarray  # int64 [documents]
-
-
-def index_path(path: str) -> str:
-    """The path or URL of the .idx file that belongs to a .bin file."""
-    return path.removesuffix(".bin") + ".idx"
-
-
-def has_index(path: str) -> bool:
-    """Whether the file at `path` is the .bin file of a pair."""
-    other = index_path(path)
-    if not path.endswith(".bin"):
-        return False
-    if not scheme_of(path):
-        return os.path.exists(other)  # noqa: PTH110 - as the other checks of listed files
-    system = file_system(other)
-    return bool(retry_request(lambda: system.exists(other)))
 
 
 def read_megatron(source: Source) -> Iterator[Record | Reject]:

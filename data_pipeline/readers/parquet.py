@@ -18,7 +18,6 @@ from data_pipeline.readers.records import (
     did_you_mean,
 )
 from data_pipeline.readers.source import Source, too_long_error
-from data_pipeline.readers.token_ids import text_of_document
 from data_pipeline.storage.source_errors import SourceError
 
 _BATCH_BYTES = 8 * 2**20
@@ -130,10 +129,11 @@ def record_of_value(source: Source, row: int, value: Any) -> Record | Reject:
 
 def _ids_of_value(source: Source, value: Any) -> str | None:
     """The text of a list of ids; None for null. Raises BadRecordError."""
-    assert source.ids
+    from data_pipeline.readers.id_documents import text_of_document
+
     if not value.is_valid:
         return None
     values = value.values
     if values.null_count:
         raise BadRecordError(0, f'"{source.text_key}" has null among its ids')
-    return text_of_document(values.to_numpy(zero_copy_only=False), source.ids)
+    return text_of_document(values.to_numpy(zero_copy_only=False), source.id_rules)

@@ -50,6 +50,12 @@ class Source:
     stored_bytes: int = 0
     """Size of the file before decompression; 0 if unknown."""
 
+    @property
+    def id_rules(self) -> "IdRules":
+        """`ids` of a kind of file that only holds token ids."""
+        assert self.ids
+        return self.ids
+
     def reject(self, line: int, byte: int, reason: str) -> Reject:
         return Reject(self.name, line, byte, reason)
 

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from data_pipeline.errors import printable
-from data_pipeline.readers.id_arrays import ids_of_npy
 from data_pipeline.readers.jsonl import text_of_line
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
@@ -31,7 +30,6 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import Source, too_long_error
 from data_pipeline.readers.tar_members import Member, TarReader
-from data_pipeline.readers.token_ids import text_of_document
 
 _MAX_SAMPLES = 2**22
 _MAX_KEY_BYTES = 4096
@@ -151,4 +149,8 @@ def _text_of(source: Source, content: bytes, extension: str, *, is_text_key: boo
         return decode(content)
     if extension != "npy" and not extension.endswith(".npy"):
         raise BadRecordError(0, f"member .{printable(extension)[:40]} is not .npy, .json or .jsonl")
+    # Imported here: numpy is slow to import, and only these members need it.
+    from data_pipeline.readers.id_arrays import ids_of_npy
+    from data_pipeline.readers.id_documents import text_of_document
+
     return text_of_document(ids_of_npy(content), source.ids)

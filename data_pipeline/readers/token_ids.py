@@ -6,22 +6,13 @@ therefore treats both alike, and `tokenizers/ids.py` encodes this text to the sa
 
 The end-of-document id may stand at the beginning and end of a document, as some programs write it.
 It is dropped there, because every tokenized document gets one. Inside a document it is an error.
+
+Arrays of ids are in `id_documents.py`: this module loads no numpy, so that `txl --help` is fast.
 """
 
-import functools
-import hashlib
 from dataclasses import dataclass
 
-import numpy as np
-
-from data_pipeline.readers.records import (
-    HELD_BYTES,
-    MAX_RECORD_BYTES,
-    BadRecordError,
-    Record,
-    Reject,
-)
-from data_pipeline.readers.source import Source, too_long_error
+from data_pipeline.readers.records import BadRecordError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +23,6 @@ class IdRules:
     end_of_document: int
     dtype: str = ""
     """NumPy name of the integers of an array file, such as "<u2"; "" if unknown."""
-
-
-def text_of_array(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> str:
-    """The text of a 1-D array of integers.
-
-    Raises BadRecordError for an id outside the vocabulary. `position` is that of the first id in
-    its document.
-    """
-    _require_known(ids, rules, position)
-    return " ".join(_decimals(rules.vocab_size)[ids].tolist())
-
-
-@functools.lru_cache(maxsize=1)
-def _decimals(vocab_size: int) -> np.ndarray:
-    """str [vocab_size]. Looking up a number takes half the time of writing it."""
-    return np.array([str(id_) for id_ in range(vocab_size)], dtype=object)
-
-
-def _require_known(ids: np.ndarray, rules: IdRules, position: int) -> None:
-    if ids.size and (ids.min() < 0 or ids.max() >= rules.vocab_size):
-        first = int(np.flatnonzero((ids < 0) | (ids >= rules.vocab_size))[0])
-        raise _outside(ids[first], position + first, rules)
 
 
 def text_of_value(value: object, rules: IdRules, name: str) -> str:
@@ -68,36 +37,19 @@ def text_of_value(value: object, rules: IdRules, name: str) -> str:
             reason = f'"{name}" has {kind} at position {position}, not a token id{hint}'
             raise BadRecordError(0, reason)
         if not 0 <= each < rules.vocab_size:
-            raise _outside(each, position, rules)
-    return text_of_document(np.array(value, dtype=np.int64), rules)
+            raise outside(each, position, rules)
+    first, stop = 0, len(value)
+    while first < stop and value[first] == rules.end_of_document:
+        first += 1
+    while first < stop and value[stop - 1] == rules.end_of_document:
+        stop -= 1
+    content = value[first:stop]
+    if rules.end_of_document in content:
+        raise inner_end(first + content.index(rules.end_of_document), rules)
+    return " ".join(map(str, content))
 
 
-def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
-    """As `text_of_array`, for a whole document: drops the end-of-document id at both ends.
-
-    Raises BadRecordError also for the end-of-document id inside the document.
-    """
-    _require_known(ids, rules, 0)
-    first, stop = content_bounds(ids, rules)
-    return text_of_array(ids[first:stop], rules, position=first)
-
-
-def content_bounds(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> tuple[int, int]:
-    """[first, stop) of the ids without the end-of-document id at both ends; (0, 0) if none is left.
-
-    Raises BadRecordError for the end-of-document id inside. `position` is that of the first id.
-    """
-    content = np.flatnonzero(ids != rules.end_of_document)
-    if not content.size:
-        return 0, 0
-    first, last = int(content[0]), int(content[-1])
-    if last - first + 1 != content.size:
-        gap = int(np.flatnonzero(np.diff(content) > 1)[0])
-        raise _inner_end(position + int(content[gap]) + 1, rules)
-    return first, last + 1
-
-
-def _outside(id_: object, position: int, rules: IdRules) -> BadRecordError:
+def outside(id_: object, position: int, rules: IdRules) -> BadRecordError:
     return BadRecordError(
         0,
         f"token id {str(id_)[:40]} at position {position:,} is not in the vocabulary: "
@@ -105,72 +57,9 @@ def _outside(id_: object, position: int, rules: IdRules) -> BadRecordError:
     )
 
 
-def _inner_end(position: int, rules: IdRules) -> BadRecordError:
+def inner_end(position: int, rules: IdRules) -> BadRecordError:
     return BadRecordError(
         0,
         f"the end-of-document id {rules.end_of_document} at position {position:,} is inside the "
         "document; split the document there",
     )
-
-
-class IdDocument:
-    """Builds the Record of a document of ids that is a byte range of the file, array by array.
-
-    In a rereadable file, a text above HELD_BYTES is not held: the record has its hash only.
-    """
-
-    def __init__(self, source: Source, rules: IdRules, offset: int, line: int) -> None:
-        self._source, self._rules, self._line = source, rules, line
-        self._offset, self._size = offset, 0  # in bytes of the file, without outer end ids
-        self._position = 0  # ids seen
-        self._end_at: int | None = None  # position of an end-of-document id after the content
-        self._parts: list[str] = []
-        self._text_bytes = 0
-        self._sha256 = hashlib.sha256()
-        self._is_held = True
-        self._error: BadRecordError | None = None
-
-    def add(self, ids: np.ndarray) -> None:
-        """Append ids, 1-D."""
-        if not self._error:
-            try:
-                self._add_content(ids)
-            except BadRecordError as error:
-                self._error, self._parts = error, []
-        self._position += len(ids)
-
-    def _add_content(self, ids: np.ndarray) -> None:
-        first, stop = content_bounds(ids, self._rules, position=self._position)
-        if self._size and self._end_at is None and ids.size and (first or not stop):
-            self._end_at = self._position
-        if not stop:
-            return
-        if self._end_at is not None:
-            raise _inner_end(self._end_at, self._rules)
-        body = ids[first:stop]
-        text = text_of_array(body, self._rules, position=self._position + first)
-        self._add_text(" " + text if self._size else text)
-        if not self._size:
-            self._offset += (self._position + first) * ids.itemsize
-        self._size += body.nbytes
-        if stop < len(ids):
-            self._end_at = self._position + stop
-
-    def _add_text(self, text: str) -> None:
-        self._sha256.update(text.encode())
-        self._text_bytes += len(text)
-        if self._is_held:
-            self._parts.append(text)
-        if self._source.rereadable and self._text_bytes > HELD_BYTES:
-            self._is_held, self._parts = False, []
-        elif self._text_bytes > MAX_RECORD_BYTES and not self._source.rereadable:
-            raise too_long_error()
-
-    def build(self) -> Record | Reject:
-        """The document of all ids that were added."""
-        if self._error:
-            return self._source.reject(self._line, self._offset, self._error.reason)
-        text = "".join(self._parts) if self._is_held else None
-        return Record(
-            text, self._offset, self._size, self._line, self._sha256.digest(), self._text_bytes
-        )

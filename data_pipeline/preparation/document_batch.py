@@ -32,6 +32,7 @@ class DocumentBatch:
     location: np.ndarray  # uint64 [B, 3]: offset, size, line
     text_bytes: np.ndarray  # uint64 [B]
     text_hash: np.ndarray  # uint8 [B, TEXT_HASH_BYTES]: the first bytes of the text's sha256
+    keys: tuple[str, ...] = ()  # [B] `Record.key`; () if no document has one
 
     @classmethod
     def of(cls, index: InputIndex, numbers: np.ndarray) -> "DocumentBatch":
@@ -46,6 +47,7 @@ class DocumentBatch:
             location=index.location[numbers],
             text_bytes=index.text_bytes[numbers],
             text_hash=index.text_hash[numbers],
+            keys=tuple(index.keys[number] for number in numbers) if index.keys else (),
         )
 
     def __len__(self) -> int:
@@ -67,10 +69,13 @@ class DocumentBatch:
         arrays = (self.file, self.spill_unit, self.location, self.text_bytes, self.text_hash)
         for array in arrays:
             digest.update(array.tobytes())
+        if self.keys:
+            digest.update(json.dumps(self.keys).encode())
         return digest.hexdigest()
 
     def document_id(self, number: int) -> str:
-        return document_id(self.files[self.file[number]].name, int(self.location[number, 2]))
+        key = self.keys[number] if self.keys else ""
+        return document_id(self.files[self.file[number]].name, int(self.location[number, 2]), key)
 
     def read_text(self, number: int, staging: Path) -> Iterator[str]:
         """Yield the text of a document in consecutive fragments: it may be larger than memory.

@@ -6,6 +6,7 @@ its documents read again one by one.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import BinaryIO
@@ -51,6 +52,8 @@ class InputIndex:
         self.text_bytes = np.empty(0, np.uint64)  # uint64 [D]: UTF-8 bytes of the text
         # uint8 [D, TEXT_HASH_BYTES]: the first bytes of the text's sha256.
         self.text_hash = np.empty((0, TEXT_HASH_BYTES), np.uint8)
+        # Keys of documents in containers, "" for others; [] if no file has keys.
+        self.keys: list[str] = []
         self._first_of_unit = np.zeros(len(units) + 1, np.int64)
         self._digest = hashlib.sha256()
         self._reject_list = reject_list
@@ -60,12 +63,14 @@ class InputIndex:
         return len(self.file)
 
     def document_id(self, number: int) -> str:
-        return document_id(self.files[self.file[number]].name, int(self.location[number, 2]))
+        key = self.keys[number] if self.keys else ""
+        return document_id(self.files[self.file[number]].name, int(self.location[number, 2]), key)
 
     def document_ids(self) -> Iterator[str]:
         names = [file.name for file in self.files]
-        for file, line in zip(self.file, self.location[:, 2], strict=True):
-            yield document_id(names[file], int(line))
+        keys = self.keys or itertools.repeat("", len(self))
+        for file, line, key in zip(self.file, self.location[:, 2], keys, strict=True):
+            yield document_id(names[file], int(line), key)
 
     def unit_of(self, numbers: np.ndarray) -> np.ndarray:
         """The scan unit of each of these documents."""
@@ -99,6 +104,8 @@ class InputIndex:
         self.location = np.empty((total, 3), np.uint64)
         self.text_bytes = np.empty(total, np.uint64)
         self.text_hash = np.empty((total, TEXT_HASH_BYTES), np.uint8)
+        if any(file.has_keys for file in self.files):
+            self.keys = [""] * total
         file_lines = np.zeros(len(self.files), np.uint64)
         for number, unit in enumerate(self.units):
             rows = slice(self._first_of_unit[number], self._first_of_unit[number + 1])
@@ -139,6 +146,8 @@ class InputIndex:
         self.location[rows] = location[is_document]
         self.text_bytes[rows] = records["text_bytes"][is_document]
         self.text_hash[rows] = records["text_sha256"][is_document, :TEXT_HASH_BYTES]
+        if scan.keys:
+            self.keys[rows] = itertools.compress(scan.keys, is_document.tolist())
 
     def _update_digest(
         self, scan: ScanResult, file: np.ndarray, location: np.ndarray, shift: np.ndarray
@@ -153,7 +162,8 @@ class InputIndex:
                     reject = replace(reject, line=reject.line + int(shift[row]))
                 self._digest.update(b"rejected\0" + self._add_reject(reject))
             else:
-                id_ = document_id(self.files[number].name, line).encode()
+                key = scan.keys[row] if scan.keys else ""
+                id_ = document_id(self.files[number].name, line, key).encode()
                 sha256 = hashes[32 * row : 32 * row + 32]
                 self._digest.update(b"document\0" + id_ + b"\0" + sha256 + b"\n")
 
@@ -172,5 +182,6 @@ class InputIndex:
         return line
 
 
-def document_id(name: str, line: int) -> str:
-    return f"{name}:{line}" if line else name
+def document_id(name: str, line: int, key: str = "") -> str:
+    """FILE:key for a document with a key, else FILE:line, or FILE if the document is the file."""
+    return f"{name}:{key or line}" if line else name

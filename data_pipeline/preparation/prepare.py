@@ -89,7 +89,8 @@ def prepare_dataset(
     """Write the dataset of `inputs` to `out`, or return the complete one that is already there.
 
     Args:
-        tokenizer_file: required if and only if `settings.tokenizer` is "file".
+        tokenizer_file: required if `settings.tokenizer` is "file". For "ids" it may be given: the
+            names of the ids. Other tokenizers take none.
         max_reject_rate: fraction of records that may be unusable. They are listed in
             `rejects.jsonl`. Files that end early are accepted only with 1, because the number of
             records they lose is unknown.
@@ -102,7 +103,12 @@ def prepare_dataset(
     """
     started = time.monotonic()
     workers = workers or InProcess()
-    inputs_found = find_files([str(path) for path in inputs], format=settings.format, exclude=out)
+    inputs_found = find_files(
+        [str(path) for path in inputs],
+        format=settings.format,
+        exclude=out,
+        ids=settings.id_rules,
+    )
     files = inputs_found.files
     note(f"reading {list_read_as(inputs_found.read_as)}")
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)

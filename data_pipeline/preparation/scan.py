@@ -85,12 +85,16 @@ class ScanResult:
     records: np.ndarray  # RECORD [N]
     range_lines: np.ndarray  # int64 [F]: number of lines in each file range
     rejects: tuple[Reject, ...]  # [R]
+    keys: tuple[str, ...] = ()  # [N] `Record.key`, "" for rejects; () if there are none
 
     def to_bytes(self) -> bytes:
         fields = [(r.file, r.line, r.byte, r.reason, r.loses_rest) for r in self.rejects]
         rejects = np.frombuffer(json.dumps(fields).encode(), dtype=np.uint8)
         records = self.records.view(np.uint8)
-        return save({"records": records, "range_lines": self.range_lines, "rejects": rejects})
+        arrays = {"records": records, "range_lines": self.range_lines, "rejects": rejects}
+        if self.keys:
+            arrays["keys"] = np.frombuffer(json.dumps(self.keys).encode(), dtype=np.uint8)
+        return save(arrays)
 
     @classmethod
     def load(cls, path: Path) -> "ScanResult":
@@ -101,6 +105,7 @@ class ScanResult:
             records=arrays["records"].view(RECORD),
             range_lines=arrays["range_lines"],
             rejects=tuple(Reject(*fields) for fields in rejects),
+            keys=tuple(json.loads(arrays["keys"].tobytes())) if "keys" in arrays else (),
         )
 
 
@@ -144,12 +149,16 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
     """
     # Packed bytes instead of a Python object per record: a unit may have millions of records.
     rows, rejects, range_lines = bytearray(), list[Reject](), list[int]()
+    keys: list[str] = []
+    has_keys = any(each.file.has_keys for each in unit.ranges)
     for range_index, each in enumerate(unit.ranges):
         target = None if each.file.rereadable else spill
         reading = read_records(each.file, unit.text_key, each.start, each.stop)
         last_line = 0
         for record in reading:
             last_line = record.line
+            if has_keys:
+                keys.append("" if isinstance(record, Reject) else record.key)
             if isinstance(record, Reject):
                 rejects.append(record)
                 if len(rejects) > MAX_REJECTS:
@@ -167,6 +176,7 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
         records=np.frombuffer(rows, RECORD),
         range_lines=np.array(range_lines, dtype=np.int64),
         rejects=tuple(rejects),
+        keys=tuple(keys),
     )
 
 
@@ -184,7 +194,7 @@ def _locate(record: Record, spill: BinaryIO | None) -> tuple[int, int, int]:
     """Return (offset, size, UTF-8 bytes of the text). Offset and size refer to `spill` if given."""
     text = record.text
     if text is None:
-        return record.offset, record.size, record.size
+        return record.offset, record.size, record.num_text_bytes or record.size
     if spill is None:
         return record.offset, record.size, len(text) if text.isascii() else len(text.encode())
     encoded = text.encode()

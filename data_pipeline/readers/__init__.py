@@ -15,16 +15,19 @@ from data_pipeline.readers.formats import (
     InputFile,
     Kind,
     RecordReader,
+    format_names,
     read_again,
     read_records,
     read_text_chunks,
     scan_ranges,
 )
 from data_pipeline.readers.records import Record, Reject
+from data_pipeline.readers.token_ids import IdRules
 
 __all__ = [
     "FORMATS",
     "Format",
+    "IdRules",
     "InputFile",
     "InputFiles",
     "Kind",
@@ -32,6 +35,7 @@ __all__ = [
     "RecordReader",
     "Reject",
     "find_files",
+    "format_names",
     "read_again",
     "read_records",
     "read_text_chunks",

@@ -14,8 +14,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind
+from data_pipeline.readers.arrow_directories import only_data_files
+from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
+from data_pipeline.readers.id_files import with_ids, without_indexes
 from data_pipeline.readers.kinds import kind_of, require_json_lines, suffix_of
+from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.storage.source_errors import SourceError
 from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
 
@@ -25,8 +28,8 @@ _NOT_TEXT = {
     *(".ttf", ".otf", ".woff", ".woff2", ".pyc", ".so", ".o", ".a", ".exe", ".dll"),
 }
 """Suffixes of binary files: ignored in folders, and counted. All other files must be UTF-8."""
-_ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"}
-"""Not unpacked: ignored in folders, refused when given by name."""
+_ARCHIVES = {".tar", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"}
+"""Ignored in folders, refused when given by name; except .tar if it is read as WebDataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,12 @@ class _Entry(NamedTuple):
     mark: str
 
 
-def find_files(inputs: list[str], *, format: Format, exclude: Path) -> InputFiles:
+def find_files(
+    inputs: list[str], *, format: Format, exclude: Path, ids: IdRules | None = None
+) -> InputFiles:
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
+
+    `ids` is given if and only if the format is "ids".
 
     Folders are walked recursively, through links but never twice into the same folder, and not into
     `exclude` (the output). Patterns select from the same files; `**` matches folders of any depth.
@@ -72,28 +79,41 @@ def find_files(inputs: list[str], *, format: Format, exclude: Path) -> InputFile
     for a URL of an unsupported scheme.
     """
     try:
-        return _find_files(inputs, format, exclude)
+        return _find_files(inputs, format, exclude, ids)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
 
-def _find_files(inputs: list[str], format: Format, exclude: Path) -> InputFiles:
+def _find_files(
+    inputs: list[str], format: Format, exclude: Path, ids: IdRules | None
+) -> InputFiles:
     files: list[InputFile] = []
     ignored: Counter[str] = Counter()
     for address in inputs:
+        if format == "ids" and address.endswith(".idx"):  # the .bin file stands for the pair
+            address = address.removesuffix(".idx") + ".bin"  # noqa: PLW2901
         entries, is_file = _list_entries(address, exclude)
+        if format == "ids":
+            entries = without_indexes(entries)
+        in_folder = not is_file and not _is_pattern(address)
         if is_file:
-            _reject_archive(entries[0])
+            _reject_archive(entries[0], format)
         else:
-            entries = [entry for entry in entries if not _is_ignored(entry.name, format, ignored)]
+            entries = only_data_files(entries, ignored)
+            entries = [
+                entry
+                for entry in entries
+                if not _is_ignored(entry.name, format, ignored, in_folder=in_folder)
+            ]
         if not entries:
             place = "matches this" if _is_pattern(address) else "in this folder"
+            tar = " --format tar reads .tar files in folders." * any(".tar" in s for s in ignored)
             raise DataError(
-                f"{shown(address)}: no text {place}{_list_ignored(ignored)}. Give a folder or "
+                f"{shown(address)}: no text {place}{_list_ignored(ignored)}.{tar} Give a folder or "
                 "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
                 "folders of any depth."
             )
-        files += [_input_file(entry, format) for entry in entries]
+        files += [_input_file(entry, format, ids, in_folder=in_folder) for entry in entries]
     _reject_ambiguous_names(files)
     require_json_lines(files)
     return InputFiles(files, ignored)
@@ -212,22 +232,27 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _input_file(entry: _Entry, format: Format) -> InputFile:
-    return InputFile(
+def _input_file(
+    entry: _Entry, format: Format, ids: IdRules | None, *, in_folder: bool
+) -> InputFile:
+    file = InputFile(
         path=entry.path,
         name=os.fsencode(entry.name).decode("utf-8", errors="backslashreplace"),
-        kind=kind_of(entry.path, entry.name, format),
+        kind=kind_of(entry.path, entry.name, format, in_folder=in_folder),
         compression=suffix_of(entry.name).compression,
         size=entry.size,
         mark=entry.mark,
     )
+    return with_ids(file, ids) if ids else file
 
 
-def _is_ignored(name: str, format: Format, ignored: Counter[str]) -> bool:
+def _is_ignored(name: str, format: Format, ignored: Counter[str], *, in_folder: bool) -> bool:
     """Whether a file in a folder is ignored; if so, counts it in `ignored`."""
     suffix = suffix_of(name)
-    wanted = () if format == "auto" else FORMATS[format].suffixes
+    wanted = () if format == "auto" else suffixes_of(format)
     binary = _NOT_TEXT | _ARCHIVES
+    if format == "auto" and not in_folder:
+        binary = binary - set(FORMATS["tar"].suffixes)
     if format not in ("auto", "parquet"):
         binary = binary | set(FORMATS["parquet"].suffixes)
     skip = suffix.name not in wanted if wanted else suffix.name in binary
@@ -240,9 +265,10 @@ def _list_ignored(ignored: Counter[str]) -> str:
     return f" (ignored: {counts})" if counts else ""
 
 
-def _reject_archive(entry: _Entry) -> None:
+def _reject_archive(entry: _Entry, format: Format) -> None:
     suffix = suffix_of(entry.name).name
-    if suffix in _ARCHIVES:
+    is_read = suffix in FORMATS["tar"].suffixes and format in ("auto", "tar", "ids")
+    if suffix in _ARCHIVES and not is_read:
         raise ConfigError(
             f"{shown(entry.path)}: {suffix} files are not unpacked here. Unpack it and give the "
             "folder; .gz and .zst files are decompressed."
@@ -267,6 +293,10 @@ def _reject_ambiguous_names(files: list[InputFile]) -> None:
     for name, file in by_name.items():
         # The id of a document is FILE:line, or FILE if the kind is text.
         other = by_name.get(re.sub(r":[1-9][0-9]*\Z", "", name), file)
+        if ":" in name and other is file:  # in a tar file, it is FILE:KEY
+            heads = (name[: match.start()] for match in re.finditer(":", name))
+            archives = (by_name[head] for head in heads if head in by_name)
+            other = next((each for each in archives if each.kind == "tar"), file)
         if other is not file and other.kind != "text":
             raise DataError(
                 f"{shown(file.path)} has the name of a document in {shown(other.path)}, "

@@ -4,12 +4,17 @@ A format is one function that reads a `Source` and one line in `FORMATS`
 (docs/how_to/add_a_reader.md). `find.py` finds the files, `storage/open_source.py` opens them.
 """
 
+import io
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 
 from data_pipeline.errors import UnfinishedError
+from data_pipeline.readers.arrow import read_arrow
+from data_pipeline.readers.csv_rows import read_csv
+from data_pipeline.readers.id_json import read_id_json
 from data_pipeline.readers.jsonl import read_jsonl, text_of_line
 from data_pipeline.readers.lines import read_lines
 from data_pipeline.readers.parquet import read_parquet
@@ -22,16 +27,19 @@ from data_pipeline.readers.records import (
     decode,
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source
+from data_pipeline.readers.tar import read_tar
 from data_pipeline.readers.text import read_text
+from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.readers.wikitext import read_wikitext
 from data_pipeline.storage.open_source import Compression, open_source
 from data_pipeline.storage.source_errors import SourceError, is_transient, reject_reason
 from data_pipeline.storage.urls import scheme_of, shown
 
 Kind = str
-"""A key of FORMATS."""
+"""A key of FORMATS, or of ID_FORMATS for files of token ids."""
 Format = str
-"""A Kind, or "auto": decided for every file by its name (`kinds.py`)."""
+"""A key of FORMATS; "auto": decided for every file by its name (`kinds.py`); or "ids": token ids,
+the kind decided by the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +50,33 @@ class FileFormat:
     suffixes: tuple[str, ...] = ()
     """Suffixes that "auto" reads as this kind. In a folder, an explicit --format reads only these;
     () means all files that are not known to be binary."""
-    read_again: Callable[[bytes, str], str] | None = None
-    """(bytes of the record, text key) -> text. None if that is not possible."""
+    read_again: Callable[[bytes, str, IdRules | None], str] | None = None
+    """(bytes of the record, text key, rules of ids) -> text. None if that is not possible."""
     by_range: bool = False
     """Whether `read` respects `start` and `stop` of the source and counts `lines`."""
+    in_folders: bool = True
+    """Whether "auto" reads these suffixes as this kind also in folders, not only by name or
+    pattern. Folders of source code have .csv and .tar files that are no corpora."""
 
 
-def _decode_raw(raw: bytes, _text_key: str) -> str:
+def _decode_raw(raw: bytes, _text_key: str, _ids: IdRules | None) -> str:
     return decode(raw)
+
+
+def _decode_ids(raw: bytes, _text_key: str, ids: IdRules | None) -> str:
+    from data_pipeline.readers.id_arrays import read_id_chunks
+
+    assert ids
+    return "".join(read_id_chunks(io.BytesIO(raw), len(raw), ids))
+
+
+def _read_later(module: str, function: str) -> Callable[[Source], Iterator[Record | Reject]]:
+    """A reader whose module is imported with the first file: numpy would slow down `txl --help`."""
+
+    def read(source: Source) -> Iterator[Record | Reject]:
+        yield from getattr(import_module(f"data_pipeline.readers.{module}"), function)(source)
+
+    return read
 
 
 FORMATS: dict[Kind, FileFormat] = {
@@ -63,7 +90,46 @@ FORMATS: dict[Kind, FileFormat] = {
     ),
     "parquet": FileFormat(read=read_parquet, suffixes=(".parquet", ".pq")),
     "wikitext": FileFormat(read=read_wikitext, read_again=_decode_raw, by_range=True),
+    "tar": FileFormat(read=read_tar, suffixes=(".tar",), in_folders=False),
+    "arrow": FileFormat(read=read_arrow, suffixes=(".arrow",)),
+    "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
 }
+ID_FORMATS: dict[Kind, FileFormat] = {
+    "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson")),
+    "json": FileFormat(read=read_id_json, suffixes=(".json",)),
+    "npy": FileFormat(
+        read=_read_later("id_arrays", "read_npy"),
+        suffixes=(".npy",),
+        read_again=_decode_ids,
+        by_range=True,
+    ),
+    "npz": FileFormat(read=_read_later("id_arrays", "read_npz"), suffixes=(".npz",)),
+    "parquet": FORMATS["parquet"],
+    "arrow": FORMATS["arrow"],
+    "tar": FORMATS["tar"],
+    "megatron": FileFormat(
+        read=_read_later("megatron", "read_megatron"), read_again=_decode_ids, by_range=True
+    ),
+    "bin": FileFormat(
+        read=_read_later("id_arrays", "read_bin"),
+        suffixes=(".bin",),
+        read_again=_decode_ids,
+        by_range=True,
+    ),
+}
+"""The kinds of files that `--format ids` reads, with token ids instead of text."""
+
+
+def format_names() -> tuple[str, ...]:
+    """The values of `--format` other than auto."""
+    return (*FORMATS, "ids")
+
+
+def suffixes_of(format: Format) -> tuple[str, ...]:
+    """The suffixes of the files that an explicit format reads; () for all."""
+    if format == "ids":
+        return tuple(suffix for each in ID_FORMATS.values() for suffix in each.suffixes)
+    return FORMATS[format].suffixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +146,37 @@ class InputFile:
     """Stored bytes when the file was listed; 0 if unknown."""
     mark: str = ""
     """A version mark: modification time or entity tag. "" if the file system has none."""
+    ids: IdRules | None = None
+    """Set if the documents are token ids instead of text."""
+
+    @property
+    def format(self) -> FileFormat:
+        return (ID_FORMATS if self.ids else FORMATS)[self.kind]
 
     @property
     def rereadable(self) -> bool:
         """Whether the text of a record can be read again from its offset and size."""
         local = not self.compression and not scheme_of(self.path)
-        return local and FORMATS[self.kind].read_again is not None
+        return local and self.format.read_again is not None and not self._lacks_dtype
 
     @property
     def holds_plain_texts(self) -> bool:
         """Whether the bytes at a record's offset are its text in UTF-8."""
-        return self.rereadable and FORMATS[self.kind].read_again is _decode_raw
+        return self.rereadable and self.format.read_again is _decode_raw
+
+    @property
+    def holds_arrays(self) -> bool:
+        """Whether the bytes at a record's offset are its token ids."""
+        return self.format.read_again is _decode_ids
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether its documents have names instead of line numbers (`Record.key`)."""
+        return self.kind == "tar"
+
+    @property
+    def _lacks_dtype(self) -> bool:
+        return self.ids is not None and self.holds_arrays and not self.ids.dtype
 
 
 def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
@@ -101,7 +187,7 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
     """
     if unit_bytes < 1:
         raise ValueError(f"unit_bytes={unit_bytes} must be at least 1")
-    if not file.rereadable or not FORMATS[file.kind].by_range or not file.size:
+    if not file.rereadable or not file.format.by_range or not file.size:
         return [(0, file.size)]
     starts = range(0, file.size, unit_bytes)
     return [(start, min(start + unit_bytes, file.size)) for start in starts]
@@ -134,8 +220,11 @@ class RecordReader:
                     math.inf if self.stop >= file.size else self.stop,
                     self.text_key,
                     file.rereadable,
+                    ids=file.ids,
+                    path=file.path,
+                    stored_bytes=file.size,
                 )
-                yield from FORMATS[file.kind].read(source)
+                yield from file.format.read(source)
                 self.lines = source.lines
         except (BrokenStreamError, OSError) as error:
             yield self._reject_rest(error)
@@ -172,13 +261,13 @@ def read_again(file: InputFile, text_key: str, place: tuple[int, int, int]) -> s
 
     Raises OSError or ValueError if the file has changed and has no such record.
     """
-    parse = FORMATS[file.kind].read_again
+    parse = file.format.read_again
     if not file.rereadable or parse is None:
         raise ValueError(f"{file.name}: its records cannot be read again by their offset")
     offset, size, _ = place
     with open(file.path, "rb") as stream:  # noqa: PTH123 - faster, and this runs per document
         stream.seek(offset)
-        return parse(stream.read(size), text_key)
+        return parse(stream.read(size), text_key, file.ids)
 
 
 def read_text_chunks(
@@ -193,6 +282,13 @@ def read_text_chunks(
     Holds one chunk in memory; for jsonl the whole record. Raises OSError or ValueError as
     `read_again` does, possibly after some chunks.
     """
+    if file.holds_arrays and file.ids:
+        from data_pipeline.readers.id_arrays import read_id_chunks
+
+        with open(file.path, "rb") as stream:  # noqa: PTH123
+            stream.seek(place[0])
+            yield from read_id_chunks(stream, place[1], file.ids)
+        return
     if not file.holds_plain_texts:
         text = read_again(file, text_key, place)
         characters = max(chunk_bytes // 4, 1)  # a character has at most 4 bytes

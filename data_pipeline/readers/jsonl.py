@@ -1,4 +1,7 @@
-"""jsonl: every line is a JSON object with the document's text at the key `--text-key`."""
+"""jsonl: every line is a JSON object with the document's text at the key `--text-key`.
+
+With `--format ids` the key holds a list of token ids.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ from data_pipeline.readers.records import (
     did_you_mean,
 )
 from data_pipeline.readers.source import Source, read_line_chunks, too_long_error
+from data_pipeline.readers.token_ids import IdRules, text_of_value
 from data_pipeline.storage import strict_json
 
 
@@ -42,14 +46,14 @@ def _record(
         if size > MAX_RECORD_BYTES:
             raise too_long_error()
         if raw.strip():
-            text = text_of_line(raw, source.text_key)
+            text = text_of_line(raw, source.text_key, source.ids)
             yield Record.of(text, offset=offset, size=size, line=line)
     except BadRecordError as error:
         yield source.reject(line, offset + error.byte, error.reason)
 
 
-def text_of_line(raw: bytes, text_key: str) -> str:
-    """The document's text in a line of JSON. Raises BadRecordError."""
+def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
+    """The document's text in a line of JSON, or that of its token ids. Raises BadRecordError."""
     line = decode(raw)
     try:
         content = strict_json.DECODER.decode(line)
@@ -70,6 +74,8 @@ def text_of_line(raw: bytes, text_key: str) -> str:
         hint = did_you_mean(text_key, keys)
         raise BadRecordError(0, f'no key "{text_key}"{hint}; keys seen: {seen} (see --text-key)')
     text = content[text_key]
+    if ids:
+        return text_of_value(text, ids, text_key)
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
         raise BadRecordError(0, f'"{text_key}" is not a string but {kind}')

@@ -2,10 +2,15 @@
 
 `--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd) and then decides:
 
-- .jsonl, .ndjson, .json: jsonl; .parquet, .pq: parquet (the `suffixes` of `FORMATS`)
+- .jsonl, .ndjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow (the `suffixes` of `FORMATS`)
+- .tar, .tgz: tar; .csv, .tsv, .tab: csv; only if given by name or pattern. In folders, archives are
+  ignored, and the others are text.
 - .tokens, or "wiki" in the name: wikitext if the first line that is not blank is ` = Title = `,
   else text
 - all other files: text. The kind `lines` is never chosen automatically.
+
+`--format ids` decides by the `suffixes` of `ID_FORMATS`; a .bin file with an .idx file is megatron,
+and a .json file with an object on each of its first two lines is jsonl.
 
 A .json file must have one object per line. An array, or an object over several lines, is refused
 with the command that converts it, because as text it would be raw JSON.
@@ -18,8 +23,16 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from data_pipeline.errors import DataError
-from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.readers.formats import (
+    FORMATS,
+    ID_FORMATS,
+    Format,
+    InputFile,
+    Kind,
+    suffixes_of,
+)
+from data_pipeline.readers.id_files import has_index
 from data_pipeline.readers.wikitext import MAX_TITLE_BYTES, is_title
 from data_pipeline.storage.open_source import Compression, open_source
 from data_pipeline.storage.urls import scheme_of, shown
@@ -49,22 +62,44 @@ class Suffix(NamedTuple):
 
 def suffix_of(name: str) -> Suffix:
     stem, last = posixpath.splitext(name.lower())
+    if last == ".tgz":
+        return Suffix(".tar", ".gz")
     if last in _COMPRESSIONS:
         return Suffix(posixpath.splitext(stem)[1], last)
     return Suffix(last, "")
 
 
-def kind_of(path: str, name: str, format: Format) -> Kind:
+def kind_of(path: str, name: str, format: Format, *, in_folder: bool = False) -> Kind:
     """The kind of the file at `path` for a `--format`; see the module docstring for "auto"."""
+    suffix = suffix_of(name)
+    if format == "ids":
+        return _kind_of_ids(path, name)
     if format != "auto":
         return format
-    suffix = suffix_of(name)
     for kind, file_format in FORMATS.items():
-        if suffix.name in file_format.suffixes:
+        if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
             return kind
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in posixpath.basename(name).lower()
     first = _first_lines(path, suffix.compression, MAX_TITLE_BYTES + 1) if may_be_wikitext else []
     return "wikitext" if first and is_title(first[0]) else "text"
+
+
+def _kind_of_ids(path: str, name: str) -> Kind:
+    suffix = suffix_of(name)
+    kinds = (kind for kind, each in ID_FORMATS.items() if suffix.name in each.suffixes)
+    kind = next(kinds, None)
+    if not kind:
+        raise ConfigError(
+            f"{shown(path)}: --format ids reads {', '.join(suffixes_of('ids'))}, also with .gz or "
+            ".zst, and not this file. Convert it, or rename it to the suffix of its format."
+        )
+    if kind == "bin" and has_index(path):
+        return "megatron"
+    if kind == "json":
+        lines = _first_lines(path, suffix.compression, _MAX_LINE_BYTES)
+        if len(lines) == 2 and all(line.lstrip().startswith(b"{") for line in lines):
+            return "jsonl"
+    return kind
 
 
 def require_json_lines(files: list[InputFile]) -> None:

@@ -35,11 +35,16 @@ class Record:
     line: int
     sha256: bytes = field(repr=False)
     """Of the UTF-8 bytes of the text, also when `text` is None."""
+    num_text_bytes: int | None = None
+    """UTF-8 bytes of the text, if they differ from `size` and `text` is None."""
+    key: str = ""
+    """The name of the document in its file, for the id FILE:key; "" for the id FILE:line."""
 
     @classmethod
-    def of(cls, text: str, *, offset: int, size: int, line: int) -> Self:
+    def of(cls, text: str, *, offset: int, size: int, line: int, key: str = "") -> Self:
         """A record with its text. Raises ValueError for a text that UTF-8 cannot encode."""
-        return cls(text, offset, size, line, hashlib.sha256(text.encode("utf-8")).digest())
+        sha256 = hashlib.sha256(text.encode("utf-8")).digest()
+        return cls(text, offset, size, line, sha256, key=key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import codecs
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from data_pipeline.readers.records import (
     HELD_BYTES,
@@ -21,6 +21,9 @@ from data_pipeline.readers.records import (
     decode,
 )
 from data_pipeline.storage.source_errors import reject_reason
+
+if TYPE_CHECKING:
+    from data_pipeline.readers.token_ids import IdRules
 
 CHUNK_BYTES = 2**20
 
@@ -40,9 +43,33 @@ class Source:
     rereadable: bool
     lines: int = 0
     """Lines that start in the range. A reader that supports ranges must count them."""
+    ids: "IdRules | None" = None
+    """Set if the documents are token ids instead of text."""
+    path: str = ""
+    """The local path or URL of the file."""
+    stored_bytes: int = 0
+    """Size of the file before decompression; 0 if unknown."""
+
+    @property
+    def id_rules(self) -> "IdRules":
+        """`ids` of a kind of file that only holds token ids."""
+        assert self.ids
+        return self.ids
 
     def reject(self, line: int, byte: int, reason: str) -> Reject:
         return Reject(self.name, line, byte, reason)
+
+
+def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
+    """The next `num_bytes` of the stream, or fewer at its end.
+
+    A size that a damaged or hostile header declares allocates no memory in advance.
+    """
+    parts = []
+    while num_bytes and (raw := stream.read(min(num_bytes, CHUNK_BYTES))):
+        parts.append(raw)
+        num_bytes -= len(raw)
+    return b"".join(parts)
 
 
 class Chunk(NamedTuple):
@@ -180,5 +207,5 @@ def too_long_error() -> BadRecordError:
     return BadRecordError(
         0,
         f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in memory; "
-        "plain text files may be of any size",
+        "plain text files and arrays of ids may be of any size",
     )

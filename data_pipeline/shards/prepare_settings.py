@@ -1,22 +1,28 @@
 """The settings that determine the bytes of a dataset, validated before any input is read."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 from pydantic import AfterValidator, Field, model_validator
 
-from data_pipeline.readers import FORMATS
+from data_pipeline.readers import IdRules, format_names
 from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers.recipes import RecipeName, recipe_of
 
 SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
 SplitName = Annotated[str, Field(pattern=rf"^{SPLIT_PATTERN}$")]
 DEFAULT_TRAIN_BYTES = 256 * 2**20
-MIN_BPE_VOCAB_SIZE = 258
+MIN_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE = 4, 258
+IdType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 def _require_known_format(name: str) -> str:
-    if name != "auto" and name not in FORMATS:
-        raise ValueError(f"supported are auto, {', '.join(FORMATS)}")
+    if name != "auto" and name not in format_names():
+        raise ValueError(f"supported are auto, {', '.join(format_names())}")
     return name
 
 
@@ -25,13 +31,21 @@ class PrepareSettings(StrictModel):
 
     format: Annotated[str, AfterValidator(_require_known_format)] = "auto"
     text_key: str = "text"
-    """Key of the text in a JSON line, or column in Parquet."""
-    tokenizer: Literal["byte", "char", "word", "bpe", "file"] = "byte"
-    """`file`: an existing tokenizer file. The digest in the manifest identifies it."""
+    """Key of the text in a JSON line, or column in Parquet; "ids" by default if format is ids."""
+    tokenizer: Literal["byte", "char", "word", "bpe", "file", "ids"] = "byte"
+    """`file`: an existing tokenizer file. The digest in the manifest identifies it. `ids`: the
+    input has token ids; required by the format ids, and its default."""
     recipe: RecipeName | None = None
     """Conventions of one of the paper's datasets; null adds none."""
-    vocab_size: Annotated[int, Field(ge=4, le=2**20)] | None = None
+    vocab_size: Annotated[int, Field(ge=2, le=2**20)] | None = None
     """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
+    # The two options of ids are left out if they are null, so that other manifests do not change.
+    end_of_document: Annotated[Annotated[int, Field(ge=0)] | None, Field(exclude_if=_is_none)] = (
+        None
+    )
+    """Format ids: the id that begins documents, and separates them in arrays."""
+    dtype: Annotated[IdType | None, Field(exclude_if=_is_none)] = None
+    """Format ids: the type of the integers in raw .bin files, little-endian."""
     min_freq: Annotated[int, Field(ge=1)] | None = None
     """Minimum count of a symbol, or of a pair to merge, to get an id."""
     train_bytes: int = Field(default=DEFAULT_TRAIN_BYTES, ge=1)
@@ -47,6 +61,49 @@ class PrepareSettings(StrictModel):
     block_bytes: int = Field(default=512 * 2**10, ge=512, le=8 * 2**20)
     """Token bytes per block of documents, and per zstd frame."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_to_ids(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("format") == "ids":
+            return {"text_key": "ids", "tokenizer": "ids", **values}
+        return values
+
+    @property
+    def id_rules(self) -> IdRules | None:
+        """The rules that token ids of the input must meet; None for an input of text."""
+        if self.format != "ids":
+            return None
+        assert self.vocab_size is not None
+        assert self.end_of_document is not None
+        dtype = np.dtype(self.dtype).newbyteorder("<").str if self.dtype else ""
+        return IdRules(self.vocab_size, self.end_of_document, dtype)
+
+    @model_validator(mode="after")
+    def _check_id_options(self) -> Self:
+        if self.format != "ids":
+            for name in ("end_of_document", "dtype"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: is for format ids; omit it")
+            if self.tokenizer == "ids":
+                raise ValueError("tokenizer: ids needs format ids")
+            return self
+        if self.tokenizer != "ids":
+            raise ValueError("tokenizer: format ids has token ids, which take none; omit it")
+        if self.vocab_size is None:
+            raise ValueError("vocab_size: format ids needs the number of ids of the vocabulary")
+        if self.end_of_document is None:
+            raise ValueError(
+                "end_of_document: format ids needs the id that marks the beginning of a document. "
+                f"If the vocabulary has none, add one: the id {self.vocab_size} and vocab-size "
+                f"{self.vocab_size + 1}"
+            )
+        if self.end_of_document >= self.vocab_size:
+            raise ValueError(
+                f"end_of_document: is not in the vocabulary of {self.vocab_size} ids. To add it, "
+                f"give vocab-size {self.end_of_document + 1}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_tokenizer_options(self) -> Self:
         kind, allowed = self.tokenizer, recipe_of(self.recipe).tokenizers
@@ -58,7 +115,9 @@ class PrepareSettings(StrictModel):
                 f"vocab_size: tokenizer bpe needs at least {MIN_BPE_VOCAB_SIZE} (256 bytes, one "
                 "merge, end-of-document), for example 32768"
             )
-        if not is_trained and self.vocab_size is not None:
+        if kind != "ids" and (self.vocab_size or MIN_VOCAB_SIZE) < MIN_VOCAB_SIZE:
+            raise ValueError(f"vocab_size: must be at least {MIN_VOCAB_SIZE}")
+        if not is_trained and kind != "ids" and self.vocab_size is not None:
             raise ValueError(f"vocab_size: tokenizer {kind} has a fixed vocabulary; omit it")
         if not is_trained and self.min_freq is not None:
             raise ValueError(f"min_freq: tokenizer {kind} is not trained; omit it")

@@ -5,6 +5,7 @@
     char.py         characters of the training text
     word.py         words of the training text, with line ends
     pretrained.py   byte-level BPE (trained by bpe.py), or a file of the `tokenizers` library
+    ids.py          token ids of the input, written as decimal numbers or by name
     training.py     choose and train the tokenizer of a dataset
     loading.py      read a tokenizer.json
     recipes.py      the paper's datasets: which tokenizer, which conventions

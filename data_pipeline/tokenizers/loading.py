@@ -11,6 +11,7 @@ from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.storage.source_errors import is_read_failure
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import CharTokenizer
+from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.interface import Tokenizer
 from data_pipeline.tokenizers.word import WordTokenizer
 
@@ -30,6 +31,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
     "word": WordTokenizer.from_description,
     "bpe": _pretrained,
     "file": _pretrained,
+    "ids": IdTokenizer.from_description,
 }
 
 

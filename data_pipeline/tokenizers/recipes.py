@@ -23,13 +23,17 @@ class TokenizerSettings(Protocol):
 
     @property
     def tokenizer(self) -> str:
-        """byte, char, word, bpe or file."""
+        """byte, char, word, bpe, file or ids."""
 
     @property
     def recipe(self) -> RecipeName | None: ...
     @property
     def vocab_size(self) -> int | None:
-        """Largest number of ids."""
+        """Largest number of ids; for ids, their number."""
+
+    @property
+    def end_of_document(self) -> int | None:
+        """For ids: the end-of-document id."""
 
     @property
     def min_freq(self) -> int | None:
@@ -54,7 +58,7 @@ class Recipe:
     """Whether the dataset is one document whose parts are the splits."""
 
 
-NO_RECIPE = Recipe(tokenizers=("byte", "char", "word", "bpe", "file"), opens_documents=True)
+NO_RECIPE = Recipe(tokenizers=("byte", "char", "word", "bpe", "file", "ids"), opens_documents=True)
 _LINES = Recipe(tokenizers=("word",))
 RECIPES: Mapping[RecipeName, Recipe] = MappingProxyType(
     {

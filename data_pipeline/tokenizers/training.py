@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import UNKNOWN as UNKNOWN_CHARACTER
 from data_pipeline.tokenizers.char import CharTokenizer
+from data_pipeline.tokenizers.id_names import read_names
+from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.interface import Cuts, Tokenizer
 from data_pipeline.tokenizers.recipes import TokenizerSettings, recipe_of
 from data_pipeline.tokenizers.symbol_counts import count_symbols
@@ -64,11 +66,18 @@ def tokenizer_of_counts(settings: TokenizerSettings, counts: Counter[str]) -> To
 
 
 def ready_tokenizer(settings: TokenizerSettings, file: Path | None = None) -> Tokenizer:
-    """The byte tokenizer, or for kind "file" the tokenizer of `file`.
+    """The tokenizer of the kinds that are not trained: byte, ids, or for "file" that of `file`.
 
-    `file` is a `tokenizer.json` of the `tokenizers` library, of a dataset or of a checkpoint.
-    Raises ConfigError if a file is missing or not allowed, DataError if it is not a tokenizer.
+    `file` is a `tokenizer.json` of the `tokenizers` library, of a dataset or of a checkpoint. For
+    ids it may be given, the names of the ids. Raises ConfigError if a file is missing or not
+    allowed, DataError if it is not a tokenizer.
     """
+    if settings.tokenizer == "ids":
+        names = read_names(file) if file else {}
+        try:
+            return IdTokenizer(settings.vocab_size or 0, settings.end_of_document or 0, names)
+        except ValueError as error:
+            raise DataError(f"{file}: {error}.") from error
     if (settings.tokenizer == "file") != (file is not None):
         raise ConfigError(
             f"tokenizer {settings.tokenizer!r} with tokenizer file {file}: tokenizer 'file' needs "

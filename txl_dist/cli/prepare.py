@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.errors import ConfigError, printable
-from data_pipeline.readers import FORMATS
+from data_pipeline.readers import format_names
 from data_pipeline.storage.urls import local_path
 from txl_dist.cli.data import print_totals, totals
 from txl_dist.cli.options import AsJson, NumWorkers, On
@@ -48,19 +48,24 @@ def prepare(
         str,
         typer.Option(
             help="auto (by the suffix of each file; .json must hold JSON lines), or one of "
-            f"{', '.join(FORMATS)}."
+            f"{', '.join(format_names())}."
         ),
     ] = "auto",
     text_key: Annotated[
-        str, typer.Option(help="Key of the text in a JSON line, or column in Parquet.")
-    ] = "text",
+        str | None,
+        typer.Option(
+            help="Key of the text in a JSON line, or column in Parquet. Default: text; ids with "
+            "--format ids."
+        ),
+    ] = None,
     tokenizer: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="byte|char|word|bpe|PATH",
-            help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint.",
+            help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint. "
+            "Default: byte; none with --format ids.",
         ),
-    ] = "byte",
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +74,30 @@ def prepare(
         ),
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Maximum number of ids. Default for bpe: 32768, else none.")
+        int | None,
+        typer.Option(
+            help="Maximum number of ids. Default for bpe: 32768, else none. With --format ids: "
+            "the number of ids."
+        ),
+    ] = None,
+    end_of_document: Annotated[
+        int | None,
+        typer.Option(
+            metavar="ID",
+            help="--format ids: the id that begins documents, and separates them in arrays.",
+        ),
+    ] = None,
+    names: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="--format ids: JSON with the names of the ids, for text that people read.",
+            parser=local_path_parser(),
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="--format ids: type of the integers in raw .bin files, such as uint16."),
     ] = None,
     min_freq: Annotated[
         int | None, typer.Option(help="Minimum count of a symbol, or of a pair to merge.")
@@ -103,13 +131,20 @@ def prepare(
 
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
     """
-    tokenizer_file = _tokenizer_file(tokenizer)
+    is_ids = format == "ids"
+    text_key = text_key or ("ids" if is_ids else "text")
+    tokenizer = tokenizer or ("ids" if is_ids else "byte")
+    tokenizer_file = None if is_ids and tokenizer == "ids" else _tokenizer_file(tokenizer)
+    if names and not is_ids:
+        raise ConfigError("--names is for --format ids; omit it")
     settings = _settings(
         format=format,
         text_key=text_key,
         tokenizer=tokenizer if tokenizer_file is None else "file",
         recipe=recipe,
         vocab_size=32768 if tokenizer == "bpe" and vocab_size is None else vocab_size,
+        end_of_document=end_of_document,
+        dtype=dtype,
         min_freq=min_freq,
         split=_fractions(split),
         shuffle=shuffle,
@@ -132,7 +167,7 @@ def prepare(
             inputs if on == "local" else [_absolute(source) for source in inputs],
             out,
             settings,
-            tokenizer_file=tokenizer_file,
+            tokenizer_file=names or tokenizer_file,
             max_reject_rate=max_reject_rate,
             workers=pool,
             progress=progress,

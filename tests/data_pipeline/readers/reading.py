@@ -5,6 +5,7 @@ from pathlib import Path
 
 from data_pipeline.readers import (
     Format,
+    IdRules,
     InputFile,
     Record,
     Reject,
@@ -16,8 +17,8 @@ from data_pipeline.readers import (
 Records = list[Record | Reject]
 
 
-def one_file(path: Path | str, format: Format = "auto") -> InputFile:
-    (file,) = find_files([str(path)], format=format, exclude=Path("/nowhere")).files
+def one_file(path: Path | str, format: Format = "auto", ids: IdRules | None = None) -> InputFile:
+    (file,) = find_files([str(path)], format=format, exclude=Path("/nowhere"), ids=ids).files
     return file
 
 

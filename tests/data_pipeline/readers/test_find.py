@@ -126,10 +126,11 @@ def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
 
 
 @pytest.mark.fault_row(21)
-def test_archives_are_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "a.tar.gz").write_bytes(b"")
+@pytest.mark.parametrize("name", ["a.zip", "a.tar.bz2", "a.7z"])
+def test_archives_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
     with pytest.raises(ConfigError, match="not unpacked here"):
-        names(tmp_path / "a.tar.gz")
+        names(tmp_path / name)
 
 
 def test_a_file_given_twice_is_refused(tree: Path) -> None:

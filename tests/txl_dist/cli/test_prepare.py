@@ -101,7 +101,7 @@ def test_the_format_decides_what_lines_are(txl: Txl, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--format", "arrow"),
+        ("--format", "feather"),
         ("--tokenizer", "no-such-kind"),
         ("--recipe", "wt103"),
         ("--recipe", "wt104"),

@@ -1,0 +1,256 @@
+"""Documents in arrays of token ids: raw .bin, .npy and .npz.
+
+- A raw file (`--dtype`, little-endian) or an array of one dimension is a stream of ids. The
+  end-of-document id separates its documents.
+- Every row of an array of two dimensions is a document.
+
+Arrays are read in chunks and never unpickled. A plain file is cut into byte ranges that can be read
+independently; a document belongs to the range that contains its first id.
+"""
+
+import contextlib
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO, cast
+
+import numpy as np
+
+from data_pipeline.errors import printable
+from data_pipeline.readers.expansion import require_plausible_size
+from data_pipeline.readers.id_documents import IdDocument, text_of_array
+from data_pipeline.readers.records import BadRecordError, BrokenStreamError, Record, Reject
+from data_pipeline.readers.source import CHUNK_BYTES, Source
+from data_pipeline.readers.token_ids import IdRules
+from data_pipeline.storage.open_source import Compression, open_source
+from data_pipeline.storage.source_errors import reject_reason
+
+_MAGIC = b"\x93NUMPY"
+_MAX_HEADER_BYTES = 2**16
+
+
+def read_bin(source: Source) -> Iterator[Record | Reject]:
+    """A raw file of ids of type `source.ids.dtype`."""
+    rules = source.id_rules
+    yield from _separated(source, source.stream, rules, np.dtype(rules.dtype), 0, None)
+
+
+def read_npy(source: Source) -> Iterator[Record | Reject]:
+    """A file as `numpy.save` writes it."""
+    yield from _array(source, source.stream, "")
+
+
+def read_npz(source: Source) -> Iterator[Record | Reject]:
+    """A file as `numpy.savez` writes it: the arrays in the order of the archive."""
+    if not source.stream.seekable():
+        raise BrokenStreamError(
+            0,
+            0,
+            "an .npz file needs random access, but this one is compressed as a whole or its server "
+            "has no byte ranges. numpy.savez_compressed compresses inside: use the plain file",
+        )
+    try:
+        with zipfile.ZipFile(source.stream) as archive:
+            total = 0
+            for member in archive.infolist():
+                total += member.file_size
+                require_plausible_size(total, source)
+                with archive.open(member) as stream:
+                    yield from _array(source, cast(BinaryIO, stream), member.filename)
+    except OSError as error:
+        raise BrokenStreamError(source.lines, 0, reject_reason(error)) from error
+    # For damaged content, and RuntimeError for encryption.
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
+        if isinstance(error, BrokenStreamError):
+            raise
+        reason = printable(str(error))[:200]
+        raise BrokenStreamError(source.lines, 0, f"damaged .npz file: {reason}") from error
+
+
+def stored_dtype(path: str, compression: Compression) -> str:
+    """The type of the ids in an .npy file as IdRules.dtype; "" if its header cannot be read."""
+    with contextlib.suppress(OSError, BrokenStreamError), open_source(path, compression) as stream:
+        return _read_header(stream, "")[1].str
+    return ""
+
+
+def read_id_chunks(stream: BinaryIO, num_bytes: int, rules: IdRules) -> Iterator[str]:
+    """The text of a document of ids at the stream's position, in chunks. Raises ValueError."""
+    dtype = np.dtype(rules.dtype)
+    separator = ""
+    for ids in _chunks_of(stream, num_bytes, dtype, 0):
+        yield separator + text_of_array(ids, rules)
+        separator = " "
+
+
+def ids_of_npy(raw: bytes) -> np.ndarray:
+    """The ids of an array of one dimension in the .npy format. Raises BadRecordError."""
+    stream = io.BytesIO(raw)
+    try:
+        start, dtype, shape = _read_header(stream, "")
+    except BrokenStreamError as error:
+        raise BadRecordError(0, error.reason) from None
+    if len(shape) != 1:
+        raise BadRecordError(0, f"the array has shape {shape}, a document has one dimension")
+    if len(raw) - start != shape[0] * dtype.itemsize:
+        raise BadRecordError(0, f"the array of {shape[0]:,} ids has {len(raw) - start:,} bytes")
+    return np.frombuffer(raw, dtype, offset=start)
+
+
+def sized_documents(
+    source: Source, dtype: np.dtype, starts: np.ndarray, num_bytes: np.ndarray
+) -> Iterator[Record | Reject]:
+    """Documents at these consecutive places, in bytes of the stream, which is at the first one."""
+    rules, stream = source.id_rules, source.stream
+    wanted = (starts >= source.start) & (starts < source.stop)
+    first = int(wanted.argmax()) if wanted.any() else 0
+    if first:
+        stream.seek(int(starts[first]))
+    for start, size in zip(starts[wanted].tolist(), num_bytes[wanted].tolist(), strict=True):
+        source.lines += 1
+        document = IdDocument(source, rules, start, source.lines)
+        for ids in _chunks_of(stream, size, dtype, source.lines):
+            document.add(ids)
+        yield document.build()
+
+
+def _array(source: Source, stream: BinaryIO, name: str) -> Iterator[Record | Reject]:
+    """The documents of one array in the .npy format; `name` is that of the archive's member."""
+    start, dtype, shape = _read_header(stream, name)
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    if len(shape) == 1:
+        yield from _separated(source, stream, source.id_rules, dtype, start, start + size)
+    else:
+        yield from _rows(source, stream, dtype, start, shape)
+    if source.stop < start + size:
+        return
+    if stream.read(1):
+        raise BrokenStreamError(
+            source.lines, start + size, f"there are bytes after the end of the array {name}".strip()
+        )
+
+
+def _rows(
+    source: Source, stream: BinaryIO, dtype: np.dtype, start: int, shape: tuple[int, ...]
+) -> Iterator[Record | Reject]:
+    rules, row_bytes = source.id_rules, shape[1] * dtype.itemsize
+    # Rows that start in the range; ceiling divisions.
+    if not row_bytes:
+        return
+    first = min(max(-((start - source.start) // row_bytes), 0), shape[0])
+    if first:
+        stream.seek(start + first * row_bytes)
+    for row in range(first, shape[0]):
+        offset = start + row * row_bytes
+        if offset >= source.stop:
+            return
+        source.lines += 1
+        document = IdDocument(source, rules, offset, source.lines)
+        for ids in _chunks_of(stream, row_bytes, dtype, source.lines):
+            document.add(ids)
+        yield document.build()
+
+
+def _separated(
+    source: Source,
+    stream: BinaryIO,
+    rules: IdRules,
+    dtype: np.dtype,
+    start: int,
+    stop: int | None,
+) -> Iterator[Record | Reject]:
+    """The documents between end-of-document ids in the bytes [start, stop) of the stream.
+
+    The stream is at `start`; a `stop` of None is its end.
+    """
+    size, document = dtype.itemsize, None
+    offset, skips = start, source.start > start
+    if skips:  # the id before the range is an end-of-document id or not
+        offset = start + (-(-(source.start - start) // size) - 1) * size
+        stream.seek(offset)
+    num_bytes = None if stop is None else stop - offset
+    for ids in _chunks_of(stream, num_bytes, dtype, source.lines):
+        begin = 0
+        for end in [*np.flatnonzero(ids == rules.end_of_document).tolist(), len(ids)]:
+            if end > begin and not skips:
+                if not document:
+                    if offset + begin * size >= source.stop:
+                        return
+                    source.lines += 1
+                    document = IdDocument(source, rules, offset + begin * size, source.lines)
+                document.add(ids[begin:end])
+            if end < len(ids):
+                skips = False
+                if document:
+                    yield document.build()
+                document = None
+            begin = end + 1
+        offset += ids.nbytes
+        if not document and offset >= source.stop:
+            return
+    if document:
+        yield document.build()
+
+
+def _chunks_of(
+    stream: BinaryIO, num_bytes: int | None, dtype: np.dtype, line: int
+) -> Iterator[np.ndarray]:
+    """Arrays of the next `num_bytes` of the stream, or of all bytes to its end if None."""
+    remaining = num_bytes
+    while remaining is None or remaining > 0:
+        wanted = CHUNK_BYTES if remaining is None else min(CHUNK_BYTES, remaining)
+        try:
+            raw = stream.read(wanted)  # buffered: short only at the end of the stream
+        except OSError as error:
+            raise BrokenStreamError(line, 0, reject_reason(error)) from error
+        whole = len(raw) - len(raw) % dtype.itemsize
+        if whole:
+            yield np.frombuffer(raw[:whole], dtype)
+        if remaining is not None:
+            remaining -= len(raw)
+            if len(raw) < wanted:
+                reason = f"truncated: {remaining:,} bytes of ids are missing at its end"
+                raise BrokenStreamError(line, 0, reason)
+        elif len(raw) < wanted:
+            if whole < len(raw):
+                reason = (
+                    f"its size is not a multiple of {dtype.itemsize} bytes: truncated, or of "
+                    f"another --dtype than {dtype.name}"
+                )
+                raise BrokenStreamError(line, 0, reason)
+            return
+
+
+def _read_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[int, ...]]:
+    """(offset of the data, dtype, shape). Raises BrokenStreamError."""
+    where = f" in {printable(name)}" if name else ""
+    try:
+        magic = stream.read(8)
+        length_bytes = {1: 2, 2: 4}.get(magic[6] if magic[:6] == _MAGIC and magic[7:] else 0, 0)
+        if not length_bytes:
+            raise ValueError(f"it begins with {magic!r}")
+        length = stream.read(length_bytes)
+        header = stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
+        parse = {
+            2: np.lib.format.read_array_header_1_0,
+            4: np.lib.format.read_array_header_2_0,
+        }[length_bytes]
+        shape, is_fortran, dtype = parse(io.BytesIO(length + header))
+    except OSError as error:
+        raise BrokenStreamError(0, 0, reject_reason(error)) from error
+    # The header is a Python literal, which numpy parses without evaluating it.
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        reason = printable(str(error).split("\n")[0])[:160]
+        raise BrokenStreamError(0, 0, f"not an .npy array{where}: {reason}") from error
+    problem = ""
+    if dtype.kind not in "iu":
+        hint = "; it holds Python objects, which are never loaded" if dtype.hasobject else ""
+        problem = f"is of {dtype}, not of integers{hint}"
+    elif len(shape) not in (1, 2) or min(shape) < 0:
+        problem = f"has shape {shape}; it must have 1 or 2 dimensions"
+    elif is_fortran and len(shape) == 2 and min(shape) > 1:
+        problem = "is in column order; save numpy.ascontiguousarray of it"
+    if problem:
+        raise BrokenStreamError(0, 0, f"the array{where} {problem}")
+    return len(magic) + len(length) + len(header), dtype, shape

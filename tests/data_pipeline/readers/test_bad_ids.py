@@ -1,0 +1,202 @@
+"""Ten bad files of token ids per kind: each is refused with its reason, and nothing is lost."""
+
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from data_pipeline.readers import IdRules, Record, Reject
+from tests.data_pipeline.readers.id_inputs import RULES, megatron_index, separated
+from tests.data_pipeline.readers.reading import one_file, read
+
+GOOD = [1, 2, 3]
+
+
+def lists(*values: object) -> bytes:
+    """Lines of JSON: a good document, then these values, then a good one."""
+    return b"".join(json.dumps({"ids": value}).encode() + b"\n" for value in (GOOD, *values, GOOD))
+
+
+def npy(array: object, **options: object) -> bytes:
+    file = BytesIO()
+    np.save(file, array, **options)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def npz(**members: bytes) -> bytes:
+    file = BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return file.getvalue()
+
+
+def table(ids: pa.Array, name: str = "ids") -> bytes:
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.table({name: ids}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+FLAT = npy(separated([GOOD, [4]]))
+HEADER = FLAT[:128]
+GOOD_NPZ = npz(a=FLAT)
+TABLE = table(pa.array([GOOD, [4]]))
+IDS = pa.list_(pa.int64())
+
+LINES = {
+    "id 500": (
+        lists([7, 500]),
+        "token id 500 at position 1 is not in the vocabulary: --vocab-size",
+    ),
+    "negative": (lists([-1]), "token id -1 at position 0"),
+    "huge": (lists([10**40]), "token id 1000000000000000000000000000000000000000 at position 0"),
+    "float": (lists([1, 2.0]), '"ids" has float at position 1'),
+    "bool": (lists([True]), '"ids" has bool at position 0'),
+    "text": (lists("1 2"), '"ids" is not a list of token ids but str'),
+    "null": (lists(None), '"ids" is not a list of token ids but null'),
+    "nested": (lists([[1], [2]]), "give every track a line"),
+    "end inside": (lists([1, 0, 2]), "end-of-document id 0 at position 1 is inside the document"),
+    "truncated": (lists()[:-3], "truncated record: the file ends inside a line"),
+}
+JSON = {
+    "id 500": (b'{"ids": [[1], [7, 500]]}', "token id 500 at position 1"),
+    "negative": (b'{"ids": [-1]}', "token id -1 at position 0"),
+    "float": (b'{"ids": [1.5]}', '"ids" has float at position 0'),
+    "no key": (b'{"tokens": [1]}', 'no key "ids"; keys seen: tokens'),
+    "key twice": (b'{"ids": [1], "ids": [2]}', 'key "ids" twice in one object'),
+    "truncated": (b'{"ids": [1, 2', "broken JSON"),
+    "empty": (b"", "broken JSON"),
+    "number": (b"7", "not a JSON object but a int"),
+    "objects": (b'[{"ids": [1]}]', '"ids" has dict at position 0'),
+    "end inside": (b'{"ids": [1, 0, 2]}', "end-of-document id 0 at position 1"),
+}
+NPY = {
+    "id 500": (npy(np.array([7, 500])), "token id 500 at position 1"),
+    "negative": (npy(np.array([-1])), "token id -1 at position 0"),
+    "floats": (npy(np.array([1.0])), "the array is of float64, not of integers"),
+    "pickled": (npy(np.array([None]), allow_pickle=True), "Python objects, which are never loaded"),
+    "pickle": (pickle.dumps([1, 2]), "not an .npy array: it begins with"),
+    "3 dimensions": (npy(np.ones((2, 1, 1), int)), "it must have 1 or 2 dimensions"),
+    "columns": (npy(np.asfortranarray(np.ones((2, 3), int))), "the array is in column order"),
+    "truncated": (FLAT[:-3], "truncated: 3 bytes of ids are missing"),
+    "more": (FLAT + b"x", "there are bytes after the end of the array"),
+    "half a header": (FLAT[:60], "not an .npy array"),
+    "hostile header": (FLAT[:10] + b"__import__('os')".ljust(118), "not an .npy array"),
+    "hostile length": (b"\x93NUMPY\x02\x00" + b"\xff" * 4, "not an .npy array"),
+    "hostile shape": (FLAT.replace(b"(6,)", b"(9**9,)"), "not an .npy array"),
+    "row end inside": (npy(np.array([[1, 0, 2]])), "end-of-document id 0 at position 1"),
+}
+NPZ = {
+    "id 500": (npz(a=npy(np.array([7, 500]))), "token id 500 at position 1"),
+    "floats": (npz(a=npy(np.array([1.0]))), "the array in a.npy is of float64"),
+    "pickled": (npz(a=npy(np.array([None]), allow_pickle=True)), "never loaded"),
+    "not arrays": (npz(a=b"hello"), "not an .npy array in a.npy"),
+    "truncated": (GOOD_NPZ[:-30], "damaged .npz file: File is not a zip file"),
+    "flipped bit": (GOOD_NPZ[:60] + b"\xff" + GOOD_NPZ[61:], "damaged .npz file"),
+    "not a zip": (b"PK", "damaged .npz file"),
+    "empty": (b"", "damaged .npz file"),
+    "short member": (npz(a=FLAT[:-3]), "truncated: 3 bytes of ids are missing"),
+    "second bad": (npz(a=FLAT, b=b"x"), "not an .npy array in b.npy"),
+    "bomb": (npz(a=npy(np.zeros(2**28 + 2**20, np.uint8))), "refused as a decompression bomb"),
+}
+RAW = {
+    "id 500": (np.array([7, 500, 0, 4], "<u2").tobytes(), "token id 500 at position 1"),
+    "odd size": (separated([GOOD]).tobytes() + b"x", "not a multiple of 2 bytes"),
+    "other type": (np.array([1, 2**16 - 1], "<u4").tobytes(), "token id 65535 at position 0"),
+    "big-endian": (np.array([2, 3], ">u2").tobytes(), "token id 512 at position 0"),
+    "text": (b"The sea.", "token id 26708 at position 0"),
+}
+PARQUET = {
+    "id 500": (table(pa.array([GOOD, [7, 500]])), "token id 500 at position 1"),
+    "negative": (table(pa.array([[-1]])), "token id -1 at position 0"),
+    "null list": (table(pa.array([None, GOOD], IDS)), '"ids" is null'),
+    "null id": (table(pa.array([[1, None]], IDS)), '"ids" has null among its ids'),
+    "floats": (table(pa.array([[1.0]])), 'column "ids" is not of lists of integers but of list<'),
+    "text": (table(pa.array(["1 2"])), 'column "ids" is not of lists of integers but of string'),
+    "integers": (table(pa.array([1])), "not of lists of integers but of int64"),
+    "nested": (table(pa.array([[[1]]])), "not of lists of integers but of list<"),
+    "no column": (
+        table(pa.array([GOOD]), "id"),
+        'no column "ids"; did you mean "id"',
+    ),
+    "end inside": (table(pa.array([[1, 0, 2]])), "end-of-document id 0 at position 1"),
+    "truncated": (TABLE[:-5], "damaged Parquet file"),
+    "empty": (b"", "damaged Parquet file"),
+}
+CASES = [
+    pytest.param(f"in.{suffix}", content, reason, id=f"{suffix}-{name}")
+    for suffix, cases in {
+        "jsonl": LINES,
+        "json": JSON,
+        "npy": NPY,
+        "npz": NPZ,
+        "bin": RAW,
+        "parquet": PARQUET,
+    }.items()
+    for name, (content, reason) in cases.items()
+]
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), CASES)
+def test_a_bad_file_is_rejected_by_name(
+    tmp_path: Path, name: str, content: bytes, reason: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    records = read(one_file(tmp_path / name, "ids", RULES), text_key="ids")
+    rejects = [record for record in records if isinstance(record, Reject)]
+    assert len(rejects) == 1, "every other document of the file is there"
+    assert rejects[0].file == name
+    assert reason in rejects[0].reason
+    good = [record.text for record in records if isinstance(record, Record)]
+    assert set(good) <= {"1 2 3", "1", "4", "7 500"}
+
+
+def test_a_good_document_beside_a_bad_one_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lists([500], [-1]))
+    kinds = [type(record) for record in read(one_file(tmp_path, "ids", RULES), text_key="ids")]
+    assert kinds == [Record, Reject, Reject, Record]
+
+
+INDEX = megatron_index([GOOD, [4]])
+Change = Callable[[bytes], bytes]
+BAD_INDEXES: dict[str, tuple[Change, str]] = {
+    "empty": (lambda _: b"", "not an index of Megatron-LM"),
+    "other magic": (lambda raw: b"TNTIDX\0\0\0" + raw[9:], "not an index of Megatron-LM"),
+    "version": (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "has version 2"),
+    "floats": (lambda _: megatron_index([GOOD], code=7), "type code 7, which is not an integer"),
+    "truncated": (lambda raw: raw[:-1], "truncated: 1 bytes are missing"),
+    "hostile count": (lambda raw: raw[:18] + b"\xff" * 7 + b"\0" + raw[26:], "is truncated"),
+    "modes": (lambda raw: raw + b"\0\0", "such as the modes of multimodal data"),
+    "negative": (lambda raw: raw[:34] + struct.pack("<i", -3) + raw[38:], "one after the other"),
+    "gap": (lambda _: megatron_index([GOOD, [4]], size=4), "one after the other"),
+    "bounds": (lambda raw: raw[:-8] + struct.pack("<q", 1), "do not cover its 2 sequences"),
+    "shorter": (lambda _: megatron_index([GOOD]), "has more than the 6 bytes of its .idx file"),
+    "longer": (lambda _: megatron_index([GOOD, [4, 5]]), "truncated: 2 bytes of ids are missing"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD_INDEXES.values(), ids=BAD_INDEXES)
+def test_a_bad_index_is_rejected_by_name(tmp_path: Path, change: Change, reason: str) -> None:
+    (tmp_path / "in.bin").write_bytes(np.array([*GOOD, 4], "<u2").tobytes())
+    (tmp_path / "in.idx").write_bytes(change(INDEX))
+    records = read(one_file(tmp_path / "in.bin", "ids", IdRules(500, 0)))
+    assert isinstance(records[-1], Reject)
+    assert reason in records[-1].reason
+    assert records[-1].loses_rest
+
+
+@pytest.mark.parametrize("name", ["in.npy", "in.npz", "in.parquet"])
+def test_a_file_cut_anywhere_never_raises_or_loses_ids_silently(tmp_path: Path, name: str) -> None:
+    whole = {"in.npy": FLAT, "in.npz": GOOD_NPZ, "in.parquet": TABLE}[name]
+    for size in [*range(0, len(whole), 31), len(whole) - 1]:
+        (tmp_path / name).write_bytes(whole[:size])
+        records = read(one_file(tmp_path / name, "ids", RULES), text_key="ids")
+        assert isinstance(records[-1], Reject), size

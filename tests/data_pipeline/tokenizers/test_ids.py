@@ -1,0 +1,97 @@
+"""Token ids as text, with and without names."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.tokenizers.id_names import read_names
+from data_pipeline.tokenizers.ids import IdTokenizer
+from data_pipeline.tokenizers.loading import load_tokenizer
+from data_pipeline.tokenizers.text_parts import text_parts
+
+NAMES = {1: "Bar_None", 3: "Pitch_60", 6: "Ä"}
+PLAIN, NAMED = IdTokenizer(7, 2, {}), IdTokenizer(7, 2, NAMES)
+IDS = st.lists(st.sampled_from([0, 1, 3, 4, 5, 6]))
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, NAMED], ids=["plain", "named"])
+@given(ids=IDS)
+def test_text_of_ids_is_encoded_to_the_same_ids(tokenizer: IdTokenizer, ids: list[int]) -> None:
+    for text in (tokenizer.decode(ids), " ".join(map(str, ids))):
+        encoded = tokenizer.encode(text)
+        assert encoded.tolist() == ids
+        assert encoded.dtype == np.uint16
+        parts = text_parts([text], max_chars=12, cuts=tokenizer.cuts)
+        assert [id_ for part in parts for id_ in tokenizer.encode(part)] == ids
+    assert tokenizer.decode([2, *ids, 2]) == tokenizer.decode(ids)
+
+
+def test_names_are_shown_and_understood() -> None:
+    assert NAMED.decode([3, 4, 1]) == "Pitch_60 4 Bar_None"
+    assert NAMED.encode(" Pitch_60\n4 1").tolist() == [3, 4, 1]
+    assert PLAIN.decode([3, 4, 1]) == "3 4 1"
+
+
+@pytest.mark.parametrize(
+    "text", ["7", "3 99999999999", "9" * 40, "-1", "Pitch_61", "3.0", "٣", "2"]
+)
+def test_a_prompt_that_is_not_of_ids_is_refused_by_name(text: str) -> None:
+    for tokenizer in (PLAIN, NAMED):
+        with pytest.raises(ConfigError, match="token id"):
+            tokenizer.encode(text)
+
+
+def test_it_is_loaded_as_saved() -> None:
+    for tokenizer in (PLAIN, NAMED):
+        loaded = load_tokenizer(json.loads(tokenizer.to_json()))
+        assert isinstance(loaded, IdTokenizer)
+        assert (loaded.digest, loaded.names) == (tokenizer.digest, tokenizer.names)
+        assert loaded.token_bytes().tolist() == [0] * 7
+    assert PLAIN.digest != NAMED.digest != IdTokenizer(7, 3, {}).digest
+
+
+@pytest.mark.parametrize(
+    "content", [["", "a", "", "b"], {"1": "a", "3": "b"}, {"a": 1, "b": 3}], ids=str
+)
+def test_names_come_from_three_layouts(tmp_path: Path, content: object) -> None:
+    (tmp_path / "names.json").write_text(json.dumps(content))
+    assert read_names(tmp_path / "names.json") == {1: "a", 3: "b"}
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ("", "Expecting value"),
+        ("7", "it is int, not an array or an object"),
+        ('["a", 2]', "the name of id 1 is int"),
+        ('{"one": "a"}', "the key 'one' is not a token id"),
+        ('{"01": "a"}', "the key '01' is not a token id"),
+        ('{"a": 1, "b": 1}', "id 1 has the names 'a' and 'b'"),
+        ('{"a": 1, "a": 2}', "twice in one object"),
+        ('{"1": "a", "2": 3}', "the name of id 2 is int"),
+        ("[" * 100_000, "no names of token ids"),
+    ],
+)
+def test_a_bad_file_of_names_is_refused(tmp_path: Path, content: str, cause: str) -> None:
+    (tmp_path / "names.json").write_text(content)
+    with pytest.raises(DataError, match=cause):
+        read_names(tmp_path / "names.json")
+
+
+@pytest.mark.parametrize(
+    ("names", "cause"),
+    [
+        ({7: "a"}, "the vocabulary has 7 ids"),
+        ({1: "a b"}, "has whitespace"),
+        ({1: "60"}, "is a number"),
+        ({1: "a", 2: "a"}, "is the name of id 1 and of id 2"),
+    ],
+)
+def test_names_that_cannot_be_read_back_are_refused(names: dict[int, str], cause: str) -> None:
+    with pytest.raises(ValueError, match=cause):
+        IdTokenizer(7, 2, names)

@@ -19,6 +19,8 @@ from data_pipeline.shards.manifest import InputSummary
 TEXT_HASH_BYTES = 16
 """Bytes of a text's sha256 to keep. They identify duplicates and files that changed."""
 
+_ROWS_PER_UPDATE = 8192
+"""Records whose contribution to the digest is held in memory."""
 MAX_SHOWN_REJECTS = 5
 """Rejects kept in memory for an error message. An input of another format has one per line."""
 
@@ -144,18 +146,23 @@ class InputIndex:
         self, scan: ScanResult, file: np.ndarray, location: np.ndarray, shift: np.ndarray
     ) -> None:
         rejects = iter(scan.rejects)
-        kinds, hashes = scan.records["kind"].tolist(), scan.records["text_sha256"].tobytes()
-        rows = zip(kinds, file.tolist(), location[:, 2].tolist(), strict=True)
-        for row, (kind, number, line) in enumerate(rows):
-            if kind == REJECT:
-                reject = next(rejects)
-                if reject.line:
-                    reject = replace(reject, line=reject.line + int(shift[row]))
-                self._digest.update(b"rejected\0" + self._add_reject(reject))
-            else:
-                id_ = document_id(self.files[number].name, line).encode()
-                sha256 = hashes[32 * row : 32 * row + 32]
-                self._digest.update(b"document\0" + id_ + b"\0" + sha256 + b"\n")
+        names = {number: self.files[number].name.encode() for number in np.unique(file).tolist()}
+        for start in range(0, len(file), _ROWS_PER_UPDATE):
+            rows = slice(start, start + _ROWS_PER_UPDATE)
+            columns = (scan.records["kind"][rows], file[rows], location[rows, 2], shift[rows])
+            sha256 = np.ascontiguousarray(scan.records["text_sha256"][rows]).view("V32")[:, 0]
+            values = zip(*(column.tolist() for column in (*columns, sha256)), strict=True)
+            content = []
+            for kind, number, line, lines_before, digest in values:
+                if kind == REJECT:
+                    reject = next(rejects)
+                    if reject.line:
+                        reject = replace(reject, line=reject.line + lines_before)
+                    content.append(b"rejected\0" + self._add_reject(reject))
+                else:
+                    id_ = b"%b:%d" % (names[number], line) if line else names[number]
+                    content.append(b"document\0%b\0%b\n" % (id_, digest))
+            self._digest.update(b"".join(content))
 
     def _add_reject(self, reject: Reject) -> bytes:
         """Count a reject and write it to the reject list. Return its line."""

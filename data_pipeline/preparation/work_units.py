@@ -25,7 +25,12 @@ from data_pipeline.preparation.finished_units import (
     scratch_directory,
 )
 from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
-from data_pipeline.preparation.tokenization import load_cached_tokenizer, tokenize_document
+from data_pipeline.preparation.text_groups import read_groups
+from data_pipeline.preparation.tokenization import (
+    load_cached_tokenizer,
+    tokenize_document,
+    tokenize_texts,
+)
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
@@ -191,11 +196,18 @@ def _write_shard(unit: ShardUnit, staging: Path, scratch: Path) -> _Executed:
         header=unit.context,
     )
     try:
-        for number, text_bytes in enumerate(documents.text_bytes.tolist()):
-            id_ = documents.document_id(number)
-            text = documents.read_text(number, staging)
-            tokens = tokenize_document(tokenizer, text, document_id=id_)
-            writer.add(id_, tokens, text_bytes=text_bytes)
+        for group in read_groups(documents, staging):
+            rows = slice(group.first, group.first + len(group.texts or [""]))
+            text_bytes = int(documents.text_bytes[rows].sum())
+            if group.texts is None:
+                id_ = documents.document_id(group.first)
+                text = documents.read_text(group.first, staging)
+                tokens = tokenize_document(tokenizer, text, document_id=id_)
+                writer.add(id_, tokens, text_bytes=text_bytes)
+            else:
+                ids = documents.document_ids(rows)
+                tokenized = tokenize_texts(tokenizer, group.texts, ids)
+                writer.add_batch(ids, *tokenized, text_bytes=text_bytes)
         entry = writer.close()
     except BaseException:
         writer.abandon()

@@ -19,8 +19,9 @@ from data_pipeline.readers.formats import (
     read_records,
     read_text_chunks,
     scan_ranges,
+    text_of_stored,
 )
-from data_pipeline.readers.records import Record, Reject
+from data_pipeline.readers.records import Record, RecordBlock, Reject
 
 __all__ = [
     "FORMATS",
@@ -29,6 +30,7 @@ __all__ = [
     "InputFiles",
     "Kind",
     "Record",
+    "RecordBlock",
     "RecordReader",
     "Reject",
     "find_files",
@@ -36,4 +38,5 @@ __all__ = [
     "read_records",
     "read_text_chunks",
     "scan_ranges",
+    "text_of_stored",
 ]

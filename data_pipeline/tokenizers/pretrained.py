@@ -5,6 +5,7 @@ encodes all others. Special tokens are removed from the file first, because the 
 encode their names in a text as the special tokens.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -17,7 +18,7 @@ from pydantic import Field
 from data_pipeline.errors import DataError
 from data_pipeline.storage.strict_json import canonical, sha256_of
 from data_pipeline.storage.strict_model import StrictModel
-from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
+from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of, token_dtype
 from data_pipeline.tokenizers.tiktoken_ranks import GPT2_PATTERN, ranked_bytes
 
 UNUSED_SPECIAL = "<|unused|>"
@@ -114,6 +115,10 @@ class PretrainedTokenizer:
                     "to it, or use another tokenizer."
                 ) from error
         return ids.astype(token_dtype(self.vocab_size))
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        parts = [np.empty(0, token_dtype(self.vocab_size)), *map(self.encode, texts)]
+        return np.concatenate(parts), lengths_of(parts[1:])
 
     def library_ids(self, text: str) -> list[int]:
         """The ids that `tokenizers` gives a text."""

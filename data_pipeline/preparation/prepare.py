@@ -28,7 +28,7 @@ from data_pipeline.preparation.output_checks import find_existing, require_same_
 from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
 from data_pipeline.preparation.shard_assignment import assign_shards
 from data_pipeline.preparation.staging_fingerprint import claim_staging, fingerprint_of
-from data_pipeline.preparation.tokenization import cache_tokenizer
+from data_pipeline.preparation.tokenization import cache_tokenizer, encoder_of
 from data_pipeline.preparation.tokenizer_training import (
     save_tokenizer,
     train_on_counts,
@@ -118,7 +118,7 @@ def prepare_dataset(
                 fingerprint = fingerprint_of(files, settings, digest)
                 staging = claim_staging(staged, fingerprint, note).absolute()
                 runner = UnitRunner(staged, staging, fingerprint, workers, progress)
-                manifest = _write_dataset(files, settings, tokenizer, runner, max_reject_rate)
+                manifest = _write_dataset(files, settings, tokenizer, runner, max_reject_rate, note)
     return PrepareReport(
         manifest=manifest,
         already_complete=runner is None,
@@ -138,6 +138,7 @@ def _write_dataset(
     tokenizer: Tokenizer | None,
     runner: UnitRunner,
     max_reject_rate: float,
+    note: Callable[[str], None],
 ) -> ShardManifest:
     """Run all stages. `tokenizer` is None if it is trained on the input."""
     index = _scan_input(files, settings, runner)
@@ -160,9 +161,12 @@ def _write_dataset(
         input=index.summary(),
     )
     cache_tokenizer(tokenizer)
+    encoder, reason = encoder_of(tokenizer)
+    if reason:
+        note(f"encoding with {encoder}, which is slower than gigatoken: {reason}")
     splits = _write_shards(index, shards, header, runner)
     manifest = ShardManifest(**dict(header), splits=splits)
-    _publish(manifest, runner)
+    _publish(manifest, runner, written_by={"encoder": encoder} if encoder else None)
     return manifest
 
 
@@ -230,13 +234,15 @@ def _write_shards(
     }
 
 
-def _publish(manifest: ShardManifest, runner: UnitRunner) -> None:
+def _publish(
+    manifest: ShardManifest, runner: UnitRunner, *, written_by: dict[str, str] | None
+) -> None:
     names = manifest.file_names()
     if manifest.input.rejected:
         names.append(REJECTS_NAME)
     else:  # an earlier, failed run may have left its list
         (runner.staged.directory / REJECTS_NAME).unlink(missing_ok=True)
-    write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes())
+    write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes(written_by=written_by))
     runner.staged.publish(names)
 
 

@@ -32,6 +32,16 @@ def load_cached_tokenizer(path: Path, digest: str) -> Tokenizer:
     return _cache[digest]
 
 
+def encoder_of(tokenizer: Tokenizer) -> tuple[str, str]:
+    """The library that encodes with its version, and why it is not gigatoken; "" if neither is."""
+    # Imported here: tiktoken and tokenizers take 0.1 s to import.
+    from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
+
+    if not isinstance(tokenizer, PretrainedTokenizer):
+        return "", ""
+    return tokenizer.encoder, tokenizer.slow_reason
+
+
 def tokenize_texts(
     tokenizer: Tokenizer, texts: Sequence[str], ids: DocumentIds
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """Work units of `txl prepare`, and how a worker executes one.
 
 Three kinds: scan ranges of the input (`scan.py`); count the symbols in the documents of one shard,
-for char and word vocabularies; write one shard. A unit depends on input and settings alone.
+for a vocabulary that is trained; write one shard. A unit depends on input and settings alone.
 Any worker can execute it, in any order, more than once, and in a later run: the files are the same.
 `data_pipeline/processes/workers.py` has the workers.
 """
@@ -66,7 +66,10 @@ class _BatchUnit:
 
 
 class CountUnit(_BatchUnit):
-    """Count symbols for a vocabulary. `context` is the PrepareSettings."""
+    """Count symbols for a vocabulary. `context` is the PrepareSettings.
+
+    For bpe, its `train_bytes` are those left for this shard.
+    """
 
     __slots__ = ()
 

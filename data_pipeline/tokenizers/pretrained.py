@@ -75,7 +75,7 @@ class PretrainedTokenizer:
         self._ranks: dict[bytes, int] | None = None
         self._reason = ""
         try:
-            self._ranks = ranked_bytes(content, leave_out=end)
+            self._ranks = ranked_bytes(content, leave_out=end, model=self._library.model)
         except ValueError as reason:
             if description.type == "bpe":
                 raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason

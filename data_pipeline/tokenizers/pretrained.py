@@ -135,7 +135,7 @@ class PretrainedTokenizer:
         if self._gigatoken:
             ids = self._gigatoken.encode(text)
         if ids is None and self._ranks:
-            ids = self._tiktoken.encode_to_numpy(text, disallowed_special=())
+            ids = self.reference_ids(text)
         if ids is None:
             ids = self._encode_with_library(text)
         return ids.astype(token_dtype(self.vocab_size))
@@ -155,6 +155,10 @@ class PretrainedTokenizer:
             return batch[0].astype(token_dtype(self.vocab_size)), batch[1]
         parts = [np.empty(0, token_dtype(self.vocab_size)), *map(self.encode, texts)]
         return np.concatenate(parts), lengths_of(parts[1:])
+
+    def reference_ids(self, text: str) -> np.ndarray:
+        """uint32 [tokens] that tiktoken gives a text. For byte-level BPE only (`lossless`)."""
+        return self._tiktoken.encode_to_numpy(text, disallowed_special=())
 
     def library_ids(self, text: str) -> list[int]:
         """The ids that `tokenizers` gives a text."""

@@ -5,6 +5,7 @@ twice. The scan writes their texts to a spill file in the staging directory, and
 from there.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -18,7 +19,36 @@ from data_pipeline.preparation.finished_units import RECORDS
 from data_pipeline.preparation.input_index import TEXT_HASH_BYTES, InputIndex, document_id
 from data_pipeline.preparation.scan import spill_name
 from data_pipeline.readers import InputFile, read_text_chunks
+from data_pipeline.shards.document_table import DocumentIds
 from data_pipeline.storage.urls import shown
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """The file that a text is read from again: an input file or a spill file."""
+
+    file: InputFile
+    is_spill: bool
+
+    @property
+    def changed(self) -> DataError | UnfinishedError:
+        """The error if the file does not hold the text that was scanned."""
+        if self.is_spill:
+            return _unreadable(self.file.path, "the file is damaged")
+        return _changed(self.file)
+
+    @contextlib.contextmanager
+    def explain_errors(self) -> Iterator[None]:
+        """Turn the errors of a read into those of `DocumentBatch.read_text`."""
+        try:
+            yield
+        except ValueError:
+            raise self.changed from None
+        except OSError as error:
+            if not self.is_spill and isinstance(error, FileNotFoundError):
+                raise self.changed from None
+            reason = error.strerror or type(error).__name__
+            raise _unreadable(self.file.path, reason) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,34 +107,37 @@ class DocumentBatch:
         key = self.keys[number] if self.keys else ""
         return document_id(self.files[self.file[number]].name, int(self.location[number, 2]), key)
 
+    def document_ids(self, rows: slice) -> DocumentIds:
+        if self.keys:
+            return DocumentIds.of([self.document_id(number) for number in range(len(self))[rows]])
+        names = [file.name for file in self.files]
+        return DocumentIds(names, self.file[rows], self.location[rows, 2].astype(np.int64))
+
+    def source_of(self, number: int, staging: Path) -> TextSource:
+        unit = int(self.spill_unit[number])
+        if unit < 0:
+            return TextSource(self.files[self.file[number]], is_spill=False)
+        path = staging / RECORDS / spill_name(unit)
+        spill = InputFile(str(path), path.name, kind="text", compression="", size=0)
+        return TextSource(spill, is_spill=True)
+
     def read_text(self, number: int, staging: Path) -> Iterator[str]:
         """Yield the text of a document in consecutive fragments: it may be larger than memory.
 
         Raises DataError if the text differs from the scanned one, and UnfinishedError if it cannot
         be read now or its spill file is damaged.
         """
-        file = self.files[self.file[number]]
-        unit = int(self.spill_unit[number])
-        source, mismatch = file, _changed(file)
-        if unit >= 0:
-            path = staging / RECORDS / spill_name(unit)
-            source = InputFile(str(path), path.name, kind="text", compression="", size=0)
-            mismatch = _unreadable(path, "the file is damaged")
+        source = self.source_of(number, staging)
         offset, size, line = self.location[number].tolist()
         digest = hashlib.sha256()
-        try:
-            for text in read_text_chunks(source, (offset, size, line), text_key=self.text_key):
+        with source.explain_errors():
+            chunks = read_text_chunks(source.file, (offset, size, line), text_key=self.text_key)
+            for text in chunks:
                 digest.update(text.encode("utf-8", errors="replace"))
                 yield text
-        except ValueError:
-            raise mismatch from None
-        except OSError as error:
-            if unit < 0 and isinstance(error, FileNotFoundError):
-                raise mismatch from None
-            raise _unreadable(source.path, error.strerror or type(error).__name__) from error
         # The last check, and the only one for a change that kept size and modification time.
         if digest.digest()[:TEXT_HASH_BYTES] != self.text_hash[number].tobytes():
-            raise mismatch
+            raise source.changed
 
 
 def _changed(file: InputFile) -> DataError | UnfinishedError:

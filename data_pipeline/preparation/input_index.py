@@ -20,6 +20,8 @@ from data_pipeline.shards.manifest import InputSummary
 TEXT_HASH_BYTES = 16
 """Bytes of a text's sha256 to keep. They identify duplicates and files that changed."""
 
+_ROWS_PER_UPDATE = 8192
+"""Records whose contribution to the digest is held in memory."""
 MAX_SHOWN_REJECTS = 5
 """Rejects kept in memory for an error message. An input of another format has one per line."""
 
@@ -153,19 +155,25 @@ class InputIndex:
         self, scan: ScanResult, file: np.ndarray, location: np.ndarray, shift: np.ndarray
     ) -> None:
         rejects = iter(scan.rejects)
-        kinds, hashes = scan.records["kind"].tolist(), scan.records["text_sha256"].tobytes()
-        rows = zip(kinds, file.tolist(), location[:, 2].tolist(), strict=True)
-        for row, (kind, number, line) in enumerate(rows):
-            if kind == REJECT:
-                reject = next(rejects)
-                if reject.line:
-                    reject = replace(reject, line=reject.line + int(shift[row]))
-                self._digest.update(b"rejected\0" + self._add_reject(reject))
-            else:
-                key = scan.keys[row] if scan.keys else ""
-                id_ = document_id(self.files[number].name, line, key).encode()
-                sha256 = hashes[32 * row : 32 * row + 32]
-                self._digest.update(b"document\0" + id_ + b"\0" + sha256 + b"\n")
+        names = {number: self.files[number].name for number in np.unique(file).tolist()}
+        keys = iter(scan.keys or itertools.repeat(""))
+        for start in range(0, len(file), _ROWS_PER_UPDATE):
+            rows = slice(start, start + _ROWS_PER_UPDATE)
+            columns = (scan.records["kind"][rows], file[rows], location[rows, 2], shift[rows])
+            sha256 = np.ascontiguousarray(scan.records["text_sha256"][rows]).view("V32")[:, 0]
+            values = zip(*(column.tolist() for column in (*columns, sha256)), strict=True)
+            content = []
+            # `values` first: zip must not take a key after the last value.
+            for (kind, number, line, lines_before, digest), key in zip(values, keys, strict=False):
+                if kind == REJECT:
+                    reject = next(rejects)
+                    if reject.line:
+                        reject = replace(reject, line=reject.line + lines_before)
+                    content.append(b"rejected\0" + self._add_reject(reject))
+                else:
+                    id_ = document_id(names[number], line, key).encode()
+                    content.append(b"document\0%b\0%b\n" % (id_, digest))
+            self._digest.update(b"".join(content))
 
     def _add_reject(self, reject: Reject) -> bytes:
         """Count a reject and write it to the reject list. Return its line."""

@@ -3,7 +3,7 @@
 Each document is read twice: once to locate and hash it, and once to tokenize it into its shard. In
 between, one process assigns all documents to shards from their locations alone, so an input larger
 than memory can be shuffled and split. Scanning, counting and writing are work units that any
-number of workers share (`work_units.py`); training bpe is not divided. The same input and settings
+number of workers share (`work_units.py`). The same input and settings
 give the same bytes for any number of workers.
 
 Finished units stay in the staging directory when the program is stopped or killed, and a rerun of
@@ -28,15 +28,15 @@ from data_pipeline.preparation.output_checks import find_existing, require_same_
 from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
 from data_pipeline.preparation.shard_assignment import assign_shards
 from data_pipeline.preparation.staging_fingerprint import claim_staging, fingerprint_of
-from data_pipeline.preparation.tokenization import cache_tokenizer
+from data_pipeline.preparation.tokenization import cache_tokenizer, encoder_of
 from data_pipeline.preparation.tokenizer_training import (
+    count_units,
     save_tokenizer,
     train_on_counts,
-    train_on_texts,
     train_or_reuse,
 )
 from data_pipeline.preparation.unit_runner import UnitRunner
-from data_pipeline.preparation.work_units import CountUnit, ShardUnit
+from data_pipeline.preparation.work_units import ShardUnit
 from data_pipeline.processes.progress import Progress
 from data_pipeline.processes.workers import InProcess, Workers, peak_memory_bytes
 from data_pipeline.readers import InputFile, find_files
@@ -124,7 +124,7 @@ def prepare_dataset(
                 fingerprint = fingerprint_of(files, settings, digest)
                 staging = claim_staging(staged, fingerprint, note).absolute()
                 runner = UnitRunner(staged, staging, fingerprint, workers, progress)
-                manifest = _write_dataset(files, settings, tokenizer, runner, max_reject_rate)
+                manifest = _write_dataset(files, settings, tokenizer, runner, max_reject_rate, note)
     return PrepareReport(
         manifest=manifest,
         already_complete=runner is None,
@@ -144,6 +144,7 @@ def _write_dataset(
     tokenizer: Tokenizer | None,
     runner: UnitRunner,
     max_reject_rate: float,
+    note: Callable[[str], None],
 ) -> ShardManifest:
     """Run all stages. `tokenizer` is None if it is trained on the input."""
     index = _scan_input(files, settings, runner)
@@ -166,9 +167,12 @@ def _write_dataset(
         input=index.summary(),
     )
     cache_tokenizer(tokenizer)
+    encoder, reason = encoder_of(tokenizer)
+    if reason:
+        note(f"encoding with {encoder}, which is slower than gigatoken: {reason}")
     splits = _write_shards(index, shards, header, runner)
     manifest = ShardManifest(**dict(header), splits=splits)
-    _publish(manifest, runner)
+    _publish(manifest, runner, written_by={"encoder": encoder} if encoder else None)
     return manifest
 
 
@@ -195,14 +199,12 @@ def _train_tokenizer(
     batches = (DocumentBatch.of(index, numbers) for numbers in train)
 
     def run_training() -> Tokenizer:
-        if settings.tokenizer == "bpe":
-            runner.progress("training the tokenizer", 0, 0)
-            return train_on_texts(settings, batches, runner.staging)
-        context = settings.model_dump_json()
-        units = (CountUnit("train", number, context, batch) for number, batch in enumerate(batches))
         total_bytes = sum(int(index.text_bytes[numbers].sum()) for numbers in train)
-        results = runner.run("counting", units, total_bytes)
+        if settings.tokenizer == "bpe":
+            total_bytes = min(total_bytes, settings.train_bytes)
+        results = runner.run("counting", count_units(settings, batches), total_bytes)
         paths = sorted(result["counts"] for _, result in results)
+        runner.progress("training the tokenizer", 0, 0)
         return train_on_counts(settings, [runner.staging / path for path in paths])
 
     tokenizer, reused = train_or_reuse(runner.staging, index.digest, run_training)
@@ -236,13 +238,15 @@ def _write_shards(
     }
 
 
-def _publish(manifest: ShardManifest, runner: UnitRunner) -> None:
+def _publish(
+    manifest: ShardManifest, runner: UnitRunner, *, written_by: dict[str, str] | None
+) -> None:
     names = manifest.file_names()
     if manifest.input.rejected:
         names.append(REJECTS_NAME)
     else:  # an earlier, failed run may have left its list
         (runner.staged.directory / REJECTS_NAME).unlink(missing_ok=True)
-    write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes())
+    write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes(written_by=written_by))
     runner.staged.publish(names)
 
 

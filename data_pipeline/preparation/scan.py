@@ -18,7 +18,14 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.readers import InputFile, Record, Reject, read_records, scan_ranges
+from data_pipeline.readers import (
+    InputFile,
+    Record,
+    RecordBlock,
+    Reject,
+    read_records,
+    scan_ranges,
+)
 
 UNIT_BYTES = 64 * 2**20
 MAX_RANGES_PER_UNIT = 4096
@@ -155,7 +162,12 @@ def scan(unit: ScanUnit, spill: BinaryIO | None = None) -> ScanResult:
         target = None if each.file.rereadable else spill
         reading = read_records(each.file, unit.text_key, each.start, each.stop)
         last_line = 0
-        for record in reading:
+        for record in reading.blocks():
+            if isinstance(record, RecordBlock):
+                last_line = record.lines[-1]
+                rows += _locate_block(record, range_index, target)
+                keys += [""] * len(record.texts) if has_keys else []
+                continue
             last_line = record.line
             if has_keys:
                 keys.append("" if isinstance(record, Reject) else record.key)
@@ -188,6 +200,21 @@ def _too_many_rejects(file_range: FileRange, rejects: list[Reject]) -> DataError
         f"{file_range.start:,} cannot be used; the file is probably not {file.kind}.{shown}\n"
         "No dataset was written. Set its format with --format, or remove the file from the input."
     )
+
+
+def _locate_block(block: RecordBlock, range_index: int, spill: BinaryIO | None) -> bytes:
+    """The rows of all documents of a block. Offsets refer to `spill` if given."""
+    rows = np.zeros(len(block.texts), RECORD)
+    sizes = np.fromiter(map(len, block.texts), np.uint64, len(rows))
+    offsets = np.array(block.offsets, np.uint64)
+    if spill is not None:
+        offsets = np.uint64(spill.tell()) + np.cumsum(sizes) - sizes
+        spill.write(b"".join(block.texts))
+    rows["range_index"], rows["kind"], rows["text_bytes"] = range_index, DOCUMENT, sizes
+    rows["location"] = np.stack([offsets, sizes, np.array(block.lines, np.uint64)], axis=1)
+    digests = b"".join([hashlib.sha256(text).digest() for text in block.texts])
+    rows["text_sha256"] = np.frombuffer(digests, np.uint8).reshape(-1, 32)
+    return rows.tobytes()
 
 
 def _locate(record: Record, spill: BinaryIO | None) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
 """Work units of `txl prepare`, and how a worker executes one.
 
 Three kinds: scan ranges of the input (`scan.py`); count the symbols in the documents of one shard,
-for char and word vocabularies; write one shard. A unit depends on input and settings alone.
+for a vocabulary that is trained; write one shard. A unit depends on input and settings alone.
 Any worker can execute it, in any order, more than once, and in a later run: the files are the same.
 `data_pipeline/processes/workers.py` has the workers.
 """
@@ -25,7 +25,12 @@ from data_pipeline.preparation.finished_units import (
     scratch_directory,
 )
 from data_pipeline.preparation.scan import ScanUnit, scan, spill_name
-from data_pipeline.preparation.tokenization import load_cached_tokenizer, tokenize_document
+from data_pipeline.preparation.text_groups import read_groups
+from data_pipeline.preparation.tokenization import (
+    load_cached_tokenizer,
+    tokenize_document,
+    tokenize_texts,
+)
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
@@ -62,7 +67,10 @@ class _BatchUnit:
 
 
 class CountUnit(_BatchUnit):
-    """Count symbols for a vocabulary. `context` is the PrepareSettings."""
+    """Count symbols for a vocabulary. `context` is the PrepareSettings.
+
+    For bpe, its `train_bytes` are those left for this shard.
+    """
 
     __slots__ = ()
 
@@ -193,11 +201,19 @@ def _write_shard(unit: ShardUnit, staging: Path, scratch: Path) -> _Executed:
     )
     counter = TextCounter()
     try:
-        for number, text_bytes in enumerate(documents.text_bytes.tolist()):
-            id_ = documents.document_id(number)
-            text = counter.document(documents.read_text(number, staging))
-            tokens = tokenize_document(tokenizer, text, document_id=id_)
-            writer.add(id_, tokens, text_bytes=text_bytes)
+        for group in read_groups(documents, staging):
+            rows = slice(group.first, group.first + len(group.texts or [""]))
+            text_bytes = int(documents.text_bytes[rows].sum())
+            if group.texts is None:
+                id_ = documents.document_id(group.first)
+                text = counter.document(documents.read_text(group.first, staging))
+                tokens = tokenize_document(tokenizer, text, document_id=id_)
+                writer.add(id_, tokens, text_bytes=text_bytes)
+            else:
+                counter.add(group.texts)
+                ids = documents.document_ids(rows)
+                tokenized = tokenize_texts(tokenizer, group.texts, ids)
+                writer.add_batch(ids, *tokenized, text_bytes=text_bytes)
         entry = writer.close(counter.counts)
     except BaseException:
         writer.abandon()

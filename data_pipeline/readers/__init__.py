@@ -20,8 +20,9 @@ from data_pipeline.readers.formats import (
     read_records,
     read_text_chunks,
     scan_ranges,
+    text_of_stored,
 )
-from data_pipeline.readers.records import Record, Reject
+from data_pipeline.readers.records import Record, RecordBlock, Reject
 from data_pipeline.readers.token_ids import IdRules
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "InputFiles",
     "Kind",
     "Record",
+    "RecordBlock",
     "RecordReader",
     "Reject",
     "find_files",
@@ -40,4 +42,5 @@ __all__ = [
     "read_records",
     "read_text_chunks",
     "scan_ranges",
+    "text_of_stored",
 ]

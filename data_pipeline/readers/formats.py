@@ -22,6 +22,7 @@ from data_pipeline.readers.records import (
     BadRecordError,
     BrokenStreamError,
     Record,
+    RecordBlock,
     Reject,
     Utf8Decoder,
     decode,
@@ -46,7 +47,7 @@ the kind decided by the name."""
 class FileFormat:
     """How files of one kind are read."""
 
-    read: Callable[[Source], Iterator[Record | Reject]]
+    read: Callable[[Source], Iterator[Record | RecordBlock | Reject]]
     suffixes: tuple[str, ...] = ()
     """Suffixes that "auto" reads as this kind. In a folder, an explicit --format reads only these;
     () means all files that are not known to be binary."""
@@ -209,6 +210,14 @@ class RecordReader:
     the file, add the lines of all earlier ranges to every `line` that is not 0."""
 
     def __iter__(self) -> Iterator[Record | Reject]:
+        for item in self.blocks():
+            if isinstance(item, RecordBlock):
+                yield from item.records()
+            else:
+                yield item
+
+    def blocks(self) -> Iterator[Record | RecordBlock | Reject]:
+        """The same records, but as blocks where the reader yields blocks."""
         file = self.file
         try:
             _reject_shrunk_file(file)
@@ -261,13 +270,18 @@ def read_again(file: InputFile, text_key: str, place: tuple[int, int, int]) -> s
 
     Raises OSError or ValueError if the file has changed and has no such record.
     """
-    parse = file.format.read_again
-    if not file.rereadable or parse is None:
-        raise ValueError(f"{file.name}: its records cannot be read again by their offset")
     offset, size, _ = place
     with open(file.path, "rb") as stream:  # noqa: PTH123 - faster, and this runs per document
         stream.seek(offset)
-        return parse(stream.read(size), text_key, file.ids)
+        return text_of_stored(file, stream.read(size), text_key)
+
+
+def text_of_stored(file: InputFile, stored: bytes, text_key: str) -> str:
+    """The text of a record of a rereadable file, given its stored bytes. Raises ValueError."""
+    parse = file.format.read_again
+    if not file.rereadable or parse is None:
+        raise ValueError(f"{file.name}: its records cannot be read again by their offset")
+    return parse(stored, text_key, file.ids)
 
 
 def read_text_chunks(

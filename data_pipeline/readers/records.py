@@ -1,10 +1,14 @@
-"""Record and Reject, which a reader yields for a good and a bad document, and UTF-8 decoding."""
+"""Record and Reject, which a reader yields for a good and a bad document, and UTF-8 decoding.
+
+A reader of short documents yields many at a time as a RecordBlock.
+"""
 
 import codecs
 import difflib
 import functools
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -45,6 +49,21 @@ class Record:
         """A record with its text. Raises ValueError for a text that UTF-8 cannot encode."""
         sha256 = hashlib.sha256(text.encode("utf-8")).digest()
         return cls(text, offset, size, line, sha256, key=key)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordBlock:
+    """N short documents whose stored bytes are their texts, in UTF-8. Fields as in `Record`."""
+
+    texts: list[bytes] = field(repr=False)
+    offsets: list[int]
+    lines: list[int]
+
+    def records(self) -> Iterator[Record]:
+        """The same documents one by one."""
+        for text, offset, line in zip(self.texts, self.offsets, self.lines, strict=True):
+            digest = hashlib.sha256(text).digest()
+            yield Record(text.decode("utf-8"), offset, len(text), line, digest)
 
 
 @dataclass(frozen=True, slots=True)

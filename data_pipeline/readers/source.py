@@ -6,7 +6,7 @@ Memory is bounded: a long line is read in chunks of `CHUNK_BYTES`, and a documen
 
 import codecs
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -118,6 +118,78 @@ def read_line_chunks(source: Source, *, past_stop: bool = False) -> Iterator[Chu
         yield Chunk(offset + len(raw) - len(body), line, body, starts_line, in_range)
         starts_line = raw.endswith(b"\n")
         offset += len(raw)
+
+
+class LineBlock(NamedTuple):
+    """Whole lines of a stream, all of which start in the range."""
+
+    offset: int
+    line: int
+    """Number of the first line, counted from 1 within the range."""
+    raw: bytes
+    """Ends with a line break, unless the last line of the file has none."""
+
+
+def read_line_blocks(source: Source) -> Iterator[LineBlock | Chunk]:
+    """The lines that start in the range, many at a time.
+
+    A line longer than CHUNK_BYTES is yielded in chunks, as by `read_line_chunks`.
+    """
+    offset, data = _seek_first_line(source), b""  # `data` are the bytes from `offset` on
+    while offset < source.stop:
+        raw = _read_available(source, offset)
+        data += raw
+        end = _end_of_lines(data, source.stop - offset) if raw else len(data)
+        if end:
+            mark = 0 if offset else len(data) - len(data.removeprefix(codecs.BOM_UTF8))
+            line = source.lines + 1
+            source.lines += data.count(b"\n", 0, end) + (data[end - 1] != ord("\n"))
+            yield LineBlock(offset + mark, line, data[mark:end])
+            offset, data = offset + end, data[end:]
+        elif len(data) > CHUNK_BYTES:
+            offset += yield from _read_long_line(source, offset, data)
+            data = b""
+        if not raw:
+            return
+
+
+def _read_available(source: Source, offset: int) -> bytes:
+    """At most CHUNK_BYTES. Unlike `read`, `read1` loses nothing before a place that cannot be read.
+
+    `offset` is the start of the first line that is not complete, for the error.
+    """
+    try:
+        return source.stream.read1(CHUNK_BYTES)  # type: ignore[attr-defined]
+    except OSError as error:
+        raise BrokenStreamError(source.lines + 1, offset, reject_reason(error)) from error
+
+
+def _end_of_lines(data: bytes, stop: float) -> int:
+    """End of the last whole line in `data` that starts before `stop`; 0 if there is none."""
+    if len(data) >= stop:
+        end = data.find(b"\n", int(stop) - 1) + 1  # the line of the last byte before `stop`
+        if end:
+            return end
+    return data.rfind(b"\n") + 1
+
+
+def _read_long_line(source: Source, offset: int, raw: bytes) -> Generator[Chunk, None, int]:
+    """Yield the line that begins with `raw`, which is read, in chunks. Returns its length."""
+    source.lines += 1
+    start, starts_line = offset, True
+    while raw:
+        body = raw if offset else raw.removeprefix(codecs.BOM_UTF8)
+        at = offset + len(raw) - len(body)
+        offset += len(raw)
+        if raw.endswith(b"\r"):
+            raw = _read_line_chunk(source, offset, source.lines)
+            offset, body = offset + len(raw), body + raw
+        yield Chunk(at, source.lines, body, starts_line, True)
+        if body.endswith(b"\n"):
+            break
+        starts_line = False
+        raw = _read_line_chunk(source, offset, source.lines)
+    return offset - start
 
 
 def _seek_first_line(source: Source) -> int:

@@ -6,8 +6,9 @@ starts increase by small steps. So each file name is stored once, lines and star
 differences, and everything is one zstd frame with a checksum: 1 to 2 bytes per sentence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,16 +40,45 @@ class DocumentTable:
         return name if line == _NO_LINE else f"{name}:{line}"
 
 
-def pack_documents(starts: NDArray[np.int64], ids: list[str]) -> bytes:
+@dataclass(frozen=True, slots=True, eq=False)
+class DocumentIds:
+    """The ids of D documents as columns: `names[file]`, and a colon and `line` unless it is 0."""
+
+    names: Sequence[str]
+    file: NDArray[np.int64]
+    line: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, ids: Sequence[str]) -> Self:
+        return cls(ids, np.arange(len(ids)), np.zeros(len(ids), np.int64))
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __getitem__(self, rows: slice) -> "DocumentIds":
+        return DocumentIds(self.names, self.file[rows], self.line[rows])
+
+    def id_of(self, number: int) -> str:
+        name, line = self.names[self.file[number]], self.line[number]
+        return f"{name}:{line}" if line else name
+
+
+def pack_documents(starts: NDArray[np.int64], ids: Sequence[str]) -> bytes:
     """The packed table of documents with first tokens `starts` [D] and ids `ids` [D]."""
+    return pack_document_ids(starts, [DocumentIds.of(ids)])
+
+
+def pack_document_ids(starts: NDArray[np.int64], ids: Sequence[DocumentIds]) -> bytes:
+    """As `pack_documents`, for the ids of consecutive documents as columns."""
     number_of: dict[str, int] = {}
-    split = [_split_id(id_) for id_ in ids]
-    file = [number_of.setdefault(name, len(number_of)) for name, _ in split]
+    no_documents = np.empty((2, 0), np.int64)
+    parts = [no_documents, *(_number_names(part, number_of) for part in ids)]
+    file, line = np.concatenate(parts, axis=1)
     names = [name.encode("utf-8") for name in number_of]
     columns = {
         "starts": _steps(np.asarray(starts, np.int64)),
-        "file": _steps(np.array(file, np.int64)),
-        "line": _steps(np.array([line for _, line in split], np.int64)),
+        "file": _steps(file),
+        "line": _steps(line),
         "names": np.frombuffer(b"".join(names), np.uint8),
         "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
     }
@@ -75,6 +105,22 @@ def unpack_documents(data: bytes, *, num_documents: int) -> DocumentTable:
     parts = (content[low:high] for low, high in zip(first, ends, strict=True))
     names = tuple(part.decode("utf-8", errors="replace") for part in parts)
     return DocumentTable(starts, file, line, names)
+
+
+def _number_names(ids: DocumentIds, number_of: dict[str, int]) -> NDArray[np.int64]:
+    """int64 [2, D]: number of each document's name, and its line; adds new names to `number_of`.
+
+    Names are numbered in the order in which they first appear.
+    """
+    keys = 2 * ids.file + (ids.line > 0)
+    used, first, key_of = np.unique(keys, return_index=True, return_inverse=True)
+    columns = np.empty((2, len(used)), np.int64)
+    for key in np.argsort(first).tolist():
+        file, has_line = divmod(int(used[key]), 2)
+        # A name without a line may itself end in a colon and digits.
+        name, line = (ids.names[file], 0) if has_line else _split_id(ids.names[file])
+        columns[:, key] = number_of.setdefault(name, len(number_of)), line
+    return np.stack([columns[0, key_of], np.where(ids.line > 0, ids.line, columns[1, key_of])])
 
 
 def _split_id(id_: str) -> tuple[str, int]:

@@ -29,7 +29,7 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.shards.document_table import pack_documents
+from data_pipeline.shards.document_table import DocumentIds, pack_document_ids
 from data_pipeline.shards.frames import FrameWriter
 from data_pipeline.shards.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
 from data_pipeline.shards.shard_index import index_bytes
@@ -45,8 +45,9 @@ _TAR_RECORD = 512
 class _Block:
     """Documents that are collected for the next block."""
 
-    ids: list[str] = field(default_factory=list)
+    ids: list[DocumentIds] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
+    lengths: list[np.ndarray] = field(default_factory=list)  # tokens of each document
     num_bytes: int = 0
 
 
@@ -78,7 +79,7 @@ class ShardWriter:
         self._block = _Block()
         self._blocks: list[tuple[int, int, int]] = []  # tokens, raw offset, documents
         self._starts: list[np.ndarray] = []
-        self._ids: list[str] = []
+        self._ids: list[DocumentIds] = []
         self._text_bytes = 0
 
     def add(self, document_id: str, chunks: Iterable[np.ndarray], *, text_bytes: int) -> None:
@@ -102,12 +103,36 @@ class ShardWriter:
                 raise ValueError(f"{document_id}: tokens must not be empty")
             if self._block.ids and self._block.num_bytes + size > self._block_bytes:
                 self._flush()
-            self._block.ids.append(document_id)
-            single = len(buffered) == 1  # the usual case, without a copy
-            self._block.tokens.append(buffered[0] if single else np.concatenate(buffered))
-            self._block.num_bytes += size
-            if self._block.num_bytes >= self._block_bytes:
-                self._flush()
+            tokens = np.concatenate(buffered)
+            self._collect(DocumentIds.of([document_id]), tokens, np.array([len(tokens)]))
+        self._text_bytes += text_bytes
+
+    def add_batch(
+        self, ids: DocumentIds, tokens: np.ndarray, lengths: np.ndarray, *, text_bytes: int
+    ) -> None:
+        """Append D documents: as `add` for each, with fewer steps per document.
+
+        `tokens` are those of all documents, 1-D, and `lengths` int64 [D] how many each has;
+        `text_bytes` is the UTF-8 length of all texts. Raises ValueError as `add` does.
+        """
+        if len(lengths) != len(ids) or (lengths <= 0).any() or lengths.sum() != len(tokens):
+            raise ValueError("every document must have tokens, and every token a document")
+        (tokens,) = self._checked(f"{ids.id_of(0)} and {len(ids) - 1} others", [tokens])
+        ends, first = np.cumsum(lengths), 0
+        sizes = lengths * self._dtype.itemsize
+        while first < len(ids):
+            start = int(ends[first] - lengths[first])
+            room = (self._block_bytes - self._block.num_bytes) // self._dtype.itemsize
+            stop = int(np.searchsorted(ends, start + room, side="right"))
+            if stop > first:
+                rows = slice(first, stop)
+                self._collect(ids[rows], tokens[start : ends[stop - 1]], lengths[rows])
+                first = stop
+                continue
+            self._flush()
+            if sizes[first] > self._block_bytes:
+                self._add_giant(ids.id_of(first), iter([tokens[start : ends[first]]]))
+                first += 1
         self._text_bytes += text_bytes
 
     def close(self, text_counts: TextCounts | None = None) -> ShardEntry:
@@ -132,7 +157,7 @@ class ShardWriter:
             raw_sha256=self._frames.raw_sha256.hexdigest(),
             index_bytes=len(index),
             index_sha256=hashlib.sha256(index).hexdigest(),
-            documents=len(self._ids),
+            documents=sum(map(len, self._ids)),
             blocks=len(self._blocks),
             tokens=sum(tokens for tokens, _, _ in self._blocks),
             text_bytes=self._text_bytes,
@@ -159,13 +184,22 @@ class ShardWriter:
                 )
             yield tokens.astype(self._dtype, copy=False)
 
+    def _collect(self, ids: DocumentIds, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Add documents that fit to the next block."""
+        self._block.ids.append(ids)
+        self._block.tokens.append(tokens)
+        self._block.lengths.append(lengths)
+        self._block.num_bytes += tokens.nbytes
+        if self._block.num_bytes >= self._block_bytes:
+            self._flush()
+
     def _flush(self) -> None:
         """Write the collected block; document starts are a second member if there are several."""
         block, self._block = self._block, _Block()
         if not block.ids:
             return
-        lengths = [len(tokens) for tokens in block.tokens]
-        starts = np.array([0, *itertools.accumulate(lengths[:-1])], dtype=np.int64)
+        lengths = np.concatenate(block.lengths)
+        starts = (np.cumsum(lengths) - lengths).astype(np.int64)
         tokens = np.concatenate(block.tokens)
         members = {"npy": (_npy_header(tokens), tokens.data)}
         if len(lengths) > 1:
@@ -202,7 +236,7 @@ class ShardWriter:
             file.seek(0)
             self._write_block({"npy": file}, num_tokens)
         self._starts.append(np.zeros(1, np.int64))
-        self._ids.append(document_id)
+        self._ids.append(DocumentIds.of([document_id]))
 
     def _write_block(self, members: dict[str, BinaryIO], num_tokens: int) -> None:
         sizes = {name: content.seek(0, io.SEEK_END) for name, content in members.items()}
@@ -219,7 +253,7 @@ class ShardWriter:
 
     def _index(self, text_counts: TextCounts | None) -> bytes:
         tokens, offsets, documents = zip(*self._blocks, strict=True)
-        table = pack_documents(np.concatenate(self._starts), self._ids)
+        table = pack_document_ids(np.concatenate(self._starts), self._ids)
         arrays: dict[str, np.ndarray] = {
             "frames": np.array(self._frames.frames, dtype=np.int64),
             "block_tokens": np.array(tokens, dtype=np.int64),

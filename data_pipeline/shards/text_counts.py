@@ -5,7 +5,7 @@ separates (`str.split`); a line end is the character "\\n", which word models pr
 The text is counted as it is tokenized: nothing is detokenized, so WikiText's ` @-@ ` is a word.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -48,6 +48,12 @@ class TextCounter:
     def counts(self) -> TextCounts:
         return TextCounts(characters=self._characters, words=self._words, line_ends=self._line_ends)
 
+    def add(self, documents: Sequence[str]) -> None:
+        """Count whole documents."""
+        self._characters += sum(map(len, documents))
+        self._line_ends += sum(text.count("\n") for text in documents)
+        self._words += _num_words("\n".join(documents))  # no word continues in another document
+
     def document(self, fragments: Iterable[str]) -> Iterator[str]:
         """Yield the fragments of one document, which may be cut anywhere, also in a word."""
         in_word = False
@@ -64,8 +70,7 @@ class TextCounter:
 def count_text(text: str) -> TextCounts:
     """The counts of one document."""
     counter = TextCounter()
-    for _ in counter.document([text]):
-        pass
+    counter.add([text])
     return counter.counts
 
 

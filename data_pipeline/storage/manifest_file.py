@@ -23,10 +23,16 @@ class WrongFormatError(ValueError):
     """JSON of a different program or format version."""
 
 
-def manifest_bytes(content: dict[str, Any]) -> bytes:
-    """The bytes of a manifest file: `content` and its digest, with sorted keys."""
-    digest = strict_json.sha256_of(content)
-    return (json.dumps({"digest": digest, **content}, sort_keys=True, indent=1) + "\n").encode()
+def manifest_bytes(content: dict[str, Any], *, written_by: dict[str, str] | None = None) -> bytes:
+    """The bytes of a manifest file: `content` and its digest, with sorted keys.
+
+    `written_by` says which programs wrote the files. It is information for people: not part of the
+    content or of its digest.
+    """
+    added: dict[str, Any] = {"digest": strict_json.sha256_of(content)}
+    if written_by:
+        added["written_by"] = written_by
+    return (json.dumps({**added, **content}, sort_keys=True, indent=1) + "\n").encode()
 
 
 def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
@@ -49,6 +55,7 @@ def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
             f"has format version {content.get('version')!r}, this txl reads {expected['version']}"
         )
     recorded = content.pop("digest", None)
+    content.pop("written_by", None)
     try:
         manifest = model.model_validate_json(json.dumps(content))
     except ValidationError as error:

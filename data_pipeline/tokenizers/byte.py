@@ -1,5 +1,6 @@
 """Bytes as tokens: needs no training and is lossless."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy.typing as npt
 
 from data_pipeline.storage.strict_json import canonical, sha256_of
 from data_pipeline.storage.strict_model import StrictModel
-from data_pipeline.tokenizers.interface import Cuts, checked_ids
+from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of
 
 
 class ByteDescription(StrictModel):
@@ -44,6 +45,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """uint16 [UTF-8 bytes]. Raises UnicodeEncodeError for lone surrogates."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        raws = [text.encode("utf-8") for text in texts]
+        return np.frombuffer(b"".join(raws), np.uint8).astype(np.uint16), lengths_of(raws)
 
     def decode(self, ids: npt.ArrayLike) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")

@@ -1,5 +1,6 @@
 """Characters as tokens. Frequent characters have low ids."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ import numpy.typing as npt
 
 from data_pipeline.storage.strict_json import canonical, sha256_of
 from data_pipeline.storage.strict_model import StrictModel
-from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
+from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of, token_dtype
 from data_pipeline.tokenizers.vocabulary import require_distinct
 
 UNKNOWN = ""
@@ -75,6 +76,9 @@ class CharTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """[characters]. Raises UnicodeEncodeError for lone surrogates."""
         return self._id_of[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        return self.encode("".join(texts)), lengths_of(texts)
 
     def decode(self, ids: npt.ArrayLike) -> str:
         array = checked_ids(ids, self.vocab_size)

@@ -1,5 +1,6 @@
 """The interface that shards, evaluation and generation use, and helpers for all tokenizers."""
 
+from collections.abc import Iterable, Sequence, Sized
 from typing import Literal, Protocol
 
 import numpy as np
@@ -42,6 +43,9 @@ class Tokenizer(Protocol):
         Raises UnicodeEncodeError for lone surrogates, which UTF-8 cannot represent.
         """
 
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of all texts, 1-D, and int64 [texts] how many each has; `encode` of each."""
+
     def decode(self, ids: npt.ArrayLike) -> str:
         """Text of `ids`, without `end_of_document`. Invalid UTF-8 becomes U+FFFD."""
 
@@ -60,6 +64,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
     if not 1 <= vocab_size <= 2**32:
         raise ValueError(f"vocab_size={vocab_size} must be in [1, 2**32]")
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def lengths_of(parts: Iterable[Sized]) -> np.ndarray:
+    """int64: the length of each part."""
+    return np.fromiter(map(len, parts), np.int64)
 
 
 def checked_ids(ids: npt.ArrayLike, vocab_size: int) -> np.ndarray:

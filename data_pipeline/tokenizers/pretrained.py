@@ -1,11 +1,14 @@
 """Tokenizers of the `tokenizers` library: trained bpe, or an existing file.
 
-tiktoken encodes byte-level BPE with GPT-2's pattern: the same ids in less time. `tokenizers`
-encodes all others. Special tokens are removed from the file first, because the library would
-encode their names in a text as the special tokens.
+gigatoken encodes byte-level BPE with GPT-2's pattern, or tiktoken where gigatoken is not installed:
+the same ids in less time (docs/decisions/0037). `tokenizers` encodes all others. Special tokens are
+removed from the file first, because the library would encode their names in a text as the special
+tokens.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -17,7 +20,8 @@ from pydantic import Field
 from data_pipeline.errors import DataError
 from data_pipeline.storage.strict_json import canonical, sha256_of
 from data_pipeline.storage.strict_model import StrictModel
-from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
+from data_pipeline.tokenizers.gigatoken_encoder import GigatokenEncoder, reason_without_gigatoken
+from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of, token_dtype
 from data_pipeline.tokenizers.tiktoken_ranks import GPT2_PATTERN, ranked_bytes
 
 UNUSED_SPECIAL = "<|unused|>"
@@ -68,20 +72,45 @@ class PretrainedTokenizer:
             raise ValueError("its model has dropout: the same text has several encodings")
         self.vocab_size = len(ids)
         end = next((token for token, id_ in tokens.items() if id_ == self.end_of_document), None)
-        self._core: tiktoken.Encoding | None = None
+        self._ranks: dict[bytes, int] | None = None
+        self._reason = ""
         try:
-            ranks = ranked_bytes(content, leave_out=end)
+            self._ranks = ranked_bytes(content, leave_out=end, model=self._library.model)
         except ValueError as reason:
             if description.type == "bpe":
                 raise ValueError(f"it is not byte-level BPE of this version: {reason}") from reason
+            self._reason = str(reason)
         else:
-            self._bytes_of = {id_: token for token, id_ in ranks.items()}
-            # No text encodes to it. Without any special token, tiktoken would search for an empty
-            # one at every character.
-            unused = {UNUSED_SPECIAL: max(ranks.values()) + 1}
-            self._core = tiktoken.Encoding(
-                "txl", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=unused
-            )
+            self._bytes_of = {id_: token for token, id_ in self._ranks.items()}
+
+    @cached_property
+    def _gigatoken(self) -> GigatokenEncoder | None:
+        if self._ranks is None or reason_without_gigatoken():
+            return None
+        return GigatokenEncoder(canonical(self._description.tokenizer))
+
+    @cached_property
+    def _tiktoken(self) -> tiktoken.Encoding:
+        assert self._ranks
+        # No text encodes to it. Without any special token, tiktoken would search for an empty one
+        # at every character.
+        unused = {UNUSED_SPECIAL: max(self._ranks.values()) + 1}
+        return tiktoken.Encoding(
+            "txl", pat_str=GPT2_PATTERN, mergeable_ranks=self._ranks, special_tokens=unused
+        )
+
+    @property
+    def encoder(self) -> str:
+        """The library that encodes, with its version."""
+        if self._ranks is None:
+            return f"tokenizers {tokenizers.__version__}"
+        library = "gigatoken" if self._gigatoken else "tiktoken"
+        return f"{library} {version(library)}"
+
+    @property
+    def slow_reason(self) -> str:
+        """Why gigatoken does not encode; "" if it does."""
+        return self._reason or reason_without_gigatoken()
 
     @classmethod
     def from_description(cls, content: dict[str, Any]) -> Self:
@@ -90,11 +119,11 @@ class PretrainedTokenizer:
 
     @property
     def lossless(self) -> bool:
-        return self._core is not None
+        return self._ranks is not None
 
     @property
     def cuts(self) -> Cuts:
-        return "space" if self._core else "never"
+        return "space" if self._ranks else "never"
 
     @cached_property
     def digest(self) -> str:
@@ -102,32 +131,48 @@ class PretrainedTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
-        if self._core:
-            ids = self._core.encode_to_numpy(text, disallowed_special=())
-        else:
-            text.encode("utf-8")
-            try:
-                ids = np.array(self.library_ids(text), dtype=np.uint32)
-            except Exception as error:  # the library raises no narrower type
-                raise DataError(
-                    f"the tokenizer has no tokens for {text[:40]!r}: {error}. Add an unknown token "
-                    "to it, or use another tokenizer."
-                ) from error
+        ids: np.ndarray | None = None
+        if self._gigatoken:
+            ids = self._gigatoken.encode(text)
+        if ids is None and self._ranks:
+            ids = self.reference_ids(text)
+        if ids is None:
+            ids = self._encode_with_library(text)
         return ids.astype(token_dtype(self.vocab_size))
+
+    def _encode_with_library(self, text: str) -> np.ndarray:
+        text.encode("utf-8")
+        try:
+            return np.array(self.library_ids(text), dtype=np.uint32)
+        except Exception as error:  # the library raises no narrower type
+            raise DataError(
+                f"the tokenizer has no tokens for {text[:40]!r}: {error}. Add an unknown token "
+                "to it, or use another tokenizer."
+            ) from error
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        if self._gigatoken and (batch := self._gigatoken.encode_batch(texts)):
+            return batch[0].astype(token_dtype(self.vocab_size)), batch[1]
+        parts = [np.empty(0, token_dtype(self.vocab_size)), *map(self.encode, texts)]
+        return np.concatenate(parts), lengths_of(parts[1:])
+
+    def reference_ids(self, text: str) -> np.ndarray:
+        """uint32 [tokens] that tiktoken gives a text. For byte-level BPE only (`lossless`)."""
+        return self._tiktoken.encode_to_numpy(text, disallowed_special=())
 
     def library_ids(self, text: str) -> list[int]:
         """The ids that `tokenizers` gives a text."""
         return self._library.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        if self._core:
+        if self._ranks:
             return self.decode_bytes(ids).decode("utf-8", errors="replace")
         array = checked_ids(ids, self.vocab_size)
         ids_of_text = array[array != self.end_of_document].tolist()
         return self._library.decode(ids_of_text, skip_special_tokens=False)
 
     def decode_bytes(self, ids: npt.ArrayLike) -> bytes:
-        if not self._core:
+        if not self._ranks:
             return self.decode(ids).encode()
         array = checked_ids(ids, self.vocab_size)
         ids_of_text = array[array != self.end_of_document].tolist()
@@ -143,7 +188,7 @@ class PretrainedTokenizer:
         for id_ in range(self.vocab_size):
             if id_ == self.end_of_document:
                 continue
-            if self._core:
+            if self._ranks:
                 lengths[id_] = len(self._bytes_of[id_])
             else:
                 once, twice = self.decode_bytes([id_]), self.decode_bytes([id_, id_])
@@ -221,10 +266,10 @@ def _unknown_id(model: dict[str, Any], ids: dict[str, int]) -> int | None:
 
 
 def require_same_ids(tokenizer: PretrainedTokenizer, texts: list[str]) -> None:
-    """Raises DataError if tiktoken and `tokenizers` give different ids, or none, for a text."""
+    """Raises DataError if `tokenizers` gives other ids for a text than the encoder, or none."""
     for text in [*HARD_STRINGS, *texts]:
         if tokenizer.encode(text).tolist() != tokenizer.library_ids(text):
             raise DataError(
-                f"tiktoken and tokenizers differ on {text[:60]!r}. Their versions are "
+                f"{tokenizer.encoder} and tokenizers differ on {text[:60]!r}. Their versions are "
                 "incompatible: install those of constraints.txt and run this again."
             )

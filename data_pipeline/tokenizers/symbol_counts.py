@@ -1,4 +1,4 @@
-"""Count the symbols of texts for char and word vocabularies, in parts that can be merged."""
+"""Count the symbols of texts for trained vocabularies, in parts that can be merged."""
 
 import json
 from collections import Counter
@@ -10,11 +10,16 @@ from data_pipeline.tokenizers.word import symbols_of
 
 
 def count_symbols(settings: TokenizerSettings, texts: Iterable[str]) -> Counter[str]:
-    """Occurrences of each symbol: characters, or words and line ends.
+    """Occurrences of each symbol: characters, words and line ends, or for bpe the words of BPE.
 
-    `texts` may be parts of texts, cut where the tokenizer's `cuts` allows. Raises
-    UnicodeEncodeError for lone surrogates, ValueError for a tokenizer without such a vocabulary.
+    bpe counts the first `settings.train_bytes` bytes only. `texts` may be parts of texts, cut where
+    the tokenizer's `cuts` allows. Raises UnicodeEncodeError for lone surrogates, ValueError for a
+    tokenizer without such a vocabulary.
     """
+    if settings.tokenizer == "bpe":
+        from data_pipeline.tokenizers.bpe import count_words
+
+        return count_words(texts, max_bytes=settings.train_bytes)
     if settings.tokenizer not in ("char", "word"):
         raise ValueError(f"tokenizer {settings.tokenizer!r} has no vocabulary of symbols")
     counts: Counter[str] = Counter()

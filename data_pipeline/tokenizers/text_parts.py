@@ -13,6 +13,7 @@ A part ends at the last such position within `max_chars`. If there is none, it e
 the tokens can then differ from those of the whole text. This is part of the encoding.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 
 from data_pipeline.tokenizers.interface import Cuts
@@ -21,7 +22,8 @@ from data_pipeline.tokenizers.interface import Cuts
 # texts that have no position to cut at: changing it changes datasets.
 MAX_PART_CHARS = 2**19
 # ASCII only: Python and the patterns of BPE disagree on other whitespace.
-_BLANKS = frozenset(" \t\n\r")
+_BLANK_AFTER_WORD = re.compile(r"(?<=\S)[ \t\n\r]")
+_SEARCH_CHARS = 256
 
 
 def text_parts(fragments: Iterable[str], *, max_chars: int, cuts: Cuts = "space") -> Iterator[str]:
@@ -53,7 +55,12 @@ def _cut(text: str, start: int, limit: int, cuts: Cuts) -> int:
     if cuts == "line":
         return text.rfind("\n", start, limit) + 1 or limit
     if cuts == "space":
-        for position in range(limit, start, -1):
-            if text[position] in _BLANKS and not text[position - 1].isspace():
-                return position
+        # Backwards in growing windows: the last position is usually near the limit.
+        stop, num_chars = limit + 1, _SEARCH_CHARS
+        while stop > start + 1:
+            first = max(stop - num_chars, start + 1)
+            matches = [match.start() for match in _BLANK_AFTER_WORD.finditer(text, first, stop)]
+            if matches:
+                return matches[-1]
+            stop, num_chars = first, 2 * num_chars
     return limit

@@ -8,10 +8,15 @@ ids do not depend on samples of text.
 """
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
+
+import tokenizers
+from tokenizers import models
+
+from data_pipeline.storage.strict_json import canonical
 
 MAX_TOKEN_BYTES = 1024
-"""Merging a token's bytes takes quadratic time. Tokens of real vocabularies have at most 128."""
+"""Merging a token's bytes may take quadratic time. Tokens of real vocabularies have at most 128."""
 
 # GPT-2's pattern. The alternatives without lookahead are one group, which compiles to a finite
 # automaton and takes half the time of separate alternatives.
@@ -37,12 +42,16 @@ def _byte_of_character() -> dict[str, int]:
 
 
 BYTE_OF = _byte_of_character()
+_CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
 
 
-def ranked_bytes(content: dict[str, Any], *, leave_out: str | None) -> dict[bytes, int]:
+def ranked_bytes(
+    content: dict[str, Any], *, leave_out: str | None, model: models.BPE | None = None
+) -> dict[bytes, int]:
     """Token bytes -> id, if tiktoken gives the same ids as `tokenizers` for this file's content.
 
-    `leave_out` is the vocabulary's end-of-text token. Raises ValueError with the reason if the two
+    `leave_out` is the vocabulary's end-of-text token, `model` the content's model if it is loaded.
+    Raises ValueError with the reason if the two
     libraries would differ.
     """
     _require_plain_bpe(content)
@@ -58,9 +67,11 @@ def ranked_bytes(content: dict[str, Any], *, leave_out: str | None) -> dict[byte
     if any(ranks[low] >= ranks[high] for low, high in pairwise(merged)):
         raise ValueError("the ids are not in the order of the merges")
     order = {token: number for number, token in enumerate(merged)}
-    for token, pair in zip(merged, pairs, strict=True):
-        if _last_pair(token, order) != pair:
-            raise ValueError(f"the merges cannot make the token {token[:40]!r} of its own bytes")
+    _require_reachable(
+        pairs,
+        order,
+        model or cast(models.BPE, tokenizers.Tokenizer.from_str(canonical(content)).model),
+    )
     return ranks
 
 
@@ -85,20 +96,26 @@ def _parse_merge(merge: str | list[str]) -> tuple[bytes, bytes]:
     return left, right
 
 
-def _last_pair(token: bytes, order: dict[bytes, int]) -> tuple[bytes, ...]:
-    """Merge a token's bytes until only merges into the token itself remain; return the rest.
+def _require_reachable(
+    merges: list[tuple[bytes, bytes]], order: dict[bytes, int], model: models.BPE
+) -> None:
+    """Raise ValueError unless merging the bytes of every token ends with the pair of its merge.
 
-    `order` is token -> position of its merge.
+    Each token has one merge, so a token that `tokenizers` makes of its own bytes ends with that
+    pair. If in addition both sides of every merge come before it, no merge of the token comes after
+    its own: tiktoken applies the same ones.
     """
-    if len(token) > MAX_TOKEN_BYTES:
-        raise ValueError(f"a token has {len(token)} bytes, the maximum is {MAX_TOKEN_BYTES}")
-    symbols, own_rank = [token[i : i + 1] for i in range(len(token))], order[token]
-    ranks = [order.get(left + right, own_rank) for left, right in pairwise(symbols)]
-    while ranks and (lowest := min(ranks)) < own_rank:
-        position = ranks.index(lowest)
-        symbols[position : position + 2] = [symbols[position] + symbols[position + 1]]
-        del ranks[position]
-        # Only the pairs with the left and the right neighbour of the new symbol have changed.
-        for left in range(max(position - 1, 0), min(position + 1, len(ranks))):
-            ranks[left] = order.get(symbols[left] + symbols[left + 1], own_rank)
-    return tuple(symbols)
+    for number, (left, right) in enumerate(merges):
+        token = left + right
+        if len(token) > MAX_TOKEN_BYTES:
+            raise ValueError(f"a token has {len(token)} bytes, the maximum is {MAX_TOKEN_BYTES}")
+        sides_are_earlier = all(
+            len(side) == 1 or order.get(side, number) < number for side in (left, right)
+        )
+        if not sides_are_earlier or len(model.tokenize(_written(token))) != 1:
+            raise ValueError(f"the merges cannot make the token {token[:40]!r} of its own bytes")
+
+
+def _written(token: bytes) -> str:
+    """The characters that the file writes for these bytes."""
+    return token.decode("latin-1").translate(_CHARACTER_OF)

@@ -26,7 +26,9 @@ def needs_training(settings: TokenizerSettings) -> bool:
 
 
 def cuts_of(settings: TokenizerSettings) -> Cuts:
-    """The `cuts` of a char or word tokenizer, known before it is trained."""
+    """The `cuts` of a tokenizer, known before it is trained."""
+    if settings.tokenizer == "bpe":
+        return "space"
     if settings.tokenizer == "char":
         return "anywhere"
     return "line" if recipe_of(settings.recipe).lines == "both" else "space"
@@ -38,20 +40,17 @@ def train_tokenizer(settings: TokenizerSettings, texts: Texts) -> Tokenizer:
     Raises DataError if bpe cannot be trained on the texts, ValueError for a kind that is not
     trained.
     """
-    if settings.tokenizer == "bpe":
-        from data_pipeline.tokenizers.bpe import train_bpe
-
-        return train_bpe(
-            texts(),
-            vocab_size=settings.vocab_size or 0,
-            min_freq=settings.min_freq,
-            max_bytes=settings.train_bytes,
-        )
     return tokenizer_of_counts(settings, count_symbols(settings, texts()))
 
 
 def tokenizer_of_counts(settings: TokenizerSettings, counts: Counter[str]) -> Tokenizer:
-    """The char or word tokenizer of a text with these symbol counts."""
+    """The char, word or bpe tokenizer of a text with these symbol counts."""
+    if settings.tokenizer == "bpe":
+        from data_pipeline.tokenizers.bpe import bpe_of_counts
+
+        return bpe_of_counts(
+            counts, vocab_size=settings.vocab_size or 0, min_freq=settings.min_freq
+        )
     recipe, is_word = recipe_of(settings.recipe), settings.tokenizer == "word"
     symbols = rank_symbols(
         counts,

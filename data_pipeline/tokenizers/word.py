@@ -6,7 +6,7 @@ text are an ordinary word. Words without an id are encoded as `<unk>`, the word 
 datasets use for it. Decoding writes one space between two words: the original whitespace is lost.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -84,11 +84,17 @@ class WordTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """[words and line ends]. Raises UnicodeEncodeError for lone surrogates."""
-        text.encode("utf-8")
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
-        for symbols in symbols_of(text, self.lines):
-            ids.extend(map(self._id_of.__getitem__, symbols))
-        return np.array(ids, dtype=token_dtype(self.vocab_size))
+        ends = [0]
+        for text in texts:
+            text.encode("utf-8")
+            for symbols in symbols_of(text, self.lines):
+                ids.extend(map(self._id_of.__getitem__, symbols))
+            ends.append(len(ids))
+        return np.array(ids, dtype=token_dtype(self.vocab_size)), np.diff(ends)
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Joins the words of a line with spaces. With `lines` "both", blank lines are lost."""

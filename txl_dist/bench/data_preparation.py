@@ -21,6 +21,7 @@ from data_pipeline.shards.manifest import TOKENIZER_NAME, ShardManifest, SplitEn
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.tokenizers import load_tokenizer
+from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
 from txl_dist.bench.rounds import Figure
 
 VOCAB_SIZE = 32_768
@@ -28,6 +29,8 @@ _SUFFIXES = (".py", ".rst", ".md", ".txt")
 _SENTENCE_CHARACTERS = range(80, 401)
 _MOST_SENTENCES = 60_000
 _FLIPS = 300
+_LINES = range(100_000)
+_SLOW_TEXTS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +84,47 @@ def rate_figures(text: BenchText, work: Path) -> Iterator[Figure]:
             [text.folder], work / "prepared", settings, tokenizer_file=text.tokenizer
         )
     )
-    rate, tokenizer_rate = text.num_bytes / 1e6 / spent, _tokenizer_rate(text)
-    note = f"{text.num_bytes / 1e6:.0f} MB; the tokenizer alone: {tokenizer_rate:.1f}"
+    rate, alone = text.num_bytes / 1e6 / spent, _encoder_rates(text)
+    listed = ", ".join(f"{name} {each:.1f}" for name, each in alone.items())
+    note = f"{text.num_bytes / 1e6:.0f} MB; alone: {listed}"
     yield Figure("BPE preparation, files to shards", rate, "MB per CPU-s", 15.0, note=note)
-    yield Figure("the same, relative to the tokenizer alone", rate / tokenizer_rate, "", 0.7)
+    fastest = next(iter(alone))
+    yield Figure(f"the same, relative to {fastest} alone", rate / alone[fastest], "", 0.4)
+    yield from _training_and_lines_figures(text, work)
 
 
-def _tokenizer_rate(text: BenchText) -> float:
+def _encoder_rates(text: BenchText) -> dict[str, float]:
+    """MB per CPU-second of the encoders alone, document by document, the fastest first."""
     tokenizer = load_tokenizer(text.tokenizer)
-    texts = [path.read_text("utf-8") for path in sorted(text.folder.rglob("*")) if path.is_file()]
-    spent = _cpu_seconds(lambda: [tokenizer.encode(document) for document in texts])
-    return text.num_bytes / 1e6 / spent
+    assert isinstance(tokenizer, PretrainedTokenizer)
+    paths = [path for path in sorted(text.folder.rglob("*")) if path.is_file()]
+    texts = [path.read_bytes().decode("utf-8") for path in paths]
+    few = texts[:: max(1, len(texts) // _SLOW_TEXTS)]  # enough for a rate
+    tokenizer.encode("")  # loads the library
+    runs: dict[str, tuple[Callable[[str], object], list[str]]] = {
+        tokenizer.encoder.split()[0]: (tokenizer.encode, texts),
+        "tiktoken": (tokenizer.reference_ids, texts),
+        "tokenizers": (tokenizer.library_ids, few),
+    }
+    return {name: _encoding_rate(*run) for name, run in runs.items()}
+
+
+def _encoding_rate(encode: Callable[[str], object], documents: list[str]) -> float:
+    num_bytes = sum(len(document.encode()) for document in documents)
+    return num_bytes / 1e6 / _cpu_seconds(lambda: [encode(document) for document in documents])
+
+
+def _training_and_lines_figures(text: BenchText, work: Path) -> Iterator[Figure]:
+    settings = PrepareSettings(tokenizer="bpe", vocab_size=VOCAB_SIZE)
+    spent = _cpu_seconds(lambda: prepare_dataset([text.folder], work / "from-text", settings))
+    rate = text.num_bytes / 1e6 / spent
+    yield Figure("the same with a vocabulary trained first", rate, "MB per CPU-s", 5.0)
+    lines = work / "short.txt"
+    lines.write_text("".join(f"{number:08d} {'short line ' * 4}"[:49] + "\n" for number in _LINES))
+    by_line = PrepareSettings(format="lines")
+    spent = _cpu_seconds(lambda: prepare_dataset([lines], work / "short", by_line))
+    name = f"{len(_LINES):,} lines of 49 bytes, byte tokens"
+    yield Figure(name, spent, "CPU-s", 1.0, at_most=True)
 
 
 def size_figures(text: BenchText, work: Path) -> Iterator[Figure]:

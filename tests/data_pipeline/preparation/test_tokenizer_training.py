@@ -47,13 +47,13 @@ def test_a_trained_tokenizer_is_not_trained_again_by_a_rerun(
     size = 300 if kind == "bpe" else None
     options = PrepareSettings(tokenizer=kind, vocab_size=size, **OPTIONS)
     prepare(tmp_path / "in", tmp_path / "whole", 10**6, settings=options)
-    units = 1 + (kind == "char") * len(load_manifest(tmp_path / "whole").splits["train"].shards)
+    units = 1 + len(load_manifest(tmp_path / "whole").splits["train"].shards)
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path / "in", out, 10**6, settings=options, workers=StopsAfter(units))
     assert (out / ".staging.tmp" / RECORDS / "tokenizer.json").is_file()
     monkeypatch.setattr("data_pipeline.preparation.work_units.count_symbols", None)
-    monkeypatch.setattr("data_pipeline.preparation.tokenizer_training.train_tokenizer", None)
+    monkeypatch.setattr("data_pipeline.preparation.tokenizer_training.tokenizer_of_counts", None)
     done = prepare(tmp_path / "in", out, 10**6, settings=options)
     assert done.reused_units == 2, "the scan and the tokenizer"
     assert files_of(out) == files_of(tmp_path / "whole")

@@ -50,3 +50,17 @@ def test_every_byte_of_lines_is_in_a_document_or_rejected_or_an_end(
                 expected.append((line, None))
     records = read(one_file(path, "lines"))
     assert [(record.line, getattr(record, "text", None)) for record in records] == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(content=CONTENT, chunk_bytes=st.integers(4, 20), unit_bytes=st.integers(3, 30))
+def test_lines_do_not_depend_on_the_size_of_chunks_and_ranges(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, chunk_bytes: int, unit_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "in"
+    path.write_bytes(content)
+    file = one_file(path, "lines")
+    expected = read(file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data_pipeline.readers.source.CHUNK_BYTES", chunk_bytes)
+        assert read(file, unit_bytes=unit_bytes) == expected

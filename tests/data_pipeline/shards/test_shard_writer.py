@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
+from data_pipeline.shards.document_table import DocumentIds
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.shard_index import read_index
 from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.shards.shard_writer import ShardWriter
 from tests.data_pipeline.shards.written_split import documents_of, some_documents, write_split
 
 
@@ -138,3 +140,51 @@ def test_stock_tools_read_every_shard(dataset: tuple[Path, ShardManifest]) -> No
         assert all(member.split(".")[0].count("-") == 2 for member in members)
         shared += sum(member.endswith(".starts.npy") for member in members)
     assert shared, "no block of several documents was tested"
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 80), st.integers(200, 1500)), min_size=1, max_size=9),
+    block_bytes=st.integers(512, 2500),
+    first_batch=st.integers(0, 9),
+)
+def test_documents_added_in_batches_give_the_same_bytes(
+    lengths: list[int], block_bytes: int, first_batch: int
+) -> None:
+    documents, written = some_documents(lengths), []
+    names = ["a.txt", "b:7", "c.txt"]  # the id of `b:7` without a line ends like one with a line
+    ids = DocumentIds(names, np.arange(len(documents)) % 3, np.arange(len(documents)) // 3)
+    for batches in (None, [slice(0, first_batch), slice(first_batch, None)]):
+        with tempfile.TemporaryDirectory() as directory:
+            writer = ShardWriter(
+                Path(directory),
+                "train",
+                0,
+                dtype=np.dtype("<u2"),
+                vocab_size=257,
+                block_bytes=block_bytes,
+            )
+            if batches is None:
+                for number, tokens in enumerate(documents):
+                    writer.add(ids.id_of(number), [tokens], text_bytes=len(tokens))
+            for rows in batches or []:
+                if part := documents[rows]:
+                    tokens, counts = np.concatenate(part), np.array([len(each) for each in part])
+                    writer.add_batch(ids[rows], tokens, counts, text_bytes=len(tokens))
+            writer.close()
+            files = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+            written.append(files)
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("lengths", [[2, 0], [1, 2], [2, 1, 0]])
+def test_a_batch_whose_lengths_are_not_those_of_its_documents_is_refused(
+    tmp_path: Path, lengths: list[int]
+) -> None:
+    writer = ShardWriter(
+        tmp_path, "train", 0, dtype=np.dtype("<u2"), vocab_size=257, block_bytes=512
+    )
+    with pytest.raises(ValueError, match="every document must have tokens"):
+        writer.add_batch(
+            DocumentIds.of(["a", "b"]), np.zeros(2, int), np.array(lengths), text_bytes=2
+        )

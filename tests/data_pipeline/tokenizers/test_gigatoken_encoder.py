@@ -1,0 +1,155 @@
+"""gigatoken gives the ids of `tokenizers`, within bounded memory, or is not used."""
+
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_pipeline.tokenizers import gigatoken_encoder, load_tokenizer
+from data_pipeline.tokenizers.gigatoken_encoder import (
+    CHARACTERS_OF_EARLIER_VERSIONS,
+    OTHER_CLASS,
+    GigatokenEncoder,
+    reason_without_gigatoken,
+)
+from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
+from data_pipeline.tokenizers.tiktoken_ranks import BYTE_OF
+from tests.data_pipeline.tokenizers.sample_tokenizers import SAMPLE, TOKENIZER, byte_level
+
+CONTEXTS = "{0}\na{0}a\n1{0}1\n {0} {0}  {0}\n!{0}!\n{0}{0}\n"
+"""A character at the start, after and before a letter, digit, blank, mark and itself."""
+PARTS = [part for text in SAMPLE for part in text.split("\n")]
+
+
+def revealing() -> tuple[GigatokenEncoder, tokenizers.Tokenizer]:
+    """Both libraries with merges of every byte and its neighbour, which show where texts split."""
+    character_of = {byte: character for character, byte in BYTE_OF.items()}
+    contexts = [character_of[byte] for byte in b"a1 !\n"]
+    pairs = {(c, b): None for c in contexts for b in BYTE_OF}
+    pairs |= {(b, c): None for c in contexts for b in BYTE_OF}
+    content = json.dumps(byte_level(*pairs))
+    return GigatokenEncoder(content), tokenizers.Tokenizer.from_str(content)
+
+
+ENCODER, LIBRARY = revealing()
+
+
+def differs(text: str) -> bool:
+    ids = ENCODER._backend.encode(text).tolist()
+    return ids != LIBRARY.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.slow
+def test_the_characters_that_gigatoken_splits_otherwise_are_those_that_it_never_gets() -> None:
+    points = [point for point in range(0x110000) if not 0xD800 <= point < 0xE000]
+    found = ""
+    for start in range(0, len(points), 256):
+        group = [chr(point) for point in points[start : start + 256]]
+        if differs("".join(map(CONTEXTS.format, group))):
+            found += "".join(each for each in group if differs(CONTEXTS.format(each)))
+    assert found == "".join(chr(point) for point in points if OTHER_CLASS.match(chr(point)))
+
+
+def boundaries() -> Iterator[str]:
+    """The first and last character of every range of `OTHER_CLASS`, and their neighbours."""
+    for code in re.findall(r"\\u(\w{4})|\\U(\w{8})", OTHER_CLASS.pattern):
+        end = int("".join(code), 16)
+        yield from (chr(end + step) for step in (-1, 0, 1))
+
+
+def test_the_ends_of_all_ranges_that_differ_are_right() -> None:
+    characters = list(boundaries())
+    assert len(characters) > 100
+    for character in characters:
+        text = CONTEXTS.format(character)
+        assert differs(text) == bool(OTHER_CLASS.match(character)), hex(ord(character))
+    assert not differs(CHARACTERS_OF_EARLIER_VERSIONS)
+
+
+@given(
+    texts=st.lists(
+        st.text()
+        | st.sampled_from(PARTS)
+        | st.text(alphabet="ae '1!\n\u00a0\u2028\u088f\U00010940\u0c5c", max_size=20),
+        max_size=4,
+    )
+)
+def test_every_text_has_the_ids_of_the_library_alone_and_in_a_batch(texts: list[str]) -> None:
+    expected = [TOKENIZER.library_ids(text) for text in texts]
+    assert [TOKENIZER.encode(text).tolist() for text in texts] == expected
+    tokens, lengths = TOKENIZER.encode_batch(texts)
+    assert (tokens.tolist(), lengths.tolist()) == ([*chain(*expected)], [*map(len, expected)])
+
+
+@pytest.mark.parametrize("batch_texts", [1, 3, 512])
+def test_a_batch_of_very_different_lengths_is_right(
+    monkeypatch: pytest.MonkeyPatch, batch_texts: int
+) -> None:
+    monkeypatch.setattr(gigatoken_encoder, "_BATCH_TEXTS", batch_texts)
+    monkeypatch.setattr(gigatoken_encoder, "_BATCH_TOKENS", 900)
+    texts = ["a " * 800, "b", "", "dé" * 90] * 3
+    tokens, lengths = TOKENIZER.encode_batch(texts)
+    expected = [TOKENIZER.library_ids(text) for text in texts[:4]]
+    assert lengths.tolist() == [*map(len, expected)] * 3
+    assert tokens.tolist() == [*chain(*expected)] * 3
+
+
+def test_the_caches_are_emptied_when_the_process_has_grown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = GigatokenEncoder(json.dumps(byte_level(("a", "b"))))
+    first, expected = encoder._backend, encoder.encode("ab ba")
+    monkeypatch.setattr(gigatoken_encoder, "_CHECK_BYTES", 5)
+    encoder.encode("ab ba")
+    assert encoder._backend is first, "it has not grown"
+    monkeypatch.setattr(gigatoken_encoder, "resident_bytes", lambda: encoder._limit + 1)
+    encoder.encode("ab ba")
+    assert encoder._backend is not first
+    assert expected is not None
+    assert encoder.encode("ab ba").tolist() == expected.tolist()
+
+
+@pytest.mark.slow
+def test_memory_stays_bounded_over_words_that_are_all_different(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gigatoken_encoder, "MAX_GROWTH_BYTES", 16 * 2**20)
+    encoder = GigatokenEncoder(json.dumps(byte_level(("a", "b"))))
+    words = random.Random(0)
+    sizes = []
+    for _ in range(24):
+        encoder.encode(" ".join(f"{words.getrandbits(48):x}" for _ in range(160_000)))
+        sizes.append(gigatoken_encoder.resident_bytes())
+    assert max(sizes[12:]) < max(sizes[:12]) + 32 * 2**20
+
+
+@pytest.mark.parametrize("cause", ["not installed", "is 0.11.0", "another Unicode version"])
+def test_without_a_compared_gigatoken_the_ids_are_the_same_and_the_reason_is_known(
+    monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    if cause == "not installed":
+        monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None)
+    elif cause == "is 0.11.0":
+        monkeypatch.setattr("importlib.metadata.version", lambda name: "0.11.0")
+    else:
+        characters = CHARACTERS_OF_EARLIER_VERSIONS + "\u088fa"
+        monkeypatch.setattr(gigatoken_encoder, "CHARACTERS_OF_EARLIER_VERSIONS", characters)
+    reason_without_gigatoken.cache_clear()
+    other = load_tokenizer(json.loads(TOKENIZER.to_json()))
+    assert isinstance(other, PretrainedTokenizer)
+    try:
+        assert cause in other.slow_reason
+        assert other.encode("it's\u088f").tolist() == TOKENIZER.library_ids("it's\u088f")
+    finally:
+        monkeypatch.undo()
+        reason_without_gigatoken.cache_clear()
+    assert other.encoder.startswith("tiktoken ")
+    assert TOKENIZER.encoder == "gigatoken 0.10.0"
+    assert other.encode(SAMPLE[2]).tolist() == TOKENIZER.encode(SAMPLE[2]).tolist()

@@ -3,9 +3,10 @@
     job -> plan_job (chunks) -> ScoringTask (a batch) -> score_batch on any worker -> FinishedScores
         -> sums in the order of the chunks -> result
 
-A batch is `batch_chunks` consecutive chunks. Which worker scores a batch, in which order, and in
-which process of which attempt does not change its sums, so the result is always the same to the
-last bit. A worker holds one model and one batch of one segment per chunk at a time.
+A batch is `batch_chunks` consecutive chunks (with `num_ranks`, of the chunks of one rank). Which
+worker scores a batch, in which order, and in which process of which attempt does not change its
+sums, so the result is always the same to the last bit. A worker holds one model and one batch of
+one segment per chunk at a time.
 """
 
 import os
@@ -43,7 +44,7 @@ class ScoringTask:
     job: EvaluationJob
     job_number: int
     batch_number: int
-    first_chunk: int
+    chunk_numbers: range
     chunks: tuple[EvaluationChunk, ...]
     num_threads: int | None
     """Threads of torch on the worker; None: leave them as they are."""
@@ -54,9 +55,9 @@ class ScoringTask:
         return sum(chunk.stop - chunk.context_start for chunk in self.chunks)
 
     def __str__(self) -> str:
-        last = self.first_chunk + len(self.chunks) - 1
+        first, last = self.chunk_numbers[0], self.chunk_numbers[-1]
         return (
-            f"chunks {self.first_chunk} to {last} of split {self.job.settings.split}, "
+            f"chunks {first} to {last} of split {self.job.settings.split}, "
             f"{self.job.checkpoint.name}"
         )
 
@@ -69,18 +70,24 @@ class PlannedJob:
     chunks: list[EvaluationChunk]
     finished: FinishedScores
 
-    def batches(self) -> Iterator[tuple[int, tuple[EvaluationChunk, ...]]]:
-        """(index of the first chunk, chunks) of every batch."""
-        size = self.job.batch_chunks
-        for first in range(0, len(self.chunks), size):
-            yield first, tuple(self.chunks[first : first + size])
+    def batches(self) -> Iterator[range]:
+        """The numbers of the chunks of every batch."""
+        for rank in range(self.job.num_ranks):
+            numbers = range(rank, len(self.chunks), self.job.num_ranks)
+            for first in range(0, len(numbers), self.job.batch_chunks):
+                yield numbers[first : first + self.job.batch_chunks]
 
     def result(self) -> EvaluationResult:
         """The sums of all batches, added in the order of the chunks."""
-        scores = [
-            sums for number in sorted(self.finished.sums) for sums in self.finished.sums[number]
-        ]
-        return summarise(scores, self.chunks, self.job.settings)
+        scores = {
+            chunk_number: sums
+            for batch_number, chunk_numbers in enumerate(self.batches())
+            for chunk_number, sums in zip(
+                chunk_numbers, self.finished.sums[batch_number], strict=True
+            )
+        }
+        ordered = (scores[chunk_number] for chunk_number in range(len(self.chunks)))
+        return summarise(ordered, self.chunks, self.job.settings)
 
 
 def evaluate_on_workers(
@@ -89,14 +96,15 @@ def evaluate_on_workers(
     *,
     progress: Progress = lambda phase, done, total: None,
     note: Callable[[str], None] = lambda line: None,
+    num_threads: int | None = None,
 ) -> list[EvaluationResult]:
     """The results of all jobs, in their order. Progress counts tokens.
 
-    Raises the first TxlError of any worker.
+    `num_threads` of each worker; None: its share of the cores. Raises the first TxlError of any
+    worker.
     """
     # Assumes that all workers are on one machine like this one.
-    num_threads = None
-    if not isinstance(workers, InProcess):
+    if num_threads is None and not isinstance(workers, InProcess):
         num_threads = max(1, (os.cpu_count() or 1) // workers.num_workers)
     tasks = list(_tasks(planned, num_threads))
     _explain_plan(planned, tasks, workers.num_workers, note)
@@ -138,6 +146,7 @@ def plan_job(
     job = replace(job, checkpoint=job.checkpoint.resolve(), data=job.data.resolve())
     model, manifest = find_model(job.checkpoint, weights=job.weights), load_manifest(job.data)
     model.check_data(manifest, job.data)
+    job = replace(job, digest=model.digest)
     source = open_split(job.data, job.settings.split, manifest=manifest)
     chunks = plan_evaluation(source, job.settings, n_layer=model.config.n_layer)
     description = {
@@ -146,6 +155,7 @@ def plan_job(
         "data": manifest.digest,
         "settings": asdict(job.settings),
         "batch_chunks": job.batch_chunks,
+        "num_ranks": job.num_ranks,
         "chunks": sha256_of([[c.context_start, c.start, c.stop] for c in chunks]),
         "code": code_description(),
     }
@@ -197,9 +207,10 @@ _open_job = _OpenJob()
 def _tasks(planned: Sequence[PlannedJob], num_threads: int | None) -> Iterator[ScoringTask]:
     """The unfinished batches, job after job, so that workers rarely change their model."""
     for job_number, each in enumerate(planned):
-        for batch_number, (first, chunks) in enumerate(each.batches()):
+        for batch_number, numbers in enumerate(each.batches()):
             if batch_number not in each.finished.sums:
-                yield ScoringTask(each.job, job_number, batch_number, first, chunks, num_threads)
+                chunks = tuple(each.chunks[number] for number in numbers)
+                yield ScoringTask(each.job, job_number, batch_number, numbers, chunks, num_threads)
 
 
 def _explain_plan(

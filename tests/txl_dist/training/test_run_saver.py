@@ -95,7 +95,7 @@ def test_saves_scores_and_removals_happen_in_the_order_of_the_calls(tmp_path: Pa
         for step in (1, 2, 3):
             saver.save(state(step, evaluation_pending=step == 2))
             if step == 2:
-                saver.save_score(state(2, best=best))
+                saver.save_score(state(2, best=best), best)
             saver.confirm(state(step, best=best if step > 1 else None))
         saver.finish(require_copies=True)
 

@@ -38,6 +38,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.scoring_worker import LoggedWorkers
 
 
 def train_on_ray(
@@ -160,6 +161,12 @@ def _fit(
     return RanksEnd.RETURNED
 
 
+def _scoring_actor(address: str | None, log: Path) -> LoggedWorkers:
+    """The actor of `evaluation.on: workers`, with a CPU, or a GPU if the ranks have GPUs."""
+    actor = RayWorkers(1, address=address, use_gpus=torch.cuda.is_available(), is_connected=True)
+    return LoggedWorkers(actor, log)
+
+
 def _train_loop(settings: dict[str, Any]) -> None:
     """One rank, inside a Ray worker. An error that is raised makes Ray end all ranks."""
     import ray.train
@@ -186,12 +193,7 @@ def _train_loop(settings: dict[str, Any]) -> None:
             files.job_after_restart(job),
             world,
             report_stop=partial(files.write_error, world.rank),
-            open_workers=lambda: RayWorkers(
-                1,
-                address=settings["address"],
-                use_gpus=torch.cuda.is_available(),
-                is_connected=True,
-            ),
+            open_workers=partial(_scoring_actor, settings["address"]),
         )
     except LostRankError:
         raise  # caused by another rank; a restart can help

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 
@@ -19,8 +19,8 @@ from data_pipeline.processes.workers import ProcessWorkers, WorkerDiedError, Wor
 from txl_dist.errors import TxlError
 from txl_dist.runtime.fault_injection import fault_point
 
-OpenWorkers = Callable[[], AbstractContextManager[Workers]]
-"""Opens the one worker of a run; a launcher may have its own."""
+OpenWorkers = Callable[[Path], AbstractContextManager[Workers]]
+"""Opens the one worker of a run, whose output goes to a file; a launcher may have its own."""
 NICENESS = 5
 """Of the worker, so that training has the cores first."""
 
@@ -28,17 +28,34 @@ U = TypeVar("U")
 R = TypeVar("R")
 
 
-def scoring_process() -> AbstractContextManager[Workers]:
+def scoring_process(log: Path) -> AbstractContextManager[Workers]:
     """A child process of rank 0."""
-    return ProcessWorkers(1)
+    return LoggedWorkers(ProcessWorkers(1), log, device_index=_spare_device())
+
+
+class OpenedWorkers(Workers, Protocol):
+    """`Workers` that are a context manager; `__exit__` may be called from another thread."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class LoggedWorkers:
     """`Workers` whose output goes to a file, with an error that fits to a training run."""
 
-    def __init__(self, workers: Workers, log: Path, *, device_index: int | None) -> None:
+    def __init__(
+        self, workers: OpenedWorkers, log: Path, *, device_index: int | None = None
+    ) -> None:
         self.num_workers, self.peak_memory_bytes = workers.num_workers, 0
         self._workers, self._log, self._device_index = workers, log.absolute(), device_index
+
+    def __enter__(self) -> Self:
+        self._workers.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers.__exit__(*_)
 
     def map(self, function: Callable[[U], R], units: Iterable[U]) -> Iterator[tuple[int, R]]:
         logged = partial(_run, self._log, self._device_index, function)
@@ -57,7 +74,7 @@ class LoggedWorkers:
         return self._workers.missing()
 
 
-def spare_device() -> int | None:
+def _spare_device() -> int | None:
     """The GPU of a worker on this machine: one that no rank uses, or else that of rank 0."""
     num_devices = torch.cuda.device_count()
     if num_devices == 0:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from txl_dist.runtime.world import World
 from txl_dist.training.checkpoint_scorer import CheckpointScorer, ScoredCheckpoint
 from txl_dist.training.rank_context import RankContext
-from txl_dist.training.scoring_worker import LoggedWorkers, spare_device
 from txl_dist.training.state import TrainState
 
 POLL_SECONDS = 1.0
@@ -84,18 +83,13 @@ def build_worker_evaluation(rank: RankContext) -> WorkerEvaluation:
     scorer = None
     if world.is_rank_zero and data.evaluation is not None and config.evaluation.on == "workers":
         workers = rank.stack.enter_context(ExitStack())
-
-        def open_workers() -> LoggedWorkers:
-            log_file = rank.directory.logs / "evaluation.log"
-            return LoggedWorkers(
-                workers.enter_context(rank.open_workers()), log_file, device_index=spare_device()
-            )
+        log_file = rank.directory.logs / "evaluation.log"
 
         scorer = CheckpointScorer(
             rank.directory.checkpoints,
             data.evaluation,
             config.evaluation,
-            open_workers=open_workers,
+            open_workers=lambda: workers.enter_context(rank.open_workers(log_file)),
             close_workers=workers.close,
         )
         rank.stack.callback(scorer.close)

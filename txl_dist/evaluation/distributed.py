@@ -79,14 +79,13 @@ class PlannedJob:
 
     def result(self) -> EvaluationResult:
         """The sums of all batches, added in the order of the chunks."""
+        batches = list(self.batches())
         scores = {
             chunk_number: sums
-            for batch_number, chunk_numbers in enumerate(self.batches())
-            for chunk_number, sums in zip(
-                chunk_numbers, self.finished.sums[batch_number], strict=True
-            )
+            for number, batch_sums in self.finished.sums.items()
+            for chunk_number, sums in zip(batches[number], batch_sums, strict=True)
         }
-        ordered = (scores[chunk_number] for chunk_number in range(len(self.chunks)))
+        ordered = (scores[chunk_number] for chunk_number in sorted(scores))
         return summarise(ordered, self.chunks, self.job.settings)
 
 

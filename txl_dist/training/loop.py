@@ -299,6 +299,9 @@ class Trainer:
                 )
 
     def _wait_for_scores(self) -> None:
+        if not self.state.unscored_steps:
+            return
+        self.saver.wait()  # raises if the checkpoint that would be scored cannot be written
         previous = self._activity.enter(Span.EVALUATION)
         while self.state.unscored_steps:
             if not self.worker_evaluation.wait(stop=self.stop):

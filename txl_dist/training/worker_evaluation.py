@@ -84,7 +84,6 @@ def build_worker_evaluation(rank: RankContext) -> WorkerEvaluation:
     if world.is_rank_zero and data.evaluation is not None and config.evaluation.on == "workers":
         workers = rank.stack.enter_context(ExitStack())
         log_file = rank.directory.logs / "evaluation.log"
-
         scorer = CheckpointScorer(
             rank.directory.checkpoints,
             data.evaluation,

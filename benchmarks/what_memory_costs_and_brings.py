@@ -9,8 +9,8 @@
    changes the output.
 2. Cost per token by attention length: with a KV cache (state reuse), with a sliding window that is
    read again for every token (the paper's vanilla evaluation, section 3.1), and with one pass of
-   full attention over the whole text. FLOPs by txl_dist/model/flops.py, and measured times of a
-   model of four layers.
+   full attention over the whole text. FLOPs by txl_dist/model/flops.py, and measured times and
+   memory of a model of four layers.
 3. Context fragmentation, for given checkpoints: the mean loss of the first tokens of a segment,
    with the memory of training and with none.
 
@@ -21,7 +21,7 @@ PNG files to --out.
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from txl_dist.bench.peak_memory import peak_mib
 from txl_dist.bench.rounds import time_rounds
 from txl_dist.cli.evaluate import evaluation_job
 from txl_dist.evaluation.evaluate import plan_evaluation
@@ -36,7 +37,7 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import forward_flops, inference_flops
 from txl_dist.model.transformer_xl import TransformerXL
 
-# Shapes: B lanes, T segment tokens, M memory tokens, W n_head * d_head
+# Shapes: B lanes, T segment tokens, N tokens of a text
 
 LAYERS, MEMORIES = (1, 2, 4, 8, 12, 16), (0, 64, 128, 640, 1600)
 CONTEXT_TGT_LEN = 64
@@ -47,7 +48,7 @@ COST_TGT_LEN = 64
 SMALL = ModelConfig(
     vocab_size=257, n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=512, mem_len=0
 )
-FLOAT_BYTES = 4
+WAYS = ("reuse", "window", "full")
 FIRST_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -182,77 +183,80 @@ def _measure_reach(n_layer: int, tgt_len: int, mem_len: int, num_tokens: int) ->
 
 
 def cost_per_token(lengths: Sequence[int], *, rounds: int) -> list[dict[str, Any]]:
-    """One row per attention length: FLOPs, bytes and milliseconds per token of each way."""
+    """One row per attention length: FLOPs, milliseconds and memory of each way."""
     rows = []
     for length in lengths:
-        reuse = replace(SMALL, mem_len=length - COST_TGT_LEN)
-        width = SMALL.n_head * SMALL.d_head
         flops = {
-            "reuse": inference_flops(reuse, num_lanes=1, tgt_len=COST_TGT_LEN) / COST_TGT_LEN,
+            "reuse": inference_flops(_reusing(length), num_lanes=1, tgt_len=COST_TGT_LEN)
+            / COST_TGT_LEN,
             "window": float(forward_flops(SMALL, num_lanes=1, tgt_len=length)),
             "full": forward_flops(SMALL, num_lanes=1, tgt_len=length) / length,
         }
-        times = _measure_times(length, rounds=rounds)
+        reads = {name: build_read(name, length) for name in WAYS}
+        times = time_rounds(reads, rounds=rounds, warm_up_rounds=2)
+        tokens = {"reuse": COST_TGT_LEN, "window": 1, "full": length}
+        milliseconds = {name: 1e3 * times[name].median / tokens[name] for name in WAYS}
         rows.append(
             {
                 "attention": length,
-                **{f"{name} MFLOP": value / 1e6 for name, value in flops.items()},
+                **{f"{name} MFLOP": flops[name] / 1e6 for name in WAYS},
                 "window / reuse": flops["window"] / flops["reuse"],
-                **{f"{name} ms": value for name, value in times.items()},
-                "measured ratio": times["window"] / times["reuse"],
-                # What has to be kept between tokens, and the scores of a layer if they are stored.
-                "cache MiB": SMALL.n_layer * 2 * reuse.mem_len * width * FLOAT_BYTES / 2**20,
-                "full scores MiB": SMALL.n_head * length**2 * FLOAT_BYTES / 2**20,
+                **{f"{name} ms": milliseconds[name] for name in WAYS},
+                "measured ratio": milliseconds["window"] / milliseconds["reuse"],
+                **{f"{name} MiB": peak_mib(build_read, name, length) for name in WAYS},
             }
         )
     print_table(
         f"2. Cost per token of a model of {SMALL.n_layer} layers, d_model {SMALL.d_model}, by "
-        f"attention length. reuse: KV cache, segments of {COST_TGT_LEN}; window: the whole window "
-        "again for each token;\n   full: one pass over a text of that length. Cache: keys and "
-        "values of all layers. Full scores: those of one layer, if the square is stored.",
+        f"attention length. reuse: KV cache, segments of {COST_TGT_LEN}; window: the whole\n   "
+        "window again for each token; full: one pass over a text of that length. MiB: peak memory "
+        "of a call without the weights, measured in a process of its own.\n   For a longer text "
+        "the costs of reuse and window stay as they are; that of full is the row of its length.",
         rows,
     )
     return rows
 
 
-def _measure_times(length: int, *, rounds: int) -> dict[str, float]:
-    """Median milliseconds per token, interleaved."""
-    reuse = TransformerXL(replace(SMALL, mem_len=length - COST_TGT_LEN), seed=1)
-    whole = TransformerXL(SMALL, seed=1)
+def _reusing(length: int) -> ModelConfig:
+    return replace(SMALL, mem_len=length - COST_TGT_LEN)
+
+
+def build_read(way: str, length: int) -> Callable[[], None]:
+    """A function that reads one segment (`reuse`), window, or text (`full`)."""
+    model = TransformerXL(_reusing(length) if way == "reuse" else SMALL, seed=1)
     tokens_BN = torch.randint(257, (1, length), generator=torch.Generator().manual_seed(1))
     age_BN = torch.arange(length)[None]
     segment_BT, segment_age_BT = tokens_BN[:, :COST_TGT_LEN], age_BN[:, -COST_TGT_LEN:]
-    cache = reuse.empty_kv_cache(1)
+    cache = model.empty_kv_cache(1)
 
     @torch.no_grad()
-    def read_segment() -> None:
-        reuse(segment_BT, segment_BT, segment_age_BT, cache)
+    def read() -> None:
+        if way == "reuse":
+            model(segment_BT, segment_BT, segment_age_BT, cache)
+        elif way == "full":
+            model(tokens_BN, tokens_BN, age_BN, model.empty_kv_cache(1))
+        else:  # only the last token is scored, but all have to be computed
+            hidden_BTD, _ = model.hidden(tokens_BN, age_BN, model.empty_kv_cache(1))
+            model.softmax(hidden_BTD[:, -1:], tokens_BN[:, -1:], model.table)
 
-    @torch.no_grad()
-    def read_window() -> None:
-        # Only the last token is scored; all have to be computed.
-        hidden_BTD, _ = whole.hidden(tokens_BN, age_BN, whole.empty_kv_cache(1))
-        whole.softmax(hidden_BTD[:, -1:], tokens_BN[:, -1:], whole.table)
-
-    @torch.no_grad()
-    def read_text() -> None:
-        whole(tokens_BN, tokens_BN, age_BN, whole.empty_kv_cache(1))
-
-    candidates = {"reuse": read_segment, "window": read_window, "full": read_text}
-    times = time_rounds(candidates, rounds=rounds, warm_up_rounds=2)
-    tokens = {"reuse": COST_TGT_LEN, "window": 1, "full": length}
-    return {name: 1e3 * times[name].median / num for name, num in tokens.items()}
+    return read
 
 
 def plot_cost(rows: Sequence[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    by_flops, by_time = figure.subplots(1, 2)
+    figure = Figure(figsize=(14, 4), layout="constrained")
+    panels = figure.subplots(1, 3)
     lengths = [row["attention"] for row in rows]
-    for name in ("window", "full", "reuse"):
-        by_flops.plot(lengths, [row[f"{name} MFLOP"] for row in rows], marker="o", label=name)
-        by_time.plot(lengths, [row[f"{name} ms"] for row in rows], marker="o", label=name)
-    for axes, label in ((by_flops, "MFLOP per token"), (by_time, "ms per token (measured)")):
+    units = {
+        "MFLOP": "MFLOP per token",
+        "ms": "ms per token (measured)",
+        "MiB": "peak MiB (measured)",
+    }
+    for axes, (unit, label) in zip(panels, units.items(), strict=True):
+        for name in ("window", "full", "reuse"):
+            axes.plot(lengths, [row[f"{name} {unit}"] for row in rows], marker="o", label=name)
         axes.set(xscale="log", yscale="log", xlabel="attention length in tokens", ylabel=label)
+        axes.set_xticks(lengths, labels=map(str, lengths))
+        axes.minorticks_off()
         axes.legend()
     return figure
 

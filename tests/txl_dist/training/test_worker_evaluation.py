@@ -11,6 +11,7 @@ import pytest
 
 from data_pipeline.processes.workers import InProcess, Workers
 from tests.support.commands import txl
+from tests.support.diverging_runs import NanWeight, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import TINY, losses, metrics, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
@@ -21,6 +22,7 @@ from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.runtime.world import World
 from txl_dist.training.checkpoint_scorer import MAX_FAILURES, CheckpointScorer
 from txl_dist.training.job import TrainJob
+from txl_dist.training.loop import Trainer
 from txl_dist.training.rank import train_rank
 from txl_dist.training.state import BestScore, TrainState, load_state
 
@@ -128,6 +130,27 @@ def test_scores_are_those_of_the_ranks_with_other_settings(
     ranks(2).run(train_with_thread, tiny_job(dataset, runs[1], WORKERS, *SETTINGS, *options))
     assert scores(runs[1]) == scores(runs[0])
     assert [line["step"] for line in scores(runs[0])] == STEPS
+
+
+class ScoreInThread:
+    """The worker is a thread of rank 0."""
+
+    def __call__(self, trainer: Trainer) -> None:
+        if trainer.worker_evaluation.scorer is not None:
+            trainer.worker_evaluation.scorer._open_workers = InProcess
+
+
+@pytest.mark.slow
+def test_scores_after_a_rollback_are_those_of_the_ranks(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    rollback = ("divergence.policy=rollback", "training.checkpoint_interval_steps=4")
+    for on in ("ranks", "workers"):
+        job = tiny_job(dataset, tmp_path / on, *SETTINGS, *rollback, f"evaluation.on={on}")
+        ends = ranks(2).run(train_with, job, NanWeight(rank=1, step=12), ScoreInThread())
+        assert [code for code, *_ in ends] == [0, 0]
+        assert any("returned from step 11" in event for event in ends[0][2])
+    assert_same(tmp_path / "workers", tmp_path / "ranks")
 
 
 # --- the queue ----------------------------------------------------------------------------------

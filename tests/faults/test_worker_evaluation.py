@@ -77,7 +77,7 @@ def test_workers_that_always_die_do_not_end_training(
 
 
 @pytest.mark.fault_row(5, 41)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_scores_missing_after_a_stop_or_kill_are_made_up_for_by_the_next_start(
     dataset: Path, straight: Path, tmp_path: Path, number: signal.Signals, is_last: bool

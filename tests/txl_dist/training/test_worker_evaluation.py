@@ -150,7 +150,11 @@ def test_scores_after_a_rollback_are_those_of_the_ranks(
         ends = ranks(2).run(train_with, job, NanWeight(rank=1, step=12), ScoreInThread())
         assert [code for code, *_ in ends] == [0, 0]
         assert any("returned from step 11" in event for event in ends[0][2])
-    assert_same(tmp_path / "workers", tmp_path / "ranks")
+    run, expected = tmp_path / "workers", tmp_path / "ranks"
+    assert [line["step"] for line in scores(run)] == [5, 10, 15, 20]
+    assert scores(run) == scores(expected)
+    assert losses(run) == losses(expected)
+    assert states(run) == states(expected)
 
 
 # --- the queue ----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from cluster.rank_plan import RankPlan
 from cluster.rank_starts import RanksEnd
 from cluster.ray_log import ray_log
 from cluster.supervisor import Supervisor
+from cluster.workers import RayWorkers
 from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import DivergedError, FencedError, LostRankError, PreemptedError, TxlError
@@ -37,6 +38,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.scoring_worker import LoggedWorkers
 
 
 def train_on_ray(
@@ -72,6 +74,7 @@ def train_on_ray(
     def run_ray() -> None:
         # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
         num_cpus = ranks.maximum * (job.config.ray.cpus_per_rank or 1)
+        num_cpus += job.config.evaluation.on == "workers"  # its actor
         with ray_connection(address, num_cpus=max(num_cpus, os.cpu_count() or 1)):
             placement = place_ranks(job.config.ray, ranks.minimum, is_private=address is None)
             with (
@@ -82,7 +85,13 @@ def train_on_ray(
             ):
                 end = RanksEnd.NOT_STARTED
                 while num_ranks := supervisor.starts.wait():
-                    end = _fit(job, num_ranks, placement=placement, is_elastic=ranks.is_elastic)
+                    end = _fit(
+                        job,
+                        num_ranks,
+                        address=address,
+                        placement=placement,
+                        is_elastic=ranks.is_elastic,
+                    )
                     supervisor.starts.end(end)
                 has_returned = end is RanksEnd.RETURNED
                 supervisor.set_ended(None if has_returned else TxlError("the ranks failed"))
@@ -93,7 +102,14 @@ def train_on_ray(
         files.remove()
 
 
-def _fit(job: TrainJob, num_ranks: int, *, placement: Placement, is_elastic: bool) -> RanksEnd:
+def _fit(
+    job: TrainJob,
+    num_ranks: int,
+    *,
+    address: str | None,
+    placement: Placement,
+    is_elastic: bool,
+) -> RanksEnd:
     """Run Ray Train until the ranks have ended; returns how. Raises TxlError if a restart cannot
     help.
 
@@ -113,6 +129,7 @@ def _fit(job: TrainJob, num_ranks: int, *, placement: Placement, is_elastic: boo
         train_loop_config={
             "job": job.to_json(),
             "working_directory": str(Path.cwd()),
+            "address": address,
         },
         scaling_config=ScalingConfig(num_workers=num_ranks, **placement.scaling_options()),
         torch_config=NodeInterfaceTorchConfig(
@@ -144,6 +161,12 @@ def _fit(job: TrainJob, num_ranks: int, *, placement: Placement, is_elastic: boo
     return RanksEnd.RETURNED
 
 
+def _scoring_actor(address: str | None, log: Path) -> LoggedWorkers:
+    """The actor of `evaluation.on: workers`, with a CPU, or a GPU if the ranks have GPUs."""
+    actor = RayWorkers(1, address=address, use_gpus=torch.cuda.is_available(), is_connected=True)
+    return LoggedWorkers(actor, log)
+
+
 def _train_loop(settings: dict[str, Any]) -> None:
     """One rank, inside a Ray worker. An error that is raised makes Ray end all ranks."""
     import ray.train
@@ -170,6 +193,7 @@ def _train_loop(settings: dict[str, Any]) -> None:
             files.job_after_restart(job),
             world,
             report_stop=partial(files.write_error, world.rank),
+            open_workers=partial(_scoring_actor, settings["address"]),
         )
     except LostRankError:
         raise  # caused by another rank; a restart can help

@@ -25,7 +25,7 @@ from cluster.connection import interruptible_connection, uses_gpus
 from cluster.failure_counter import NODE_LOSS_SECONDS
 from cluster.ray_log import ray_log
 from cluster.supervisor import HEAD_SECONDS
-from data_pipeline.errors import TxlError
+from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.processes.worker_status import WorkerStatus, WorkTimes
 from data_pipeline.processes.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
 
@@ -77,13 +77,22 @@ class _WorkerHandle:
 class RayWorkers:
     """`Workers` on Ray. `address` None: a private Ray on this machine.
 
-    `use_gpus`: each worker gets a GPU if the cluster has any.
+    `use_gpus`: each worker gets a GPU if the cluster has any. `is_connected`: this process is part
+    of Ray already, as a rank; `address` None then means that Ray is private.
     """
 
-    def __init__(self, num_workers: int, *, address: str | None, use_gpus: bool = False) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        address: str | None,
+        use_gpus: bool = False,
+        is_connected: bool = False,
+    ) -> None:
         self.num_workers = num_workers
         self.peak_memory_bytes = 0
-        self._address, self._use_gpus = address, use_gpus
+        self._address, self._use_gpus, self._is_connected = address, use_gpus, is_connected
+        self._is_closed = False
         self._stack = ExitStack()
         self._idle: list[_WorkerHandle] = []
         self._calls: dict[Any, _WorkerHandle] = {}
@@ -99,8 +108,10 @@ class RayWorkers:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(interruptible_connection(self._address, num_cpus=self.num_workers))
-            stack.enter_context(ray_log(None))
+            if not self._is_connected:
+                num_cpus = self.num_workers
+                stack.enter_context(interruptible_connection(self._address, num_cpus=num_cpus))
+                stack.enter_context(ray_log(None))
             import ray  # after `ray_connection` has set the variables that Ray reads
 
             num_gpus = int(self._use_gpus and uses_gpus(self.num_workers))
@@ -117,6 +128,8 @@ class RayWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Also from another thread: a `map` that is running then raises UnfinishedError."""
+        self._is_closed = True
         self._kill([*self._idle, *self._calls.values()])
         self._stack.close()
 
@@ -127,6 +140,8 @@ class RayWorkers:
         pending = enumerate(units)
         try:
             while True:
+                if self._is_closed:
+                    raise UnfinishedError("the workers were closed")
                 self._fill(function, pending)
                 if not any(handle.task for handle in self._calls.values()) and not (
                     self._queue or self._suspects

@@ -84,7 +84,9 @@ class InProcess:
 
 
 class ProcessWorkers:
-    """`num_workers` spawned processes, reused by every `map`. The context manager ends them."""
+    """`num_workers` spawned processes, reused by every `map`. The context manager ends them, also
+    from another thread: a `map` that is running then raises UnfinishedError.
+    """
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -92,11 +94,13 @@ class ProcessWorkers:
         self._idle: list[_Worker] = []
         self._busy: dict[_Worker, tuple[int, Any]] = {}
         self._num_started = 0
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_closed = True
         workers = [*self._idle, *self._busy]
         for worker in workers:
             worker.kill()
@@ -118,6 +122,8 @@ class ProcessWorkers:
                         deaths[number] = deaths.get(number, 0) + 1
                         worker.kill()
                         worker.process.join()
+                        if self._is_closed:
+                            raise UnfinishedError("the workers were closed") from None
                         if deaths[number] == MAX_DEATHS:
                             raise WorkerDiedError(unit, worker.process.exitcode) from None
                         self._start(function, number, unit)
@@ -155,6 +161,8 @@ class ProcessWorkers:
             self._num_started += 1
         worker.times.start_unit()
         self._busy[worker] = (number, unit)
+        if self._is_closed:
+            worker.kill()
         with contextlib.suppress(OSError):  # a dead worker; `map` reads the end of its pipe
             worker.connection.send((function, unit))
 

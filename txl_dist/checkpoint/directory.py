@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -170,17 +170,22 @@ class CheckpointDirectory:
         return later
 
     def prune(
-        self, *, keep: int, best_step: int | None, keep_interval_steps: int | None = None
+        self,
+        *,
+        keep: int,
+        best_step: int | None,
+        keep_interval_steps: int | None = None,
+        unscored_steps: Collection[int] = (),
     ) -> None:
         """Remove all checkpoints except the newest `keep`, the best, and those being read.
 
-        Steps that are multiples of `keep_interval_steps` are kept too. A checkpoint that is being
-        read is removed by a later call.
+        Steps that are multiples of `keep_interval_steps` are kept too, and `unscored_steps`, which
+        wait for their evaluation. A checkpoint that is being read is removed by a later call.
         """
         self.require_newest_attempt()
         for step in self.steps()[:-keep]:
             is_multiple = keep_interval_steps is not None and step % keep_interval_steps == 0
-            if step != best_step and not is_multiple:
+            if step != best_step and not is_multiple and step not in unscored_steps:
                 _remove_unless_read(self.at(step))
 
     def _point_or_remove(self, name: str, step: int | None) -> None:

@@ -43,6 +43,7 @@ def list_(
                 "bytes": sum(entry.bytes for entry in manifest.files.values()),
                 "tokens": state.tokens,
                 "num_ranks": manifest.num_ranks,
+                "nats_per_token": state.score.nats_per_token if state.score else None,
                 "best_so_far": state.best is not None and state.best.step == step,
             }
         except CheckpointError as error:  # One damaged checkpoint must not hide the others.
@@ -54,11 +55,15 @@ def list_(
     for row in rows:
         summary = row.get("damage") or (
             f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  {row['num_ranks']} ranks"
-            f"{'  best so far' if row['best_so_far'] else ''}"
+            f"{_score_text(row['nats_per_token'])}{'  best so far' if row['best_so_far'] else ''}"
         )
         print("  ".join([f"{row['path']}  {summary}", *row["pointers"]]))
     if not rows:
         print(f"{run} has no complete checkpoint yet")
+
+
+def _score_text(nats_per_token: float | None) -> str:
+    return "" if nats_per_token is None else f"  validation loss {nats_per_token:.4f}"
 
 
 @app.command()

@@ -125,6 +125,9 @@ class TrainingConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation during training, in `exact` mode: every `interval_steps`, and at the end."""
 
+    on: Literal["ranks", "workers"] = "ranks"
+    """`ranks`: the ranks score their weights, and training waits. `workers`: a separate process or
+    Ray actor scores a checkpoint of the step, and training continues. The scores are the same."""
     split: str | None = "auto"
     """`auto`: the split `valid` if the data has it. null: no evaluation."""
     path: str | None = None
@@ -135,6 +138,9 @@ class EvaluationConfig(Section):
     """Chunks of the split per batch, on each rank."""
     max_tokens: int | None = Field(default=None, ge=2)
     """Score only this many tokens from the start of the split; null: all of it."""
+    max_waiting_checkpoints: int = Field(default=2, ge=1)
+    """With `on: workers`: checkpoints that may wait for a score. If one more comes, the oldest of
+    them is not scored. Waiting checkpoints are kept on disk."""
 
 
 class TrackingConfig(Section):

@@ -1,6 +1,7 @@
 """BatchScores: what a worker returns for one batch of chunks, and what is kept for a resume."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -19,9 +20,12 @@ class BatchScores:
     breakdown: LossBreakdown | None = field(default=None, compare=False)
     """None if the details are not wanted."""
 
-    def require_finite(self, name: str, *, first_chunk: int) -> None:
-        """Raise CheckpointError if a chunk's sum is not finite. `name`: model and split."""
-        for number, sums in enumerate(self.sums, start=first_chunk):
+    def require_finite(self, name: str, *, numbers: Iterable[int]) -> None:
+        """Raise CheckpointError if a chunk's sum is not finite. `name`: model and split.
+
+        `numbers` of the chunks.
+        """
+        for number, sums in zip(numbers, self.sums, strict=True):
             if not math.isfinite(sums.nats):
                 raise CheckpointError(
                     f"chunk {number} of {name}: the sum of its losses is {sums.nats}, although all "

@@ -3,9 +3,10 @@
     job -> plan_job (chunks) -> ScoringTask (a batch) -> score_batch on any worker -> FinishedScores
         -> sums in the order of the chunks -> result
 
-A batch is `batch_chunks` consecutive chunks. Which worker scores a batch, in which order, and in
-which process of which attempt does not change its sums, so the result is always the same to the
-last bit. A worker holds one model and one batch of one segment per chunk at a time.
+A batch is `batch_chunks` consecutive chunks (with `num_ranks`, of the chunks of one rank). Which
+worker scores a batch, in which order, and in which process of which attempt does not change its
+sums, so the result is always the same to the last bit. A worker holds one model and one batch of
+one segment per chunk at a time.
 """
 
 import os
@@ -54,26 +55,37 @@ class PlannedJob:
     counted_split: str | None
     """The split whose token frequencies are used for the details; None: without details."""
 
-    def batches(self) -> Iterator[tuple[int, tuple[EvaluationChunk, ...]]]:
-        """(index of the first chunk, chunks) of every batch."""
-        size = self.job.batch_chunks
-        for first in range(0, len(self.chunks), size):
-            yield first, tuple(self.chunks[first : first + size])
+    def batches(self) -> Iterator[range]:
+        """The numbers of the chunks of every batch."""
+        for rank in range(self.job.num_ranks):
+            numbers = range(rank, len(self.chunks), self.job.num_ranks)
+            for first in range(0, len(numbers), self.job.batch_chunks):
+                yield numbers[first : first + self.job.batch_chunks]
 
     def result(self) -> EvaluationResult:
         """The sums of all batches, added in the order of the chunks."""
-        batches = [scores for _, scores in sorted(self.finished.batches.items())]
-        parts = [scores.breakdown for scores in batches if scores.breakdown is not None]
+        numbers_of = list(self.batches())
+        batches = [(numbers_of[number], scores) for number, scores in self.finished.batches.items()]
+        parts = [
+            scores.breakdown
+            for _, scores in sorted(batches, key=lambda batch: batch[0][0])
+            if scores.breakdown is not None
+        ]
         details = None
         if self.counted_split is not None:
             details = ScoreDetails(LossBreakdown.total(parts), self.counted_split)
+        sums_of = {
+            chunk_number: sums
+            for numbers, scores in batches
+            for chunk_number, sums in zip(numbers, scores.sums, strict=True)
+        }
         return summarise(
-            (sums for scores in batches for sums in scores.sums),
+            (sums_of[chunk_number] for chunk_number in sorted(sums_of)),
             self.chunks,
             self.job.settings,
             text=self.text,
             weights=self.job.weights,
-            kernels=tuple(sorted({scores.kernel for scores in batches})),
+            kernels=tuple(sorted({scores.kernel for _, scores in batches})),
             details=details,
         )
 
@@ -84,14 +96,15 @@ def evaluate_on_workers(
     *,
     progress: Progress = lambda phase, done, total: None,
     note: Callable[[str], None] = lambda line: None,
+    num_threads: int | None = None,
 ) -> list[EvaluationResult]:
     """The results of all jobs, in their order. Progress counts tokens.
 
-    Raises the first TxlError of any worker.
+    `num_threads` of each worker; None: its share of the cores. Raises the first TxlError of any
+    worker.
     """
     # Assumes that all workers are on one machine like this one.
-    num_threads = None
-    if not isinstance(workers, InProcess):
+    if num_threads is None and not isinstance(workers, InProcess):
         num_threads = max(1, (os.cpu_count() or 1) // workers.num_workers)
     tasks = list(_tasks(planned, num_threads, _FrequencyBuckets(workers, progress)))
     _explain_plan(planned, tasks, workers.num_workers, note)
@@ -127,20 +140,24 @@ def plan_job(
     *,
     resume: bool = False,
     details: bool = False,
+    allow_short_split: bool = False,
 ) -> PlannedJob:
     """Check that model and data fit, and cut the split into chunks.
 
     `directory`: where the sums of finished batches are kept; None: nowhere. `resume`: use those
-    that are there. `details`: also sum the loss by position, token frequency and document.
+    that are there. `details`: also sum the loss by position, token frequency and document. A split
+    shorter than a segment is refused without `allow_short_split`.
     """
     given = job
     # Workers may have another working directory.
     job = replace(job, checkpoint=job.checkpoint.resolve(), data=job.data.resolve())
     model, manifest = find_model(job.checkpoint, weights=job.weights), load_manifest(job.data)
     model.check_data(manifest, job.data)
+    job = replace(job, digest=model.digest)
     source = open_split(job.data, job.settings.split, manifest=manifest)
     chunks = plan_evaluation(source, job.settings, n_layer=model.config.n_layer)
-    _require_a_segment(source, job)
+    if not allow_short_split:
+        _require_a_segment(source, job)
     counted = counted_split(manifest, job.settings.split) if details else None
     description = {
         "checkpoint": str(job.checkpoint),
@@ -148,6 +165,7 @@ def plan_job(
         "data": manifest.digest,
         "settings": asdict(job.settings),
         "batch_chunks": job.batch_chunks,
+        "num_ranks": job.num_ranks,
         "chunks": sha256_of([[c.context_start, c.start, c.stop] for c in chunks]),
         "code": code_description(),
     }
@@ -205,14 +223,14 @@ def _tasks(
 ) -> Iterator[ScoringTask]:
     """The unfinished batches, job after job, so that workers rarely change their model."""
     for job_number, each in enumerate(planned):
-        for batch_number, (first, chunks) in enumerate(each.batches()):
+        for batch_number, numbers in enumerate(each.batches()):
             if batch_number not in each.finished.batches:
                 yield ScoringTask(
                     job=each.job,
                     job_number=job_number,
                     batch_number=batch_number,
-                    first_chunk=first,
-                    chunks=chunks,
+                    chunk_numbers=numbers,
+                    chunks=tuple(each.chunks[number] for number in numbers),
                     num_threads=num_threads,
                     frequency_bucket_V=buckets.of(each),
                 )

@@ -50,6 +50,11 @@ class EvaluationJob:
     settings: EvaluationSettings
     batch_chunks: int
     weights: Weights = "auto"
+    num_ranks: int = 1
+    """The chunks are divided into batches as `evaluate_on_ranks` does it on this many ranks: the
+    composition of a batch may change the last bit of a sum."""
+    digest: str = ""
+    """Of the model; set by `plan_job`. The path may have another model later."""
 
     def model_config(self, trained: ModelConfig) -> ModelConfig:
         """The trained architecture with the memory options of this evaluation.

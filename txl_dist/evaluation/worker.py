@@ -25,7 +25,7 @@ class ScoringTask:
     job: EvaluationJob
     job_number: int
     batch_number: int
-    first_chunk: int
+    chunk_numbers: range
     chunks: tuple[EvaluationChunk, ...]
     num_threads: int | None
     """Threads of torch on the worker; None: leave them as they are."""
@@ -38,9 +38,9 @@ class ScoringTask:
         return sum(chunk.stop - chunk.context_start for chunk in self.chunks)
 
     def __str__(self) -> str:
-        last = self.first_chunk + len(self.chunks) - 1
+        first, last = self.chunk_numbers[0], self.chunk_numbers[-1]
         return (
-            f"chunks {self.first_chunk} to {last} of split {self.job.settings.split}, "
+            f"chunks {first} to {last} of split {self.job.settings.split}, "
             f"{self.job.checkpoint.name}"
         )
 
@@ -62,7 +62,7 @@ def score_batch(task: ScoringTask) -> BatchScores:
     sums = list(scorer.scores(task.chunks, counter=counter))
     scores = BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
     scores.require_finite(
-        f"split {task.job.settings.split}, {task.job.checkpoint}", first_chunk=task.first_chunk
+        f"split {task.job.settings.split}, {task.job.checkpoint}", numbers=task.chunk_numbers
     )
     return scores
 

@@ -2,8 +2,9 @@
 
 Training writes its metrics only here, so this file is complete if a tracking server
 fails. A line is `{"step": int, "tokens": int, "time": seconds since the epoch, <metric>: number,
-...}`; steps never decrease. NaN and the infinities, which JSON lacks, are written as the strings
-"nan", "inf" and "-inf", and `read_metrics` returns them as floats. `sender.py` sends the lines.
+...}`; the steps of a metric never decrease. NaN and the infinities, which JSON lacks, are written
+as the strings "nan", "inf" and "-inf", and `read_metrics` returns them as floats. `sender.py` sends
+the lines.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from data_pipeline.storage.atomic_files import fsync_directory
@@ -47,7 +49,8 @@ class MetricsJournal:
     def write(self, line: Mapping[str, float]) -> None:
         """Append the line of one step: `step`, `tokens`, `time` and its metrics.
 
-        Steps must not decrease: the sender skips lines of lower steps.
+        The steps of a metric must not decrease: the sender skips lower ones. Other metrics may
+        have higher steps already, as training goes on while a worker scores a checkpoint.
         """
         values = {name: _to_json(value) for name, value in line.items()}
         self._held.append(json.dumps(values, allow_nan=False).encode() + b"\n")
@@ -89,11 +92,13 @@ class MetricsJournal:
         if written != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def truncate_after(self, step: int, *, redone: str | None = None) -> None:
+    def truncate_after(
+        self, step: int, *, redone: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
         """Remove the lines of later steps, which a resume from `step` writes again.
 
-        With `redone`, a line of `step` itself that has this metric is removed too. Removed lines
-        are first appended to RUN/logs/metrics-superseded.jsonl; the journal is replaced atomically.
+        `redone`: of these steps too, the line that has this metric is removed. Removed lines are
+        first appended to RUN/logs/metrics-superseded.jsonl; the journal is replaced atomically.
         Lines that are not JSON objects, which a disk failure can leave, are dropped.
         """
         self._superseded.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +109,7 @@ class MetricsJournal:
                     for raw in journal:
                         line = parse_line(raw)
                         if line is not None:
-                            is_redone = line["step"] == step and redone in line
+                            is_redone = redone.get(line["step"]) in line
                             stays = line["step"] <= step and not is_redone
                             (remaining if stays else superseded).write(raw)
                 for file in (superseded, remaining):

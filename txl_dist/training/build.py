@@ -38,9 +38,11 @@ from txl_dist.training.remote_resume import download_newest
 from txl_dist.training.resume import find_resume_point, restore
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.same_job import require_same_job
+from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
 from txl_dist.training.start_state import initial_state, open_run, phases_of
 from txl_dist.training.statistics import WeightStatistics
 from txl_dist.training.token_count import count_tokens
+from txl_dist.training.worker_evaluation import build_worker_evaluation
 
 LOCK_TIMEOUT_SECONDS = 30.0
 """After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
@@ -52,6 +54,8 @@ def build_trainer(
     directory: RunDirectory,
     stack: ExitStack,
     stop: StopRequest | None = None,
+    *,
+    open_workers: OpenWorkers = scoring_process,
 ) -> Trainer:
     """Open the data, join the ranks, resume or initialise, and build all parts of the run.
 
@@ -80,7 +84,7 @@ def build_trainer(
     config = job.config.after_step(settings_step)
     if config != job.config:
         data = TrainingData.open(config, num_ranks=world.num_ranks)
-    rank = RankContext(job, world, directory, stack, data, config, written_config)
+    rank = RankContext(job, world, directory, stack, data, config, written_config, open_workers)
     fault_point("engine")
     step = build_step(rank)
     if point is not None:
@@ -119,6 +123,7 @@ def build_trainer(
         stop=stop,
         saver=saver,
         evaluate=build_evaluator(config, data, step.engine, world),
+        worker_evaluation=build_worker_evaluation(rank),
         evaluated_data=data.evaluation.corpus.manifest.digest if data.evaluation else None,
         state=state,
         last_step=last_step,

@@ -1,4 +1,8 @@
-"""The evaluation of a split during training, on all ranks."""
+"""The evaluation of a split during training.
+
+build_evaluator          on all ranks, with the current weights, while training waits
+build_worker_evaluation  on a worker, from checkpoints, while training continues
+"""
 
 from dataclasses import replace
 
@@ -21,13 +25,13 @@ from txl_dist.training.loop import Evaluate
 def build_evaluator(
     config: RunConfig, data: TrainingData, engine: Engine, world: World
 ) -> Evaluate | None:
-    """A function that scores `data.evaluation` with the current weights; None without a split.
+    """A function that scores `data.evaluation` with the current weights; None if that is not done.
 
     If the run averages its weights, the average is scored.
 
     The split is opened and its chunks are planned here, once. Raises DataError if it has no target.
     """
-    if data.evaluation is None:
+    if data.evaluation is None or config.evaluation.on != "ranks":
         return None
     model = engine.model
     settings = EvaluationSettings(

@@ -3,12 +3,14 @@
     segment -> step (diverged? -> skip or rollback) -> state -> report -> checkpoint -> stop?
             -> evaluation -> score
 
+With `evaluation.on: workers`, the evaluation is a request, and its score is taken after a later
+step.
+
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
 launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` writes checkpoints, and
 `build.py` creates these parts.
 """
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.state import BestScore, TrainState
 from txl_dist.training.step import StepResult, TrainStep
+from txl_dist.training.worker_evaluation import WorkerEvaluation
 
 
 class Evaluate(Protocol):
@@ -44,9 +47,9 @@ class Trainer:
     """One rank's part of a run.
 
     These calls are collective, so all ranks must make them at the same event: `step`, `evaluate`,
-    `report.measure_peak`, `report.compare_ranks`, and of `saver` save, wait, wait_after and finish.
-    The other methods of `report` and `saver`, `segments` and `stop` are local to the rank. The peak
-    is the highest FLOP/s that the machine reaches (`utilisation.py`).
+    `report.measure_peak`, `report.compare_ranks`, of `worker_evaluation` take and wait, and of
+    `saver` save, wait, wait_after and finish. Their other methods, `segments` and `stop` are local
+    to the rank. The peak is the highest FLOP/s that the machine reaches (`utilisation.py`).
     """
 
     config: RunConfig
@@ -57,8 +60,10 @@ class Trainer:
     stop: StopRequest
     saver: RunSaver
     evaluate: Evaluate | None
+    worker_evaluation: WorkerEvaluation
+    """At most one of the two scores the validation split."""
     evaluated_data: str | None
-    """Digest of the dataset that `evaluate` scores."""
+    """Digest of the dataset that is scored."""
     state: TrainState
     last_step: int
     """Where `run` returns: the last step of the run, or that of a change of settings."""
@@ -92,9 +97,12 @@ class Trainer:
     def _activity(self) -> Activity:
         return self.step.world.activity
 
+    @property
+    def _is_evaluated(self) -> bool:
+        return self.evaluated_data is not None
+
     def _train(self) -> TrainState:
-        if self.state.evaluation_pending:
-            self._evaluate()  # the checkpoint was written before the evaluation of its step
+        self._resume_evaluation()
         while self.state.step < self.last_step:
             if self.profiler is not None:
                 self.profiler.before_step(self.state.step + 1)
@@ -112,6 +120,8 @@ class Trainer:
             if self._is_due(self.config.training.log_interval_steps):
                 self._report()
             self.report.statistics(self.state, result.statistics)
+            if "scores_ready" in result.raised:
+                self._take_scores()
             # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
             if self._save_is_due(result):
                 self._save()
@@ -120,15 +130,21 @@ class Trainer:
                 self._stop()
             if self.state.evaluation_pending:
                 self._evaluate()
+        self._finish()
+        return self.state
+
+    def _finish(self) -> None:
+        """Save what is not saved at the end of the run, or before a change of settings."""
         if self.state.step == self.config.num_steps:
+            self._wait_for_scores()
             self.saver.confirm(self.state)
         elif self.saver.saved_step != self.state.step:
             self._save()  # the run continues from here with other settings
         self._finish_saving(require_copies=self.state.step == self.config.num_steps)
-        return self.state
 
     def _save_is_due(self, result: StepResult) -> bool:
         is_due = self._is_due(self.config.training.checkpoint_interval_steps)
+        is_due = is_due or self.state.is_unscored  # a worker scores a checkpoint
         return is_due or self.state.step == self.last_step or "save_due" in result.raised
 
     def _is_due(self, interval_steps: int) -> bool:
@@ -139,7 +155,7 @@ class Trainer:
     @property
     def _is_finished(self) -> bool:
         is_last = self.state.step == self.config.num_steps
-        return is_last and not self.state.evaluation_pending
+        return is_last and not self.state.missing_scores
 
     def _next_segment(self) -> Segment:
         start = time.monotonic()
@@ -158,6 +174,7 @@ class Trainer:
             "measure_peak": self.report.peak_is_due,
             "save_due": self.saver.is_due,
             "save_failed": self.saver.has_failed,
+            "scores_ready": self.worker_evaluation.is_ready,
             "compare_ranks": self.report.comparison_is_due,
         }
         if number in self.state.divergence.skip_steps:
@@ -190,8 +207,7 @@ class Trainer:
             return False
         self.state, self.plan, self.segments = self.recovery.roll_back(self.state)
         self._last_update = None  # a step of the abandoned trajectory
-        if self.state.evaluation_pending:
-            self._evaluate()
+        self._resume_evaluation()
         return True
 
     def _advance(self, segment: Segment, result: StepResult) -> None:
@@ -199,11 +215,12 @@ class Trainer:
             update={
                 "step": self.state.step + 1,
                 "position": segment.next_position,
+                "score": None,
                 **(self._trained(result) if result.is_update else self._skipped(segment)),
             }
         )
-        if self.evaluate is not None and self._is_due(self.config.evaluation.interval_steps):
-            self.state = self.state.model_copy(update={"evaluation_pending": True})
+        if self._is_evaluated and self._is_due(self.config.evaluation.interval_steps):
+            self.state = self.state.with_missing_score(self.config.evaluation.on)
 
     def _trained(self, result: StepResult) -> dict[str, Any]:
         unreported = LossSums(*self.state.unreported) + result.sums
@@ -245,6 +262,14 @@ class Trainer:
             update={"unreported": (0.0, 0, 0), "unreported_steps": 0}
         )
 
+    def _resume_evaluation(self) -> None:
+        """Do or request the evaluations that are missing in the checkpoint."""
+        if self.state.evaluation_pending:
+            self._evaluate()  # the checkpoint was written before the evaluation of its step
+        if self.state.is_unscored and self.saver.saved_step != self.state.step:
+            self._save()  # resumed from a checkpoint of another run
+        self.worker_evaluation.restart(self.state)
+
     def _evaluate(self) -> None:
         """Score the validation split, and save the score with the checkpoint of this step."""
         assert self.evaluate is not None
@@ -255,39 +280,50 @@ class Trainer:
         self._activity.enter(previous)
         if result is None:
             self._stop()
-        improved = self._take_score(result)
-        self.report.evaluation(self.state, result, improved=improved)
+        score = self._take_score(result, step=self.state.step, tokens=self.state.tokens)
         self.report.exclude(time.monotonic() - start)
         if self.saver.saved_step == self.state.step:
-            self._save_score()
-        elif improved:  # evaluations without a checkpoint at their step: save only the best ones
+            self._save_score(score)
+        elif self.state.best == score:  # without a checkpoint at its step: save only the best ones
             self._save()
 
-    def _take_score(self, result: EvaluationResult) -> bool:
-        """Update the state with the score; returns whether it is the best one yet."""
-        sums, settings = result.sums, result.settings
-        if not math.isfinite(sums.nats):
-            raise DivergedError(
-                f"the loss of split {settings.split} after step {self.state.step} is {sums.nats}: "
-                "earlier updates were too large, and the weights are unusable"
-            )
-        score = BestScore(
-            step=self.state.step,
-            nats_per_token=sums.nats_per_token,
-            split=settings.split,
-            max_tokens=settings.max_tokens,
-            data_digest=self.evaluated_data,
-        )
-        improved = score.improves_on(self.state.best)
-        best = score if improved else self.state.best
-        self.state = self.state.model_copy(update={"best": best, "evaluation_pending": False})
-        return improved
+    def _take_scores(self) -> None:
+        """Take what the worker has finished, and save the scores with their checkpoints."""
+        for outcome in self.worker_evaluation.take():
+            if outcome.result is None:
+                self.state = self.state.without_score(outcome.step)
+                self.report.no_score(outcome.step, outcome.reason)
+            else:
+                self._save_score(
+                    self._take_score(outcome.result, step=outcome.step, tokens=outcome.tokens)
+                )
+
+    def _wait_for_scores(self) -> None:
+        if not self.state.unscored_steps:
+            return
+        self.saver.wait()  # raises if the checkpoint that would be scored cannot be written
+        previous = self._activity.enter(Span.EVALUATION)
+        while self.state.unscored_steps:
+            if not self.worker_evaluation.wait(stop=self.stop):
+                self._stop()
+            self._take_scores()
+        self._activity.enter(previous)
+
+    def _take_score(self, result: EvaluationResult, *, step: int, tokens: int) -> BestScore:
+        """Update the state with the score of a step, and report it. Raises DivergedError."""
+        score = BestScore.of(result, step=step, data_digest=self.evaluated_data)
+        self.state = self.state.with_score(score)
+        improved = self.state.best == score
+        self.report.evaluation(result, step=step, tokens=tokens, improved=improved)
+        return score
 
     def _save(self) -> None:
         start = time.monotonic()
         previous = self._activity.enter(Span.SAVE_WAIT)
         self.report.sync()  # a resume from this checkpoint keeps all lines up to its step
         self.saver.save(self.state)
+        if self.state.is_unscored:
+            self.worker_evaluation.submit(self.state.step)
         self._activity.enter(previous)
         self.report.save_wait(self.state, time.monotonic() - start)
 
@@ -296,16 +332,16 @@ class Trainer:
         self.saver.finish(require_copies=require_copies)
         self._activity.enter(previous)
 
-    def _save_score(self) -> None:
+    def _save_score(self, score: BestScore) -> None:
         self.report.sync()
-        self.saver.save_score(self.state)
+        self.saver.save_score(self.state, score)
 
     def _stop(self) -> NoReturn:
         """Save and end the run, as requested by a signal or a stop file."""
         if self.saver.saved_step != self.state.step:
             self._save()
         self._finish_saving(require_copies=False)
-        pending = " It begins with the evaluation." if self.state.evaluation_pending else ""
+        pending = " It begins with the evaluation." if self.state.missing_scores else ""
         raise PreemptedError(
             f"stopped on request after step {self.state.step}; everything is saved. "
             f"The same command resumes from this step.{pending}"

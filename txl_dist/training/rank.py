@@ -17,6 +17,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
 from txl_dist.training.state import TrainState
 from txl_dist.training.stop_deadline import StopDeadline
 
@@ -29,13 +30,15 @@ def train_rank(
     *,
     announce_stop: bool = False,
     report_stop: Callable[[PreemptedError], None] = lambda error: None,
+    open_workers: OpenWorkers = scoring_process,
 ) -> TrainState:
     """Take part in a run until it ends. Errors are logged and raised.
 
     A stop request before the first step ends the process immediately, with exit code 75. A later
     one asks to stop after the step; `announce_stop` confirms it on standard error. If that takes
     longer than `training.grace_seconds`, the process ends too. Whenever a request ends the process,
-    `report_stop` is called with the reason first.
+    `report_stop` is called with the reason first. `open_workers` opens the worker that scores
+    checkpoints, if the config wants one.
     """
     fault_point("start")
     keep_freed_memory()  # before the first large allocation
@@ -64,13 +67,13 @@ def train_rank(
         ) as deadline,
     ):
         try:
-            state, is_finished = _train(job, world, directory, stop, deadline)
+            state, is_finished = _train(job, world, directory, stop, deadline, open_workers)
             while not is_finished:
                 # Settings change after this step (`training.changes`): resume from its checkpoint.
                 deadline.begin_start_up()
                 gc.collect()  # frees the old engine before the new one is built
                 job = job.model_copy(update={"resume": "auto"})
-                state, is_finished = _train(job, world, directory, stop, deadline)
+                state, is_finished = _train(job, world, directory, stop, deadline, open_workers)
             log.info("finished at step %d", state.step)
             return state
         except PreemptedError as request:
@@ -103,11 +106,12 @@ def _train(
     directory: RunDirectory,
     stop: StopRequest,
     deadline: StopDeadline,
+    open_workers: OpenWorkers,
 ) -> tuple[TrainState, bool]:
     """Build all parts of the run and train to a change of settings, or to its end (True)."""
     world.activity.reset()
     with ExitStack() as stack:
-        trainer = build_trainer(job, world, directory, stack, stop)
+        trainer = build_trainer(job, world, directory, stack, stop, open_workers=open_workers)
         deadline.begin_steps(lambda: trainer.state.step)
         state = trainer.run()
         return state, state.step >= trainer.config.num_steps

@@ -8,6 +8,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +24,5 @@ class RankContext:
     """The settings of the job at the step where it continues."""
     written_config: RunConfig
     """The config of the job before `resolve_duration`."""
+    open_workers: OpenWorkers = scoring_process
+    """Opens the worker of `evaluation.on: workers`."""

@@ -75,8 +75,13 @@ class Report:
     def statistics(self, state: TrainState, values: Mapping[str, float]) -> None:
         """Write the norms by layer of this step, if it has any."""
 
-    def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
-        """Write the score of a split."""
+    def evaluation(
+        self, result: EvaluationResult, *, step: int, tokens: int, improved: bool
+    ) -> None:
+        """Write the score of a split after `step`, which may be an earlier one."""
+
+    def no_score(self, step: int, reason: str) -> None:
+        """Log that a checkpoint was not scored."""
 
     def evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
         """Log which split is scored and when; a warning if the data has none."""
@@ -177,7 +182,7 @@ class RankZeroReport(Report):
 
     def rewind(self, state: TrainState, *, abandoned_step: int) -> None:
         self._journal.sync()
-        self._journal.truncate_after(state.step, redone=redone_metric(state, self._split))
+        self._journal.truncate_after(state.step, redone=redone_metrics(state, self._split))
         self._goodput.update(abandoned_step)
         self._goodput.rewind(state.step)
         self._stopwatch = Stopwatch(time.monotonic())
@@ -186,7 +191,9 @@ class RankZeroReport(Report):
         if values:
             self._write(state, dict(values))
 
-    def evaluation(self, state: TrainState, result: EvaluationResult, *, improved: bool) -> None:
+    def evaluation(
+        self, result: EvaluationResult, *, step: int, tokens: int, improved: bool
+    ) -> None:
         sums, split = result.sums, result.settings.split
         values = {
             f"{split}/loss": sums.nats_per_token,
@@ -195,11 +202,11 @@ class RankZeroReport(Report):
         }
         if sums.num_bytes:
             values[f"{split}/bits_per_byte"] = sums.bits_per_byte
-        self._write(state, values)
+        self._journal.write({"step": step, "tokens": tokens, "time": time.time(), **values})
         per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes else ""
         log.info(
             "evaluation at step %d | %s loss %.4f | ppl %.2f%s | %s targets%s",
-            state.step,
+            step,
             split,
             sums.nats_per_token,
             sums.perplexity,
@@ -207,6 +214,9 @@ class RankZeroReport(Report):
             f"{sums.num_tokens:,}",
             " | best so far" if improved else "",
         )
+
+    def no_score(self, step: int, reason: str) -> None:
+        log.warning("evaluation at step %d | WARNING: no score: %s", step, reason)
 
     def evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
         if config.split is None:
@@ -248,10 +258,10 @@ class RankZeroReport(Report):
         )
 
 
-def redone_metric(state: TrainState, split: str | None) -> str | None:
-    """The metric of the evaluation that a run at `state` still has to do; None if it has none."""
-    # A process killed after writing a score to the journal, but before saving it, left this metric.
-    return f"{split}/loss" if split is not None and state.evaluation_pending else None
+def redone_metrics(state: TrainState, split: str | None) -> dict[int, str]:
+    """The metrics of the evaluations that a run at `state` still has to do, by step."""
+    # A process killed after writing a score to the journal, but before saving it, left them.
+    return {} if split is None else dict.fromkeys(state.missing_scores, f"{split}/loss")
 
 
 def _counters(state: TrainState) -> dict[str, float]:
@@ -270,7 +280,8 @@ def evaluation_line(config: EvaluationConfig, evaluated: EvaluatedSplit) -> str:
         text = f"the first {config.max_tokens:,} tokens of {text}"
     else:
         text = f"{text} ({evaluated.num_tokens:,} tokens)"
-    return f"{text} | every {config.interval_steps:,} steps and at the end"
+    where = " | by a worker, from checkpoints" if config.on == "workers" else ""
+    return f"{text} | every {config.interval_steps:,} steps and at the end{where}"
 
 
 def step_line(step: int, values: dict[str, float], *, eta_seconds: float) -> str:

@@ -86,10 +86,18 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
     if point is None:
         return None
     _require_compatible(point, job, data)
-    if data.evaluation is None:  # a run without evaluation has none to do
-        state = point.state.model_copy(update={"evaluation_pending": False})
-        point = replace(point, state=state)
-    return point
+    # Evaluations of the checkpoint's run that this run does not do, or does in another way.
+    state = point.state.scored_on(job.config.evaluation.on if data.evaluation else None)
+    lost = [step for step in point.state.missing_scores if step not in state.missing_scores]
+    if lost and data.evaluation and world.is_rank_zero:
+        log.warning(
+            "the checkpoints of steps %s have no score yet, and evaluation.on=ranks cannot score "
+            "them. To do so: txl eval %s DATA --split %s",
+            lost,
+            point.path.parent / "step-...",
+            data.evaluation.name,
+        )
+    return replace(point, state=state)
 
 
 def _newest_intact(
@@ -190,6 +198,7 @@ def restore(point: ResumePoint, config: RunConfig, engine: Engine, step: TrainSt
 
 def remaining_work(state: TrainState, *, num_steps: int) -> str | None:
     """What a run at `state` still has to do, in words; None if it is finished."""
-    evaluation = f"the evaluation of step {state.step}" if state.evaluation_pending else ""
+    unscored = ", ".join(map(str, state.missing_scores))
+    evaluation = f"the evaluation of step {unscored}" if unscored else ""
     steps = f"steps {state.step + 1} to {num_steps}" if state.step < num_steps else ""
     return ", then ".join(filter(None, (evaluation, steps))) or None

@@ -2,7 +2,7 @@
 
     save        copy this rank's tensors; a background thread writes them and publishes the
                 checkpoint, then sets LATEST, and BEST if it has the best score
-    save_score  add the score to the checkpoint of the step; set BEST
+    save_score  add the score to the checkpoint of its step; set BEST
     confirm     a loss computed from it was accepted: remove older checkpoints
     rewind      continue from an older checkpoint; later ones are superseded
     wait        until all of that is done; raises the errors of the background threads
@@ -34,7 +34,7 @@ from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.runtime.background_wait import wait_for_queues
 from txl_dist.tracking.tracker import Tracker
-from txl_dist.training.state import TrainState
+from txl_dist.training.state import BestScore, TrainState
 from txl_dist.training.step import TrainStep
 
 RETRY_SECONDS = 5.0
@@ -117,9 +117,13 @@ class RunSaver:
         self.saved_step, self._is_confirmed = state.step, False
         self._saved_at = time.monotonic()
 
-    def save_score(self, state: TrainState) -> None:
-        """Add the score to the checkpoint of this step."""
-        self._submit_on_rank_zero(lambda: self._write_score(state))
+    def save_score(self, state: TrainState, score: BestScore) -> None:
+        """Add a score to the checkpoint of its step, and to later ones that lack it.
+
+        `state` is that after the score.
+        """
+        self._submit_on_rank_zero(lambda: self._write_score(state, score))
+        self._is_confirmed = False  # the checkpoint may be removed now
 
     def rewind(self, state: TrainState) -> None:
         """Continue from the checkpoint of `state`, which a rollback has loaded.
@@ -275,15 +279,23 @@ class RunSaver:
             if self._saved_file:
                 self._saved_file.touch()
             log.info("checkpoint at step %d | %s", state.step, path)
-            self._update_best(state)
+            self._update_best(state, state.step)
         if self._mirror is not None:
             self._mirror.update()
 
-    def _write_score(self, state: TrainState) -> None:
+    def _write_score(self, state: TrainState, score: BestScore) -> None:
+        entry = score.model_dump(mode="json")
+        changes = state.model_dump(mode="json", include={"best", "evaluation_pending"})
         with explain_failed_save(self._checkpoints, rank=0):
-            score = state.model_dump(mode="json", include={"best", "evaluation_pending"})
-            update_state(self._checkpoints, state.step, score)
-            self._update_best(state)
+            # Also in checkpoints that were written between the step and its score: the checkpoint
+            # of the step may be removed before them.
+            for step in self._checkpoints.steps():
+                if step < score.step:
+                    continue
+                changes["unscored_steps"] = [n for n in state.unscored_steps if n <= step]
+                own = {"score": entry} if step == score.step else {}
+                update_state(self._checkpoints, step, {**changes, **own})
+            self._update_best(state, score.step)
         if self._mirror is not None:
             self._mirror.update()
 
@@ -293,8 +305,9 @@ class RunSaver:
                 keep=self._config.keep_checkpoints,
                 best_step=state.best.step if state.best else None,
                 keep_interval_steps=self._config.keep_interval_steps,
+                unscored_steps=state.unscored_steps,
             )
 
-    def _update_best(self, state: TrainState) -> None:
-        if state.best is not None and state.best.step == state.step:
-            self._checkpoints.set_pointer("BEST", state.step)
+    def _update_best(self, state: TrainState, step: int) -> None:
+        if state.best is not None and state.best.step == step:
+            self._checkpoints.set_pointer("BEST", step)

@@ -8,7 +8,7 @@ from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.phases import phases_from
 from txl_dist.training.rank_context import RankContext
 from txl_dist.training.replay import context_segments
-from txl_dist.training.report import redone_metric
+from txl_dist.training.report import redone_metrics
 from txl_dist.training.resume import ResumePoint
 from txl_dist.training.state import Phase, TrainState
 
@@ -25,8 +25,12 @@ def initial_state(rank: RankContext, point: ResumePoint | None) -> TrainState:
         context_tokens=context_segments(rank.config) * rank.config.data.tgt_len,
     )
     # A run without evaluation drops the pending evaluation of the run that it resumes.
-    pending = state.evaluation_pending and rank.data.evaluation is not None
-    return state.model_copy(update={"phases": phases, "evaluation_pending": pending})
+    state = state.scored_on(rank.config.evaluation.on if rank.data.evaluation else None)
+    if point is not None and not point.is_of(rank.directory.checkpoints):
+        # The checkpoints of its earlier steps are those of another run.
+        unscored = tuple(step for step in state.unscored_steps if step == state.step)
+        state = state.model_copy(update={"unscored_steps": unscored})
+    return state.model_copy(update={"phases": phases})
 
 
 def phases_of(rank: RankContext, point: ResumePoint) -> tuple[Phase, ...]:
@@ -48,6 +52,6 @@ def open_run(rank: RankContext, state: TrainState, point: ResumePoint | None) ->
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
     write_file(directory.config, dump_run_config(rank.written_config).encode())
-    redone = redone_metric(state, evaluation.name if evaluation else None)
+    redone = redone_metrics(state, evaluation.name if evaluation else None)
     with MetricsJournal(directory.metrics) as journal:
         journal.truncate_after(state.step, redone=redone)

@@ -6,8 +6,9 @@ masks follow from seed, step and lane (`lane_dropout.py`), the order of tokens f
 """
 
 import json
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, ValidationError
 
@@ -16,12 +17,13 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import tokens_per_epoch
 from data_pipeline.streams.remainder import Remainder
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, DivergedError
+from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.training.divergence import DivergenceState
 
 
 class BestScore(StrictModel):
-    """The lowest validation loss of the run up to now."""
+    """The validation loss of a step; in `TrainState.best` the lowest one up to now."""
 
     step: Count
     nats_per_token: float
@@ -29,6 +31,23 @@ class BestScore(StrictModel):
     max_tokens: Count | None
     data_digest: Sha256 | None = None
     """Digest of the dataset that was scored. Losses on different text are not compared."""
+
+    @classmethod
+    def of(cls, result: EvaluationResult, *, step: int, data_digest: str | None) -> Self:
+        """The score of a result. Raises DivergedError if it is not finite."""
+        sums, settings = result.sums, result.settings
+        if not math.isfinite(sums.nats):
+            raise DivergedError(
+                f"the loss of split {settings.split} after step {step} is {sums.nats}: "
+                "earlier updates were too large, and the weights are unusable"
+            )
+        return cls(
+            step=step,
+            nats_per_token=sums.nats_per_token,
+            split=settings.split,
+            max_tokens=settings.max_tokens,
+            data_digest=data_digest,
+        )
 
     def improves_on(self, other: "BestScore | None") -> bool:
         """Whether this loss is lower than `other`, or the first on this text."""
@@ -116,17 +135,69 @@ class TrainState(StrictModel):
     tokens: Count = 0
     """Targets trained on, over all lanes."""
     best: BestScore | None = None
+    score: BestScore | None = None
+    """Of this step; None: it was not evaluated, or not yet."""
     unreported: tuple[float, Count, Count] = (0.0, 0, 0)
     """Nats, tokens and bytes since the last line of metrics.jsonl."""
     unreported_steps: Count = 0
     phases: tuple[Phase, ...] = ()
     """All phases in order; the last one is the current one."""
     evaluation_pending: bool = False
-    """The evaluation due at this step has not been done yet."""
+    """The evaluation due at this step has not been done yet by the ranks."""
+    unscored_steps: tuple[Count, ...] = ()
+    """Steps whose checkpoints wait for the score of a worker, ascending (`evaluation.on`)."""
     contiguous_from: Count = 0
     """Lane position from which the memory is contiguous: the lanes' memory of earlier tokens is not
     followed directly by this position, so no token may attend across it."""
     divergence: DivergenceState = DivergenceState()
+
+    @property
+    def missing_scores(self) -> tuple[int, ...]:
+        """Steps whose evaluation was due, but has no score yet, ascending."""
+        return (*self.unscored_steps, *((self.step,) if self.evaluation_pending else ()))
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether a worker has to score this step."""
+        return self.step in self.unscored_steps
+
+    def with_missing_score(self, scorer: str) -> "TrainState":
+        """The state when the evaluation of this step is due; `scorer` is `evaluation.on`."""
+        if scorer == "ranks":
+            return self.model_copy(update={"evaluation_pending": True})
+        return self.model_copy(update={"unscored_steps": (*self.unscored_steps, self.step)})
+
+    def with_score(self, score: BestScore) -> "TrainState":
+        """The state after the evaluation of `score.step`, which may be an earlier step."""
+        return self.model_copy(
+            update={
+                "best": score if score.improves_on(self.best) else self.best,
+                "score": score if score.step == self.step else self.score,
+                "evaluation_pending": False,
+                "unscored_steps": self._unscored_without(score.step),
+            }
+        )
+
+    def without_score(self, step: int) -> "TrainState":
+        """The state after it was decided not to score `step`."""
+        return self.model_copy(update={"unscored_steps": self._unscored_without(step)})
+
+    def _unscored_without(self, step: int) -> tuple[int, ...]:
+        return tuple(other for other in self.unscored_steps if other != step)
+
+    def scored_on(self, scorer: str | None) -> "TrainState":
+        """The state with its missing scores where this run computes them.
+
+        `scorer`: `evaluation.on`; None: the run has no evaluation. The ranks can score only the
+        present weights, so scores of earlier steps are given up for them.
+        """
+        missing = self.missing_scores
+        return self.model_copy(
+            update={
+                "evaluation_pending": scorer == "ranks" and self.step in missing,
+                "unscored_steps": missing if scorer == "workers" else (),
+            }
+        )
 
 
 def load_state(path: Path, manifest: CheckpointManifest) -> TrainState:

@@ -71,6 +71,6 @@ def test_a_run_and_its_resume_reach_every_point(
         assert ranks(1).run(train_traced, job, tmp_path / "trace") == [0]
     reached = [line.point for line in read_trace(tmp_path / "trace")]
     # No store and no change of lanes in this run.
-    assert set(reached) == {*POINTS} - {"upload", "replay"}
+    assert set(reached) == {*POINTS} - {"upload", "replay", "score"}
     assert reached.count("step") == 4
     assert reached.count("save/latest") == 2

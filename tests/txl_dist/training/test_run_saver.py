@@ -95,18 +95,44 @@ def test_saves_scores_and_removals_happen_in_the_order_of_the_calls(tmp_path: Pa
         for step in (1, 2, 3):
             saver.save(state(step, evaluation_pending=step == 2))
             if step == 2:
-                saver.save_score(state(2, best=best))
+                saver.save_score(state(2, best=best), best)
             saver.confirm(state(step, best=best if step > 1 else None))
         saver.finish(require_copies=True)
 
     assert on_two_ranks(tmp_path, work, keep_checkpoints=1) == [None, None]
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [2, 3]
-    assert verify_checkpoint(directory.at(2)).state == state(2, best=best).model_dump(mode="json")
+    expected = state(2, best=best, score=best)
+    assert verify_checkpoint(directory.at(2)).state == expected.model_dump(mode="json")
     assert (directory.pointer("LATEST"), directory.pointer("BEST")) == (3, 2)
     assert (tmp_path / "saved").exists()
     assert not list(directory.path.glob(".*"))
     assert len({verify_checkpoint(directory.at(step)).save_id for step in (2, 3)}) == 2
+
+
+def test_unscored_checkpoints_stay_and_a_late_score_reaches_all_that_lack_it(
+    tmp_path: Path,
+) -> None:
+    best = BestScore(step=1, nats_per_token=1.5, split="valid", max_tokens=None)
+    missing = {1: (1,), 2: (1, 2), 3: (1, 2), 4: (1, 2, 4)}
+
+    def work(saver: RunSaver) -> None:
+        for step, unscored in missing.items():
+            saver.save(state(step, unscored_steps=unscored))
+            saver.confirm(state(step, unscored_steps=unscored))
+        saver.save_score(state(4, best=best, unscored_steps=(2, 4)), best)
+        saver.wait()
+
+    assert on_two_ranks(tmp_path, work, keep_checkpoints=1) == [None, None]
+    directory = CheckpointDirectory(tmp_path)
+    expected = {
+        1: state(1, best=best, score=best),
+        2: state(2, best=best, unscored_steps=(2,)),
+        4: state(4, best=best, unscored_steps=(2, 4)),
+    }
+    states = {n: verify_checkpoint(directory.at(n)).state for n in directory.steps()}
+    assert states == {n: each.model_dump(mode="json") for n, each in expected.items()}
+    assert directory.pointer("BEST") == 1
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

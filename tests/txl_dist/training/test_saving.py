@@ -18,7 +18,7 @@ from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.state import TrainState, load_state
+from txl_dist.training.state import BestScore, TrainState, load_state
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
 CLOCK = ("time", "tokens_per_second", "mfu", "data_wait", "save_wait", "goodput")
@@ -103,11 +103,11 @@ def keep_copy_before_score(trainer: Trainer, copy: Path) -> None:
     """Copy the run as a kill between writing the journal and saving the score leaves it."""
     save_score = trainer.saver.save_score
 
-    def copy_first(state: TrainState) -> None:
+    def copy_first(state: TrainState, score: BestScore) -> None:
         if trainer.step.world.is_rank_zero and state.step == 10:
             trainer.saver.wait()  # one rank: not collective
             shutil.copytree(Path(trainer.config.directory), copy)
-        save_score(state)
+        save_score(state, score)
 
     trainer.saver.save_score = copy_first  # type: ignore[method-assign]
 

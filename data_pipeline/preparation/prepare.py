@@ -172,7 +172,7 @@ def _write_dataset(
         note(f"encoding with {encoder}, which is slower than gigatoken: {reason}")
     splits = _write_shards(index, shards, header, runner)
     manifest = ShardManifest(**dict(header), splits=splits)
-    _publish(manifest, runner, written_by={"encoder": encoder} if encoder else None)
+    _publish(manifest, runner, tools={"encoder": encoder} if encoder else None)
     return manifest
 
 
@@ -238,15 +238,13 @@ def _write_shards(
     }
 
 
-def _publish(
-    manifest: ShardManifest, runner: UnitRunner, *, written_by: dict[str, str] | None
-) -> None:
+def _publish(manifest: ShardManifest, runner: UnitRunner, *, tools: dict[str, str] | None) -> None:
     names = manifest.file_names()
     if manifest.input.rejected:
         names.append(REJECTS_NAME)
     else:  # an earlier, failed run may have left its list
         (runner.staged.directory / REJECTS_NAME).unlink(missing_ok=True)
-    write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes(written_by=written_by))
+    write_synced(runner.staging / MANIFEST_NAME, manifest.to_bytes(tools=tools))
     runner.staged.publish(names)
 
 

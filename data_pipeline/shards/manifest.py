@@ -189,9 +189,9 @@ class ShardManifest(DatasetHeader):
         """Hex sha256 of the canonical JSON of the content."""
         return strict_json.sha256_of(self.model_dump(mode="json"))
 
-    def to_bytes(self, *, written_by: dict[str, str] | None = None) -> bytes:
-        """The content of `manifest.json`; see `manifest_bytes` for `written_by`."""
-        return manifest_bytes(self.model_dump(mode="json"), written_by=written_by)
+    def to_bytes(self, *, tools: dict[str, str] | None = None) -> bytes:
+        """The content of `manifest.json`; see `manifest_bytes` for `tools`."""
+        return manifest_bytes(self.model_dump(mode="json"), tools=tools)
 
     def split(self, name: str, directory: DatasetPath) -> SplitEntry:
         """The entry of a split. Raises DataError listing the existing ones."""

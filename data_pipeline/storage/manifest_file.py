@@ -23,15 +23,15 @@ class WrongFormatError(ValueError):
     """JSON of a different program or format version."""
 
 
-def manifest_bytes(content: dict[str, Any], *, written_by: dict[str, str] | None = None) -> bytes:
+def manifest_bytes(content: dict[str, Any], *, tools: dict[str, str] | None = None) -> bytes:
     """The bytes of a manifest file: `content` and its digest, with sorted keys.
 
-    `written_by` says which programs wrote the files. It is information for people: not part of the
+    `tools` says which programs wrote the files. It is information for people: not part of the
     content or of its digest.
     """
     added: dict[str, Any] = {"digest": strict_json.sha256_of(content)}
-    if written_by:
-        added["written_by"] = written_by
+    if tools:
+        added["tools"] = tools
     return (json.dumps({**added, **content}, sort_keys=True, indent=1) + "\n").encode()
 
 
@@ -55,7 +55,7 @@ def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
             f"has format version {content.get('version')!r}, this txl reads {expected['version']}"
         )
     recorded = content.pop("digest", None)
-    content.pop("written_by", None)
+    content.pop("tools", None)
     try:
         manifest = model.model_validate_json(json.dumps(content))
     except ValidationError as error:

@@ -8,7 +8,7 @@ masks follow from seed, step and lane (`lane_dropout.py`), the order of tokens f
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, ValidationError
 
@@ -18,8 +18,10 @@ from data_pipeline.streams.mixture import tokens_per_epoch
 from data_pipeline.streams.remainder import Remainder
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
 from txl_dist.errors import CheckpointError, DivergedError
-from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.training.divergence import DivergenceState
+
+if TYPE_CHECKING:
+    from txl_dist.evaluation.evaluate import EvaluationResult
 
 
 class BestScore(StrictModel):
@@ -33,7 +35,7 @@ class BestScore(StrictModel):
     """Digest of the dataset that was scored. Losses on different text are not compared."""
 
     @classmethod
-    def of(cls, result: EvaluationResult, *, step: int, data_digest: str | None) -> Self:
+    def of(cls, result: "EvaluationResult", *, step: int, data_digest: str | None) -> Self:
         """The score of a result. Raises DivergedError if it is not finite."""
         sums, settings = result.sums, result.settings
         if not math.isfinite(sums.nats):

@@ -98,4 +98,4 @@ def test_a_score_that_is_not_finite_is_refused_with_its_chunk(
 def test_the_chunk_that_is_not_finite_is_named_by_its_number() -> None:
     scores = BatchScores([LossSums(1.0, 1), LossSums(float("nan"), 1)])
     with pytest.raises(CheckpointError, match="chunk 9 of"):
-        scores.require_finite("split valid, model", first_chunk=8)
+        scores.require_finite("split valid, model", numbers=range(8, 10))

@@ -66,8 +66,8 @@ class _CountedText(StrictModel):
     @model_serializer(mode="wrap")
     def _serialize(self, default: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = default(self)
-        if self.text_counts is None:
-            del content["text_counts"]
+        if content.get("text_counts") is None:
+            content.pop("text_counts", None)
         return content
 
 

@@ -75,8 +75,11 @@ def _setting(name: str, value: Any, text: str, *, indent: str, in_use: bool) -> 
     yield from textwrap.wrap(text, 100, initial_indent=comment, subsequent_indent=comment)
     # Collections in one line, which is also JSON; numbers and text as in the run directory.
     is_collection = isinstance(value, list | dict)
-    line = f"{name}: {json.dumps(value)}" if is_collection else dump_yaml({name: value}).strip()
-    yield (indent if in_use else comment) + line
+    # dump_yaml would quote some names, such as `on`, which other readers of YAML take for true.
+    shown = (
+        json.dumps(value) if is_collection else dump_yaml({"": value}).partition(": ")[2].strip()
+    )
+    yield f"{indent if in_use else comment}{name}: {shown}"
 
 
 def _documentation(section: type) -> dict[str, str]:

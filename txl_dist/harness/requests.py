@@ -46,7 +46,7 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Continue `prompt`, with a random generator of its own."""
+    """Continue `prompt`, with its own random generator."""
 
     prompt: tuple[int, ...]
     seed: int

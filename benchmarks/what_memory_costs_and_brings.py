@@ -210,7 +210,7 @@ def cost_per_token(lengths: Sequence[int], *, rounds: int) -> list[dict[str, Any
         f"2. Cost per token of a model of {SMALL.n_layer} layers, d_model {SMALL.d_model}, by "
         f"attention length. reuse: KV cache, segments of {COST_TGT_LEN}; window: the whole\n   "
         "window again for each token; full: one pass over a text of that length. MiB: peak memory "
-        "of a call without the weights, measured in a process of its own.\n   For a longer text "
+        "of a call without the weights, measured in a separate process.\n   For a longer text "
         "the costs of reuse and window stay as they are; that of full is the row of its length.",
         rows,
     )

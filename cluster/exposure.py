@@ -20,7 +20,7 @@ def check_token() -> list[Finding]:
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    # In a process of its own: Ray reads the token once per process. HOME has the default token.
+    # In a separate process: Ray reads the token once per process. HOME has the default token.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     try:
         ended = subprocess.run(

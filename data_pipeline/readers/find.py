@@ -90,7 +90,7 @@ def _find_files(
     files: list[InputFile] = []
     ignored: Counter[str] = Counter()
     for address in inputs:
-        if format == "ids" and address.endswith(".idx"):  # the .bin file stands for the pair
+        if format == "ids" and address.endswith(".idx"):  # read together with the .bin file
             address = address.removesuffix(".idx") + ".bin"  # noqa: PLW2901
         entries, is_file = _list_entries(address, exclude)
         if format == "ids":

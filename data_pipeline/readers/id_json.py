@@ -17,7 +17,7 @@ from data_pipeline.readers.records import (
     Record,
     Reject,
     decode,
-    did_you_mean,
+    value_at,
 )
 from data_pipeline.readers.source import Source, read_exactly, too_long_error
 from data_pipeline.readers.token_ids import text_of_value
@@ -58,11 +58,4 @@ def _ids_of(raw: bytes, key: str) -> Any:
         raise BadRecordError(getattr(error, "pos", 0), f"broken JSON ({reason})") from None
     if isinstance(content, list):
         return content
-    if not isinstance(content, dict):
-        raise BadRecordError(0, f"not a JSON object but a {type(content).__name__}")
-    if key not in content:
-        keys = tuple(content)[:10]
-        seen = ", ".join(printable(each)[:40] for each in keys) or "none"
-        hint = did_you_mean(key, keys)
-        raise BadRecordError(0, f'no key "{key}"{hint}; keys seen: {seen} (see --text-key)')
-    return content[key]
+    return value_at(key, content)

@@ -6,14 +6,13 @@ With `--format ids` the key holds a list of token ids.
 import json
 from collections.abc import Iterator
 
-from data_pipeline.errors import printable
 from data_pipeline.readers.records import (
     MAX_RECORD_BYTES,
     BadRecordError,
     Record,
     Reject,
     decode,
-    did_you_mean,
+    value_at,
 )
 from data_pipeline.readers.source import Source, read_line_chunks, too_long_error
 from data_pipeline.readers.token_ids import IdRules, text_of_value
@@ -66,14 +65,7 @@ def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
         raise BadRecordError(0, str(error)) from None
     except (ValueError, RecursionError) as error:  # huge integers, deep nesting
         raise BadRecordError(0, f"unreadable JSON ({str(error)[:80]})") from None
-    if not isinstance(content, dict):
-        raise BadRecordError(0, f"not a JSON object but a {type(content).__name__}")
-    if text_key not in content:
-        keys = tuple(content)[:10]
-        seen = ", ".join(printable(key)[:40] for key in keys) or "none"
-        hint = did_you_mean(text_key, keys)
-        raise BadRecordError(0, f'no key "{text_key}"{hint}; keys seen: {seen} (see --text-key)')
-    text = content[text_key]
+    text = value_at(text_key, content)
     if ids:
         return text_of_value(text, ids, text_key)
     if not isinstance(text, str):

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from data_pipeline.errors import printable
 
@@ -136,6 +136,18 @@ def _not_utf8(error: UnicodeDecodeError, start: int) -> BadRecordError:
         hint = "; it looks like UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
     value = error.object[error.start]
     return BadRecordError(byte, f"invalid UTF-8: byte 0x{value:02x}, {error.reason}{hint}")
+
+
+def value_at(key: str, content: object) -> Any:
+    """The value at a key of parsed JSON. Raises BadRecordError, which names the keys seen."""
+    if not isinstance(content, dict):
+        raise BadRecordError(0, f"not a JSON object but a {type(content).__name__}")
+    if key not in content:
+        keys = tuple(content)[:10]
+        seen = ", ".join(printable(each)[:40] for each in keys) or "none"
+        hint = did_you_mean(key, keys)
+        raise BadRecordError(0, f'no key "{key}"{hint}; keys seen: {seen} (see --text-key)')
+    return content[key]
 
 
 @functools.lru_cache(maxsize=256)  # a wrong --text-key is looked up for every record

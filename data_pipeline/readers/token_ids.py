@@ -1,10 +1,10 @@
-"""Token ids as documents: which integers are valid, and the text that stands for them.
+"""Token ids as documents: which integers are valid, and their form as text.
 
 A document of ids has a text like any other document: its ids as decimal numbers, with one blank
 between two, "60 62 64". Everything after the readers (hashes, deduplication, shuffling, resuming)
 therefore treats both alike, and `tokenizers/ids.py` encodes this text to the same ids.
 
-The end-of-document id may stand at the beginning and end of a document, as some programs write it.
+The end-of-document id may be at the beginning and end of a document, as some programs write it.
 It is dropped there, because every tokenized document gets one. Inside a document it is an error.
 
 Arrays of ids are in `id_documents.py`: this module loads no numpy, so that `txl --help` is fast.

@@ -101,9 +101,9 @@ def _require_reachable(
 ) -> None:
     """Raise ValueError unless merging the bytes of every token ends with the pair of its merge.
 
-    Each token has one merge, so a token that `tokenizers` makes of its own bytes ends with that
-    pair. If in addition both sides of every merge come before it, no merge of the token comes after
-    its own: tiktoken applies the same ones.
+    Each token has one merge, so the merges of exactly its bytes end with that pair. If in
+    addition both sides of every merge come before it, no merge of the token comes after its last
+    one: tiktoken applies the same ones.
     """
     for number, (left, right) in enumerate(merges):
         token = left + right
@@ -113,7 +113,7 @@ def _require_reachable(
             len(side) == 1 or order.get(side, number) < number for side in (left, right)
         )
         if not sides_are_earlier or len(model.tokenize(_written(token))) != 1:
-            raise ValueError(f"the merges cannot make the token {token[:40]!r} of its own bytes")
+            raise ValueError(f"the merges do not lead to the token {token[:40]!r}")
 
 
 def _written(token: bytes) -> str:

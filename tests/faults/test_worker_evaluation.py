@@ -79,11 +79,11 @@ def test_workers_that_always_die_do_not_end_training(
 @pytest.mark.fault_row(5, 41)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_scores_missing_after_a_stop_or_kill_are_made_up_for_by_the_next_start(
+def test_the_next_start_computes_scores_that_a_stop_or_kill_prevented(
     dataset: Path, straight: Path, tmp_path: Path, number: signal.Signals, is_last: bool
 ) -> None:
-    # The worker is slow: at the signal it has begun the first score, and training goes on. The
-    # signal comes at the end of training, or before it.
+    # The worker is slow: when the signal is sent, it is scoring the first checkpoint, and training
+    # continues. The signal comes at the end of training, or before it.
     fault = "score:sleep=4:2" if is_last else "score:sleep=60:2,step:sleep=0.2:25"
     process = start_txl(*command(dataset, tmp_path), environment={FAULT_VARIABLE: fault})
     lines = NUM_STEPS if is_last else 24

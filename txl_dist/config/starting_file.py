@@ -1,7 +1,7 @@
 """The starting file that `txl config init` writes: every setting, documented, with its default.
 
 The text above a setting is the docstring under it in the code. Settings that most runs leave as
-they are stand in comments.
+they are commented out.
 """
 
 import ast

@@ -11,7 +11,6 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
@@ -87,8 +86,3 @@ def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode("utf-8", "backslashreplace")
-
-
-def existing_files(directory: Path) -> list[Path]:
-    """The files of an evaluation that are in `directory`."""
-    return [directory / name for name in _all_names() if (directory / name).exists()]

@@ -214,9 +214,9 @@ class CheckpointScorer:
     ) -> tuple[int, EvaluationResult]:
         path = self._checkpoints.at(step)
         while not path.exists():
-            if not is_wanted():
-                raise _CancelledError
-            time.sleep(POLL_SECONDS)
+            with self._condition:
+                if self._condition.wait_for(lambda: not is_wanted(), POLL_SECONDS):
+                    raise _CancelledError
 
         def count(_phase: str, done: int, total: int) -> None:
             if not is_wanted():

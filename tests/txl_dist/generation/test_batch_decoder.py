@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import random_text, small_model
-from txl_dist.generation import batch_decoder
 from txl_dist.generation.batch_decoder import BatchDecoder
 from txl_dist.generation.sampling import Sampling
 from txl_dist.model.transformer_xl import TransformerXL
@@ -26,19 +25,6 @@ OPTIONS = [
     {"mem_len": 0, "distance_encoding": "absolute"},
 ]
 FREELY, GREEDILY = Sampling(), Sampling(temperature=0)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Records the logits [V] that each token is sampled from."""
-    seen, next_token = [], batch_decoder.next_token
-
-    def recording_next_token(logits_V: Tensor, *how) -> int:
-        seen.append(logits_V)
-        return next_token(logits_V, *how)
-
-    monkeypatch.setattr(batch_decoder, "next_token", recording_next_token)
-    return seen
 
 
 def prompts_of(lengths: list[int]) -> list[list[int]]:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.small_models import VOCAB_SIZE, random_text, read_stream, small_model
-from txl_dist.generation import batch_decoder
 from txl_dist.generation.generate import generate_tokens
 from txl_dist.generation.sampling import Sampling
 from txl_dist.model.transformer_xl import TransformerXL
@@ -32,19 +31,6 @@ def logits_of_one_segment(model: TransformerXL, text: list[int]) -> Tensor:
     with torch.no_grad():
         hidden_BTD, _ = model.hidden(torch.tensor([text]), torch.arange(len(text))[None], memory)
         return model.logits(hidden_BTD)[0]
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Records the logits [V] that each token is sampled from."""
-    seen, next_token = [], batch_decoder.next_token
-
-    def recording_next_token(logits_V: Tensor, *how) -> int:
-        seen.append(logits_V)
-        return next_token(logits_V, *how)
-
-    monkeypatch.setattr(batch_decoder, "next_token", recording_next_token)
-    return seen
 
 
 @pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 8, 9, 14], ids="prompt of {}".format)

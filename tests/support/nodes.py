@@ -42,6 +42,7 @@ def token_environment(directory: Path) -> dict[str, str]:
     """The environment variables that all nodes and drivers of one cluster need."""
     token = directory / "token"
     if not token.exists():
+        token.touch(mode=0o600)
         token.write_text("0123456789abcdef" * 4)
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
 

@@ -84,7 +84,7 @@ def compare_times(run: Path, data: Path, num_rounds: int) -> bool:
 
 def score(job: EvaluationJob, workers: ProcessWorkers) -> float:
     """Context tokens as a fraction of the scored tokens."""
-    (result,) = evaluate_on_workers([plan_job(job)], workers, num_threads=1)
+    (result,) = evaluate_on_workers([plan_job(job)], workers)
     return result.overhead
 
 

@@ -7,12 +7,15 @@ supervisor restarts the ranks, and ends the launch once its budget is exhausted.
 import time
 from dataclasses import dataclass, field
 
+from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
 from txl_dist.launch.supervision import RestartBudget, restart_delay_seconds
 from txl_dist.training.run_directory import RunDirectory
 
 NODE_LOSS_SECONDS = 6.0
 """Time for Ray to find out, after ranks have failed, that their node has died."""
+MAX_NODE_LOSSES = 10
+"""Nodes that may be lost between two checkpoints. More are no coincidence: the run may end them."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class _Uncounted:
 
 
 class FailureCounter:
-    """Counts failures since the newest checkpoint grew; a lost or drained node does not count.
+    """Counts failures since the newest checkpoint grew; of lost nodes it allows MAX_NODE_LOSSES.
 
     `wait_seconds`: how long a failure stays undecided, because a node may have died.
     """
@@ -38,6 +41,7 @@ class FailureCounter:
     ) -> None:
         self._budget, self._directory, self._wait_seconds = budget, directory, wait_seconds
         self._uncounted: list[_Uncounted] = []
+        self._num_losses, self._newest_step = 0, -1
 
     def add(self, event: str, *, node_ids: frozenset[str]) -> None:
         """A failure of ranks that ran on these nodes; `event` says what failed."""
@@ -47,7 +51,9 @@ class FailureCounter:
     @property
     def delay_seconds(self) -> float:
         """How long to wait before the next start."""
-        return restart_delay_seconds(self._budget.num_failures + len(self._uncounted))
+        return restart_delay_seconds(
+            self._budget.num_failures + self._num_losses + len(self._uncounted)
+        )
 
     def check(self, live_node_ids: frozenset[str] | None) -> TxlError | None:
         """Decide what can be decided; returns the error that ends the launch.
@@ -58,10 +64,23 @@ class FailureCounter:
         undecided = []
         for failure in self._uncounted:
             if live_node_ids is not None and not failure.node_ids <= live_node_ids:
-                continue  # a preemption
+                if self._is_loss_too_many(failure):
+                    return TxlError(
+                        f"{failure.event}, with its node; {self._num_losses} nodes were lost since "
+                        "the last checkpoint, so the run may be what ends them (memory: see dmesg "
+                        f"there). {resume_advice(self._directory.path)}"
+                    )
+                continue
             if now - failure.seen_at < self._wait_seconds:
                 undecided.append(failure)
             elif not self._budget.allows_restart(newest_step=failure.newest_step):
                 return self._budget.exhausted_error(failure.event, self._directory)
         self._uncounted = undecided
         return None
+
+    def _is_loss_too_many(self, failure: _Uncounted) -> bool:
+        newest_step = -1 if failure.newest_step is None else failure.newest_step
+        if newest_step > self._newest_step:
+            self._num_losses, self._newest_step = 0, newest_step
+        self._num_losses += 1
+        return self._num_losses > MAX_NODE_LOSSES

@@ -70,7 +70,8 @@ def run_job(words: list[str], *, root: Path, log: Path | None) -> int:
     with ExitStack() as stack:
         copy = _open_log(log, stack)
         if copy is not None:  # the file has the output of all attempts
-            copy.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(words)}\n".encode())
+            header = f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(words)}"
+            _write_line(header.encode(), copy, to_output=False)
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -118,8 +119,8 @@ def _copy_output(source: IO[bytes], copy: IO[bytes] | None, last_lines: deque[by
         _write_line(line.rstrip(b"\n"), copy)
 
 
-def _write_line(line: bytes, copy: IO[bytes] | None) -> None:
-    for file in filter(None, (sys.stdout.buffer, copy)):
+def _write_line(line: bytes, copy: IO[bytes] | None, *, to_output: bool = True) -> None:
+    for file in filter(None, (sys.stdout.buffer if to_output else None, copy)):
         try:
             file.write(line + b"\n")
             file.flush()

@@ -5,8 +5,8 @@
 #   sbatch --nodes=4 cluster/deploy/slurm.sh configs/cluster/wt103-two-hosts.yaml optimizer.lr=2e-4
 #
 # Submit it from the root of the repository, which all hosts must see under the same path. Exit
-# codes are those of `txl train`. After code 75 (stopped on request, saved) the job is requeued, and
-# resumes from the newest checkpoint. README.md lists what the script assumes and why it does not
+# codes are those of `txl train`. After code 75 (stopped on request) the job is requeued if there is a
+# new checkpoint, and resumes from it. README.md lists what the script assumes and why it does not
 # start torchrun.
 
 #SBATCH --job-name=txl
@@ -32,6 +32,11 @@ python=${TXL_PYTHON:-.venv/bin/python}
 # A rank that has not saved by then ends by itself, and says what is lost, before Slurm kills it.
 grace_seconds=110
 
+settings=$("$python" -m txl_dist config show "$@")  # ends with 2 if the config is invalid
+run=$(realpath --canonicalize-missing "$(sed -n 's/^directory: //p' <<<"$settings")")
+latest() { cat "$run/LATEST" 2>/dev/null || true; }
+latest_before=$(latest)
+
 # The variables that torchrun sets and that are the same for all ranks. `txl train` is a rank, and
 # starts no processes, only if it finds the complete set (txl_dist/runtime/torchrun.py).
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -54,6 +59,11 @@ srun --kill-on-bad-exit=0 --wait=60 \
     "$python" -m txl_dist train "$1" "training.grace_seconds=$grace_seconds" "${@:2}" || code=$?
 
 if ((code == 75)); then
-    scontrol requeue "$SLURM_JOB_ID"  # on a real cluster this ends the script
+    if [[ $(latest) == "$latest_before" ]]; then
+        echo "stopped without a new checkpoint in $run, so the job is not requeued: the next one" \
+            "would end in the same way. Raise --time, or save more often" >&2
+    else
+        scontrol requeue "$SLURM_JOB_ID"  # on a real cluster this ends the script
+    fi
 fi
 exit "$code"

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.failure_counter import FailureCounter
+from cluster.failure_counter import MAX_NODE_LOSSES, FailureCounter
+from txl_dist.errors import TxlError
 from txl_dist.launch.supervision import RestartBudget
 from txl_dist.training.run_directory import RunDirectory
 
@@ -38,6 +39,23 @@ def test_the_loss_of_a_node_does_not_count(tmp_path: Path) -> None:
     failures.add("rank 1 died", node_ids=NODES)
     assert failures.check(frozenset({"a", "c"})) is None
     assert failures.check(NODES) is None  # decided
+
+
+def test_a_run_that_loses_node_after_node_without_a_checkpoint_ends(tmp_path: Path) -> None:
+    failures = counter(tmp_path, max_restarts=0)
+
+    def lose_nodes(number: int) -> TxlError | None:
+        for _ in range(number):
+            failures.add("rank 1 died", node_ids=NODES)
+            if error := failures.check(frozenset({"a"})):
+                return error
+        return None
+
+    assert lose_nodes(MAX_NODE_LOSSES) is None
+    assert failures.delay_seconds > 1
+    RunDirectory(tmp_path).checkpoints.at(5).mkdir(parents=True)
+    assert lose_nodes(MAX_NODE_LOSSES) is None
+    assert "11 nodes were lost since the last checkpoint" in str(lose_nodes(1))
 
 
 @pytest.mark.parametrize("live_node_ids", [NODES, None])

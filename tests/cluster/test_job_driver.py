@@ -41,6 +41,14 @@ def test_output_and_exit_code_of_the_command(tmp_path: Path) -> None:
     assert copied == lines
 
 
+def test_a_full_disk_costs_only_the_copy_of_the_output(tmp_path: Path) -> None:
+    driver = start("--root", tmp_path, "--log", "/dev/full", "--", "prepare", "--unknown")
+    output, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 2, output
+    assert "Traceback" not in output
+    assert output.splitlines()[-1] == "txl job: exit code 2"
+
+
 def test_a_root_that_the_cluster_does_not_have_is_a_config_error(tmp_path: Path) -> None:
     driver = start("--root", tmp_path / "missing", "--", "eval", "a", "b")
     output, _ = driver.communicate(timeout=60)

@@ -39,6 +39,7 @@ from data_pipeline.streams.segments import Reset
 from txl_dist.context.bootstrap import interval, plan_resampling, resamples
 from txl_dist.context.positions import sample_positions
 from txl_dist.context.windows import WindowScorer
+from txl_dist.errors import DataError
 
 # Shapes: B sequences, N tokens of a sequence, X tokens of a span, D distances
 
@@ -151,7 +152,7 @@ def sampled_text(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Texts [B, N] of a split, and spans [B, X] from the start of another sampled text.
 
-    Raises DataError if no text is long enough.
+    Raises DataError if fewer than two texts are long enough.
     """
     positions = sample_positions(
         source,
@@ -160,6 +161,12 @@ def sampled_text(
         seed=probe.seed,
         reset=reset,
     )
+    if len(positions) < 2:
+        raise DataError(
+            f"{source.block_tokens.sum():,} tokens hold one text of {probe.num_tokens:,} tokens "
+            "for the probe; spans come from another text. Take shorter --distances or a larger "
+            "split"
+        )
     text_BN = np.stack(
         [
             read_range(source, target + 1 - probe.num_tokens, target + 1)[0]

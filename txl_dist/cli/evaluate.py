@@ -4,9 +4,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from txl_dist.cli.options import (
     AsJson,
@@ -21,6 +22,22 @@ from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 if TYPE_CHECKING:
     from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.evaluation.distributed import PlannedJob
+
+
+class SweepCommand(TyperCommand):
+    """Reads `--sweep mem_len=0,64 tgt_len=32` as `--sweep mem_len=0,64 --sweep tgt_len=32`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        expanded: list[str] = []
+        in_sweep = False
+        for word in args:
+            if word.startswith("-"):
+                in_sweep = word == "--sweep"
+            elif in_sweep and expanded[-1] != "--sweep":
+                in_sweep = "=" in word
+                expanded += ["--sweep"] * in_sweep
+            expanded.append(word)
+        return super().parse_args(ctx, expanded)
 
 
 def evaluate(
@@ -57,7 +74,14 @@ def evaluate(
             "step; auto: the average if the checkpoint has one."
         ),
     ] = "auto",
-    workers: Annotated[int, typer.Option(min=1, help="Number of workers.")] = 1,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of workers. On a CPU each has one thread, so that the score does not "
+            "depend on their number: take one per core.",
+        ),
+    ] = 1,
     on: Annotated[
         str | None,
         typer.Option(

@@ -108,7 +108,7 @@ class EvaluationOutput:
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.content())
+        return json.dumps(self.content(), allow_nan=False)
 
     def print(self) -> None:
         """Print for people: one score in full, several as a table with a line of protocol each."""
@@ -130,7 +130,7 @@ def print_table(scored: Sequence[ScoredJob], swept: Sequence[str]) -> None:
     )
     for name, each in zip(names, scored, strict=True):
         result, sums = each.result, each.result.sums
-        per_byte = f"{sums.bits_per_byte:.4f}" if sums.num_bytes else "-"
+        per_byte = "-" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
         values = (getattr(result.settings, option) for option in swept)
         settings = "".join(f"  {'none' if value is None else value:>9}" for value in values)
         print(
@@ -162,8 +162,8 @@ def print_score(scored: ScoredJob) -> None:
     print(f"  nats             {sums.nats:.4f}  ({sums.nats_per_token:.4f} per token)")
     print(f"  perplexity       {sums.perplexity:.4f}")
     print(f"  bits per token   {sums.bits_per_token:.4f}")
-    if sums.num_bytes:
-        print(f"  bits per byte    {sums.bits_per_byte:.4f}")
+    if result.bits_per_byte is not None:
+        print(f"  bits per byte    {result.bits_per_byte:.4f}")
     if result.bits_per_character is not None:
         print(f"  bits per char    {result.bits_per_character:.4f}")
     if result.word_perplexity is not None:

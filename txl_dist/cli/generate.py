@@ -67,7 +67,12 @@ def generate(
         typer.Option(help="Sample from the most likely tokens whose probabilities add up to p."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="The same seed gives the same text. Prompt i of a file: seed + i.")
+        int,
+        typer.Option(
+            min=0,
+            max=2**62,
+            help="The same seed gives the same text. Prompt i of a file: seed + i.",
+        ),
     ] = 0,
     precision: PrecisionOption = "fp32",
     as_json: AsJson = False,

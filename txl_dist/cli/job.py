@@ -276,7 +276,7 @@ def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> i
     elif not follow and job.state == "failed":
         note(job.message)
     note(summary(job))
-    return job.exit_code or 0
+    return int(job.is_ended) if job.exit_code is None else job.exit_code
 
 
 def _find(client: "JobClient", name: str) -> "Job":

@@ -166,7 +166,10 @@ def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, 
                 "RECL compares contexts one step apart, so take a smaller --delta"
             )
         return chosen
-    chosen = tuple(int(number) for number in _numbers("--contexts", contexts))
+    numbers = _numbers("--contexts", contexts)
+    if not all(number.is_integer() for number in numbers):
+        raise ConfigError(f"--contexts {contexts}: expected whole numbers of tokens")
+    chosen = tuple(map(int, numbers))
     if chosen[0] < 1 or any(a >= b for a, b in pairwise(chosen)):
         raise ConfigError(f"--contexts {contexts}: expected rising numbers of at least 1")
     return chosen

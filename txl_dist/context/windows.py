@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from txl_dist.config.run_config import Precision
+from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 
@@ -55,20 +55,34 @@ class WindowScorer:
         """Nats [B, num_scored] of the last tokens of each window, on the CPU.
 
         The last token is scored after the N - 1 tokens before it, or after `max_context` of them.
+        Raises CheckpointError if a loss is not finite.
         """
         if not 0 < num_scored < token_BN.shape[1]:
             raise ValueError(f"num_scored={num_scored} must be in 1 .. {token_BN.shape[1] - 1}")
         device = next(self.model.parameters()).device
         token_BN = token_BN.to(device)
         with torch.no_grad(), autocast(self.precision, device):
-            hidden_BXD = self._last_hidden(token_BN[:, :-1][:, -self.max_context :], num_scored)
+            # The last token reaches back `max_context` inputs, and the first one of an earlier
+            # segment as far from that segment's end.
+            earlier = -(-(num_scored - 1) // self.tgt_len) * self.tgt_len
+            input_BN = token_BN[:, :-1][:, -(self.max_context + earlier) :]
+            hidden_BXD = self._last_hidden(input_BN, num_scored)
             target_BX = token_BN[:, -hidden_BXD.shape[1] :]
-            return self.model.softmax(hidden_BXD, target_BX, self.model.table).cpu()
+            nats_BX = self.model.softmax(hidden_BXD, target_BX, self.model.table).cpu()
+        if not nats_BX.isfinite().all():
+            raise CheckpointError(
+                f"the loss after {input_BN.shape[1]} tokens is not finite: the weights are "
+                "damaged, or the model overflows on this text. Try an earlier checkpoint: txl "
+                "checkpoint list RUN"
+            )
+        return nats_BX
 
     def _last_hidden(self, input_BN: Tensor, num_scored: int) -> Tensor:
         """The last layer's outputs for the last `num_scored` inputs."""
         num_inputs = input_BN.shape[1]
-        cache, outputs = self._empty_cache(*input_BN.shape), []
+        outputs = []
+        # Keys that would be masked, because the window is shorter than the memory, are left out.
+        cache = self.model.empty_kv_cache(len(input_BN), max_memory=num_inputs - self.tgt_len)
         for start, stop in self._segments(num_inputs):
             input_BT = input_BN[:, start:stop]
             # Without memory, positions count from the segment's end.
@@ -88,18 +102,3 @@ class WindowScorer:
         while start < num_inputs:
             yield start, stop
             start, stop = stop, stop + self.tgt_len
-
-    def _empty_cache(self, num_windows: int, num_inputs: int) -> KVCache:
-        config = self.model.config
-        mem_len = config.mem_len
-        # Keys that would be masked because the window is shorter than the memory are left out.
-        # Under same_length, mem_len also limits the attention span.
-        if not config.same_length:
-            mem_len = min(mem_len, max(0, num_inputs - self.tgt_len))
-        return KVCache.empty(
-            n_layer=config.n_layer,
-            num_lanes=num_windows,
-            mem_len=mem_len,
-            n_head=config.n_head,
-            d_head=config.d_head,
-        )

@@ -10,6 +10,10 @@ from txl_dist.evaluation.breakdown import LossBreakdown
 from txl_dist.evaluation.loss_sums import LossSums
 
 
+class NonFiniteScoreError(CheckpointError):
+    """The model overflows on this text, although its weights are finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchScores:
     """The sums of each chunk of a batch, in the order of the chunks."""
@@ -21,13 +25,13 @@ class BatchScores:
     """None if the details are not wanted."""
 
     def require_finite(self, name: str, *, numbers: Iterable[int]) -> None:
-        """Raise CheckpointError if a chunk's sum is not finite. `name`: model and split.
+        """Raise NonFiniteScoreError if a chunk's sum is not finite. `name`: model and split.
 
         `numbers` of the chunks.
         """
         for number, sums in zip(numbers, self.sums, strict=True):
             if not math.isfinite(sums.nats):
-                raise CheckpointError(
+                raise NonFiniteScoreError(
                     f"chunk {number} of {name}: the sum of its losses is {sums.nats}, although all "
                     "weights are finite, so the model overflows on this text. Try --precision "
                     "fp32, or an earlier checkpoint: txl checkpoint list RUN"

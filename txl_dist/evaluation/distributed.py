@@ -9,7 +9,6 @@ sums, so the result is always the same to the last bit. A worker holds one model
 one segment per chunk at a time.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -96,17 +95,12 @@ def evaluate_on_workers(
     *,
     progress: Progress = lambda phase, done, total: None,
     note: Callable[[str], None] = lambda line: None,
-    num_threads: int | None = None,
 ) -> list[EvaluationResult]:
     """The results of all jobs, in their order. Progress counts tokens.
 
-    `num_threads` of each worker; None: its share of the cores. Raises the first TxlError of any
-    worker.
+    Raises the first TxlError of any worker.
     """
-    # Assumes that all workers are on one machine like this one.
-    if num_threads is None and not isinstance(workers, InProcess):
-        num_threads = max(1, (os.cpu_count() or 1) // workers.num_workers)
-    tasks = list(_tasks(planned, num_threads, _FrequencyBuckets(workers, progress)))
+    tasks = list(_tasks(planned, _FrequencyBuckets(workers, progress)))
     _explain_plan(planned, tasks, workers.num_workers, note)
     done, total = 0, sum(task.num_tokens for task in tasks)
     with ExitStack() as stack:
@@ -166,6 +160,7 @@ def plan_job(
         "settings": asdict(job.settings),
         "batch_chunks": job.batch_chunks,
         "num_ranks": job.num_ranks,
+        "num_threads": job.num_threads,
         "chunks": sha256_of([[c.context_start, c.start, c.stop] for c in chunks]),
         "code": code_description(),
     }
@@ -218,9 +213,7 @@ class _FrequencyBuckets:
         return self._bucket_V[key]
 
 
-def _tasks(
-    planned: Sequence[PlannedJob], num_threads: int | None, buckets: _FrequencyBuckets
-) -> Iterator[ScoringTask]:
+def _tasks(planned: Sequence[PlannedJob], buckets: _FrequencyBuckets) -> Iterator[ScoringTask]:
     """The unfinished batches, job after job, so that workers rarely change their model."""
     for job_number, each in enumerate(planned):
         for batch_number, numbers in enumerate(each.batches()):
@@ -231,7 +224,6 @@ def _tasks(
                     batch_number=batch_number,
                     chunk_numbers=numbers,
                     chunks=tuple(each.chunks[number] for number in numbers),
-                    num_threads=num_threads,
                     frequency_bucket_V=buckets.of(each),
                 )
 

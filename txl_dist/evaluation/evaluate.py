@@ -5,6 +5,7 @@ workers (`distributed.py`). Both add the sums in the order of the chunks, so the
 depend on which worker scored which chunk.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -62,8 +63,16 @@ class EvaluationResult:
 
         Comparable across tokenizers. A word is defined by `ScoredText.num_words`.
         """
+        if self.text.is_word_model:
+            return self.sums.perplexity
         num_words = self.text.num_words
         return replace(self.sums, num_tokens=num_words).perplexity if num_words else None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """None if there are no bytes. A word model counts those of the text, if it knows them."""
+        num_bytes = self.text.num_bytes if self.text.is_word_model else self.sums.num_bytes
+        return replace(self.sums, num_bytes=num_bytes).bits_per_byte if num_bytes else None
 
     @property
     def bits_per_character(self) -> float | None:
@@ -74,18 +83,18 @@ class EvaluationResult:
         return replace(self.sums, num_tokens=counts.characters).bits_per_token
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `txl eval --json` prints."""
+        """The object that `txl eval --json` prints; a number too large for a float is null."""
         sums = self.sums
         return {
             "nats": sums.nats,
             "tokens_scored": sums.num_tokens,
             "bytes_scored": sums.num_bytes,
             "nats_per_token": sums.nats_per_token,
-            "perplexity": sums.perplexity,
+            "perplexity": _in_range(sums.perplexity),
             "bits_per_token": sums.bits_per_token,
-            "bits_per_byte": sums.bits_per_byte if sums.num_bytes else None,
+            "bits_per_byte": self.bits_per_byte,
             "bits_per_character": self.bits_per_character,
-            "word_perplexity": self.word_perplexity,
+            "word_perplexity": _in_range(self.word_perplexity),
             **(
                 {"not_counted": self.text.reason}
                 if self.text.counts is None
@@ -97,6 +106,11 @@ class EvaluationResult:
             "protocol": self.protocol,
             **({} if self.details is None else {"details": self.details.to_json()}),
         }
+
+
+def _in_range(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def plan_evaluation(

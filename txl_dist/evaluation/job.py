@@ -22,6 +22,7 @@ from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.allocation import keep_freed_memory
+from txl_dist.runtime.threads import EXACT_THREADS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,8 @@ class EvaluationJob:
     num_ranks: int = 1
     """The chunks are divided into batches as `evaluate_on_ranks` does it on this many ranks: the
     composition of a batch may change the last bit of a sum."""
+    num_threads: int = EXACT_THREADS
+    """Threads of torch on the CPU of a worker."""
     digest: str = ""
     """Of the model; set by `plan_job`. The path may have another model later."""
 

@@ -39,9 +39,12 @@ def protocol_line(
 
 
 def _words(text: ScoredText) -> str:
+    if text.is_word_model:
+        return "word = token of the model: a word, the mark of a line or a document end"
     if text.counts is None:
         return f"words not counted ({text.reason})"
     return (
-        f"word = whitespace-separated word ({text.counts.words:,}) or line end "
-        f"({text.counts.line_ends:,}) of the text as prepared, not detokenized"
+        f"word = whitespace-separated word ({text.counts.words:,}), line end "
+        f"({text.counts.line_ends:,}) or document end ({text.document_ends:,}) of the text as "
+        "prepared, not detokenized"
     )

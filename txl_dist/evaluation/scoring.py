@@ -99,7 +99,8 @@ class Scorer:
         self, group: list[EvaluationChunk], stop: object, counter: BreakdownCounter | None
     ) -> list[LossSums] | None:
         device = self.device
-        memory = self.model.empty_kv_cache(len(group))
+        longest = max(chunk.stop - chunk.context_start for chunk in group)
+        memory = self.model.empty_kv_cache(len(group), max_memory=longest)
         sums = [LossSums() for _ in group]
         for segment in self._segments(group):
             input_BT, target_BT, age_BT = segment.input_BT, segment.target_BT, segment.age_BT

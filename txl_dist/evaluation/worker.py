@@ -6,7 +6,6 @@ A worker holds one model and one batch of one segment per chunk at a time.
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from txl_dist.evaluation.batch_scores import BatchScores
@@ -14,6 +13,7 @@ from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.scoring import Scorer
+from txl_dist.runtime.threads import torch_threads
 
 # Shapes: V vocabulary
 
@@ -27,8 +27,6 @@ class ScoringTask:
     batch_number: int
     chunk_numbers: range
     chunks: tuple[EvaluationChunk, ...]
-    num_threads: int | None
-    """Threads of torch on the worker; None: leave them as they are."""
     frequency_bucket_V: NDArray[np.uint8] | None = None
     """Bucket of the frequency of each token id; None: without details."""
 
@@ -48,10 +46,8 @@ class ScoringTask:
 def score_batch(task: ScoringTask) -> BatchScores:
     """Score one batch on a worker, which keeps model and split for its next batch.
 
-    Raises CheckpointError if the score of a chunk is not finite.
+    Raises NonFiniteScoreError if the score of a chunk is not finite.
     """
-    if task.num_threads is not None:
-        torch.set_num_threads(task.num_threads)
     scorer, counter = open_job.scorer(task.job), None
     if task.frequency_bucket_V is not None:
         counter = BreakdownCounter(
@@ -59,7 +55,8 @@ def score_batch(task: ScoringTask) -> BatchScores:
             frequency_bucket_V=task.frequency_bucket_V,
             byte_counts_V=scorer.byte_counts_V,
         )
-    sums = list(scorer.scores(task.chunks, counter=counter))
+    with torch_threads(task.job.num_threads):
+        sums = list(scorer.scores(task.chunks, counter=counter))
     scores = BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
     scores.require_finite(
         f"split {task.job.settings.split}, {task.job.checkpoint}", numbers=task.chunk_numbers

@@ -36,6 +36,11 @@ def one_of(value: Any, literal: Any, name: str) -> Any:
 
 def positive(value: int | str, name: str) -> int:
     """A number of at least 1. On the harness's command line it may be text."""
-    if not str(value).isdecimal() or int(value) < 1:
-        raise ConfigError(f"{name}={value}: expected a number of at least 1")
+    return at_least(1, value, name)
+
+
+def at_least(minimum: int, value: int | str, name: str) -> int:
+    """A whole number of at least `minimum`. On the harness's command line it may be text."""
+    if not str(value).isdecimal() or int(value) < minimum:
+        raise ConfigError(f"{name}={value}: expected a whole number of at least {minimum}")
     return int(value)

@@ -17,7 +17,14 @@ from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.generate import TextLimits
 from txl_dist.generation.sampling import Sampling
-from txl_dist.harness.arguments import Mode, checked_mode, one_of, positive, require_one_process
+from txl_dist.harness.arguments import (
+    Mode,
+    at_least,
+    checked_mode,
+    one_of,
+    positive,
+    require_one_process,
+)
 from txl_dist.harness.requests import (
     GenerationRequest,
     ModelSource,
@@ -87,10 +94,14 @@ class TransformerXLModel(TemplateLM):
         super().__init__()
         require_one_process()
         stored = find_model(Path(str(checkpoint)).resolve(), weights=weights)
-        self.mem_len = stored.config.mem_len if mem_len is None else mem_len
-        self.tgt_len = tgt_len or stored.tgt_len
+        self.mem_len = stored.config.mem_len
+        if mem_len is not None:
+            self.mem_len = at_least(0, mem_len, "mem_len")
+        self.tgt_len = stored.tgt_len if tgt_len is None else positive(tgt_len, "tgt_len")
         self.mode = checked_mode(mode, self.mem_len)
-        self.max_length = positive(max_length or self.tgt_len + self.mem_len, "max_length")
+        self.max_length = self.tgt_len + self.mem_len
+        if max_length is not None:
+            self.max_length = positive(max_length, "max_length")
         self._check(stored.config)
         self.batch_size = positive(batch_size, "batch_size")
         self._workers, self._on = positive(workers, "workers"), on
@@ -254,9 +265,7 @@ class TransformerXLModel(TemplateLM):
     ) -> list[Any]:
         """The results of all requests, in their order."""
         results: list[Any] = [None] * len(requests)
-        units = list(
-            batches(self._source, requests, batch_size=self.batch_size, num_workers=self._workers)
-        )
+        units = list(batches(self._source, requests, batch_size=self.batch_size))
         with (
             open_workers(self._on, self._workers, use_gpus=True) as workers,
             tqdm(total=len(requests), desc=name, disable=disable_tqdm) as progress,

@@ -4,7 +4,6 @@ A unit is a batch of requests of similar length. How requests are divided into u
 and on the batch size, not on the number of workers, which therefore cannot change a result.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,23 +63,16 @@ class Unit(Generic[R]):
     source: ModelSource
     indices: tuple[int, ...]
     requests: tuple[R, ...]
-    num_threads: int | None
-    """Threads of torch on the worker; None: leave them as they are."""
 
     def __str__(self) -> str:
         return f"{len(self.indices)} harness requests, the first is number {self.indices[0]}"
 
 
-def batches(
-    source: ModelSource, requests: Sequence[R], *, batch_size: int, num_workers: int
-) -> Iterator[Unit[R]]:
+def batches(source: ModelSource, requests: Sequence[R], *, batch_size: int) -> Iterator[Unit[R]]:
     """Units of at most `batch_size` requests, the longest first, so that little is padded."""
-    num_threads = None
-    if num_workers > 1:
-        num_threads = max(1, (os.cpu_count() or 1) // num_workers)
     by_length = sorted(range(len(requests)), key=lambda index: -len(requests[index]))
     for indices in _groups(by_length, requests, batch_size):
-        yield Unit(source, indices, tuple(requests[index] for index in indices), num_threads)
+        yield Unit(source, indices, tuple(requests[index] for index in indices))
 
 
 def _groups(

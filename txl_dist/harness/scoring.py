@@ -20,6 +20,7 @@ from txl_dist.generation.generate import generate_batch
 from txl_dist.harness.requests import GenerationRequest, ModelSource, ScoringRequest, Unit
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.threads import EXACT_THREADS, torch_threads
 
 # Shapes: B requests, T segment tokens, N tokens of the longest request, D d_model, V vocabulary
 
@@ -49,9 +50,9 @@ def _device(name: str | None) -> str:
 
 def score_unit(unit: Unit[ScoringRequest]) -> list[Score]:
     """The scores of all requests of a unit. Raises CheckpointError for weights that give NaN."""
-    _set_threads(unit)
     model, _ = open_model(unit.source)
-    nats_B, is_greedy_B = _score(model, unit.requests, unit.source)
+    with torch_threads(EXACT_THREADS):
+        nats_B, is_greedy_B = _score(model, unit.requests, unit.source)
     if not all(map(math.isfinite, nats_B)):
         raise CheckpointError(
             f"{unit.source.checkpoint}: the log-likelihood of a request is not finite. The model "
@@ -62,25 +63,20 @@ def score_unit(unit: Unit[ScoringRequest]) -> list[Score]:
 
 def generate_unit(unit: Unit[GenerationRequest]) -> list[str]:
     """The continuations of all prompts of a unit, which have the same sampling and limits."""
-    _set_threads(unit)
     model, tokenizer = open_model(unit.source)
     first = unit.requests[0]
-    texts = generate_batch(
-        model,
-        tokenizer,
-        [request.prompt for request in unit.requests],
-        seeds=[request.seed for request in unit.requests],
-        tgt_len=unit.source.tgt_len,
-        sampling=first.sampling,
-        limits=first.limits,
-        precision=unit.source.precision,
-    )
+    with torch_threads(EXACT_THREADS):
+        texts = generate_batch(
+            model,
+            tokenizer,
+            [request.prompt for request in unit.requests],
+            seeds=[request.seed for request in unit.requests],
+            tgt_len=unit.source.tgt_len,
+            sampling=first.sampling,
+            limits=first.limits,
+            precision=unit.source.precision,
+        )
     return [text.text for text in texts]
-
-
-def _set_threads(unit: Unit) -> None:
-    if unit.num_threads is not None:
-        torch.set_num_threads(unit.num_threads)
 
 
 def _score(

@@ -38,6 +38,8 @@ SECRET_FILES = (
         "id_rsa*",
         "id_ed25519*",
         "auth_token",
+        "*password*",
+        "*secret*",
         "credentials",
         "credentials.json",
         ".git-credentials",
@@ -121,7 +123,7 @@ def collect_package(
     }
     files |= {path.as_posix(): root / path for path in configs}
     for package in PACKAGES:
-        files |= _code_of(package)
+        files |= _code_of(package, spec)
     for path in files.values():
         if not os.access(path, os.R_OK):
             raise ConfigError(f"{path} cannot be read; leave it out: --exclude {path.name}")
@@ -175,15 +177,17 @@ def _stays_inside(link: Path, root: Path) -> bool:
     return link.is_file() and link.resolve().is_relative_to(root)
 
 
-def _code_of(package: str) -> dict[str, Path]:
+def _code_of(package: str, excluded: GitIgnoreSpec) -> dict[str, Path]:
+    """The files of an installed package, without those that `excluded` matches."""
     spec = find_spec(package)
     locations = (spec and spec.submodule_search_locations) or []
-    return {
+    files = {
         f"{package}/{path.relative_to(location).as_posix()}": path
         for location in locations
         for path in Path(location).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file()
     }
+    return {name: path for name, path in files.items() if not excluded.match_file(name)}
 
 
 def _metadata() -> dict[str, str]:

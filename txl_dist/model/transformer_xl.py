@@ -166,13 +166,19 @@ class TransformerXL(nn.Module):
             pin=pin,
         )
 
-    def empty_kv_cache(self, num_lanes: int) -> KVCache:
-        """A cache to pass instead of a memory if weights are constant and gradients disabled."""
-        config = self.config
+    def empty_kv_cache(self, num_lanes: int, *, max_memory: int | None = None) -> KVCache:
+        """A cache to pass instead of a memory if weights are constant and gradients disabled.
+
+        `max_memory`: no segment has more tokens before it than this, so no more are kept.
+        """
+        config, mem_len = self.config, self.config.mem_len
+        # Under same_length, mem_len also limits the attention span.
+        if max_memory is not None and not config.same_length:
+            mem_len = min(mem_len, max(0, max_memory))
         return KVCache.empty(
             n_layer=config.n_layer,
             num_lanes=num_lanes,
-            mem_len=config.mem_len,
+            mem_len=mem_len,
             n_head=config.n_head,
             d_head=config.d_head,
         )

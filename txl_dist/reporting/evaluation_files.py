@@ -66,7 +66,9 @@ def write_evaluation(
             write_png(plot_table(name, scored), staging / f"by_{name}.png")
         if swept:
             write_png(plot_sweep(scored, swept), staging / SWEEP_PLOT_NAME)
-        write_synced(staging / RESULT_NAME, json.dumps(content, indent=1).encode() + b"\n")
+        write_synced(
+            staging / RESULT_NAME, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+        )
         names = sorted(path.name for path in staging.iterdir())
         for name in set(_all_names()) - set(names):
             (staged.directory / name).unlink(missing_ok=True)

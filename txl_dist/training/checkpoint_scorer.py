@@ -5,7 +5,8 @@
 Checkpoints are scored in the order of their steps, because metrics have to be logged in that order.
 If they come faster than they are scored, the oldest that waits is skipped. The sums of finished
 batches are kept in RUN/evaluations: a worker or run that is killed does not score them again. A
-checkpoint that cannot be scored is reported with the reason; nothing here ends training.
+checkpoint that cannot be scored is reported with the reason. Nothing here ends training; a loss
+that is not finite is reported as such, and the training loop ends as after its own evaluation.
 """
 
 import logging
@@ -23,6 +24,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.config.training_config import EvaluationConfig
 from txl_dist.errors import TxlError
+from txl_dist.evaluation.batch_scores import NonFiniteScoreError
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, EvaluationSettings
 from txl_dist.training.data import EvaluatedSplit
@@ -45,6 +47,8 @@ class ScoredCheckpoint:
     """Targets that the run had trained on."""
     result: EvaluationResult | None = None
     reason: str = ""
+    has_diverged: bool = False
+    """The loss is not finite."""
 
 
 class _CancelledError(Exception):
@@ -168,8 +172,11 @@ class CheckpointScorer:
         tokens: int = 0,
         result: EvaluationResult | None = None,
         reason: str = "",
+        has_diverged: bool = False,
     ) -> None:
-        outcome = ScoredCheckpoint(step=step, tokens=tokens, result=result, reason=reason)
+        outcome = ScoredCheckpoint(
+            step=step, tokens=tokens, result=result, reason=reason, has_diverged=has_diverged
+        )
         self._finished.append(outcome)
         self._condition.notify_all()
 
@@ -178,7 +185,7 @@ class CheckpointScorer:
     def _run(self) -> None:
         while (task := self._next()) is not None:
             step, number = task
-            tokens, result, reason = 0, None, ""
+            tokens, result, reason, has_diverged = 0, None, "", False
             try:
                 if self._num_failures >= MAX_FAILURES:
                     raise TxlError("the worker has failed too often; the next start tries again")
@@ -188,13 +195,21 @@ class CheckpointScorer:
                 self._num_failures = 0
             except _CancelledError:
                 continue
+            except NonFiniteScoreError as error:
+                reason, has_diverged = str(error), True
             except Exception as error:
                 self._num_failures += 1
                 reason = str(error) if isinstance(error, TxlError) else repr(error)
             with self._condition:
                 if self._is_current(number):
                     self._current = None
-                    self._finish(step, tokens=tokens, result=result, reason=reason)
+                    self._finish(
+                        step,
+                        tokens=tokens,
+                        result=result,
+                        reason=reason,
+                        has_diverged=has_diverged,
+                    )
 
     def _next(self) -> tuple[int, int] | None:
         """The next step and the number of the restart that it belongs to; None after `close`."""
@@ -226,12 +241,7 @@ class CheckpointScorer:
         manifest = load_checkpoint_manifest(path)
         scores = self._checkpoints.run / "evaluations"
         planned = plan_job(self._job(manifest, step), scores, resume=True, allow_short_split=True)
-        (result,) = evaluate_on_workers(
-            [planned],
-            workers,
-            progress=count,
-            num_threads=self._num_threads,
-        )
+        (result,) = evaluate_on_workers([planned], workers, progress=count)
         tokens: int = manifest.state["tokens"]
         return tokens, result
 
@@ -255,4 +265,5 @@ class CheckpointScorer:
             settings=settings,
             batch_chunks=self._config.batch_chunks,
             num_ranks=manifest.num_ranks,
+            num_threads=self._num_threads,
         )

@@ -290,6 +290,8 @@ class Trainer:
     def _take_scores(self) -> None:
         """Take what the worker has finished, and save the scores with their checkpoints."""
         for outcome in self.worker_evaluation.take():
+            if outcome.has_diverged:
+                raise DivergedError(f"after step {outcome.step}, {outcome.reason}")
             if outcome.result is None:
                 self.state = self.state.without_score(outcome.step)
                 self.report.no_score(outcome.step, outcome.reason)

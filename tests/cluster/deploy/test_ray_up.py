@@ -55,6 +55,14 @@ def test_the_dashboard_is_on_loopback(cloud: str) -> None:
     assert "0.0.0.0" not in (DEPLOY / f"{cloud}.yaml").read_text()
 
 
+def test_no_group_of_ray_admits_ssh_from_everywhere() -> None:
+    """Ray makes a group that does so unless every kind of node names its own."""
+    config = load("aws")
+    assert "security_group" not in config["provider"]
+    for kind in config["available_node_types"].values():
+        assert kind["node_config"]["SecurityGroupIds"]
+
+
 @clouds
 def test_the_head_is_on_demand_and_takes_no_ranks(cloud: str) -> None:
     config = load(cloud)

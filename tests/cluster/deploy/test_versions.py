@@ -75,6 +75,8 @@ def test_the_image_does_not_run_as_root() -> None:
     for stage in stages:
         users = re.findall(r"^USER (\S+)$", stage, re.MULTILINE)
         assert users[-1:] == ["txl"]
+        # Ray's `docker_start_cmds` mounts the token below this directory; without it, below /root.
+        assert re.findall(r"^ENV HOME=(\S+)$", stage, re.MULTILINE) == ["/home/txl"]
 
 
 def test_the_build_sees_only_what_it_copies() -> None:
@@ -103,6 +105,5 @@ def test_mlflow_has_its_password_from_a_file_and_listens_on_loopback() -> None:
     variables = services["mlflow"]["environment"]
     assert ":" not in variables["MLFLOW_BACKEND_STORE_URI"].split("@")[0].split("//")[1]
     assert "*" not in variables["MLFLOW_SERVER_ALLOWED_HOSTS"].replace(":*", "")
-    assert compose["secrets"]["postgres_password"] == {"file": "./postgres_password"}
-    ignored = (ROOT / ".gitignore").read_text().splitlines()
-    assert "/cluster/deploy/mlflow/postgres_password" in ignored
+    # Outside the repository, where no package or image is made of it; without it, an error.
+    assert compose["secrets"]["postgres_password"]["file"].startswith("${MLFLOW_PASSWORD_FILE:?")

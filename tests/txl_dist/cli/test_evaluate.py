@@ -135,7 +135,15 @@ def test_details_are_written_and_agree_with_the_score(
 def test_a_sweep_selects_on_the_first_split_and_reports_on_the_second(
     dataset: Path, run: Path, tmp_path: Path
 ) -> None:
-    options = ("--split", "valid,train", "--sweep", "mem_len=0,64 clamp_len=0,8", "--tgt-len", 256)
+    options = (
+        "--split",
+        "valid,train",
+        "--sweep",
+        "mem_len=0,64",
+        "clamp_len=0,8",
+        "--tgt-len",
+        256,
+    )
     result = score("eval", run, dataset, *options, "--out", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result
     best = min(result["candidates"], key=lambda each: each["nats"])

@@ -115,6 +115,15 @@ def test_several_last_targets_are_those_of_one_reading() -> None:
     assert_close(nats_BX, expected[:, -7:])
 
 
+@pytest.mark.parametrize("mem_len", [0, 2])
+def test_more_scored_tokens_than_a_segment_have_their_whole_context(mem_len: int) -> None:
+    model = small_model(seed=3, mem_len=mem_len)
+    text_BN = random_text(2, 31, seed=9)  # whole segments, and longer than the useful context
+    expected, _ = read_stream(model, text_BN, tgt_len=2)
+    nats_BX = WindowScorer(model=model, tgt_len=2).last_nats(text_BN, num_scored=5)
+    assert_close(nats_BX, expected[:, -5:])
+
+
 def test_losses_do_not_depend_on_the_batch_and_stop_at_the_useful_context() -> None:
     model = small_model(seed=3, mem_len=2)
     source = TextSource([[random_text(1, 40, seed=1)[0].tolist()]])

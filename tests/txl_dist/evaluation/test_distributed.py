@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data_pipeline.processes.progress import Progress
 from data_pipeline.processes.workers import InProcess
-from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from tests.support.exported_model import export_small_model
+from txl_dist.convert.single_file import Reading, write_exported
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation import distributed
 from txl_dist.evaluation.batch_scores import BatchScores
@@ -29,6 +31,9 @@ from txl_dist.evaluation.evaluate import (
     summarise,
 )
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.threads import torch_threads
 
 SETTINGS = EvaluationSettings(
     split="valid",
@@ -102,6 +107,26 @@ def resume(*jobs: EvaluationJob, scores: Path) -> tuple[list[EvaluationResult], 
 def stop_after(num_batches: int, *jobs: EvaluationJob, scores: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         evaluate(jobs, Recorder(num_batches), scores=scores)
+
+
+def test_the_threads_of_the_caller_do_not_change_a_bit(dataset: Path, tmp_path: Path) -> None:
+    """Wide matrices: a product of two threads adds up in another order than one of one thread."""
+    vocab_size = load_manifest(dataset).vocab_size
+    config = ModelConfig(
+        vocab_size=vocab_size, n_layer=1, d_model=256, n_head=4, d_head=64, d_inner=2048, mem_len=8
+    )
+    model = TransformerXL(config)
+    tokenizer = open_tokenizer(dataset, load_manifest(dataset))
+    write_exported(tmp_path / "wide", model, tokenizer, Reading(tgt_len=12, reset="document"))
+    job = EvaluationJob(
+        checkpoint=tmp_path / "wide", data=dataset, settings=SETTINGS, batch_chunks=3
+    )
+    nats = []
+    for num_threads in (1, 2):
+        with torch_threads(num_threads):
+            nats.append(evaluate([job], InProcess())[0].sums.nats)
+            assert torch.get_num_threads() == num_threads
+    assert nats[0] == nats[1]
 
 
 def test_the_order_of_the_batches_does_not_change_a_bit(

@@ -1,5 +1,6 @@
 """Scores per word and per character, against a corpus that is counted by hand."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,23 +55,54 @@ def result(text: ScoredText, *, nats: float, num_tokens: int) -> EvaluationResul
     )
 
 
-def test_word_perplexity_is_the_loss_per_word_and_line_end(tmp_path: Path) -> None:
+def test_word_perplexity_is_the_loss_per_word_line_end_and_document_end(tmp_path: Path) -> None:
     data = prepare(tmp_path, TEXTS)
     text = scored_text(open_split(data, "train"))
+    assert text.document_ends == len(TEXTS) - 1  # the first one has no loss
     assert text.counts == TextCounts(words=WORDS, line_ends=LINE_ENDS, characters=CHARACTERS)
     score = result(text, nats=60.0, num_tokens=41)
-    assert score.word_perplexity == pytest.approx(math.exp(60.0 / (WORDS + LINE_ENDS)))
+    assert score.word_perplexity == pytest.approx(math.exp(60.0 / (WORDS + LINE_ENDS + 1)))
     assert score.bits_per_character == pytest.approx(60.0 / CHARACTERS / math.log(2))
 
 
-def test_the_word_perplexity_of_a_word_model_is_its_perplexity(tmp_path: Path) -> None:
-    """The recipe has no end-of-document token, so the first word is not scored."""
-    data = prepare(tmp_path, TEXTS[:1], tokenizer="word", recipe="wt103", format="text")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recipe": "wt103", "format": "text"},
+        {"format": "text"},
+        {"format": "lines"},
+        {"recipe": "lm1b", "format": "text"},
+    ],
+    ids=lambda settings: " ".join(settings.values()),
+)
+def test_the_word_perplexity_of_a_word_model_is_its_perplexity(
+    tmp_path: Path, settings: dict[str, str]
+) -> None:
+    texts = TEXTS[:1] if settings.get("recipe") == "wt103" else TEXTS
+    data = prepare(tmp_path, texts, tokenizer="word", **settings)
     source = open_split(data, "train")
     text = scored_text(source)
-    assert text.num_words == source.num_tokens - 1
     score = result(text, nats=20.0, num_tokens=source.num_tokens - 1)
     assert score.word_perplexity == score.sums.perplexity
+    if settings.get("recipe") != "lm1b":  # which marks both ends of a line
+        assert text.num_words == source.num_tokens - 1  # so other models are comparable
+
+
+def test_bytes_of_a_word_model_are_those_of_the_text(tmp_path: Path) -> None:
+    """ASCII text, most of whose words are not in the vocabulary."""
+    data = prepare(tmp_path, ["a bb  ccc a\n" * 3 + "dddddd\n"], tokenizer="word", vocab_size=5)
+    text = scored_text(open_split(data, "train"))
+    score = result(text, nats=20.0, num_tokens=14)
+    assert score.bits_per_byte == pytest.approx(score.bits_per_character)
+
+
+def test_a_number_outside_the_range_of_a_float_is_null_in_json() -> None:
+    text = ScoredText(TextCounts(words=1, line_ends=0, characters=37))
+    score = result(text, nats=800.0, num_tokens=2)
+    assert score.word_perplexity == math.inf
+    content = score.to_json()
+    assert content["word_perplexity"] is None
+    json.dumps(content, allow_nan=False)
 
 
 def test_without_counts_the_scores_are_absent_and_the_reason_is_named(tmp_path: Path) -> None:
@@ -92,13 +124,13 @@ def test_without_counts_the_scores_are_absent_and_the_reason_is_named(tmp_path: 
 
 
 def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
-    text = ScoredText(TextCounts(words=9, line_ends=3, characters=37))
+    text = ScoredText(TextCounts(words=9, line_ends=3, characters=37), document_ends=2)
     score = result(text, nats=60.0, num_tokens=1234)
     assert score.protocol == (
         "split train, 1,234 tokens scored, mode exact, tgt_len 64, mem_len 640, clamp_len 400, "
         "same_length true, reset stream, weights averaged, bf16, biased_attention on cpu, "
-        "word = whitespace-separated word (9) or line end (3) of the text as prepared, "
-        "not detokenized"
+        "word = whitespace-separated word (9), line end (3) or document end (2) of the text as "
+        "prepared, not detokenized"
     )
     assert score.to_json()["protocol"] == score.protocol
     unlimited = replace(score, settings=replace(SETTINGS, clamp_len=None))

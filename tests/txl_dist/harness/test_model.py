@@ -212,8 +212,12 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
         ({"mode": "rolling"}, "mode='rolling': expected one of memory, windowed"),
         ({"mem_len": 0, "mode": "memory"}, "has no memory"),
         ({"mem_len": 0, "max_length": 9}, "max_length=9: without memory"),
-        ({"batch_size": "auto"}, "batch_size=auto: expected a number"),
+        ({"batch_size": "auto"}, "batch_size=auto: expected a whole number"),
         ({"workers": 0}, "workers=0"),
+        ({"tgt_len": -3}, "tgt_len=-3"),
+        ({"tgt_len": 0}, "tgt_len=0"),
+        ({"mem_len": -1}, "mem_len=-1"),
+        ({"max_length": 0}, "max_length=0"),
         ({"precision": "fp16"}, "precision"),
     ],
 )

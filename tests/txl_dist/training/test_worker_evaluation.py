@@ -17,7 +17,8 @@ from tests.support.training_runs import TINY, losses, metrics, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.config.training_config import EvaluationConfig
-from txl_dist.errors import TxlError
+from txl_dist.errors import DivergedError, TxlError
+from txl_dist.evaluation.batch_scores import NonFiniteScoreError
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.runtime.world import World
 from txl_dist.training.checkpoint_scorer import MAX_FAILURES, CheckpointScorer
@@ -155,6 +156,27 @@ def test_scores_after_a_rollback_are_those_of_the_ranks(
     assert scores(run) == scores(expected)
     assert losses(run) == losses(expected)
     assert states(run) == states(expected)
+
+
+class Overflow:
+    """The model overflows on the text of the evaluation."""
+
+    def __call__(self, trainer: Trainer) -> None:
+        assert trainer.worker_evaluation.scorer is not None
+        trainer.worker_evaluation.scorer._score = self.raise_error  # type: ignore[method-assign]
+
+    @staticmethod
+    def raise_error(*_: object) -> tuple[int, EvaluationResult]:
+        raise NonFiniteScoreError("the sum of its losses is nan")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_as_on_the_ranks(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, WORKERS, *SETTINGS)
+    ((code, message, _),) = ranks(1).run(train_with, job, ScoreInThread(), Overflow())
+    assert code == DivergedError.exit_code
+    assert message.startswith("after step 5, the sum of its losses is nan")
 
 
 # --- the queue ----------------------------------------------------------------------------------

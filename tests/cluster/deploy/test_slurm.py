@@ -97,6 +97,17 @@ def test_an_invalid_config_ends_with_its_exit_code_and_is_not_requeued(
     assert not (tmp_path / "records" / "requeued").exists()
 
 
+def test_without_a_newer_checkpoint_the_job_is_not_requeued(
+    environment: dict[str, str], dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexit 75\n")
+    job = submit(environment, TINY, f"data.path={dataset}", f"directory={tmp_path / 'run'}")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, output
+    assert "stopped without a new checkpoint" in output
+    assert not (tmp_path / "records" / "requeued").exists()
+
+
 @pytest.mark.fault
 def test_a_job_that_slurm_warns_saves_is_requeued_and_resumes(
     environment: dict[str, str], dataset: Path, tmp_path: Path

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help setup quickstart test test-all faults cluster-tests chaos check format clean
+.PHONY: help setup quickstart test test-all faults cluster-tests gpu chaos check format clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/'
@@ -21,16 +21,21 @@ quickstart: setup  ## real text to a trained, evaluated, tracked model in a few 
 	$(BIN)/python benchmarks/quickstart.py
 
 test: setup      ## the test suite, under 8 minutes on 2 cores
-	$(BIN)/python -m pytest -m 'not slow and not fault and not cluster' --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow and not fault and not cluster and not gpu' --numprocesses 2 --dist loadfile
 
 test-all: setup  ## also the exhaustive grids, with all examples of property tests
-	$(BIN)/python -m pytest -m 'not fault and not cluster' --hypothesis-profile=all
+	$(BIN)/python -m pytest -m 'not fault and not cluster and not gpu' --hypothesis-profile=all
 
 faults: setup    ## run the fault matrix of docs/faults.md: killed ranks, full disks, damaged files
 	$(BIN)/python -m tests.faults.matrix --run
 
 cluster-tests: setup  ## real Slurm, PostgreSQL, Ray nodes and network namespaces; prints what was skipped and why
 	$(BIN)/python -m pytest -m cluster -rs
+
+gpu: setup       ## on a machine with a GPU: its tests, then speed and utilisation of the published models
+	$(BIN)/python -m pytest -m gpu -rs
+	mkdir -p runs
+	$(BIN)/python -m txl_dist bench gpu --out runs/gpu.md
 
 N ?= 100
 chaos: setup     ## kill random processes of training runs N times and compare with a quiet run

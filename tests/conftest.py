@@ -16,11 +16,17 @@ import tests.support.hypothesis_examples  # noqa: F401  # registers the profiles
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
+from txl_dist.runtime.gpus import num_gpus
 
 # Before test modules are imported; `--hypothesis-profile all` comes later and wins.
 settings.load_profile("quick")
 
 MODULES = ("abc.py", "bisect.py", "colorsys.py", "copy.py", "heapq.py", "keyword.py", "this.py")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not num_gpus():
+        pytest.skip("no GPU: torch finds none, or is built without CUDA (see `txl doctor`)")
 
 
 @pytest.fixture(scope="session")

@@ -92,6 +92,11 @@ class SegmentStream:
         """Lane position of the segment that `next` will return."""
         return self._position
 
+    @property
+    def has_segment(self) -> bool:
+        """Whether `next` returns without waiting."""
+        return bool(self._group) or not self._channel.filled.empty()
+
     def segments_before(self, num_segments: int) -> list[Segment]:
         """The segments before `position`, to replay them. Call it before the first `next`."""
         assert self._finalizer is None, "the thread uses the reader"

@@ -9,6 +9,7 @@ from torch import nn
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
+from txl_dist.training.engine.interface import Accept
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
@@ -79,7 +80,7 @@ class HighRate:
     def __call__(self, trainer: Trainer) -> None:
         update = trainer.step.engine.step
 
-        def too_high(lr: float, accept: Callable[[float], bool]) -> float:
+        def too_high(lr: float, accept: Accept) -> float:
             return update(lr * 1000 if trainer.state.step + 1 == self.step else lr, accept)
 
         trainer.step.engine.step = too_high  # type: ignore[method-assign]

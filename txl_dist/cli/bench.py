@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli import bench_eval_speed, bench_recall
+from txl_dist.cli import bench_eval_speed, bench_gpu, bench_recall
 from txl_dist.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure speed and size on this machine.", no_args_is_help=True)
 app.command("eval-speed")(bench_eval_speed.eval_speed)
+app.command("gpu")(bench_gpu.gpu)
 app.command("recall")(bench_recall.recall)
 
 

@@ -58,6 +58,13 @@ class TrainingConfig(Section):
     grace_seconds: float = Field(default=25.0, gt=0)
     """How long a stop request waits for the step and its checkpoint; then the run ends without that
     checkpoint. The default is 5 seconds less than what Kubernetes grants by default."""
+    dropout_rng: Literal["lane", "device"] = "lane"
+    """`lane`: masks depend on seed, step and lane, so they are the same on any ranks and devices.
+    `device`: from torch's generator on each rank; faster, but other ranks, micro-batches or
+    devices give another trajectory."""
+    deterministic: bool = False
+    """On GPUs: only operations that repeat bit for bit, so that two runs have equal weights. Slower
+    and with more memory. On CPUs this holds in any case."""
     compile: bool = False
     """Compile the layers with torch.compile at the start, a minute or more; stages 0 to 2."""
     activation_checkpointing: bool = False

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
@@ -104,7 +103,7 @@ def _measure(config: RunConfig, world: World, live: _LiveStep, num_steps: int) -
         world,
         lanes=range(rows * world.rank, rows * (world.rank + 1)),
         seed=config.seed,
-        byte_counts_V=torch.ones(config.model.vocab_size),
+        byte_counts_V=np.ones(config.model.vocab_size),
         memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
         num_micro_batches=num_micro_batches,
         micro_batch_rows=micro_batch_rows,

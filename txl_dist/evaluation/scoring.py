@@ -22,6 +22,7 @@ from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.model.attention import choose_attention
+from txl_dist.model.host_copies import to_device
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 
@@ -107,8 +108,9 @@ class Scorer:
             if stop:
                 return None
             with torch.no_grad(), autocast(self.precision, device):
+                # Targets on the host: the softmax finds the rows of its clusters there.
                 nats_BT, memory = self.model(
-                    input_BT.to(device), target_BT.to(device), age_BT.to(device), memory
+                    to_device(input_BT, device), target_BT, to_device(age_BT, device), memory
                 )
             nats_BT = nats_BT.cpu()  # one copy per segment, instead of one per chunk
             for row in range(len(group)):

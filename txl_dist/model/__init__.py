@@ -3,6 +3,7 @@
     config.py, variants.py    the architecture, checked without torch
     transformer_xl.py         tokens and memory -> loss per token and the next memory
       embedding.py, adaptive_softmax.py     token ids to vectors, vectors to loss
+        cluster_targets.py, chunked_cross_entropy.py    its rows by cluster, and bounded memory
       layers.py               attention and feed-forward with residuals and norms
         attention.py          projections; the form that runs: {reference,cpu,sdpa}_attention.py
         encodings.py          how scores depend on distances

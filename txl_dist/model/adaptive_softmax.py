@@ -18,13 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
+from txl_dist.model.chunked_cross_entropy import MAX_LOGITS, chunked_cross_entropy
+from txl_dist.model.cluster_targets import (
+    IGNORED,
+    ClusterTargets,
+    copy_targets,
+    select_targets,
+)
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.embedding import AdaptiveEmbedding
+from txl_dist.model.host_copies import to_device
 
 # Shapes: B lanes, T segment tokens, N = B T, D d_model, V vocabulary
-
-IGNORED = -1
-"""Target of a position that is not scored."""
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -55,23 +60,19 @@ class AdaptiveSoftmax(nn.Module):
             self.cluster_bias = nn.Parameter(torch.empty(len(config.cutoffs)))
 
     def forward(self, hidden_BTD: Tensor, target_BT: Tensor, table: AdaptiveEmbedding) -> Tensor:
-        """Negative log-likelihood [B, T] in nats, in token order; 0 where the target is IGNORED."""
-        hidden_ND, target_N = hidden_BTD.flatten(0, 1), target_BT.flatten()
-        # In the head, the target of a token outside the shortlist is its cluster's column.
-        head_target_N = target_N
-        for number, (start, stop) in self._clusters():
-            column = self.bounds[0][1] + number - 1
-            inside_N = (target_N >= start) & (target_N < stop)
-            head_target_N = torch.where(inside_N, column, head_target_N)
+        """Negative log-likelihood [B, T] in nats, in token order; 0 where the target is IGNORED.
+
+        If the model is on a GPU, pass `target_BT` on the host: then nothing waits for the GPU.
+        """
+        hidden_ND = hidden_BTD.flatten(0, 1)
+        targets = self._targets(target_BT, hidden_ND.device)
         layers = self._layers(table)
-        head = self._logits_of(0, hidden_ND, layers, table)
-        nats_N = _cross_entropy(head, head_target_N)
-        for number, (start, stop) in self._clusters():
-            # Even without rows: the ranks of one step must have gradients for the same
-            # parameters, or their reductions would not match.
-            row_N = ((target_N >= start) & (target_N < stop)).nonzero().squeeze(1)
-            logits = self._logits_of(number, hidden_ND[row_N], layers, table)
-            nats_N = nats_N.index_add(0, row_N, _cross_entropy(logits, target_N[row_N] - start))
+        nats_N = self._nats(0, hidden_ND, targets.head_N, layers, table)
+        # Even without rows: the ranks of one step must have gradients for the same parameters, or
+        # their reductions would not match.
+        for number, (row_R, target_R) in enumerate(targets.tails, start=1):
+            nats_R = self._nats(number, hidden_ND[row_R], target_R, layers, table)
+            nats_N = nats_N.index_add(0, row_R, nats_R)
         return nats_N.view(target_BT.shape)
 
     def logits(self, hidden_BTD: Tensor, table: AdaptiveEmbedding) -> Tensor:
@@ -107,6 +108,29 @@ class AdaptiveSoftmax(nn.Module):
             biases[0] = torch.cat([biases[0], self.cluster_bias])
         return list(zip(weights, biases, strict=True))
 
+    def _targets(self, target_BT: Tensor, device: torch.device) -> ClusterTargets:
+        if device.type == "cpu":
+            return select_targets(target_BT.flatten(), self.bounds)
+        if len(self.bounds) == 1:
+            return ClusterTargets(to_device(target_BT, device).flatten(), ())
+        return copy_targets(target_BT, self.bounds, device)
+
+    def _nats(
+        self,
+        number: int,
+        hidden_ND: Tensor,
+        target_N: Tensor,
+        layers: list[tuple[Tensor, Tensor]],
+        table: AdaptiveEmbedding,
+    ) -> Tensor:
+        """Nats [N] of the head (0) or of a tail."""
+        weight_VE, bias_V = layers[number]
+        if hidden_ND.device.type != "cpu" and len(hidden_ND) * len(weight_VE) > MAX_LOGITS:
+            x_NE = self._project(number, hidden_ND, table)
+            return chunked_cross_entropy(x_NE, weight_VE, bias_V, target_N, max_logits=MAX_LOGITS)
+        logits_NV = self._logits_of(number, hidden_ND, layers, table)
+        return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")
+
     def _logits_of(
         self,
         number: int,
@@ -128,7 +152,3 @@ class AdaptiveSoftmax(nn.Module):
 def _at_least_fp32(logits: Tensor) -> Tensor:
     """Under autocast logits are bf16: 8 bits of precision are too few to sum a vocabulary."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _cross_entropy(logits: Tensor, target_N: Tensor) -> Tensor:
-    return cross_entropy(logits, target_N, ignore_index=IGNORED, reduction="none")

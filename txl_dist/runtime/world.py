@@ -6,7 +6,8 @@ creates the process group itself (Ray Train). With one rank every collective ret
 """
 
 import os
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self, TypeVar
@@ -58,11 +59,18 @@ class World:
         """Create the process group, unless it exists. Returns when all ranks have joined.
 
         Raises LostRankError if they cannot meet: the port is in use, or a rank has not started.
+        Raises ConfigError if two ranks would use the same GPU.
         """
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if dist.is_initialized():
-            return
+        if not dist.is_initialized():
+            self._create_group(timeout_seconds)
+        if self.device.type == "cuda" and self.num_ranks > 1:
+            # Not by a collective: NCCL needs one GPU per rank for it.
+            gpus = _exchange(self, f"GPU {_gpu_name(self.device)} of host {socket.gethostname()}")
+            require_own_gpu(gpus)
+
+    def _create_group(self, timeout_seconds: float) -> None:
         try:
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
@@ -157,3 +165,27 @@ class World:
         box = [value]  # pickled: for settings and results, not for large tensors
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+
+def _gpu_name(device: torch.device) -> str:
+    """A name that two processes give to the same GPU, whatever number it has in each."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _exchange(world: World, text: str) -> list[str]:
+    """The `text` of every rank, in rank order, through the store where the ranks have met."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"txl_dist/gpu/{world.rank}", text)
+    return [store.get(f"txl_dist/gpu/{rank}").decode() for rank in range(world.num_ranks)]
+
+
+def require_own_gpu(gpus: Sequence[str]) -> None:
+    """Raises ConfigError, on every rank, if two of the ranks' `gpus` are the same."""
+    for rank, gpu in enumerate(gpus):
+        first = gpus.index(gpu)
+        if first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} would both use {gpu}, but each needs a GPU for itself. "
+                "Start at most as many ranks per host as it has GPUs (torchrun: "
+                "--nproc-per-node), or use CPUs: put CUDA_VISIBLE_DEVICES= before the command"
+            )

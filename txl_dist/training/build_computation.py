@@ -10,8 +10,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
 from data_pipeline.streams.segment_stream import SegmentStream
@@ -24,6 +22,7 @@ from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.compilation import compile_layers
+from txl_dist.training.device_segments import DeviceSegments
 from txl_dist.training.divergence_dump import DivergenceDump
 from txl_dist.training.engine import create_engine
 from txl_dist.training.rank_context import RankContext
@@ -63,9 +62,10 @@ def build_step(rank: RankContext) -> TrainStep:
         world,
         lanes=lanes,
         seed=config.seed,
-        byte_counts_V=torch.from_numpy(data.tokenizer.token_bytes()),
+        byte_counts_V=data.tokenizer.token_bytes(),
         memory_dtype=TORCH_DTYPE[config.training.memory_dtype],
         memory_on_host=config.training.memory_device == "cpu",
+        dropout_rng=config.training.dropout_rng,
         **shape,
     )
 
@@ -108,7 +108,13 @@ def build_recovery(
     def read_from(state: TrainState) -> tuple[LanePlan, Iterator[Segment]]:
         streams.close()  # that of the abandoned trajectory
         stream = streams.enter_context(closing(open_stream(rank, step, state)))
-        return data.plan_of(state.phases[-1]), segment_pipeline(stream)
+        segments = segment_pipeline(stream)
+        if rank.world.device.type != "cpu":
+            segments = DeviceSegments(
+                segments, rank.world.device, is_ready=lambda: stream.has_segment
+            )
+            step.while_computing = segments.prefetch
+        return data.plan_of(state.phases[-1]), segments
 
     def load(point: ResumePoint) -> None:
         restore(point, config, step.engine, step)

@@ -3,7 +3,7 @@
 Only layers are compiled, and all of them share one function: the tables, the softmax and the memory
 are few operations of large tensors. Evaluation runs uncompiled, because its shapes vary.
 
-Two parts run between compiled graphs: dropout masks come from numpy, and the fused form of
+Two parts run between compiled graphs: the drawing of dropout masks, and the fused form of
 attention (model/cpu_attention.py) is one autograd node with in-place operations, which
 torch.compile refuses. On CPUs that node is faster than a compiled form, so there the feed-forward
 layers and norms are what is compiled.
@@ -34,7 +34,13 @@ def compile_layers(
     """
     _require_compiler(world.device)
     model.to(world.device)
-    if not _attention_can_be_compiled(model, world.device):
+    compile_model(model, world.device)
+    _run_once(model, config, world.device, lanes)
+
+
+def compile_model(model: TransformerXL, device: torch.device) -> None:
+    """Let the next forward compile the layers."""
+    if not _attention_can_be_compiled(model, device):
         for layer in model.layers:
             assert isinstance(layer, Layer)
             layer.attention.forward = torch.compiler.disable(  # type: ignore[method-assign]
@@ -42,11 +48,10 @@ def compile_layers(
             )
     for module in model.modules():
         if isinstance(module, Dropout):
-            # Masks come from numpy, and every layer's number would be compiled anew.
+            # On CPUs masks come from numpy, and every layer's number would be compiled anew.
             module.draw = torch.compiler.disable(module.draw)  # type: ignore[method-assign]
     # dynamic=False: all segments have one shape, except the last one of an epoch.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
-    _run_once(model, config, world.device, lanes)
 
 
 def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bool:

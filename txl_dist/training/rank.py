@@ -11,6 +11,7 @@ from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
+from txl_dist.runtime.determinism import deterministic
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
@@ -54,6 +55,7 @@ def train_rank(
         on_gpu=world.device.type == "cuda",
     )
     with (
+        deterministic(enabled=job.config.training.deterministic),
         _logging_to(directory.log(world.rank)),
         StopSignals() as signals,
         watch,

@@ -7,25 +7,33 @@ except for the order of floating-point sums.
 
 Before the optimizer step, all ranks judge the loss and the gradient norm of all ranks. A rejected
 step changes nothing: neither weights, nor optimizer state, nor memory.
+
+A GPU is waited for once per step, when these are read. Micro-batches have no operation whose result
+the host needs: what depends on tokens and ages is computed from the segment's arrays on the host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.model.dropout import DropoutMasks
+from txl_dist.model.host_copies import to_device
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
-from txl_dist.training.engine import Engine
+from txl_dist.training.device_dropout import DeviceDropoutMasks
+from txl_dist.training.device_segments import DeviceSegment
+from txl_dist.training.engine import Engine, Verdict
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 from txl_dist.training.statistics import WeightStatistics
 
@@ -56,6 +64,9 @@ class StepResult:
     """Norms by layer (statistics.py), in steps that have them."""
 
 
+DropoutRng = Literal["lane", "device"]
+"""Where dropout masks come from (`training.dropout_rng`)."""
+
 Judge = Callable[[LossSums, float], str | None]
 """From the loss sums and the gradient norm over all ranks: why the step has diverged, or None."""
 
@@ -63,6 +74,7 @@ Judge = Callable[[LossSums, float], str | None]
 class _MicroBatch(NamedTuple):
     nats_RT: Tensor
     target_RT: Tensor
+    """On the host."""
     memory: Memory
     """The next memory, which is used once the step is accepted."""
 
@@ -72,16 +84,20 @@ class TrainStep:
 
     def __init__(
         self, engine: Engine, world: World, *, lanes: Sequence[int], micro_batch_rows: int,
-        num_micro_batches: int, seed: int, byte_counts_V: Tensor,
+        num_micro_batches: int, seed: int, byte_counts_V: NDArray[Any],
         memory_dtype: torch.dtype | None = None, memory_on_host: bool = False,
+        dropout_rng: DropoutRng = "lane",
     ) -> None:  # fmt: skip
         self.engine, self.world, self.seed, self.lanes = engine, world, seed, lanes
+        self.dropout_rng = dropout_rng
         self.micro_batch_rows = micro_batch_rows
         num_rows = micro_batch_rows * num_micro_batches
         # Padding rows are last, so row i is lanes[i] for all rows with a lane.
         self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
         self.statistics: WeightStatistics | None = None
-        self.byte_counts_V = byte_counts_V.to(world.device)
+        self._byte_counts_V = byte_counts_V
+        self.while_computing: Callable[[], None] = lambda: None
+        """Called when a GPU has all work of the micro-batches, before the host waits for it."""
         self.memories = [
             engine.model.empty_memory(micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host)
             for _ in range(num_micro_batches)
@@ -102,27 +118,26 @@ class TrainStep:
         self.world.activity.name = f"step {step}"
         fault_point("step")
         segment = self._without_gap(segment, contiguous_from)
-        local, batches = LossSums(), []
-        for index in range(len(self.memories)):
-            batch = self._micro_batch(index, segment, step=step, num_targets=num_targets)
-            batches.append(batch)
-            local += LossSums.of(batch.nats_RT, batch.target_RT, self.byte_counts_V)
-        visible, size = self._visible_memory(segment)
+        batches = self._micro_batches(segment, step=step, num_targets=num_targets)
         self.world.activity.enter(Span.REDUCE)
         # One collective for everything the ranks have to agree on.
-        values = [local.nats, local.num_tokens, local.num_bytes, visible, size]
-        nats, num_tokens, num_bytes, visible, size, *counts = self.world.all_reduce_sum(
-            # float64 is exact for counts up to 2**53.
-            torch.tensor([*values, *flags.values()], dtype=torch.float64)
-        ).tolist()
+        agreed = self.world.all_reduce_sum(self._local_values(segment, batches, flags))
         self.world.activity.enter(Span.OPTIMIZER)
-        sums = LossSums(nats, int(num_tokens), int(num_bytes))
+        self.while_computing()
+        sums, memory_valid, raised = LossSums(), 0.0, frozenset[str]()
         event: str | None = None
 
-        def accept(gradient_norm: float) -> bool:
-            nonlocal event
+        def accept(norm: Tensor) -> Verdict:
+            nonlocal sums, memory_valid, raised, event
+            norm_1 = norm.to(agreed).reshape(1)
+            # The host waits for a GPU here and nowhere else.
+            nats, num_tokens, num_bytes, visible, size, *counts, gradient_norm = torch.cat(
+                [agreed, norm_1]
+            ).tolist()
+            sums = LossSums(nats, int(num_tokens), int(num_bytes))
+            memory_valid, raised = visible / size if size else 0.0, _raised(flags, counts)
             event = judge(sums, gradient_norm)
-            return event is None
+            return Verdict(gradient_norm, is_accepted=event is None)
 
         statistics = self.statistics if self.statistics and self.statistics.is_due(step) else None
         if statistics is not None:
@@ -133,8 +148,8 @@ class TrainStep:
         return StepResult(
             sums,
             gradient_norm=gradient_norm,
-            memory_valid=visible / size if size else 0.0,
-            raised=_raised(flags, counts),
+            memory_valid=memory_valid,
+            raised=raised,
             event=event,
             is_update=event is None,
             lane_sums={} if event is None else self._lane_sums(batches),
@@ -157,32 +172,69 @@ class TrainStep:
             return segment  # the gap is before the memory
         tgt_len = segment.age.shape[1]
         limit_T = np.arange(num_contiguous, num_contiguous + tgt_len, dtype=np.int32)
-        return replace(segment, age=np.minimum(segment.age, limit_T))
+        age = np.minimum(segment.age, limit_T)
+        # Not `replace`: the ages of a DeviceSegment are also on the GPU.
+        return Segment(segment.input, segment.target, age, segment.position, segment.next_position)
 
-    def _micro_batch(
-        self, index: int, segment: Segment, *, step: int, num_targets: int
-    ) -> _MicroBatch:
-        rows = slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
-        input_RT, target_RT, age_RT = (
-            torch.from_numpy(array[rows]).to(self.world.device)
-            for array in (segment.input, segment.target, segment.age)
-        )
-        self.world.activity.enter(Span.FORWARD)
-        self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
+    def _micro_batches(self, segment: Segment, *, step: int, num_targets: int) -> list[_MicroBatch]:
+        """Forward and backward of all micro-batches."""
+        input_BT, age_BT = self._on_device(segment)
+        batches = []
+        for index, memory in enumerate(self.memories):
+            rows = self._rows_of(index)
+            target_RT = torch.from_numpy(segment.target[rows])
+            self.world.activity.enter(Span.FORWARD)
+            self.engine.begin_micro_batch(is_last=index == len(self.memories) - 1)
+            masks = self._dropout_masks(index, step)
+            nats_RT, next_memory = self.engine.forward(
+                input_BT[rows], target_RT, age_BT[rows], memory, masks
+            )
+            self.world.activity.enter(Span.BACKWARD)
+            # max: a segment of one token at the end of an epoch has no target. Its gradients are
+            # zero.
+            self.engine.backward(nats_RT.sum() / max(1, num_targets))
+            batches.append(_MicroBatch(nats_RT.detach(), target_RT, next_memory))
+        return batches
+
+    def _dropout_masks(self, index: int, step: int) -> DropoutMasks:
+        if self.dropout_rng == "device":
+            return DeviceDropoutMasks(
+                seed=self.seed, step=step, rank=self.world.rank, micro_batch=index
+            )
         # Masks depend on the lane, not on the row or rank: any split into micro-batches is equal.
-        masks = LaneDropoutMasks(seed=self.seed, step=step, lanes=self.lane_of_row[rows])
-        nats_RT, memory = self.engine.forward(
-            input_RT, target_RT, age_RT, self.memories[index], masks
-        )
-        self.world.activity.enter(Span.BACKWARD)
-        # max: a segment of one token at the end of an epoch has no target. Its gradients are zero.
-        self.engine.backward(nats_RT.sum() / max(1, num_targets))
-        return _MicroBatch(nats_RT.detach(), target_RT, memory)
+        lanes = self.lane_of_row[self._rows_of(index)]
+        return LaneDropoutMasks(seed=self.seed, step=step, lanes=lanes)
+
+    def _on_device(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Input and age [B, T] of all rows."""
+        if isinstance(segment, DeviceSegment):
+            return segment.input_BT, segment.age_BT
+        input_BT, age_BT = torch.from_numpy(segment.input), torch.from_numpy(segment.age)
+        return to_device(input_BT, self.world.device), to_device(age_BT, self.world.device)
+
+    def _rows_of(self, index: int) -> slice:
+        return slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
+
+    def _local_values(
+        self, segment: Segment, batches: Sequence[_MicroBatch], flags: Mapping[str, bool]
+    ) -> Tensor:
+        """What is summed over ranks: nats, targets, bytes, visible memory, all memory, flags."""
+        nats = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for batch in batches:
+            nats = nats + batch.nats_RT.double().sum()
+        scored_N = segment.target[segment.target >= 0]
+        num_bytes = int(self._byte_counts_V[scored_N].sum())
+        counts = [len(scored_N), num_bytes, *self._visible_memory(segment), *flags.values()]
+        # float64 is exact for counts up to 2**53.
+        values = to_device(torch.tensor([0, *counts], dtype=torch.float64), self.world.device)
+        values[0] = nats
+        return values
 
     def _lane_sums(self, batches: Sequence[_MicroBatch]) -> dict[int, LossSums]:
+        byte_counts_V = torch.from_numpy(self._byte_counts_V)
         return {
             lane: LossSums.of(
-                batches[index].nats_RT[row], batches[index].target_RT[row], self.byte_counts_V
+                batches[index].nats_RT[row], batches[index].target_RT[row], byte_counts_V
             )
             for index, row, lane in self._rows_with_lanes()
         }
@@ -192,13 +244,10 @@ class TrainStep:
 
         `model` is the whole model (`Engine.whole_model`).
         """
+        input_BT, age_BT = self._on_device(segment)
         for index, memory in enumerate(self.memories):
-            rows = slice(index * self.micro_batch_rows, (index + 1) * self.micro_batch_rows)
-            input_RT, age_RT = (
-                torch.from_numpy(array[rows]).to(self.world.device)
-                for array in (segment.input, segment.age)
-            )
-            _, next_memory = model.hidden(input_RT, age_RT, memory)
+            rows = self._rows_of(index)
+            _, next_memory = model.hidden(input_BT[rows], age_BT[rows], memory)
             assert isinstance(next_memory, Memory)  # not a KVCache
             self.memories[index] = next_memory
 

@@ -63,11 +63,11 @@ def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
 
 def _flops_of_all(world: World, sizes: list[int], dtype: torch.dtype, *, seconds: float) -> float:
     world.barrier()
-    best = max(_product_flops(size, dtype, world.device, seconds=seconds) for size in sizes)
+    best = max(product_flops(size, dtype, world.device, seconds=seconds) for size in sizes)
     return float(world.all_reduce_sum(torch.tensor([best], dtype=torch.float64)))
 
 
-def _product_flops(size: int, dtype: torch.dtype, device: torch.device, *, seconds: float) -> float:
+def product_flops(size: int, dtype: torch.dtype, device: torch.device, *, seconds: float) -> float:
     """FLOP/s of the fastest repetition, because other processes may slow down some of them."""
     generator = torch.Generator(device).manual_seed(0)  # the run's random state does not change
     try:

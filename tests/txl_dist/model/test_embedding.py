@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from data_pipeline.streams import segments
 from tests.support.small_models import VOCAB_SIZE, random_text, small_model
 from txl_dist.model.adaptive_softmax import IGNORED
+from txl_dist.model.cluster_targets import copy_targets
 from txl_dist.model.transformer_xl import TransformerXL
 
 OPTIONS = [
@@ -126,6 +127,31 @@ def test_every_parameter_has_a_gradient_for_any_targets(options: dict) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("options", [o for o in OPTIONS if "cutoffs" in o], ids=str)
+def test_the_forms_for_gpus_equal_those_for_cpus(
+    options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and the gradients of all parameters; also with targets that are not scored."""
+    model, text_BT, target_BT = small_model(**options), random_text(2, 5), random_text(2, 5, seed=1)
+    target_BT[1, 2] = IGNORED
+    weight_BT = torch.randn(2, 5, dtype=torch.float64)
+
+    def nats_and_gradients() -> list[Tensor]:
+        nats_BT = model.softmax(model.table(text_BT), target_BT, model.table)
+        parameters = [*model.table.parameters(), *model.softmax.parameters()]
+        return [nats_BT, *torch.autograd.grad((nats_BT * weight_BT).sum(), parameters)]
+
+    expected = nats_and_gradients()
+    monkeypatch.setattr(model.table, "_select_rows", model.table._mask_rows)
+    monkeypatch.setattr(
+        model.softmax,
+        "_targets",
+        lambda target_BT, device: copy_targets(target_BT, model.softmax.bounds, device),
+    )
+    for actual, of_the_cpu in zip(nats_and_gradients(), expected, strict=True):
+        assert_close(actual, of_the_cpu)
 
 
 def test_data_and_model_mark_ignored_targets_alike() -> None:

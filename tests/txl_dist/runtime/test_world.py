@@ -7,7 +7,7 @@ import torch
 
 from tests.support.gloo_ranks import RankGroups
 from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.runtime.world import World
+from txl_dist.runtime.world import World, _exchange, require_own_gpu
 
 
 def use_collectives(world: World) -> tuple[list[float], list[int], list[int], int]:
@@ -64,3 +64,18 @@ def test_a_port_in_use_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(TxlError, match=rf"127\.0\.0\.1:{port}.*in use.*same command again"):
             World(0, 2, 0).join(timeout_seconds=5.0)
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_name() -> None:
+    require_own_gpu(["GPU a of host x", "GPU b of host x", "GPU a of host y"])
+    with pytest.raises(ConfigError, match=r"ranks 0 and 2 would both use GPU a of host x"):
+        require_own_gpu(["GPU a of host x", "GPU b of host x", "GPU a of host x"])
+
+
+def exchange_names(world: World) -> list[str]:
+    return _exchange(world, f"GPU of rank {world.rank}")
+
+
+def test_the_ranks_compare_their_gpus_without_a_collective(ranks: RankGroups) -> None:
+    expected = ["GPU of rank 0", "GPU of rank 1"]
+    assert ranks(2).run(exchange_names) == [expected, expected]

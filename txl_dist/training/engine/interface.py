@@ -8,7 +8,7 @@ what differs between stages.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,19 @@ from txl_dist.training.engine.optimizers import create_optimizer
 from txl_dist.training.engine.parameter_groups import states_by_name
 from txl_dist.training.engine.settings import deepspeed_settings
 
-Accept = Callable[[float], bool]
-"""Decides from the global gradient norm whether the weights are updated. Must reject a norm that is
-not finite, and decide the same on every rank."""
+
+class Verdict(NamedTuple):
+    """Whether a step updates the weights."""
+
+    gradient_norm: float
+    """The norm that was judged, before clipping."""
+    is_accepted: bool
+
+
+Accept = Callable[[Tensor], Verdict]
+"""Reads the global gradient norm, a tensor without dimensions, and decides whether the weights are
+updated. Must reject a norm that is not finite, and decide the same on every rank. An engine calls
+it once per step: on a GPU, the host waits for the norm there."""
 
 
 class Engine(ABC):
@@ -56,6 +66,8 @@ class Engine(ABC):
         self._states = dict(states_by_name(model, self._optimizer.param_groups))
         """Names of the optimizer states of each parameter."""
         self._averaging = WeightAveraging.of(config.optimizer)
+        self._num_updates = 0
+        """The optimizer's step count, for which a GPU need not be read."""
         self._engine = initialise_deepspeed(
             model,
             self._optimizer,
@@ -120,22 +132,16 @@ class Engine(ABC):
     def step(self, lr: float, accept: Accept) -> float:
         """Clip gradients, update weights, clear gradients; returns the norm before clipping.
 
-        Every rank calls `accept` with that norm before the update. If it returns False, gradients
-        are cleared, and weights, optimizer state and its step count do not change.
+        Every rank calls `accept` with that norm before the update. If the step is rejected,
+        gradients are cleared, and weights, optimizer state and its step count do not change.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        is_accepted = False
-
-        def accept_and_note(norm: float) -> bool:
-            nonlocal is_accepted
-            is_accepted = accept(norm)
-            return is_accepted
-
-        norm = self._update(accept_and_note)
-        if is_accepted:
+        verdict = self._update(accept)
+        if verdict.is_accepted:
+            self._num_updates += 1
             self._update_averages()
-        return norm
+        return verdict.gradient_norm
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
@@ -154,13 +160,14 @@ class Engine(ABC):
 
     def finish_loading(self, *, num_steps: int) -> None:
         """Set the optimizer's step count and update the weights from the loaded fragments."""
+        self._num_updates = num_steps
         for state in self._optimizer.state.values():
             state["step"].fill_(num_steps)
         self._refresh_weights()
 
     @abstractmethod
-    def _update(self, accept: Accept) -> float:
-        """Clip and update if the gradient norm is accepted, else clear gradients; returns it."""
+    def _update(self, accept: Accept) -> Verdict:
+        """Clip and update if the gradient norm is accepted, else clear gradients."""
 
     def _refresh_weights(self) -> None:  # noqa: B027 - stage 0 loads into the weights themselves
         """Copy the fp32 masters into the weights that `forward` uses."""
@@ -190,7 +197,7 @@ class Engine(ABC):
         if self._averaging is None:
             return
         masters = [tensor for tensor, _ in self._optimized_tensors()]
-        weight = self._averaging.weight_at(int(self._optimizer.state[masters[0]]["step"]))
+        weight = self._averaging.weight_at(self._num_updates)
         averages = [self._optimizer.state[master][AVERAGE] for master in masters]
         torch._foreach_lerp_(averages, [master.detach() for master in masters], weight)
 

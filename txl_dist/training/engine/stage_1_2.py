@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.checkpoint.fragments import Fragment
-from txl_dist.training.engine.interface import Accept, Engine, replaced_method
+from txl_dist.training.engine.interface import Accept, Engine, Verdict, replaced_method
 from txl_dist.training.engine.muon import FlatMatrices, Muon
 
 
@@ -31,20 +31,24 @@ class Stage12Engine(Engine):
                 start = mapping.lp_fragment_address.start
                 yield Fragment(name, tuple(parameter.shape), start, master, states)
 
-    def _update(self, accept: Accept) -> float:
+    def _update(self, accept: Accept) -> Verdict:
         # DeepSpeed discards a step with an infinite norm. So its own function for the norm asks
         # `accept`, and returns infinity for a norm that is rejected (docs/decisions/0018).
         zero = self._engine.optimizer
-        norm = torch.tensor(torch.inf)
+        verdict: Verdict | None = None
 
         def judged_norm() -> Tensor:
-            nonlocal norm
+            nonlocal verdict
             norm = type(zero).scaled_global_norm(zero)
-            return norm if accept(float(norm)) else torch.full_like(norm, torch.inf)
+            verdict = accept(norm)
+            # On the host: DeepSpeed reads it several times, and would wait for a GPU each time.
+            value = verdict.gradient_norm if verdict.is_accepted else torch.inf
+            return torch.tensor(value, dtype=norm.dtype)
 
         with replaced_method(zero, "scaled_global_norm", judged_norm):
             self._engine.step()
-        return float(norm)
+        assert verdict is not None
+        return verdict
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The partitions to which DeepSpeed has reduced the gradients."""

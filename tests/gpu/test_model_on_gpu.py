@@ -1,0 +1,154 @@
+"""On a GPU the model has the numbers of the CPU: values, gradients, masks and the golden files."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.support.small_models import random_text
+from tests.txl_dist.model.test_golden import FILES, WITHOUT_EXTENSION, load
+from tests.txl_dist.training.test_fake_cuda import ENCODINGS, SOFTMAXES, build
+from txl_dist.model import adaptive_softmax
+from txl_dist.model.attention import choose_attention
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.kv_cache import KVCache
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.variants import ATTENTION_FORMS
+from txl_dist.training.lane_dropout import LaneDropoutMasks
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+LANES, TGT_LEN = 3, 4
+every_form = pytest.mark.parametrize("form", ATTENTION_FORMS)
+
+
+def nats_memory_and_gradients(model: TransformerXL) -> list[Tensor]:
+    """Of two segments of random text, on the CPU; targets are on the host."""
+    device = model.table.weights[0].device
+    text_BN = random_text(LANES, 2 * TGT_LEN + 1)
+    age_BN = torch.arange(2 * TGT_LEN, device=device).expand(LANES, -1)
+    memory, nats = model.empty_memory(LANES), []
+    for start in (0, TGT_LEN):
+        columns = slice(start, start + TGT_LEN)
+        target_BT = text_BN[:, start + 1 : start + TGT_LEN + 1]
+        nats_BT, memory = model(
+            text_BN[:, columns].to(device), target_BT, age_BN[:, columns], memory
+        )
+        nats.append(nats_BT)
+    torch.cat(nats).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [x.detach().cpu() for x in (*nats, *memory.layers, *gradients)]
+
+
+def runs_in_float64(form: str, options: dict[str, Any]) -> bool:
+    """Whether the form accepts float64; a kernel may support fp32 and bf16 only."""
+    model = build("sinusoidal", "plain", options | {"attention": form}).to(CUDA)
+    try:
+        nats_memory_and_gradients(model)
+    except NotImplementedError:
+        return False
+    return True
+
+
+@every_form
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_values_memory_and_gradients_in_float64(encoding: str, softmax: str, form: str) -> None:
+    if not runs_in_float64(form, {}):
+        pytest.skip(f"{form} has no float64")
+    model = build(encoding, softmax, {"attention": form, "n_layer": 2})
+    on_gpu = deepcopy(model).to(CUDA)
+    for actual, expected in zip(
+        nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
+    ):
+        assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@every_form
+def test_values_memory_and_gradients_in_fp32(form: str) -> None:
+    model = build("sinusoidal", "adaptive, narrower", {"attention": form, "n_layer": 2}).float()
+    on_gpu = deepcopy(model).to(CUDA)
+    for actual, expected in zip(
+        nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
+    ):
+        assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_logits_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("sinusoidal", "adaptive", {})
+    on_gpu = deepcopy(model).to(CUDA)
+    monkeypatch.setattr(adaptive_softmax, "MAX_LOGITS", 20)
+    for actual, expected in zip(
+        nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
+    ):
+        assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("seed", "step"), [(0, 1), (2**63 - 1, 2**40 + 3)])
+def test_dropout_masks_have_the_bits_of_the_cpu(seed: int, step: int, dtype: torch.dtype) -> None:
+    masks = LaneDropoutMasks(seed=seed, step=step, lanes=[0, 7, 2**31, -1])
+    for by_lane, shape in ((True, (4, 3, 1037)), (False, (129, 65))):
+        x, place = torch.empty(shape, dtype=dtype), {"rate": 0.3, "layer": 3, "by_lane": by_lane}
+        on_gpu = masks.scale(x.to(CUDA), place="inner", **place)
+        assert torch.equal(on_gpu.cpu(), masks.scale(x, place="inner", **place))
+
+
+@every_form
+@pytest.mark.parametrize("name", FILES)
+def test_the_golden_files(name: str, form: str) -> None:
+    """Nats of every segment; gradients follow from the comparison with the CPU above."""
+    golden = load(FILES[name], form)
+    dtype = torch.float64 if runs_in_float64(form, {}) else torch.float32
+    model = golden.model(dtype).to(CUDA)
+    memory = model.empty_memory(golden.arrays["input/0"].shape[1])
+    prefix = "nll" if name in WITHOUT_EXTENSION else "nv_nll"
+    for k in range(sum(key.startswith("input/") for key in golden.arrays)):
+        with torch.no_grad():
+            nats_BT, memory = golden_segment(golden, k, model, memory)
+        expected = golden.tensor(f"{prefix}/{k}").t().to(dtype)
+        assert_close(
+            nats_BT.cpu(), expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 1e-10
+        )
+
+
+def golden_segment(
+    golden: Any, k: int, model: TransformerXL, memory: Memory
+) -> tuple[Tensor, Memory]:
+    """`Golden.read` with inputs and ages on the GPU."""
+
+    def read(input_BT: Tensor, target_BT: Tensor, age_BT: Tensor, memory: Memory) -> Any:
+        return model(input_BT.to(CUDA), target_BT, age_BT.to(CUDA), memory)
+
+    return golden.read(k, read, memory)
+
+
+@every_form
+def test_a_kv_cache_has_the_numbers_of_the_memory(form: str) -> None:
+    model = build("sinusoidal", "adaptive", {"attention": form}).float().to(CUDA)
+    text_BN = random_text(LANES, 10).to(CUDA)
+    age_BN = torch.arange(9, device=CUDA).expand(LANES, -1)
+
+    def nats(memory: Memory | KVCache) -> Tensor:
+        parts = []
+        for start in range(0, 9, 3):
+            columns = slice(start, start + 3)
+            targets = text_BN[:, start + 1 : start + 4].cpu()
+            nats_BT, memory = model(text_BN[:, columns], targets, age_BN[:, columns], memory)
+            parts.append(nats_BT)
+        return torch.cat(parts, dim=1)
+
+    with torch.no_grad():
+        cached, stored = nats(model.empty_kv_cache(LANES)), nats(model.empty_memory(LANES))
+    assert_close(cached, stored, rtol=1e-3, atol=1e-4)
+
+
+def test_auto_takes_a_form_for_gpus() -> None:
+    config = ModelConfig(vocab_size=11)
+    name = choose_attention(config.attention, device=CUDA, with_dropout=False).__name__
+    assert name != "reference_attention"

@@ -1,0 +1,139 @@
+"""On GPUs: one trajectory over ZeRO stages, kills, exact evaluation, and repeated weights."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.test_kill_and_resume import SETTINGS, kill_and_resume
+from tests.support.commands import ENVIRONMENT
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import (
+    DROPOUT,
+    NO_EVALUATION,
+    TINY,
+    ZERO,
+    losses,
+    tiny_job,
+    train,
+)
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = 1e-4
+"""Of losses over 20 steps in fp32: products on a GPU are summed in another order than on a CPU."""
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One GPU, stage 0, one micro-batch."""
+    run = tmp_path_factory.mktemp("straight")
+    job = tiny_job(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT)
+    assert ranks(1).run(train, job) == [0]
+    return run
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("stage", ZERO)
+def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
+    ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path, num_ranks: int, stage: str
+) -> None:
+    if num_ranks > torch.cuda.device_count():
+        pytest.skip(f"{num_ranks} ranks need one GPU each; torch finds {torch.cuda.device_count()}")
+    settings = (NO_EVALUATION, *DROPOUT, *ZERO[stage], "training.micro_batch_lanes=2")
+    assert ranks(num_ranks).run(train, tiny_job(dataset, tmp_path, *settings)) == [0] * num_ranks
+    assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_offload_has_the_same_losses(
+    ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path, offload: str
+) -> None:
+    stage = 3 if offload == "parameters" else 2
+    settings = (*DROPOUT, f"deepspeed.zero_stage={stage}", f"deepspeed.offload={offload}")
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION, *settings)) == [0]
+    assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
+
+
+def txl_with(environment: dict[str, str], *words: object) -> str:
+    """The output of a command that must succeed."""
+    result = subprocess.run(
+        [sys.executable, "-m", "txl_dist", *map(str, words)],
+        check=False, capture_output=True, text=True, timeout=300, env=ENVIRONMENT | environment,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr + result.stdout
+    return result.stdout
+
+
+def train_command(dataset: Path, run: Path, *settings: str, **environment: str) -> None:
+    overrides = (f"data.path={dataset}", f"directory={run}", *settings)
+    txl_with(environment, "train", TINY, *overrides, "--on", "processes")
+
+
+def test_losses_are_those_of_a_cpu(dataset: Path, straight: Path, tmp_path: Path) -> None:
+    """The same masks on both devices: with others, losses differ in the second digit."""
+    settings = (NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT)
+    train_command(dataset, tmp_path, *settings, CUDA_VISIBLE_DEVICES="")
+    assert losses(straight) == pytest.approx(losses(tmp_path), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_deterministic_runs_have_equal_weights(
+    dataset: Path, tmp_path: Path, precision: str
+) -> None:
+    settings = (
+        NO_EVALUATION, "training.deterministic=true", f"precision={precision}",
+        "deepspeed.zero_stage=1", *DROPOUT,
+    )  # fmt: skip
+    hashes = []
+    for name in ("first", "second"):
+        train_command(dataset, tmp_path / name, *settings)
+        files = sorted((tmp_path / name / "checkpoints").glob("step-*/*.safetensors"))
+        assert files
+        hashes.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
+    assert hashes[0] == hashes[1]
+
+
+def test_losses_after_a_kill_are_those_of_a_run_without(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("the case has two ranks, which need one GPU each")
+    train_command(dataset, tmp_path / "straight", *SETTINGS, "training.deterministic=true")
+    kill_and_resume(dataset, tmp_path / "killed", victim="rank")
+    actual, expected = losses(tmp_path / "killed"), losses(tmp_path / "straight")
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_a_resumed_run_continues_bit_for_bit(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """One GPU: the run loses its last checkpoint and continues from the one before."""
+    settings = (
+        NO_EVALUATION, "training.deterministic=true", "deepspeed.zero_stage=1",
+        "training.checkpoint_interval_steps=10", *DROPOUT,
+    )  # fmt: skip
+    job = tiny_job(dataset, tmp_path, *settings)
+    assert ranks(1).run(train, job) == [0]
+    expected = losses(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000020")
+    assert ranks(1).run(train, job) == [0]
+    assert losses(tmp_path) == expected
+
+
+def test_an_evaluation_is_the_same_for_any_batch_and_near_that_of_a_cpu(
+    straight: Path, dataset: Path
+) -> None:
+    def nats(*options: object, **environment: str) -> float:
+        return json.loads(txl_with(environment, "eval", straight, dataset, *options, "--json"))[
+            "nats"
+        ]
+
+    expected = nats("--split", "valid")
+    assert nats("--split", "valid", "--batch", 3) == pytest.approx(expected, rel=1e-6)
+    assert nats("--split", "valid", CUDA_VISIBLE_DEVICES="") == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,148 @@
+"""`txl bench gpu` at a small size on the CPU: its figures belong together. Speed is not checked."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.commands import run_txl
+from txl_dist.bench import gpu, gpu_models
+from txl_dist.bench.gpu import GpuRow, Settings, bench_gpu, forms_for
+from txl_dist.bench.gpu_models import MODELS, BenchModel, data_sheet_flops
+from txl_dist.cli import bench_gpu as command
+from txl_dist.config.config_file import load_run_config
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.flops import training_flops
+from txl_dist.model.variants import ATTENTION_FORMS
+
+PAPER = Path(__file__).parents[3] / "configs" / "paper"
+SMALL = BenchModel(
+    config=ModelConfig(
+        vocab_size=40, cutoffs=(10,), n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16,
+        mem_len=5, dropout=0.1,
+    ),
+    tgt_len=3,
+    num_lanes=2,
+    mfu_goal=0.25,
+)  # fmt: skip
+SETTINGS = Settings(device=torch.device("cpu"), precision="fp32", rounds=2, data_sheet_flops=2e12)
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STEPS_PER_ROUND", "WARM_UP_STEPS", "PROFILED_STEPS"):
+        monkeypatch.setattr(gpu, name, 1)
+    monkeypatch.setattr(gpu, "SIZES", {"cpu": (16,)})
+    monkeypatch.setattr(gpu, "SECONDS_PER_SIZE", 0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "nvidia-base"])
+def test_the_models_are_those_of_the_paper(name: str) -> None:
+    paper, model = load_run_config(PAPER / f"{name}.yaml"), MODELS[name]
+    assert replace(model.config, vocab_size=0) == replace(paper.model, vocab_size=0)
+    assert model.tgt_len == paper.data.tgt_len
+
+
+@pytest.mark.parametrize(
+    ("name", "megaflops"),
+    [
+        ("nvidia-base", 504), ("wt103-large", 1918),
+        ("enwik8-base", 367), ("enwik8-large", 2405),
+    ],
+)  # fmt: skip
+def test_operations_per_token(name: str, megaflops: float) -> None:
+    """Without tails, which depend on the text."""
+    model = MODELS[name]
+    flops = training_flops(model.config, num_lanes=model.num_lanes, tgt_len=model.tgt_len)
+    per_token = flops / model.num_lanes / model.tgt_len / 1e6
+    assert per_token == pytest.approx(megaflops, rel=0.1)
+
+
+def test_a_row_follows_from_the_time_of_a_step() -> None:
+    (row,) = bench_gpu({"small": SMALL}, ["fused"], SETTINGS, peak_flops=1e12)
+    assert (row.model, row.form, row.kernel) == ("small", "fused", "fused_attention")
+    assert row.step_ms is not None
+    assert row.tokens_per_second == pytest.approx(6 / (row.step_ms / 1e3))
+    assert row.mfu_measured == pytest.approx(2 * row.mfu_data_sheet)
+    step = gpu.TrainingStep(SMALL, "fused", SETTINGS)
+    assert row.mfu_measured == pytest.approx(step.flops / (row.step_ms / 1e3) / 1e12)
+
+
+def test_forms_that_would_be_replaced_are_left_out() -> None:
+    with_dropatt = replace(SMALL, config=replace(SMALL.config, dropatt=0.1))
+    everywhere = {name for name, form in ATTENTION_FORMS.items() if form.supports_dropout}
+    assert set(forms_for(with_dropatt, [])) == everywhere - {"reference"}
+    assert set(forms_for(SMALL, [])) == {*ATTENTION_FORMS} - {"reference"}
+    assert forms_for(SMALL, ["auto"]) == ["auto"]
+
+
+class Failing:
+    """In place of the step: memory for one lane only, or a form that cannot run."""
+
+    def __init__(self, error: Exception, *, from_lanes: int) -> None:
+        self.error, self.from_lanes = error, from_lanes
+        self.original = gpu.TrainingStep
+
+    def __call__(self, model: BenchModel, *arguments: object) -> object:
+        if model.num_lanes >= self.from_lanes:
+            raise self.error
+        return self.original(model, *arguments)  # type: ignore[arg-type]
+
+
+def only_row(monkeypatch: pytest.MonkeyPatch, failing: Failing) -> GpuRow:
+    monkeypatch.setattr(gpu, "TrainingStep", failing)
+    (row,) = bench_gpu({"small": SMALL}, ["fused"], SETTINGS, peak_flops=1e12)
+    return row
+
+
+def test_too_little_memory_halves_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = only_row(monkeypatch, Failing(torch.OutOfMemoryError(), from_lanes=2))
+    assert (row.num_lanes, row.note) == (1, "fewer lanes: out of memory")
+    assert row.tokens_per_second is not None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), NotImplementedError("no kernel")])
+def test_a_form_that_cannot_run_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    row = only_row(monkeypatch, Failing(error, from_lanes=1))
+    assert row.step_ms is None
+    assert "out of memory" in row.note or "no kernel" in row.note
+
+
+def test_the_table_the_file_and_the_json_have_the_same_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gpu.md"
+    command.run({"small": SMALL}, ["fused"], SETTINGS, profile=True, out=out, as_json=True)
+    result = json.loads(capsys.readouterr().out)
+    (row,) = result["rows"]
+    text = out.read_text()
+    cells = [line for line in text.splitlines() if line.startswith("| small |")]
+    assert len(cells) == 1
+    assert f"| {row['step_ms']:.1f} | {row['tokens_per_second']:,.0f} |" in cells[0]
+    assert "aten::" in text
+    assert "aten::" in result["profile"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    exit_code, output = run_txl("bench", "gpu", "--json")
+    assert exit_code == 0
+    assert "no GPU" in json.loads(output)["skipped"]
+
+
+def test_an_unknown_model_is_refused_by_name() -> None:
+    exit_code, message = run_txl("bench", "gpu", "--models", "wt104")
+    assert exit_code == 2
+    assert "wt104" in message
+
+
+def test_the_data_sheet_is_found_by_the_name_of_the_device() -> None:
+    assert data_sheet_flops("NVIDIA H100 PCIe") == 756e12
+    assert data_sheet_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert data_sheet_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert data_sheet_flops("unknown") is None
+    assert all(value > 0 for value in gpu_models.DATA_SHEET_TFLOPS.values())

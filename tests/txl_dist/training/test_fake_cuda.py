@@ -1,0 +1,167 @@
+"""Without a GPU: all tensors of a step are on its device, and nothing in it waits for the GPU.
+
+On torch's fake tensors (tests/support/fake_cuda.py), an operation whose result the host would read
+raises, and so does one with tensors of two devices.
+"""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+from data_pipeline.streams.segments import Segment
+from tests.support.fake_cuda import CUDA, backward, fake_cuda, to_fake_cuda
+from tests.support.small_models import VOCAB_SIZE, small_model
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.world import World
+from txl_dist.training.device_segments import DeviceSegments
+from txl_dist.training.step import TrainStep
+
+ENCODINGS: dict[str, dict[str, Any]] = {
+    "sinusoidal": {"same_length": True},
+    "shaw": {"clamp_len": 4},
+    "rotary": {"untie_r": False},
+    "alibi": {"pre_lnorm": True},
+    "absolute": {"mem_len": 0},
+}
+SOFTMAXES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adaptive": {"cutoffs": (4, 9), "tie_weight": False},
+    "adaptive, narrower": {"cutoffs": (4, 9), "div_val": 2, "tie_projs": (False, True, True)},
+}
+DROPOUT = {"dropout": 0.1, "dropatt": 0.1}
+FAST = [
+    ("sinusoidal", "adaptive, narrower", DROPOUT),
+    ("shaw", "adaptive", {}),
+    ("rotary", "plain", {}),
+    ("alibi", "plain", DROPOUT),
+    ("absolute", "plain", {}),
+]
+ALL = [
+    case
+    for case in product(ENCODINGS, SOFTMAXES, ({}, DROPOUT, {"attention": "reference"}))
+    if case not in FAST
+]
+every_model = pytest.mark.parametrize(
+    ("encoding", "softmax", "options"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL)],
+    ids=str,
+)
+LANES, TGT_LEN = 2, 3
+
+
+def build(encoding: str, softmax: str, options: dict[str, Any], **more: Any) -> TransformerXL:
+    settings = {"n_layer": 1, "distance_encoding": encoding}
+    return small_model(**settings | ENCODINGS[encoding] | SOFTMAXES[softmax] | options | more)
+
+
+class GpuWorld(World):
+    """One rank, with a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return CUDA
+
+
+class ModelAlone:
+    """The engine's interface, as far as micro-batches call it, without DeepSpeed."""
+
+    def __init__(self, model: TransformerXL) -> None:
+        self.model, self.forward = model, model
+        self.gradients: list[dict[Tensor, Tensor]] = []
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        pass
+
+    def backward(self, loss: Tensor) -> None:
+        self.gradients.append(backward(loss))
+
+
+def segments() -> list[Segment]:
+    """Two segments of three lanes, of which the last row of the second micro-batch is padding."""
+    generator = np.random.default_rng(0)
+    shape = (2 * LANES, TGT_LEN)
+    result = []
+    for position in (0, TGT_LEN):
+        token, target = generator.integers(0, VOCAB_SIZE, (2, *shape))
+        target[0, 1] = target[-1] = -1
+        age = np.full(shape, position, dtype=np.int32)
+        result.append(Segment(token, target, age, position, position + TGT_LEN))
+    return result
+
+
+@every_model
+def test_a_step_until_its_only_synchronisation(
+    encoding: str, softmax: str, options: dict[str, Any]
+) -> None:
+    """Two micro-batches of two segments: dropout, memory, all gradients, and the loss sums."""
+    model, byte_counts_V = build(encoding, softmax, options), np.ones(VOCAB_SIZE)
+    with fake_cuda():
+        to_fake_cuda(model)
+        engine: Any = ModelAlone(model)
+        step = TrainStep(
+            engine, GpuWorld(0, 1), lanes=[4, 7, 2], micro_batch_rows=LANES, num_micro_batches=2,
+            seed=3, byte_counts_V=byte_counts_V,
+        )  # fmt: skip
+        stream = DeviceSegments(iter(segments()), CUDA, is_ready=lambda: True)
+        for number in (1, 2):
+            segment = next(stream)
+            batches = step._micro_batches(segment, step=number, num_targets=9)
+            stream.prefetch()
+            values = step._local_values(segment, batches, {"stop": False})
+            step.memories = [batch.memory for batch in batches]
+        assert values.device == CUDA
+        assert values.shape == (6,)
+    assert len(engine.gradients) == 4
+    for gradients in engine.gradients:
+        for parameter in model.parameters():
+            gradient = gradients[parameter]
+            assert (gradient.device, gradient.shape) == (CUDA, parameter.shape)
+    assert {layer.device for memory in step.memories for layer in memory.layers} == {CUDA}
+
+
+@every_model
+@torch.no_grad()
+def test_evaluation_and_generation(encoding: str, softmax: str, options: dict[str, Any]) -> None:
+    """A prompt and one token with a KV cache, a lane less, and the logits of the next token."""
+    model = build(encoding, softmax, options)
+    with fake_cuda():
+        to_fake_cuda(model)
+        cache = model.empty_kv_cache(LANES)
+        first = segments()[0]
+        input_BT, age_BT = (torch.from_numpy(x[:LANES]).to(CUDA) for x in (first.input, first.age))
+        nats_BT, _ = model(input_BT, torch.from_numpy(first.target[:LANES]), age_BT, cache)
+        cache.select([1], [2])
+        hidden_BTD, _ = model.hidden(input_BT[:1, :1], age_BT[:1, :1], cache)
+        logits_BTV = model.logits(hidden_BTD)
+    assert (nats_BT.device, nats_BT.shape) == (CUDA, (LANES, TGT_LEN))
+    assert (logits_BTV.device, logits_BTV.shape) == (CUDA, (1, 1, VOCAB_SIZE))
+
+
+@pytest.mark.parametrize(
+    "offence",
+    [
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x + torch.ones(2, 3),
+    ],
+    ids=["nonzero", "boolean index", "item", "tolist", "if", "two devices"],
+)
+def test_an_offence_is_noticed(offence: Callable[[Tensor], object]) -> None:
+    with fake_cuda():
+        x = torch.zeros(2, 3, device=CUDA)
+        with pytest.raises(
+            (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
+        ):
+            offence(x)

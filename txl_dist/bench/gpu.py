@@ -1,0 +1,224 @@
+"""`txl bench gpu`: training steps of the published models on one GPU, one row per attention form.
+
+A step is a micro-batch as training computes it, without DeepSpeed, which has nothing to divide on
+one GPU: dropout by lane, forward under autocast, backward, clipping and fused AdamW, with a full
+memory and targets whose frequencies fall like those of words. Steps follow each other without a
+synchronisation, as between two reads of the loss; a round of steps ends with one.
+
+    MFU = FLOPs of the matrix products of a step (model/flops.py) / time / peak
+
+against two peaks: that of the data sheet, and the fastest square product measured on the same
+machine in the same dtype. The whole module also runs on a CPU, for its tests.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from txl_dist.bench.gpu_models import BenchModel
+from txl_dist.config.run_config import Precision
+from txl_dist.model.attention import choose_attention
+from txl_dist.model.flops import training_flops
+from txl_dist.model.host_copies import to_device
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.variants import ATTENTION_FORMS
+from txl_dist.runtime.precision import TORCH_DTYPE, autocast
+from txl_dist.training.compilation import compile_model
+from txl_dist.training.lane_dropout import LaneDropoutMasks
+from txl_dist.training.utilisation import SECONDS_PER_SIZE, SIZES, product_flops
+
+# Shapes: B lanes, T segment tokens, M memory tokens
+
+STEPS_PER_ROUND = 4
+WARM_UP_STEPS = 5
+"""Kernels are compiled, and the allocator takes its memory."""
+PROFILED_STEPS = 3
+PROFILE_ROWS = 15
+NO_FORM = (RuntimeError, NotImplementedError, ImportError, ValueError)
+"""Raised by a form that does not support a model, device or installation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuRow:
+    """One model with one form of attention."""
+
+    model: str
+    form: str
+    kernel: str
+    """The function that `form` selects for this model."""
+    num_lanes: int
+    tgt_len: int
+    step_ms: float | None = None
+    """Median over the rounds; None if the form could not run, see `note`."""
+    tokens_per_second: float | None = None
+    mfu_data_sheet: float | None = None
+    """None if the data sheet of the device is not known."""
+    mfu_measured: float | None = None
+    mfu_goal: float | None = None
+    peak_gib: float | None = None
+    """Most memory that tensors took, on GPUs."""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How rows are measured."""
+
+    device: torch.device
+    precision: Precision = "bf16"
+    rounds: int = 10
+    compile: bool = False
+    data_sheet_flops: float | None = None
+
+
+def forms_for(model: BenchModel, names: Sequence[str]) -> list[str]:
+    """The forms among `names` that can run the model as it is; without names, all but `reference`.
+
+    A form without dropout would be replaced by another one if the model drops attention weights.
+    """
+    with_dropout = model.config.dropatt > 0
+    chosen = names or [name for name in ATTENTION_FORMS if name != "reference"]
+    return [
+        name
+        for name in chosen
+        if name == "auto" or ATTENTION_FORMS[name].supports_dropout or not with_dropout
+    ]
+
+
+def bench_gpu(
+    models: dict[str, BenchModel], forms: Sequence[str], settings: Settings, *, peak_flops: float
+) -> Iterator[GpuRow]:
+    """Yield each row as soon as it is measured. `peak_flops`: that of `measured_peak`."""
+    for name, model in models.items():
+        for form in forms_for(model, forms):
+            yield _row(name, model, form, settings, peak_flops)
+
+
+def measured_peak(settings: Settings) -> float:
+    """FLOP/s of the fastest square product in the dtype of the steps."""
+    dtype = TORCH_DTYPE[settings.precision]
+    return max(
+        product_flops(size, dtype, settings.device, seconds=SECONDS_PER_SIZE)
+        for size in SIZES[settings.device.type]
+    )
+
+
+def _row(name: str, model: BenchModel, form: str, settings: Settings, peak_flops: float) -> GpuRow:
+    """Measure, with half the lanes for as long as the memory does not suffice."""
+    kernel = choose_attention(
+        form, device=settings.device, with_dropout=model.config.dropatt > 0
+    ).__name__
+    row = GpuRow(
+        model=name, form=form, kernel=kernel, num_lanes=model.num_lanes, tgt_len=model.tgt_len,
+        mfu_goal=model.mfu_goal,
+    )  # fmt: skip
+    while True:
+        try:
+            return _measured(row, model, settings, peak_flops)
+        except torch.OutOfMemoryError:
+            if row.num_lanes == 1:
+                return replace(row, note="out of memory")
+            row = replace(row, num_lanes=row.num_lanes // 2, note="fewer lanes: out of memory")
+        except NO_FORM as error:
+            reason = str(error).partition("\n")[0]
+            return replace(row, note=f"cannot run: {type(error).__name__}: {reason}")
+
+
+def _measured(row: GpuRow, model: BenchModel, settings: Settings, peak_flops: float) -> GpuRow:
+    is_gpu = settings.device.type == "cuda"
+    if is_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(settings.device)
+    step = TrainingStep(replace(model, num_lanes=row.num_lanes), row.form, settings)
+    for _ in range(WARM_UP_STEPS):
+        step()
+    seconds = statistics.median(_round_seconds(step, settings) for _ in range(settings.rounds))
+    achieved = step.flops / seconds
+    sheet = settings.data_sheet_flops
+    return replace(
+        row,
+        step_ms=1e3 * seconds,
+        tokens_per_second=row.num_lanes * row.tgt_len / seconds,
+        mfu_data_sheet=None if sheet is None else achieved / sheet,
+        mfu_measured=achieved / peak_flops if peak_flops else None,
+        peak_gib=torch.cuda.max_memory_allocated(settings.device) / 2**30 if is_gpu else None,
+    )
+
+
+def _round_seconds(step: Callable[[], None], settings: Settings) -> float:
+    """Seconds per step of a round."""
+    _synchronize(settings.device)
+    start = time.perf_counter()
+    for _ in range(STEPS_PER_ROUND):
+        step()
+    _synchronize(settings.device)
+    return (time.perf_counter() - start) / STEPS_PER_ROUND
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class TrainingStep:
+    """A step of one model, to call again and again; `flops` are those of its products."""
+
+    def __init__(self, model: BenchModel, form: str, settings: Settings) -> None:
+        config = replace(model.config, attention=form)
+        self._settings, self._lanes = settings, range(model.num_lanes)
+        self._model = TransformerXL(config).to(settings.device)
+        if settings.compile:
+            compile_model(self._model, settings.device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._memory = self._model.empty_memory(model.num_lanes)
+        shape = (model.num_lanes, model.tgt_len)
+        text = zipf_tokens(config.vocab_size, (shape[0], shape[1] + 1))
+        self._input_BT = to_device(text[:, :-1].contiguous(), settings.device)
+        self._target_BT = text[:, 1:].contiguous()  # on the host, as in training
+        self._age_BT = torch.full(shape, 10**6, dtype=torch.int32, device=settings.device)
+        self._number = 0
+        tail_rows = [
+            int(((self._target_BT >= low) & (self._target_BT < high)).sum())
+            for low, high in config.cluster_bounds[1:]
+        ]
+        self.flops = training_flops(
+            config, num_lanes=shape[0], tgt_len=shape[1], tail_rows=tail_rows
+        )
+
+    def __call__(self) -> None:
+        self._number += 1
+        masks = LaneDropoutMasks(seed=0, step=self._number, lanes=self._lanes)
+        with autocast(self._settings.precision, self._settings.device):
+            nats_BT, memory = self._model(
+                self._input_BT, self._target_BT, self._age_BT, self._memory, masks
+            )
+        self._memory = memory
+        nats_BT.mean().backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 0.25, foreach=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def zipf_tokens(vocab_size: int, shape: tuple[int, int]) -> torch.Tensor:
+    """Token ids whose probability is about proportional to 1 / (id + 1), on the host."""
+    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (vocab_size**uniform - 1).long().clamp(max=vocab_size - 1)
+
+
+def profile_step(model: BenchModel, form: str, settings: Settings) -> str:
+    """The operations that take most of the time of a step, as a table."""
+    is_gpu = settings.device.type == "cuda"
+    step = TrainingStep(model, form, settings)
+    for _ in range(WARM_UP_STEPS):
+        step()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+    with profile(activities=activities) as recorded:
+        for _ in range(PROFILED_STEPS):
+            step()
+        _synchronize(settings.device)
+    order = "self_cuda_time_total" if is_gpu else "self_cpu_time_total"
+    return recorded.key_averages().table(sort_by=order, row_limit=PROFILE_ROWS)

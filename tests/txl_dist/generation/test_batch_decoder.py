@@ -13,7 +13,7 @@ from tests.support.hypothesis_examples import examples
 from tests.support.small_models import random_text, small_model
 from txl_dist.generation import batch_decoder
 from txl_dist.generation.batch_decoder import BatchDecoder
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.options import Sampling
 from txl_dist.model.transformer_xl import TransformerXL
 
 TGT_LEN = 4
@@ -31,13 +31,13 @@ FREELY, GREEDILY = Sampling(), Sampling(temperature=0)
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Records the logits [V] that each token is sampled from."""
-    seen, next_token = [], batch_decoder.next_token
+    seen, next_tokens = [], batch_decoder.next_tokens
 
-    def recording_next_token(logits_V: Tensor, *how) -> int:
-        seen.append(logits_V)
-        return next_token(logits_V, *how)
+    def recording_next_tokens(logits_BV: Tensor, *how) -> list[int]:
+        seen.extend(logits_BV)
+        return next_tokens(logits_BV, *how)
 
-    monkeypatch.setattr(batch_decoder, "next_token", recording_next_token)
+    monkeypatch.setattr(batch_decoder, "next_tokens", recording_next_tokens)
     return seen
 
 

@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+FIRST_LINE_SECONDS = 1.5
+"""Work that takes less is not named where output is plain lines."""
 SILENT_SECONDS = 4.0
-"""Longest time without a line where output is plain lines."""
+"""Longest time without a line after that."""
 BAR_COLUMNS = 20
 COLUMNS_WITH_BAR = 100
 """The step bar is left out on terminals with fewer columns: the step line needs the space."""
@@ -82,8 +84,8 @@ def chunk_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def running(text: str, *, quiet: bool) -> Iterator[None]:
-    """Show `text` while the context is open. Elsewhere than on a terminal: now, and every few
-    seconds with the time.
+    """Show `text` while the context is open. Elsewhere than on a terminal, work that takes longer
+    than FIRST_LINE_SECONDS is named by a line, which is repeated every few seconds with the time.
     """
     if quiet:
         yield
@@ -103,10 +105,11 @@ def _repeated(text: str) -> Iterator[None]:
     begin, ended = time.monotonic(), threading.Event()
 
     def repeat() -> None:
-        while not ended.wait(SILENT_SECONDS):
-            _print_line(f"{text}: {time.monotonic() - begin:.0f} s")
+        if not ended.wait(FIRST_LINE_SECONDS):
+            _print_line(text)
+            while not ended.wait(SILENT_SECONDS):
+                _print_line(f"{text}: {time.monotonic() - begin:.0f} s")
 
-    _print_line(text)
     thread = threading.Thread(target=repeat, name="progress", daemon=True)
     thread.start()
     try:

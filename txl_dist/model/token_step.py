@@ -1,8 +1,8 @@
 """One token per lane: the model's forward without what does not depend on the token.
 
 `TransformerXL.hidden` computes segments of any length. In generation almost every segment is one
-token, whose products are small, so that the time goes to the number of operations. `TokenStep`
-computes such a segment with a third of them (docs/decisions/0042-one-token-at-a-time.md). Between
+token, whose products are small, so that other operations take much of the time. `TokenStep`
+computes such a segment with fewer of them (docs/decisions/0042-one-token-at-a-time.md). Between
 tokens it keeps
 
 - the keys and values of the memory (`KVCache`),

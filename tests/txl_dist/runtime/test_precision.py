@@ -201,7 +201,7 @@ def test_a_score_is_fp32_by_default_and_records_its_precision(dataset: Path, run
     scored = []
     for options in ((), ("--precision", "fp32"), ("--precision", "bf16")):
         command = ["eval", str(run), str(dataset), "--tgt-len", "64", "--json", *options]
-        scored.append(json.loads(CliRunner().invoke(app, command).output))
+        scored.append(json.loads(CliRunner().invoke(app, command).stdout))
     plain, fp32, bf16 = scored
     assert plain == fp32
     assert (fp32["precision"], bf16["precision"]) == ("fp32", "bf16")

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.address import check_cluster
@@ -27,7 +27,7 @@ from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE, block_stop_s
 from txl_dist.errors import ConfigError, TxlError
 
 POLL_SECONDS = 0.2
-STATUS_SECONDS = 10.0
+STATUS_SECONDS = 4.0
 """Until Ray is connected, a line is logged after each of these."""
 SHUTDOWN_SECONDS = 15.0
 """Time limit for Ray's shutdown."""
@@ -36,10 +36,14 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
+def ray_connection(
+    address: str | None, *, num_cpus: int, meanwhile: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Connect while the context is open. `address` None: start a private Ray with `num_cpus`.
 
-    Raises ConfigError within seconds if no cluster responds at `address`.
+    `meanwhile` is called in a thread while a private Ray starts, which is mostly a wait for other
+    processes; it has returned when the context begins. Raises ConfigError within seconds if no
+    cluster responds at `address`.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # deduplication cuts tracebacks in the middle
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")  # has the callback of failure_callback.py
@@ -53,7 +57,12 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address is None:
-        _start_private(num_cpus)
+        thread = threading.Thread(target=meanwhile, daemon=True)
+        thread.start()
+        try:
+            _start_private(num_cpus)
+        finally:
+            thread.join()
     else:
         _connect(address)
     try:

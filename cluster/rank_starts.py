@@ -17,11 +17,11 @@ import time
 from enum import Enum, auto
 
 from cluster.failure_counter import FailureCounter
-from cluster.launch_output import LaunchOutput
 from cluster.rank_monitor import RankMonitor
 from cluster.rank_plan import RankPlan
 from txl_dist.errors import PreemptedError
 from txl_dist.launch.launch_files import LaunchFiles
+from txl_dist.launch.launch_output import LaunchOutput
 from txl_dist.training.run_directory import RunDirectory
 
 _END = 0

@@ -2,43 +2,35 @@
 
     launcher: train_on_ray -> Supervisor (main thread)
                            -> _fit -> Ray Train's controller   (thread; once per start of the ranks)
-    worker:   _train_loop -> train_rank
+    worker:   train_loop -> train_rank   (rank_worker.py)
 
 Ray Train's own restarts, resizes and checkpoints are not used: the supervisor decides, and ranks
 resume from the newest good checkpoint of the run directory, as under every other launcher
 (docs/decisions/0026-elastic-ranks-and-preemption.md). Ray Train runs a rank in a thread, where no
 signal can be caught. So the launcher catches the stop signals and creates a stop file, which the
 training loop checks after every step.
+
+Ray Train and torch take seconds to import. A thread imports them while Ray starts.
 """
 
 import os
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from cluster.cluster_monitor import ClusterMonitor
 from cluster.connection import ray_connection
-from cluster.placement import Placement, num_threads, place_ranks
+from cluster.placement import Placement, place_ranks
 from cluster.rank_plan import RankPlan
 from cluster.rank_starts import RanksEnd
 from cluster.ray_log import ray_log
 from cluster.supervisor import Supervisor
-from cluster.workers import RayWorkers
-from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.errors import DivergedError, FencedError, LostRankError, PreemptedError, TxlError
-from txl_dist.launch.launch_files import LaunchFiles, RankLocation
+from txl_dist.errors import TxlError
+from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.rank_range import RankRange
 from txl_dist.launch.supervision import RestartBudget
-from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
-from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.scoring_worker import LoggedWorkers
 
 
 def train_on_ray(
@@ -75,7 +67,9 @@ def train_on_ray(
         # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
         num_cpus = ranks.maximum * (job.config.ray.cpus_per_rank or 1)
         num_cpus += job.config.evaluation.on == "workers"  # its actor
-        with ray_connection(address, num_cpus=max(num_cpus, os.cpu_count() or 1)):
+        with ray_connection(
+            address, num_cpus=max(num_cpus, os.cpu_count() or 1), meanwhile=_import_ray_train
+        ):
             placement = place_ranks(job.config.ray, ranks.minimum, is_private=address is None)
             with (
                 ray_log(directory.logs / "ray.log"),
@@ -102,6 +96,13 @@ def train_on_ray(
         files.remove()
 
 
+def _import_ray_train() -> None:
+    """What `_fit` imports."""
+    import ray.train.torch  # noqa: F401
+
+    import cluster.rank_worker  # noqa: F401
+
+
 def _fit(
     job: TrainJob,
     num_ranks: int,
@@ -123,9 +124,10 @@ def _fit(
 
     from cluster.failure_callback import FailureCallback
     from cluster.network import NodeInterfaceTorchConfig
+    from cluster.rank_worker import train_loop
 
     trainer = TorchTrainer(
-        _train_loop,
+        train_loop,
         train_loop_config={
             "job": job.to_json(),
             "working_directory": str(Path.cwd()),
@@ -159,54 +161,3 @@ def _fit(
     except TrainingFailedError:  # of ranks; FailureCallback has recorded it
         return RanksEnd.FAILED
     return RanksEnd.RETURNED
-
-
-def _scoring_actor(address: str | None, log: Path) -> LoggedWorkers:
-    """The actor of `evaluation.on: workers`, with a CPU, or a GPU if the ranks have GPUs."""
-    actor = RayWorkers(1, address=address, use_gpus=torch.cuda.is_available(), is_connected=True)
-    return LoggedWorkers(actor, log)
-
-
-def _train_loop(settings: dict[str, Any]) -> None:
-    """One rank, inside a Ray worker. An error that is raised makes Ray end all ranks."""
-    import ray.train
-
-    os.chdir(settings["working_directory"])  # the config may have relative paths
-    context = ray.train.get_context()
-    world = World(context.get_world_rank(), context.get_world_size(), context.get_local_rank())
-    job = TrainJob.from_json(settings["job"])
-    node_id = ray.get_runtime_context().get_node_id()
-    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
-    torch.set_num_threads(
-        num_threads(
-            ranks_on_node=context.get_local_world_size(),
-            cpus_per_rank=job.config.ray.cpus_per_rank,
-            ray_cpus=node["Resources"].get("CPU", 0.0),
-        )
-    )
-    directory = RunDirectory(job.run_path)
-    files = LaunchFiles(directory.path, job.launch_id)
-    location = RankLocation(node_id, ray.util.get_node_ip_address(), os.getpid())
-    files.write_location(world.rank, location)
-    try:
-        train_rank(
-            files.job_after_restart(job),
-            world,
-            report_stop=partial(files.write_error, world.rank),
-            open_workers=partial(_scoring_actor, settings["address"]),
-        )
-    except LostRankError:
-        raise  # caused by another rank; a restart can help
-    except FencedError as error:
-        # A rank that was cut off may be fenced by the ranks that have replaced it in this launch.
-        newest = newest_record(directory.path / FOLDER)
-        if newest is None or newest.launch_id != job.launch_id:
-            files.write_error(world.rank, error)
-        raise
-    except TxlError as error:
-        with suppress(OSError):  # a full disk; Ray then transports the error itself
-            files.write_error(world.rank, error)
-        # If only this rank failed, raising makes Ray end the other ranks. Stops and divergence end
-        # all ranks at the same step instead.
-        if not isinstance(error, PreemptedError | DivergedError):
-            raise

@@ -20,7 +20,6 @@ from cluster.address import responds
 from cluster.cluster_monitor import ClusterMonitor
 from cluster.connection import abandon_ray
 from cluster.failure_counter import NODE_LOSS_SECONDS, FailureCounter
-from cluster.launch_output import LaunchOutput
 from cluster.private_ray import end_private_ray
 from cluster.rank_monitor import RankMonitor, describe_draining
 from cluster.rank_plan import RankPlan
@@ -29,6 +28,7 @@ from data_pipeline.processes.stop_signals import StopSignals, block_stop_signals
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.launch.launch_files import LaunchFiles
+from txl_dist.launch.launch_output import LaunchOutput
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.supervision import RestartBudget
 from txl_dist.runtime.stop_request import STOPPING
@@ -36,8 +36,6 @@ from txl_dist.training.follow import LogFollower
 from txl_dist.training.run_directory import RunDirectory
 
 POLL_SECONDS = 0.2
-STATUS_SECONDS = 10.0
-"""Before the first step, a status line is printed after this time without output."""
 STOP_MARGIN_SECONDS = 3.0
 """Ranks end by themselves `grace_seconds` after a stop request; this is what they may exceed it."""
 HEAD_SECONDS = 30.0
@@ -84,6 +82,8 @@ class Supervisor:
 
     @monitor.setter
     def monitor(self, monitor: ClusterMonitor) -> None:
+        if self._ranks.cluster is None:
+            self._output.print(f"Ray is up after {self._waited_seconds:.0f} s")
         self._ranks.cluster = monitor
 
     def run(self, run_ray: Callable[[], None]) -> None:
@@ -97,6 +97,8 @@ class Supervisor:
         rank_0_log = LogFollower(self._directory.log(0), self._output.print_record)
         with StopSignals(on_repeat=self._kill_ray_and_end) as signals, rank_0_log:
             thread.start()
+            place = "starts" if self._address is None else f"is connected at {self._address}"
+            self._output.print(f"Ray {place}; {self._plan.ranks} ranks start on it")
             error = self._supervise(thread, signals)
             if thread.is_alive():
                 abandon_ray(self._address, error.exit_code if error else 0)
@@ -141,7 +143,7 @@ class Supervisor:
             if error := self._check_budget():
                 return error
             self.starts.poll()
-        if not self._output.has_stepped and self._output.silent_seconds > STATUS_SECONDS:
+        if self._output.status_is_due:
             self._output.print(f"waiting {self._waited_seconds:.0f} s for {self._describe_wait()}")
         return self._check_time_limits()
 

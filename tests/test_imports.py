@@ -106,10 +106,43 @@ sys.exit(", ".join(heavy & set(sys.modules)) or 0)
     assert (done.returncode, done.stderr.strip()) == (0, b"")
 
 
-@pytest.mark.parametrize("module", ["txl_dist.launch.processes", "txl_dist.training.data"])
+@pytest.mark.parametrize(
+    "module", ["txl_dist.launch.processes", "txl_dist.training.data", "cluster.ray_train"]
+)
 def test_a_launcher_starts_ranks_without_importing_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "configs/tiny.yaml", "training.num_stepz=3"],
+        ["train", "configs/tiny.yaml", "--ranks", "many"],
+        ["train", "configs/tiny.yaml", "data.path=missing"],
+        ["eval", "missing", "missing"],
+        ["generate", "pyproject.toml", "--top-p", "7"],
+    ],
+    ids=" ".join,
+)
+def test_a_usage_error_is_found_without_torch(arguments: list[str]) -> None:
+    program = """
+import sys
+from txl_dist.__main__ import main
+try:
+    main()
+finally:
+    print(sorted({"torch", "ray", "deepspeed", "mlflow"} & set(sys.modules)))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert ended.returncode in (2, 3, 4), ended.stderr
+    assert ended.stdout.splitlines()[-1] == "[]"
 
 
 def test_deepspeed_is_imported_in_the_engine_only() -> None:

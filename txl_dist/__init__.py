@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.distributed import evaluate
     from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings, evaluation_job
-    from txl_dist.generation.generate import TextLimits, generate_texts, generate_tokens
-    from txl_dist.generation.sampling import Sampling
+    from txl_dist.generation.generate import generate_texts, generate_tokens
+    from txl_dist.generation.options import Sampling, TextLimits
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
@@ -56,8 +56,8 @@ _MODULE_OF = {
     "EvaluationSettings": "txl_dist.evaluation.job",
     "ModelConfig": "txl_dist.model.config",
     "RunConfig": "txl_dist.config.run_config",
-    "Sampling": "txl_dist.generation.sampling",
-    "TextLimits": "txl_dist.generation.generate",
+    "Sampling": "txl_dist.generation.options",
+    "TextLimits": "txl_dist.generation.options",
     "TrainJob": "txl_dist.training.job",
     "TransformerXL": "txl_dist.model.transformer_xl",
     "evaluate": "txl_dist.evaluation.distributed",

@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 from typer.testing import CliRunner
 
+from txl_dist.cli import progress
 from txl_dist.cli.app import app
 from txl_dist.errors import TxlError
 
@@ -34,7 +36,8 @@ def txl(
 
 def run_txl(*words: object) -> tuple[int, str]:
     """Exit code and output of a command that runs in this process; of an error, its message."""
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    with patch.object(progress, "FIRST_LINE_SECONDS", 600):  # no line depends on the time
+        result = CliRunner().invoke(app, [str(word) for word in words])
     if isinstance(result.exception, TxlError):
         return result.exception.exit_code, str(result.exception)
     return result.exit_code, result.output

@@ -29,13 +29,12 @@ Source: Dai et al. 2019, arXiv:1901.02860, section 4.5.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from txl_dist.bench.rounds import Times, time_rounds
+from txl_dist.bench.rounds import Times, one_thread, time_rounds
 from txl_dist.bench.window_path import WindowReader
 from txl_dist.model.flops import inference_flops, window_flops
 from txl_dist.model.kv_cache import KVCache
@@ -124,7 +123,7 @@ def bench_eval_speed(
         )
     keep_freed_memory()
     generator = torch.Generator().manual_seed(seed)
-    with _one_thread():
+    with one_thread():
         for length in attention_lengths:
             yield _row(model, length, tgt_len, rounds, generator)
 
@@ -249,13 +248,3 @@ def _synchronise(result: Tensor) -> None:
     """Wait for a GPU; on a CPU results are there already."""
     if result.is_cuda:
         torch.cuda.synchronize(result.device)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

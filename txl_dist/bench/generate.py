@@ -1,8 +1,11 @@
-"""`txl bench generate`: time per token at growing lengths of the text, and in batches.
+"""`txl bench generate`: time per token, in growing texts, in batches, and against its products.
 
 One decoder per length has read a text of that length. Every round draws the same number of tokens
 from each, so that other load on the machine affects all of them. A token attends to the memory and
 to itself, so its time must not depend on how much was read before.
+
+The second part compares the time of a token with that of its matrix products alone
+(`products.py`), for one prompt and for several. Both take turns in one process, on one thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,9 +13,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from txl_dist.bench.model import PLAIN
-from txl_dist.bench.rounds import Figure, time_rounds
+from txl_dist.bench.products import num_operators, products_alone
+from txl_dist.bench.rounds import Figure, one_thread, time_rounds
 from txl_dist.generation.batch_decoder import BatchDecoder
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.options import Sampling
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.allocation import keep_freed_memory
@@ -23,13 +27,32 @@ LENGTHS = (1_024, 4_096, 16_384, 65_536)
 BATCH_SIZE = 8
 TOKENS_PER_ROUND = 16
 LIMIT = 1.1
+LONG_MEMORY = ModelConfig(
+    vocab_size=204, n_layer=6, d_model=256, n_head=8, d_head=32, d_inner=1024, mem_len=800
+)
+"""Small products and a long memory: other operations take the largest share of the time."""
+SHARES = {1: 0.5, 16: 0.8}
+"""Prompts -> least share of the products."""
 
 
 def bench_generate(
-    *, rounds: int, lengths: Sequence[int] = LENGTHS, config: ModelConfig = PLAIN
+    *,
+    rounds: int,
+    lengths: Sequence[int] = LENGTHS,
+    config: ModelConfig = PLAIN,
+    long_memory: ModelConfig = LONG_MEMORY,
 ) -> Iterator[Figure]:
-    """The time per token at each length, relative to the shortest, then that in a batch."""
+    """The time per token at each length, relative to the shortest, then that in a batch, then the
+    share of the products alone.
+    """
     keep_freed_memory()
+    yield from _by_length(rounds, lengths, config)
+    with one_thread():
+        for num_prompts, limit in SHARES.items():
+            yield from _by_products(rounds, long_memory, num_prompts, limit)
+
+
+def _by_length(rounds: int, lengths: Sequence[int], config: ModelConfig) -> Iterator[Figure]:
     model = TransformerXL(config)
     decoders = {length: _decoder(model, [length]) for length in lengths}
     batch = _decoder(model, [lengths[0]] * BATCH_SIZE)
@@ -52,6 +75,24 @@ def bench_generate(
         BATCH_SIZE * shortest / milliseconds["batch"],
         "x one prompt",
         note=f"{BATCH_SIZE * 1e3 / milliseconds['batch']:,.0f} tokens/s",
+    )
+
+
+def _by_products(
+    rounds: int, config: ModelConfig, num_prompts: int, limit: float
+) -> Iterator[Figure]:
+    decoder = _decoder(TransformerXL(config), [config.mem_len + TGT_LEN] * num_prompts)
+    alone = products_alone(decoder.draw)
+    times = time_rounds({"draw": decoder.draw, "alone": alone}, rounds=rounds * TOKENS_PER_ROUND)
+    milliseconds = {name: 1e3 * each.median for name, each in times.items()}
+    prompts = "prompt" if num_prompts == 1 else "prompts"
+    yield Figure(
+        f"share of the products alone, {num_prompts} {prompts}, memory {config.mem_len}",
+        milliseconds["alone"] / milliseconds["draw"],
+        "of the time",
+        limit,
+        note=f"{milliseconds['draw']:.2f} ms, products {milliseconds['alone']:.2f} ms, "
+        f"{num_operators(decoder.draw):,} operators",
     )
 
 

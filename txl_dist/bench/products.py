@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PRODUCTS = {
@@ -29,6 +30,11 @@ class _ProductRecorder(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # In inference mode, operators such as `linear` arrive here before they call their products.
+        with self:
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
         # This kernel computes two products without calling `bmm`.
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
             query, key, value = (factor.flatten(0, 1) for factor in args[:3])
@@ -59,6 +65,13 @@ def products_alone(run: Callable[[], object]) -> Callable[[], object]:
             torch.matmul(left, right, out=out)
 
     return multiply
+
+
+def num_operators(run: Callable[[], object]) -> int:
+    """Operators that one run calls, those that others call included, as torch's profiler counts."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    return sum(row.count for row in profiler.key_averages() if row.key.startswith("aten::"))
 
 
 def _like(factor: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ candidates that alternate are, and medians ignore a few disturbed rounds.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -61,3 +62,16 @@ def time_rounds(
             if number >= warm_up_rounds:
                 seconds[name].append(clock() - began)
     return {name: Times(values) for name, values in seconds.items()}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch's operations of the context on one thread, so that times include no waiting."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

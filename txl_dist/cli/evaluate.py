@@ -146,11 +146,14 @@ def evaluate(
     from data_pipeline.storage.atomic_files import require_writable
     from data_pipeline.storage.staged_directory import StagedDirectory
     from txl_dist.cli.evaluation_output import EvaluationOutput
+    from txl_dist.cli.progress import running
     from txl_dist.cli.work_progress import TOKENS, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
-    from txl_dist.evaluation.distributed import evaluate_on_workers
-    from txl_dist.evaluation.sweep import PlannedSweep, combinations, evaluate_sweep
     from txl_dist.reporting.evaluation_files import RESULT_NAME
+
+    with running("loading torch", quiet=False):
+        from txl_dist.evaluation.distributed import evaluate_on_workers
+        from txl_dist.evaluation.sweep import PlannedSweep, combinations, evaluate_sweep
 
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = _swept_values(sweep or [], options)
@@ -175,10 +178,13 @@ def evaluate(
 
     # All are planned first, so that an impossible one is refused before anything starts.
     splits, settings = _names(split), combinations(swept)
-    sweeps = [
-        PlannedSweep([[plan(checkpoint, name, setting) for name in splits] for setting in settings])
-        for checkpoint in checkpoints
-    ]
+    with running("reading the checkpoints and the data", quiet=False):
+        sweeps = [
+            PlannedSweep(
+                [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
+            )
+            for checkpoint in checkpoints
+        ]
     planned = [job for each in sweeps for jobs in each.candidates for job in jobs]
     with ExitStack() as stack:
         # Opened first: an unusable --out must be an error before minutes of computing.
@@ -251,6 +257,7 @@ def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
 
 def _log_to_mlflow(output: "EvaluationOutput") -> None:
     """Log child runs of the training run, for the checkpoints that are in its run directory."""
+    from txl_dist.cli.progress import running
     from txl_dist.tracking.evaluation import log_evaluations
 
     scored = []
@@ -258,4 +265,5 @@ def _log_to_mlflow(output: "EvaluationOutput") -> None:
         run = each.job.checkpoint.resolve().parent.parent
         if (run / "tracking.json").exists():
             scored.append((run, {**content, "checkpoint": each.job.checkpoint.name}))
-    log_evaluations(scored)
+    with running("recording the scores in MLflow", quiet=False):
+        log_evaluations(scored)

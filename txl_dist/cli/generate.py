@@ -15,7 +15,8 @@ from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
-    from txl_dist.generation.generate import GeneratedText, TextLimits
+    from txl_dist.generation.generate import GeneratedText
+    from txl_dist.generation.options import TextLimits
     from txl_dist.generation.prompt_file import PromptLine
     from txl_dist.model.transformer_xl import TransformerXL
 
@@ -84,9 +85,8 @@ def generate(
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
     from data_pipeline.storage.atomic_files import require_writable
-    from txl_dist.convert.stored_model import find_model
+    from txl_dist.cli.progress import running
     from txl_dist.errors import ConfigError
-    from txl_dist.generation.generate import generate_texts
     from txl_dist.generation.prompt_file import read_prompts
 
     if prompts and prompt:
@@ -97,8 +97,12 @@ def generate(
         require_writable(out.parent)
     options = _options(prompt, temperature, top_k, top_p, max_tokens, stop, stop_token)
     lines = read_prompts(prompts) if prompts else []
-    stored = find_model(checkpoint)
-    model, tokenizer = stored.load_with_tokenizer()
+    with running(f"loading {checkpoint}", quiet=False):
+        from txl_dist.convert.stored_model import find_model
+        from txl_dist.generation.generate import generate_texts
+
+        stored = find_model(checkpoint)
+        model, tokenizer = stored.load_with_tokenizer()
     _check(options, prompt, prompts, lines, tokenizer)
     options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
     texts = generate_texts(
@@ -124,8 +128,7 @@ def _options(
 ) -> dict[str, Any]:
     """The sampling and the limits. Raises ConfigError."""
     from txl_dist.errors import ConfigError
-    from txl_dist.generation.generate import TextLimits
-    from txl_dist.generation.sampling import Sampling
+    from txl_dist.generation.options import Sampling, TextLimits
 
     try:
         # Bytes that are not UTF-8 reach Python as lone surrogates.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.paths import checkpoint_path, local_path_parser
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -23,7 +23,7 @@ Checkpoint = Annotated[
         metavar="CHECKPOINT",
         help="A checkpoint, a run directory (its newest checkpoint), or a directory that "
         "txl export or txl import wrote.",
-        parser=local_path_parser(),
+        parser=checkpoint_path,
     ),
 ]
 Checkpoints = Annotated[
@@ -32,7 +32,7 @@ Checkpoints = Annotated[
         metavar="CHECKPOINT...",
         help="Checkpoints, run directories (their newest checkpoint), or directories that "
         "txl export or txl import wrote.",
-        parser=local_path_parser(),
+        parser=checkpoint_path,
     ),
 ]
 # For commands that need what exported models lack: the manifest, hashes, the state of training.
@@ -41,7 +41,7 @@ SavedCheckpoint = Annotated[
     typer.Argument(
         metavar="CHECKPOINT",
         help="A checkpoint, or a run directory (its newest checkpoint).",
-        parser=local_path_parser(),
+        parser=checkpoint_path,
     ),
 ]
 EvaluationData = Annotated[

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
+from txl_dist.errors import CheckpointError
 
 COPY_FROM_URL = "Copy it to this machine with the store's own tools, and give the path of the copy."
 COPY_TO_URL = "Give a local directory, and copy it there with the store's own tools."
@@ -33,4 +34,14 @@ def local_path_parser(advice: str = COPY_FROM_URL) -> Callable[[str], Path]:
     def path(text: str) -> Path:  # Typer shows this function's name in --help, as PATH.
         return Path(require_local(text, advice))
 
+    return path
+
+
+def checkpoint_path(text: str) -> Path:
+    """A `parser=` for typer: a local path that exists. Raises CheckpointError, before a command
+    imports torch.
+    """
+    path = Path(require_local(text))
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a run directory or a checkpoint in it")
     return path

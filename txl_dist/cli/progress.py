@@ -2,16 +2,22 @@
 
     run_progress     training: the log lines of rank 0, on standard output
     chunk_progress   attention: chunks done, on standard error, terminals only
-    running          work without steps: a spinner on standard error, terminals only
+    running          work without steps, on standard error: a spinner, or lines
 
 `work_progress.py` has that of work in bytes or tokens. rich is imported only where a display is
 drawn: `txl --help` imports these modules.
 """
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+FIRST_LINE_SECONDS = 1.5
+"""Work that takes less is not named where output is plain lines."""
+SILENT_SECONDS = 4.0
+"""Longest time without a line after that."""
 BAR_COLUMNS = 20
 COLUMNS_WITH_BAR = 100
 """The step bar is left out on terminals with fewer columns: the step line needs the space."""
@@ -78,11 +84,41 @@ def chunk_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def running(text: str, *, quiet: bool) -> Iterator[None]:
-    """Show `text` while the context is open."""
-    if quiet or not sys.stderr.isatty():
+    """Show `text` while the context is open. Elsewhere than on a terminal, work that takes longer
+    than FIRST_LINE_SECONDS is named by a line, which is repeated every few seconds with the time.
+    """
+    if quiet:
         yield
+        return
+    if not sys.stderr.isatty():
+        with _repeated(text):
+            yield
         return
     from rich.console import Console
 
     with Console(stderr=True).status(text):
         yield
+
+
+@contextmanager
+def _repeated(text: str) -> Iterator[None]:
+    begin, ended = time.monotonic(), threading.Event()
+
+    def repeat() -> None:
+        if not ended.wait(FIRST_LINE_SECONDS):
+            _print_line(text)
+            while not ended.wait(SILENT_SECONDS):
+                _print_line(f"{text}: {time.monotonic() - begin:.0f} s")
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _print_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")  # one call, so lines of two threads are not mixed
+    sys.stderr.flush()

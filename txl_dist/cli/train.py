@@ -84,6 +84,7 @@ def train(
     from txl_dist.runtime.torchrun import is_torchrun
     from txl_dist.training.job import TrainJob
 
+    rank_range = RankRange.parse(ranks or "1")
     job = TrainJob(
         config=load_run_config(config, overrides or []),
         resume=resume,
@@ -100,7 +101,7 @@ def train(
             job,
             config,
             on=on or "ray",
-            ranks=RankRange.parse(ranks or "1"),
+            ranks=rank_range,
             max_restarts=max_restarts,
             dry_run=dry_run,
             quiet=quiet,
@@ -125,6 +126,8 @@ def _launch(
     from txl_dist.training.duration import resolve_duration
     from txl_dist.training.run_directory import RunDirectory
 
+    if not (quiet or dry_run):
+        print(f"checking {config} and its data", flush=True)
     if stray := stray_variables():
         print(
             f"ignored {', '.join(stray)} of the environment: torchrun did not set them",
@@ -155,6 +158,8 @@ def _launch(
 
 def _require_known_settings(job: "TrainJob") -> None:
     """Raises ConfigError if `--allow-change` names a setting that does not exist."""
+    if not job.allow_change:
+        return
     from txl_dist.config.config_file import flatten_config
     from txl_dist.errors import ConfigError
     from txl_dist.training.compatibility import MIXTURE

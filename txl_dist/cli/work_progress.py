@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from data_pipeline.processes.workers import Workers
 
-_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LINES = 4.0
 _SECONDS_BETWEEN_WORKERS = 30.0
 """Where output is plain lines: between the lists of workers."""
 _MAX_WORKERS = 12
@@ -109,6 +109,7 @@ def _lines(unit: WorkUnit, workers: "Workers | None") -> Iterator[Callable[[str,
     def print_workers() -> None:
         while not ended.wait(1.0):
             printer.show_workers(workers)
+            printer.repeat()
 
     thread = threading.Thread(target=print_workers, name="progress", daemon=True)
     thread.start()
@@ -139,6 +140,7 @@ class _LinePrinter:
         self._unit = unit
         self._phase, self._phase_start, self._first_done = "", 0.0, 0
         self._begin = self._last_line = self._last_workers = time.monotonic()
+        self._last_print, self._amount = self._begin, ""
 
     def show(self, phase: str, done: int, total: int) -> None:
         """A callback like that of `work_progress`."""
@@ -146,6 +148,10 @@ class _LinePrinter:
         # While `done` does not change, only finished units are looked up: that time is not work.
         if phase != self._phase or done == self._first_done:
             self._phase, self._phase_start, self._first_done = phase, seconds, done
+        if total:
+            self._amount = (
+                f"{unit.show(done)} of {unit.show(total)} {unit.name} ({done / total:.0%})"
+            )
         if seconds - self._last_line < _SECONDS_BETWEEN_LINES or not total:
             return
         self._last_line = seconds
@@ -153,10 +159,17 @@ class _LinePrinter:
         if done > self._first_done and seconds > self._phase_start:
             rate = (done - self._first_done) / (seconds - self._phase_start)
             speed = f", {unit.show(rate)} {unit.name}/s, {(total - done) / rate:,.0f} s left"
-        self._print(
-            f"{phase}: {unit.show(done)} of {unit.show(total)} {unit.name} ({done / total:.0%})"
-            f"{speed}"
-        )
+        self._print(f"{phase}: {self._amount}{speed}")
+
+    def repeat(self) -> None:
+        """Print the last amount again if no line was printed for some seconds.
+
+        While all workers are busy with long units, `show` is not called.
+        """
+        seconds = time.monotonic()
+        if seconds - self._last_print >= _SECONDS_BETWEEN_LINES:
+            phase = f"{self._phase}: {self._amount}" if self._amount else "starting"
+            self._print(f"{phase}, {seconds - self._begin:.0f} s")
 
     def show_workers(self, workers: "Workers") -> None:
         """Print what the workers are doing, or wait for, if the last list is old enough."""
@@ -173,5 +186,6 @@ class _LinePrinter:
             self._print(f"  {line}")
 
     def _print(self, line: str) -> None:
+        self._last_print = time.monotonic()
         sys.stderr.write(f"{line}\n")  # one call, so lines of two threads are not mixed
         sys.stderr.flush()

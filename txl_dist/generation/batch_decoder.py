@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from txl_dist.config.run_config import Precision
-from txl_dist.generation.sampling import Sampling, next_token
+from txl_dist.generation.options import Sampling
+from txl_dist.generation.sampling import next_tokens
+from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 
@@ -60,6 +62,8 @@ class BatchDecoder:
         """Tokens of each lane that the model has not read."""
         self._num_read = [0] * len(prompts)
         self._cache = model.empty_kv_cache(len(prompts))
+        self._has_token_step = TokenStep.supports(model)
+        self._token_step: TokenStep | None = None
 
     def draw(self) -> list[int]:
         """Read what is pending, and draw one token per lane."""
@@ -68,10 +72,7 @@ class BatchDecoder:
             has_begun = [self._num_segments(tokens) == longest for tokens in self._pending]
             self._read([self._tgt_len * begun for begun in has_begun])
         logits_BV = self._logits(self._read([len(tokens) for tokens in self._pending]))
-        drawn = [
-            next_token(logits_V, self._sampling, generator)
-            for logits_V, generator in zip(logits_BV, self._generators, strict=True)
-        ]
+        drawn = next_tokens(logits_BV, self._sampling, self._generators)
         for tokens, token in zip(self._pending, drawn, strict=True):
             tokens.append(token)
             del tokens[: -self._tgt_len]
@@ -89,18 +90,30 @@ class BatchDecoder:
 
     def _read(self, lengths: Sequence[int]) -> Tensor:
         """Read the first `lengths` pending tokens; the last layer's output after them, [B, D]."""
+        if self._has_token_step and set(lengths) == {1}:
+            return self._read_one_token()
         num_tokens = max(self._min_tokens, *lengths)
         input_BT = torch.zeros((len(lengths), num_tokens), dtype=torch.long)
         for row, length, tokens in zip(input_BT, lengths, self._pending, strict=True):
             row[:length] = torch.tensor(tokens[:length])
         age_BT = torch.tensor(self._num_read)[:, None] + torch.arange(num_tokens)
-        with torch.no_grad(), autocast(self._precision, self._device):
+        with torch.inference_mode(), autocast(self._precision, self._device):
             hidden_BTD, _ = self._model.hidden(
                 input_BT.to(self._device), age_BT.to(self._device), self._cache
             )
         self._advance(lengths, num_tokens)
         last_B = torch.tensor([max(length - 1, 0) for length in lengths])
         return hidden_BTD[torch.arange(len(lengths)), last_B]
+
+    def _read_one_token(self) -> Tensor:
+        """`_read` if every lane reads one token."""
+        token_B = torch.tensor([tokens[0] for tokens in self._pending], device=self._device)
+        with torch.inference_mode(), autocast(self._precision, self._device):
+            if self._token_step is None:
+                self._token_step = TokenStep(self._model, self._cache)
+            hidden_BD = self._token_step(token_B, self._num_read)
+        self._advance([1] * len(self._pending), 1)
+        return hidden_BD
 
     def _advance(self, lengths: Sequence[int], num_tokens: int) -> None:
         """Record that the lanes have read `lengths` tokens of a segment of `num_tokens`."""
@@ -117,5 +130,5 @@ class BatchDecoder:
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
         """Logits [B, V] of the next tokens, on the CPU."""
-        with torch.no_grad(), autocast(self._precision, self._device):
-            return self._model.logits(hidden_BD[:, None])[:, 0].cpu()
+        with torch.inference_mode(), autocast(self._precision, self._device):
+            return self._model.logits(hidden_BD).cpu()

@@ -12,26 +12,11 @@ from typing import Literal
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config.run_config import Precision
 from txl_dist.generation.batch_decoder import BatchDecoder
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.options import Sampling, TextLimits
 from txl_dist.generation.text import StopStrings, TextDecoder
 from txl_dist.model.transformer_xl import TransformerXL
 
 DEFAULT_BATCH_SIZE = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextLimits:
-    """Where a generated text ends, if not at the end of its document."""
-
-    max_tokens: int
-    stop: tuple[str, ...] = ()
-    """Stop strings: the text ends before the first of them."""
-    stop_tokens: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
-        StopStrings(self.stop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

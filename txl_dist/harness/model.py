@@ -15,8 +15,7 @@ from txl_dist.cli.workers import open_workers
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.generation.generate import TextLimits
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.options import Sampling, TextLimits
 from txl_dist.harness.arguments import (
     Mode,
     at_least,

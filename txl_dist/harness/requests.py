@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 
 from txl_dist.checkpoint.reader import Weights
 from txl_dist.config.run_config import Precision
-from txl_dist.generation.generate import TextLimits
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.options import Sampling, TextLimits
 
 R = TypeVar("R", "ScoringRequest", "GenerationRequest")
 

@@ -21,6 +21,7 @@ from txl_dist.doctor.finding import Finding
 from txl_dist.doctor.request import DoctorRequest, check_this_machine
 from txl_dist.errors import ConfigError, TxlError, error_from_json
 from txl_dist.launch.launch_files import LaunchFiles
+from txl_dist.launch.launch_output import LaunchOutput
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.supervision import (
     RankEnd,
@@ -84,9 +85,11 @@ class ProcessLauncher:
         budget = RestartBudget(max_restarts or 0)
         with ExitStack() as stack:
             stack.callback(files.remove)
-            log_of_rank_0 = stack.enter_context(LogFollower(directory.log(0), on_line))
+            output = LaunchOutput(on_line)
+            follower = LogFollower(directory.log(0), output.print_log_line)
+            log_of_rank_0 = stack.enter_context(follower)
             signals = stack.enter_context(StopSignals())
-            while failure := _run_ranks(job, directory, files, num_ranks, signals, on_line):
+            while failure := _run_ranks(job, directory, files, num_ranks, signals, output):
                 if not failure.can_restart or budget.max_restarts == 0:
                     raise failure.error
                 newest_step = directory.checkpoints.newest_step()
@@ -94,7 +97,9 @@ class ProcessLauncher:
                     raise budget.exhausted_error(failure.event, directory) from failure.error
                 job = files.job_after_restart(job)
                 log_of_rank_0.flush()  # what rank 0 says about the failure comes first
-                on_line(restart_line(failure, budget, newest_step=newest_step, resume=job.resume))
+                output.print(
+                    restart_line(failure, budget, newest_step=newest_step, resume=job.resume)
+                )
                 _wait_before_restart(restart_delay_seconds(budget.num_failures), signals)
 
     def workers(
@@ -136,12 +141,15 @@ def _run_ranks(
     files: LaunchFiles,
     num_ranks: int,
     signals: StopSignals,
-    on_line: OnLine,
+    output: LaunchOutput,
 ) -> RunFailure | None:
     """Start all ranks and wait until they have ended; returns why they failed."""
+    output.begin_ranks()
+    ranks = "1 rank starts" if num_ranks == 1 else f"{num_ranks} ranks start"
+    output.print(f"{ranks} on this machine; logs: {directory.logs}")
     with _start_ranks(job, directory, num_ranks) as processes:
         grace_seconds = job.config.training.grace_seconds
-        ends = _wait(processes, signals, files, grace_seconds=grace_seconds, on_line=on_line)
+        ends = _wait(processes, signals, files, grace_seconds=grace_seconds, output=output)
     return failure_of(ends, stop_requested=bool(signals), directory=directory)
 
 
@@ -187,7 +195,7 @@ def _wait(
     files: LaunchFiles,
     *,
     grace_seconds: float,
-    on_line: OnLine,
+    output: LaunchOutput,
 ) -> list[RankEnd]:
     """Wait for all ranks. Pass a stop request on once; kill the ranks that do not end in time."""
     deadline, is_forwarded = math.inf, False
@@ -195,7 +203,7 @@ def _wait(
     while running := {n: process for n, process in enumerate(processes) if process.poll() is None}:
         if signals and not is_forwarded:
             is_forwarded = True
-            on_line(STOPPING)
+            output.print(STOPPING)
             for process in running.values():
                 process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds + STOP_MARGIN_SECONDS
@@ -209,6 +217,8 @@ def _wait(
             hung |= running.keys()
             for process in running.values():
                 process.kill()
+        if output.status_is_due:
+            output.print_wait()
         time.sleep(POLL_SECONDS)
     return [
         RankEnd(rank, process.wait(), _error_of_rank(process), rank in hung)

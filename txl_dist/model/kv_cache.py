@@ -49,10 +49,12 @@ class LayerKVCache:
         mem_len, tgt_len = self._shape[2], k_HBTK.shape[2]
         keys, values = self._buffers_for(tgt_len, like=k_HBTK)
         start, new = self._start, self._start + mem_len
-        keys[:, :, new : new + tgt_len] = k_HBTK
-        values[:, :, new : new + tgt_len] = v_HBTK
+        # `narrow` takes half the time of a slice, which matters for a single token.
+        keys.narrow(2, new, tgt_len).copy_(k_HBTK)
+        values.narrow(2, new, tgt_len).copy_(v_HBTK)
         self._start += tgt_len
-        return keys[:, :, start : new + tgt_len], values[:, :, start : new + tgt_len]
+        num_keys = mem_len + tgt_len
+        return keys.narrow(2, start, num_keys), values.narrow(2, start, num_keys)
 
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> None:
         """See `KVCache.select`."""

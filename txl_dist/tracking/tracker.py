@@ -28,8 +28,9 @@ from txl_dist.tracking.state import (
 if TYPE_CHECKING:
     from txl_dist.config.run_config import RunConfig
 
-CLOSE_SECONDS = 5.0
-"""How long the end of a run waits for the sender, which then continues without training."""
+CLOSE_SECONDS = 1.5
+"""How long the end of a run waits for the sender, which then continues without training. A server
+that has everything but the last lines takes less; a database that does not exist yet takes more."""
 MAX_STARTS = 4
 """The sender is started at most this often: the first time, and again whenever it dies."""
 

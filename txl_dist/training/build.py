@@ -8,6 +8,7 @@ of them in this order.
     build_reporting.py     utilisation, tracker, report, profiler
 """
 
+import logging
 from contextlib import ExitStack
 
 from txl_dist.runtime.fault_injection import fault_point
@@ -44,6 +45,8 @@ from txl_dist.training.statistics import WeightStatistics
 from txl_dist.training.token_count import count_tokens
 from txl_dist.training.worker_evaluation import build_worker_evaluation
 
+log = logging.getLogger(__name__)
+
 LOCK_TIMEOUT_SECONDS = 30.0
 """After a failure Ray may start a new rank 0 shortly before the old one has released the lock."""
 
@@ -66,6 +69,7 @@ def build_trainer(
     written_config = job.config
     job = job.model_copy(update={"config": resolve_duration(job.config, data.plan)})
     world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
+    log.info("%d of %d ranks are up", world.num_ranks, world.num_ranks)
     require_same_job(job.config, data, world)
     lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
     world.run_on_rank_zero(lambda: stack.enter_context(lock))
@@ -87,6 +91,7 @@ def build_trainer(
     rank = RankContext(job, world, directory, stack, data, config, written_config, open_workers)
     fault_point("engine")
     step = build_step(rank)
+    log.info("the model is built")
     if point is not None:
         restore(point, config, step.engine, step)
     if config.training.statistics_interval_steps is not None:

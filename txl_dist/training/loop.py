@@ -163,6 +163,8 @@ class Trainer:
         self._activity.enter(Span.DATA_WAIT)
         segment = next(self.segments)
         self._activity.enter(Span.OTHER)
+        if self._activity.num_steps == 0:
+            self.report.event("first batch")
         self.report.data_wait(time.monotonic() - start)
         return segment
 

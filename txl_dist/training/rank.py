@@ -69,6 +69,7 @@ def train_rank(
         ) as deadline,
     ):
         try:
+            log.info("rank %d is up", world.rank)
             state, is_finished = _train(job, world, directory, stop, deadline, open_workers)
             while not is_finished:
                 # Settings change after this step (`training.changes`): resume from its checkpoint.

@@ -17,8 +17,8 @@ from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.push import push_dataset
 from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # noqa: F401 - fixtures
 from tests.data_pipeline.preparation.preparing import StopsAfter, prepare
-from tests.support.commands import ENVIRONMENT
-from txl_dist.cli import work_progress
+from tests.support.commands import ENVIRONMENT, wait_until
+from txl_dist.cli import progress, work_progress
 
 MIB = 2**20
 
@@ -141,6 +141,44 @@ def test_work_that_waits_for_workers_says_so_without_a_terminal(
         "scoring: 100 of 400 tokens (25%)",
         "scoring: 300 of 400 tokens (75%), 20 tokens/s, 5 s left",
     ]
+
+
+def test_the_last_amount_is_repeated_after_a_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = 100.0
+    monkeypatch.setattr(work_progress.time, "monotonic", lambda: clock)
+    printer = work_progress._LinePrinter(work_progress.TOKENS)
+    for clock in (101.0, 104.5):  # noqa: B007
+        printer.repeat()
+    printer.show("scoring", 100, 400)
+    for clock in (106.0, 109.0):  # noqa: B007
+        printer.repeat()
+    assert capsys.readouterr().err.splitlines() == [
+        "starting, 4 s",
+        "scoring: 100 of 400 tokens (25%)",
+        "scoring: 100 of 400 tokens (25%), 9 s",
+    ]
+
+
+def test_work_without_steps_is_named_when_output_is_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 0)
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.01)
+    lines = ""
+
+    def is_repeated() -> bool:
+        nonlocal lines
+        lines += capsys.readouterr().err
+        return lines.startswith("loading\nloading: 0 s\n")
+
+    with progress.running("loading", quiet=False):
+        wait_until(is_repeated)
+    monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 600)
+    with progress.running("short work", quiet=False), progress.running("quiet", quiet=True):
+        pass
+    assert "work" not in capsys.readouterr().err
 
 
 def test_finished_units_do_not_count_as_work(tmp_path: Path) -> None:

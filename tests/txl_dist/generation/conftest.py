@@ -7,11 +7,11 @@ from txl_dist.generation import batch_decoder
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Records the logits [V] that each token is sampled from."""
-    seen, next_token = [], batch_decoder.next_token
+    seen, next_tokens = [], batch_decoder.next_tokens
 
-    def recording_next_token(logits_V: Tensor, *how) -> int:
-        seen.append(logits_V)
-        return next_token(logits_V, *how)
+    def recording_next_tokens(logits_BV: Tensor, *how) -> list[int]:
+        seen.extend(logits_BV)
+        return next_tokens(logits_BV, *how)
 
-    monkeypatch.setattr(batch_decoder, "next_token", recording_next_token)
+    monkeypatch.setattr(batch_decoder, "next_tokens", recording_next_tokens)
     return seen

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import random_text, small_model
 from txl_dist.generation.batch_decoder import BatchDecoder
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.options import Sampling
 from txl_dist.model.transformer_xl import TransformerXL
 
 TGT_LEN = 4

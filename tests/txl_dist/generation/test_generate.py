@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from tests.support.small_models import VOCAB_SIZE, random_text, read_stream, small_model
 from txl_dist.generation.generate import generate_tokens
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.options import Sampling
 from txl_dist.model.transformer_xl import TransformerXL
 
 TGT_LEN = 4

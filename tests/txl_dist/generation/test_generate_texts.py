@@ -11,12 +11,11 @@ from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
 from tests.support.small_models import small_model
 from txl_dist.generation.generate import (
     GeneratedText,
-    TextLimits,
     generate_texts,
     generate_tokens,
     prompt_tokens,
 )
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.options import Sampling, TextLimits
 from txl_dist.generation.text import stream_text
 from txl_dist.model.transformer_xl import TransformerXL
 

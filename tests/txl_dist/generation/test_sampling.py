@@ -6,14 +6,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from txl_dist.generation.sampling import Sampling, next_token
+from txl_dist.errors import TxlError
+from txl_dist.generation.options import Sampling
+from txl_dist.generation.sampling import next_tokens
 
 logits = st.lists(st.one_of(st.floats(-8, 8), st.sampled_from([0.0, 1.0])), min_size=1, max_size=9)
 
 
 def sample(logits_V: Tensor, sampling: Sampling, num_samples: int = 60) -> list[int]:
     generator = torch.Generator().manual_seed(0)
-    return [next_token(logits_V, sampling, generator) for _ in range(num_samples)]
+    draws = (next_tokens(logits_V[None], sampling, [generator]) for _ in range(num_samples))
+    return [token for (token,) in draws]
 
 
 @settings(max_examples=50, deadline=None)
@@ -69,6 +72,38 @@ def test_top_p_is_taken_after_temperature_and_top_k() -> None:
     hot = Sampling(temperature=100.0, top_p=0.5)  # nearly a quarter each
     assert set(sample(logits_V, hot)) <= {0, 1, 2}
     assert {0, 1} <= set(sample(logits_V, hot))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=5, top_p=0.9)])
+def test_every_lane_draws_as_torch_multinomial_does_with_its_generator(sampling: Sampling) -> None:
+    """So the texts of a seed are those of earlier versions."""
+    logits_BV = torch.randn(3, 41, generator=torch.Generator().manual_seed(1))
+    generators = [torch.Generator().manual_seed(seed) for seed in (7, 7, 8)]
+    draws = [next_tokens(logits_BV, sampling, generators) for _ in range(5)]
+    for lane, seed in enumerate((7, 7, 8)):
+        generator = torch.Generator().manual_seed(seed)
+        probability_V = _tempered(logits_BV[lane], sampling)
+        expected = [int(torch.multinomial(probability_V, 1, generator=generator)) for _ in draws]
+        assert [drawn[lane] for drawn in draws] == expected
+
+
+def _tempered(logits_V: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities after top-k, temperature and top-p, one lane at a time."""
+    scaled_V = (logits_V.double() - logits_V.max()) / sampling.temperature
+    if sampling.top_k:
+        scaled_V[logits_V < logits_V.sort().values[-sampling.top_k]] = -torch.inf
+    probability_V = scaled_V.softmax(-1)
+    if sampling.top_p:
+        ordered_V, token_V = probability_V.sort(descending=True)
+        is_dropped_V = ordered_V.cumsum(-1) - ordered_V >= sampling.top_p
+        probability_V[token_V[is_dropped_V]] = 0
+    return probability_V
+
+
+@pytest.mark.parametrize("logit", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_refused(logit: float) -> None:
+    with pytest.raises(TxlError, match="not finite"):
+        sample(torch.tensor([0.0, logit]), Sampling())
 
 
 @pytest.mark.parametrize(

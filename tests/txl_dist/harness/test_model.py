@@ -15,8 +15,8 @@ from tests.txl_dist.harness.small_harness_models import TGT_LEN, export, request
 from txl_dist.convert.single_file import Reading, write_exported
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError, ConfigError, DataError
-from txl_dist.generation.generate import TextLimits, generate_texts
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.generate import generate_texts
+from txl_dist.generation.options import Sampling, TextLimits
 from txl_dist.harness import model as adapter_module
 from txl_dist.harness.model import TransformerXLModel
 

@@ -18,7 +18,7 @@ from txl_dist.config.config_file import default_settings
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.generation.generate import generate_tokens
-from txl_dist.generation.sampling import Sampling
+from txl_dist.generation.options import Sampling
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
@@ -201,7 +201,7 @@ def test_a_score_is_fp32_by_default_and_records_its_precision(dataset: Path, run
     scored = []
     for options in ((), ("--precision", "fp32"), ("--precision", "bf16")):
         command = ["eval", str(run), str(dataset), "--tgt-len", "64", "--json", *options]
-        scored.append(json.loads(CliRunner().invoke(app, command).output))
+        scored.append(json.loads(CliRunner().invoke(app, command).stdout))
     plain, fp32, bf16 = scored
     assert plain == fp32
     assert (fp32["precision"], bf16["precision"]) == ("fp32", "bf16")

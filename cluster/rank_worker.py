@@ -1,0 +1,71 @@
+"""One rank inside a Ray worker: what Ray Train calls (`ray_train.py`)."""
+
+import os
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.placement import num_threads
+from cluster.workers import RayWorkers
+from txl_dist.checkpoint.attempts import FOLDER, newest_record
+from txl_dist.errors import DivergedError, FencedError, LostRankError, PreemptedError, TxlError
+from txl_dist.launch.launch_files import LaunchFiles, RankLocation
+from txl_dist.runtime.world import World
+from txl_dist.training.job import TrainJob
+from txl_dist.training.rank import train_rank
+from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.scoring_worker import LoggedWorkers
+
+
+def train_loop(settings: dict[str, Any]) -> None:
+    """One rank, inside a Ray worker. An error that is raised makes Ray end all ranks."""
+    import ray.train
+
+    os.chdir(settings["working_directory"])  # the config may have relative paths
+    context = ray.train.get_context()
+    world = World(context.get_world_rank(), context.get_world_size(), context.get_local_rank())
+    job = TrainJob.from_json(settings["job"])
+    node_id = ray.get_runtime_context().get_node_id()
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
+    torch.set_num_threads(
+        num_threads(
+            ranks_on_node=context.get_local_world_size(),
+            cpus_per_rank=job.config.ray.cpus_per_rank,
+            ray_cpus=node["Resources"].get("CPU", 0.0),
+        )
+    )
+    directory = RunDirectory(job.run_path)
+    files = LaunchFiles(directory.path, job.launch_id)
+    location = RankLocation(node_id, ray.util.get_node_ip_address(), os.getpid())
+    files.write_location(world.rank, location)
+    try:
+        train_rank(
+            files.job_after_restart(job),
+            world,
+            report_stop=partial(files.write_error, world.rank),
+            open_workers=partial(_scoring_actor, settings["address"]),
+        )
+    except LostRankError:
+        raise  # caused by another rank; a restart can help
+    except FencedError as error:
+        # A rank that was cut off may be fenced by the ranks that have replaced it in this launch.
+        newest = newest_record(directory.path / FOLDER)
+        if newest is None or newest.launch_id != job.launch_id:
+            files.write_error(world.rank, error)
+        raise
+    except TxlError as error:
+        with suppress(OSError):  # a full disk; Ray then transports the error itself
+            files.write_error(world.rank, error)
+        # If only this rank failed, raising makes Ray end the other ranks. Stops and divergence end
+        # all ranks at the same step instead.
+        if not isinstance(error, PreemptedError | DivergedError):
+            raise
+
+
+def _scoring_actor(address: str | None, log: Path) -> LoggedWorkers:
+    """The actor of `evaluation.on: workers`, with a CPU, or a GPU if the ranks have GPUs."""
+    actor = RayWorkers(1, address=address, use_gpus=torch.cuda.is_available(), is_connected=True)
+    return LoggedWorkers(actor, log)

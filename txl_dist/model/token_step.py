@@ -1,0 +1,177 @@
+"""One token per lane: the model's forward without what does not depend on the token.
+
+`TransformerXL.hidden` computes segments of any length. In generation almost every segment is one
+token, whose products are small, so that other operations take much of the time. `TokenStep`
+computes such a segment with fewer of them (docs/decisions/0042-one-token-at-a-time.md). Between
+tokens it keeps
+
+- the keys and values of the memory (`KVCache`),
+- per layer: weights, and the distance terms arranged for a single query (`_QueryTerms`),
+- the mask of lanes whose memory is full, which is the same for every later token.
+
+Results equal those of `TransformerXL.hidden` with the form of attention `biased`, bit for bit.
+Gradients, dropout and models without memory are not supported.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+
+from txl_dist.model.distance_scores import cast_like
+from txl_dist.model.encodings import DistanceTerms, apply_rotary
+from txl_dist.model.kv_cache import KVCache, LayerKVCache
+from txl_dist.model.layers import Layer
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.visibility import mask_scores, visible_keys
+
+# Shapes: B lanes, M memory tokens, S = M + 1 keys, D d_model, H heads, K d_head, X = H K
+
+
+class TokenStep:
+    """step(token_B, ages) -> the last layer's output [B, D]; stores the token in `cache`.
+
+    Create it in the autocast context in which it is called, after the model's last change of
+    weights, dtype or device. `ages` are the ages of the tokens (visibility.py).
+    """
+
+    def __init__(self, model: TransformerXL, cache: KVCache) -> None:
+        if not self.supports(model):
+            raise ValueError("TokenStep needs a memory, and attention=auto or biased")
+        self._model, self._mem_len = model, cache.mem_len
+        config, like = model.config, model.table.weights[0]
+        self._same_length = config.same_length
+        prepared = model.encoding.prepare(config, cache.mem_len + 1, like, lambda x: x)
+        shared = (model.content_bias_HK, model.distance_bias_HK) if config.shares_biases else None
+        self._layers = []
+        for layer, layer_cache in zip(model.layers, cache.layers, strict=True):
+            assert isinstance(layer, Layer)
+            make = partial(layer.attention.distances, prepared, shared)
+            terms = layer_cache.terms(cache.mem_len + 1, make)
+            self._layers.append(_LayerStep(layer, layer_cache, terms))
+        full_mask_B1S = self._compute_mask([cache.mem_len], like)
+        # Without other scores to add, a mask of zeros makes scaled_dot_product_attention take the
+        # same kernel as in segments.
+        is_needed = full_mask_B1S.any() or not config.encoding.multiplies_distances
+        self._full_mask_B1S = full_mask_B1S if is_needed else None
+        """The mask with a full memory; None if it hides nothing."""
+
+    @staticmethod
+    def supports(model: TransformerXL) -> bool:
+        """Whether the model can be computed one token at a time, in the form `biased`."""
+        return model.config.mem_len > 0 and model.config.attention in ("auto", "biased")
+
+    def __call__(self, token_B: Tensor, ages: Sequence[int]) -> Tensor:
+        x_BD: Tensor = self._model.table(token_B)
+        if min(ages) >= self._mem_len:
+            mask_B1S = self._full_mask_B1S
+        else:
+            mask_B1S = self._compute_mask(ages, x_BD)
+        for layer in self._layers:
+            x_BD = layer(x_BD, mask_B1S)
+        return x_BD
+
+    def _compute_mask(self, ages: Sequence[int], like: Tensor) -> Tensor:
+        age_B1 = torch.tensor(ages, device=like.device)[:, None]
+        visible_B1S = visible_keys(age_B1, mem_len=self._mem_len, same_length=self._same_length)
+        return mask_scores(visible_B1S, like.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryTerms:
+    """DistanceTerms for one query per lane, in the dtype of the queries."""
+
+    content_bias_H1K: Tensor | None
+    distance_bias_H1K: Tensor | None
+    """v, scaled as the queries are."""
+    distance_HKS: Tensor | None
+    score_H1S: Tensor | None
+    rotary_SK: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, terms: DistanceTerms, q_HBK: Tensor) -> "_QueryTerms":
+        u_HK, v_HK = (
+            cast_like(terms.content_bias_HK, q_HBK),
+            cast_like(terms.distance_bias_HK, q_HBK),
+        )
+        r_HSK, b_HS = cast_like(terms.distance_HSK, q_HBK), cast_like(terms.score_HS, q_HBK)
+        return cls(
+            content_bias_H1K=None if u_HK is None else u_HK[:, None],
+            distance_bias_H1K=None if v_HK is None else (v_HK * q_HBK.shape[-1] ** -0.5)[:, None],
+            distance_HKS=None if r_HSK is None else r_HSK.transpose(1, 2),
+            score_H1S=None if b_HS is None else b_HS[:, None],
+            rotary_SK=terms.rotary_SK,
+        )
+
+
+class _LayerStep:
+    """`Layer` for one token per lane: (x_BD, mask_B1S or None) -> the next layer's input [B, D].
+
+    Holds the weights themselves: an attribute of a module takes as long as a small operation.
+    """
+
+    def __init__(self, layer: Layer, cache: LayerKVCache, terms: DistanceTerms) -> None:
+        attention, feed_forward = layer.attention, layer.feed_forward
+        self._pre_lnorm, self._heads = layer.pre_lnorm, attention.heads
+        self._cache, self._terms = cache, terms
+        self._query_terms: _QueryTerms | None = None
+        self._query, self._key_value = attention.query.weight, attention.key_value.weight
+        self._out = attention.out.weight
+        self._up = feed_forward.up.weight, feed_forward.up.bias
+        self._down = feed_forward.down.weight, feed_forward.down.bias
+        self._attention_norm, self._feed_forward_norm = (
+            (norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+            for norm in (layer.attention_norm, layer.feed_forward_norm)
+        )
+
+    def __call__(self, x_BD: Tensor, mask_B1S: Tensor | None) -> Tensor:
+        if self._pre_lnorm:
+            x_BD = x_BD + self._attend(layer_norm(x_BD, *self._attention_norm), mask_B1S)
+            return x_BD + self._feed_forward(layer_norm(x_BD, *self._feed_forward_norm))
+        x_BD = layer_norm(x_BD + self._attend(x_BD, mask_B1S), *self._attention_norm)
+        return layer_norm(x_BD + self._feed_forward(x_BD), *self._feed_forward_norm)
+
+    def _feed_forward(self, x_BD: Tensor) -> Tensor:
+        return linear(linear(x_BD, *self._up).relu_(), *self._down)
+
+    def _attend(self, x_BD: Tensor, mask_B1S: Tensor | None) -> Tensor:
+        num_lanes, (num_heads, d_head) = len(x_BD), self._heads
+        q_HBK = linear(x_BD, self._query).view(num_lanes, num_heads, d_head).transpose(0, 1)
+        key_value_B2H1K = linear(x_BD, self._key_value).view(num_lanes, 2, num_heads, 1, d_head)
+        k_HBSK, v_HBSK = self._cache.append(*key_value_B2H1K.permute(1, 2, 0, 3, 4).unbind())
+        if self._query_terms is None:
+            self._query_terms = _QueryTerms.of(self._terms, q_HBK)
+        terms = self._query_terms
+        if terms.rotary_SK is not None:
+            q_HBK = apply_rotary(q_HBK.unsqueeze(2), terms.rotary_SK).squeeze(2)
+            k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
+        bias_HB1S = self._score_bias(q_HBK, terms, mask_B1S)
+        u_H1K = terms.content_bias_H1K
+        query_HB1K = (q_HBK if u_H1K is None else q_HBK + u_H1K).unsqueeze(2)
+        mixed_HB1K = scaled_dot_product_attention(query_HB1K, k_HBSK, v_HBSK, attn_mask=bias_HB1S)
+        return linear(mixed_HB1K.squeeze(2).transpose(0, 1).reshape(num_lanes, -1), self._out)
+
+    def _score_bias(
+        self, q_HBK: Tensor, terms: _QueryTerms, mask_B1S: Tensor | None
+    ) -> Tensor | None:
+        """What is added to the content scores, [H, B or 1, 1, S]; None if that is nothing."""
+        score_HBS = terms.score_H1S
+        if terms.distance_HKS is not None:
+            product_HBS = torch.bmm(_scaled(q_HBK, terms.distance_bias_H1K), terms.distance_HKS)
+            score_HBS = product_HBS if score_HBS is None else product_HBS + score_HBS
+        if mask_B1S is None:
+            return None if score_HBS is None else score_HBS.unsqueeze(2)
+        mask_B1S = mask_B1S.to(q_HBK.dtype)
+        return mask_B1S if score_HBS is None else score_HBS.unsqueeze(2) + mask_B1S
+
+
+def _scaled(q_HBK: Tensor, scaled_bias_H1K: Tensor | None) -> Tensor:
+    """(q + bias) / sqrt(K), contiguous, rounded as `scaled_query` (distance_scores.py) does."""
+    scale = q_HBK.shape[-1] ** -0.5
+    if scaled_bias_H1K is None:
+        return (q_HBK * scale).contiguous()
+    out = torch.empty(q_HBK.shape, dtype=q_HBK.dtype, device=q_HBK.device)
+    return torch.add(scaled_bias_H1K, q_HBK, alpha=scale, out=out)

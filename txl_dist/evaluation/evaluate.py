@@ -69,9 +69,14 @@ class EvaluationResult:
         return replace(self.sums, num_tokens=num_words).perplexity if num_words else None
 
     @property
+    def num_bytes(self) -> float | None:
+        """UTF-8 bytes of the scored text. None for a word model if the text is not known."""
+        return self.text.num_bytes if self.text.is_word_model else self.sums.num_bytes
+
+    @property
     def bits_per_byte(self) -> float | None:
-        """None if there are no bytes. A word model counts those of the text, if it knows them."""
-        num_bytes = self.text.num_bytes if self.text.is_word_model else self.sums.num_bytes
+        """None if the bytes are not known or there are none."""
+        num_bytes = self.num_bytes
         return replace(self.sums, num_bytes=num_bytes).bits_per_byte if num_bytes else None
 
     @property
@@ -88,7 +93,7 @@ class EvaluationResult:
         return {
             "nats": sums.nats,
             "tokens_scored": sums.num_tokens,
-            "bytes_scored": sums.num_bytes,
+            "bytes_scored": self.num_bytes,
             "nats_per_token": sums.nats_per_token,
             "perplexity": _in_range(sums.perplexity),
             "bits_per_token": sums.bits_per_token,

@@ -88,7 +88,7 @@ def _relative_attention(
     from txl_dist.model.triton_launch import forward
 
     outputs = _outputs(q_HBTK)
-    forward(q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_BHTS, *outputs)
+    forward((q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_BHTS), outputs)
     return outputs
 
 
@@ -156,8 +156,8 @@ def _gradients(
     if wants_distance:
         assert distance_HBTS is not None
         d_distance = distance_HBTS.new_empty(distance_HBTS.shape)
-    new_like = (x.new_empty(x.shape) for x in (q_HBTK, k_HBSK, v_HBSK))
-    return (*new_like, d_distance)  # type: ignore[return-value]
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q_HBTK, k_HBSK, v_HBSK))
+    return d_q, d_k, d_v, d_distance
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -29,20 +29,23 @@ class Tiles(NamedTuple):
 
 
 _TILES = {
-    128: Tiles(64, 32, num_warps=4, num_stages=2),  # bf16: d_head up to 64
-    256: Tiles(64, 32, num_warps=8, num_stages=2),  # bf16: 128, fp32: 64
-    512: Tiles(32, 32, num_warps=8, num_stages=1),  # bf16: 256, fp32: 128
+    (2, 64): Tiles(64, 32, num_warps=4, num_stages=2),
+    (2, 128): Tiles(64, 32, num_warps=8, num_stages=2),
+    (2, 256): Tiles(32, 32, num_warps=4, num_stages=1),
+    (4, 64): Tiles(32, 32, num_warps=4, num_stages=2),
+    (4, 128): Tiles(32, 32, num_warps=8, num_stages=1),
 }
+"""By bytes per element and the most channels."""
 
 
-def tiles_of(row_bytes: int) -> Tiles:
-    """The tiles for a row of channels of `row_bytes`.
+def tiles_of(element_bytes: int, block_channels: int) -> Tiles:
+    """The tiles for heads of `block_channels`, padding included.
 
-    Chosen from the compiler's output for sm_80 and sm_90: few or no spilled registers, and shared
+    Chosen from the compiler's report for sm_80 and sm_90: few or no spilled registers, and shared
     memory for two programs per multiprocessor. Never timed on a GPU.
     """
-    for most_bytes, tiles in _TILES.items():
-        if row_bytes <= most_bytes:
+    for (num_bytes, most_channels), tiles in _TILES.items():
+        if num_bytes == element_bytes and block_channels <= most_channels:
             return tiles
     return Tiles(16, 16, num_warps=4, num_stages=1)
 
@@ -52,41 +55,53 @@ def padded_channels(d_head: int) -> int:
     return max(16, triton.next_power_of_2(d_head))
 
 
-def forward(
-    q_HBTK: Tensor,
-    k_HBSK: Tensor,
-    v_HBSK: Tensor,
-    distance_HBTS: Tensor | None,
-    reach_BT: Tensor,
-    keep_BHTS: Tensor | None,
-    mixed_BTHK: Tensor,
-    logsumexp_HBT: Tensor,
-) -> None:
-    """Write the last two: see the operator in triton_attention.py."""
-    call = _Call.of(q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_BHTS)
-    call.launch(forward_kernel, q_HBTK.shape[2], mixed_BTHK, logsumexp_HBT)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
+"""q, k, v, scores by distance, reach and dropout mask: see the operators in triton_attention.py."""
+
+
+def forward(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> None:
+    """Write `outputs`: the weighted sums of values, and the logsumexp."""
+    mixed_BTHK, logsumexp_HBT = _interpretable(outputs)
+    call = _Call.of(*_interpretable(inputs))
+    call.launch(forward_kernel, mixed_BTHK.shape[1], mixed_BTHK, logsumexp_HBT)
+    _copy_back((mixed_BTHK, logsumexp_HBT), outputs)
 
 
 def backward(
     d_mixed_BTHK: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None],
+    inputs: Inputs,
     outputs: tuple[Tensor, Tensor],
     gradients: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Write `gradients`: see the operator in triton_attention.py."""
-    mixed_BTHK, logsumexp_HBT = outputs
-    d_q_HBTK, d_k_HBSK, d_v_HBSK, d_distance = gradients
+    """Write `gradients`: of q, k, v and the scores by distance, which may be empty."""
+    mixed_BTHK, logsumexp_HBT, d_mixed_BTHK = _interpretable((*outputs, d_mixed_BTHK))
+    computed = _interpretable(gradients)
+    d_q_HBTK, d_k_HBSK, d_v_HBSK, d_distance = computed
     mean_HBT = torch.empty_like(logsumexp_HBT)
-    call, (num_queries, num_keys) = _Call.of(*inputs), (d_q_HBTK.shape[2], d_k_HBSK.shape[2])
+    call = _Call.of(*_interpretable(inputs))
     call.launch(
-        query_gradient_kernel, num_queries,
+        query_gradient_kernel, d_q_HBTK.shape[2],
         mixed_BTHK, logsumexp_HBT, d_mixed_BTHK, mean_HBT, d_q_HBTK, d_distance,
         WANTS_DISTANCE_GRADIENT=d_distance.numel() > 0,
     )  # fmt: skip
     call.launch(
-        key_value_gradient_kernel, num_keys,
+        key_value_gradient_kernel, d_k_HBSK.shape[2],
         logsumexp_HBT, d_mixed_BTHK, mean_HBT, d_k_HBSK, d_v_HBSK,
     )  # fmt: skip
+    _copy_back(computed, gradients)
+
+
+def _interpretable(tensors: Any) -> Any:
+    """The same tensors; in fp32 for triton's interpreter, which multiplies bf16 as integers."""
+    if not triton.knobs.runtime.interpret:
+        return tensors
+    return tuple(x.float() if x is not None and x.dtype == torch.bfloat16 else x for x in tensors)
+
+
+def _copy_back(computed: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
+    for source, result in zip(computed, results, strict=True):
+        if source is not result:
+            result.copy_(source)
 
 
 class _Call(NamedTuple):
@@ -145,7 +160,7 @@ class _Call(NamedTuple):
     def launch(self, kernel: Any, num_rows: int, *tensors: Tensor, **constants: Any) -> None:
         """Run a kernel, which divides `num_rows` queries or keys into tiles."""
         q_HBTK = self.tensors[0]
-        tiles = tiles_of(self.constants["BLOCK_K"] * q_HBTK.element_size())
+        tiles = tiles_of(q_HBTK.element_size(), self.constants["BLOCK_K"])
         is_by_key = kernel is key_value_gradient_kernel
         block = tiles.num_keys if is_by_key else tiles.num_queries
         grid = (triton.cdiv(num_rows, block), q_HBTK.shape[0] * q_HBTK.shape[1])

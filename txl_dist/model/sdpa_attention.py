@@ -63,9 +63,9 @@ def _efficient_attention(
     """
     d_head = q_HBTK.shape[-1]
     bias_HBTS = bias_HBTS.expand(*q_HBTK.shape[:3], k_HBSK.shape[2])
-    padded = (pad_channels(x) for x in (q_HBTK, k_HBSK, v_HBSK))
+    q, k, v = pad_channels(q_HBTK), pad_channels(k_HBSK), pad_channels(v_HBSK)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        mixed_HBTK = scaled_dot_product_attention(*padded, attn_mask=bias_HBTS, scale=d_head**-0.5)
+        mixed_HBTK = scaled_dot_product_attention(q, k, v, attn_mask=bias_HBTS, scale=d_head**-0.5)
     return mixed_HBTK[..., :d_head]
 
 

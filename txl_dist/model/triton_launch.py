@@ -22,8 +22,11 @@ from txl_dist.model.triton_kernels import (
 class Tiles(NamedTuple):
     """Size of the tiles of one kernel, and how it runs on a GPU."""
 
-    num_queries: int
-    num_keys: int
+    num_rows: int
+    """Of a program: keys in `key_value_gradient_kernel`, queries in the others. Hopper's matrix
+    instructions need 64."""
+    num_columns: int
+    """Of one iteration of its loop: queries or keys."""
     num_warps: int
     num_stages: int
 
@@ -161,9 +164,10 @@ class _Call(NamedTuple):
         """Run a kernel, which divides `num_rows` queries or keys into tiles."""
         q_HBTK = self.tensors[0]
         tiles = tiles_of(q_HBTK.element_size(), self.constants["BLOCK_K"])
-        is_by_key = kernel is key_value_gradient_kernel
-        block = tiles.num_keys if is_by_key else tiles.num_queries
-        grid = (triton.cdiv(num_rows, block), q_HBTK.shape[0] * q_HBTK.shape[1])
+        blocks = {"BLOCK_T": tiles.num_rows, "BLOCK_S": tiles.num_columns}
+        if kernel is key_value_gradient_kernel:
+            blocks = {"BLOCK_T": tiles.num_columns, "BLOCK_S": tiles.num_rows}
+        grid = (triton.cdiv(num_rows, tiles.num_rows), q_HBTK.shape[0] * q_HBTK.shape[1])
         with torch.cuda.device_of(q_HBTK):
             kernel[grid](
                 *self.tensors,
@@ -171,8 +175,7 @@ class _Call(NamedTuple):
                 *self.numbers,
                 **self.constants,
                 **constants,
-                BLOCK_T=tiles.num_queries,
-                BLOCK_S=tiles.num_keys,
+                **blocks,
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
             )

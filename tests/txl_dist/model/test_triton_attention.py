@@ -31,7 +31,7 @@ from txl_dist.model.visibility import Visibility
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of `Inputs.of`, and the tiles of the kernels: queries by keys."""
+    """Arguments of `Inputs.of`, and the tiles of the kernels: rows by columns (`Tiles`)."""
 
     sizes: tuple[int, int, int, int, int]
     """B, T, M, H, K."""

@@ -8,6 +8,9 @@ from pathlib import Path
 # Before torch is imported, and for every process that tests start: their products are tiny, and
 # threads that wait for each other take most of the time where ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before triton is imported: `attention: triton` runs in triton's interpreter. Set it to 0 to run
+# the kernels on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import settings

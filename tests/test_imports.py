@@ -169,13 +169,16 @@ def test_the_model_imports_torch_and_itself_only() -> None:
         if path.startswith("txl_dist/model/"):
             libraries = top_levels(names) - sys.stdlib_module_names - {"torch", "txl_dist"}
             modules = {name for name in names if name.startswith("txl_dist")}
-            assert not libraries, path
+            # Only there: triton is on machines with GPUs, and takes time to import.
+            kernels = {"txl_dist/model/triton_kernels.py", "txl_dist/model/triton_launch.py"}
+            assert libraries == ({"triton"} if path in kernels else set()), path
             assert all(name.startswith("txl_dist.model") for name in modules), path
 
 
 def test_every_library_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["lm-eval"]]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["lm-eval"], *extras["gpu"]]
     declared = {normal(re.split(r"[^\w.-]", line)[0]) for line in lines}
     used = set().union(*map(top_levels, imports().values()))
     distributions = packages_distributions()

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Reset, Segment, SegmentReader
+from tests.support.attention_forms import TORCH_FORMS
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import OPENER, TextSource, random_corpus
-from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS
+from txl_dist.model.variants import DISTANCE_ENCODINGS
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def with_legal_clamp_len(options: dict) -> dict:
                 "mem_len": st.integers(1, 12),
                 "pre_lnorm": st.booleans(),
                 "same_length": st.booleans(),
-                "attention": st.sampled_from([*ATTENTION_FORMS]),
+                "attention": st.sampled_from(TORCH_FORMS),
                 "distance_encoding": st.sampled_from(
                     [name for name, facts in DISTANCE_ENCODINGS.items() if facts.allows_memory]
                 ),
@@ -146,6 +147,15 @@ def test_no_document_sees_another_in_a_memory_of_several(document: int) -> None:
     source = random_corpus(SHORT_DOCUMENTS.lengths, vocab_size=VOCAB_SIZE, seed=1)
     original = SHORT_DOCUMENTS.read(source, document)
     other = SHORT_DOCUMENTS.read(rewritten(source, document), document)
+    assert all(equal_bits(*pair) for pair in zip(original, other, strict=True))
+
+
+@pytest.mark.slow
+def test_no_document_sees_another_in_the_kernels_for_gpus() -> None:
+    """In triton's interpreter. Its own test, because hypothesis would take minutes."""
+    case = replace(SHORT_DOCUMENTS, model={"n_layer": 2, "mem_len": 5, "attention": "triton"})
+    source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
+    original, other = case.read(source, 3), case.read(rewritten(source, 3), 3)
     assert all(equal_bits(*pair) for pair in zip(original, other, strict=True))
 
 

@@ -15,18 +15,20 @@ arXiv:1808.04444, as evaluated in Dai et al. 2019, arXiv:1901.02860, section 4.5
 """
 
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from txl_dist.model.attention import SegmentContext
+from txl_dist.model.attention import SegmentContext, choose_form
 from txl_dist.model.autograd_functions import heads_first
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.kv_cache import LayerKVCache
 from txl_dist.model.layers import Layer
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.visibility import mask_scores, visible_keys
+from txl_dist.model.visibility import Visibility
 
 # Shapes: B windows, L window tokens, T tokens of a block, S keys up to its end, D d_model, H heads,
 # K d_head
@@ -70,7 +72,7 @@ class WindowReader:
 
     def _read(self, x_BTD: Tensor) -> Tensor:
         """Read a block; returns the input of the last layer, which stores keys and values only."""
-        context = _causal_context(x_BTD, self._caches[0].length)
+        context = _causal_context(self._model.config, x_BTD, self._caches[0].length)
         for layer, cache in zip(self._layers[:-1], self._caches[:-1], strict=True):
             x_BTD = layer(x_BTD, cache, context)
         is_last_block = self._caches[-1].length + x_BTD.shape[1] == self._shape[1]
@@ -81,7 +83,7 @@ class WindowReader:
 
     def _last_query(self, x_BTD: Tensor) -> Tensor:
         last_B1D = x_BTD[:, -1:]
-        context = _causal_context(last_B1D, self._caches[-1].length)
+        context = _causal_context(self._model.config, last_B1D, self._caches[-1].length)
         hidden_B1D: Tensor = self._layers[-1](last_B1D, self._caches[-1], context)
         return hidden_B1D
 
@@ -140,13 +142,24 @@ def _last_rows(rotary_LK: tuple[Tensor, Tensor], num_keys: int) -> tuple[Tensor,
     return cos_LK[-num_keys:], sin_LK[-num_keys:]
 
 
-def _causal_context(x_BTD: Tensor, start: int) -> SegmentContext:
+def _causal_context(config: ModelConfig, x_BTD: Tensor, start: int) -> SegmentContext:
     """The context of queries that see all tokens of the window up to themselves."""
-    num_windows, num_queries, _ = x_BTD.shape
-    age_T = torch.arange(start, start + num_queries, device=x_BTD.device)
-    visible_1TS = visible_keys(age_T[None], mem_len=start, same_length=False)
-    mask_BTS = mask_scores(visible_1TS, x_BTD.dtype).expand(num_windows, -1, -1)
-    return SegmentContext(distances=None, biases_HK=None, mask_BTS=mask_BTS, dropout_masks=None)
+    form = choose_form(
+        config.attention, device=x_BTD.device, with_dropout=False, d_head=config.d_head
+    )
+    visibility = Visibility.of(
+        torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None],
+        mem_len=start,
+        same_length=False,
+        mask_dtype=None if form.masks_by_reach else x_BTD.dtype,
+    )
+    return SegmentContext(
+        distances=None,
+        biases_HK=None,
+        attention=resolve_name(form.implementation),
+        visibility=visibility,
+        dropout_masks=None,
+    )
 
 
 def _store_keys_and_values(layer: Layer, x_BTD: Tensor, cache: _GrowingCache) -> None:

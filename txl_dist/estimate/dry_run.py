@@ -24,10 +24,13 @@ from txl_dist.estimate.assumptions import Device
 from txl_dist.estimate.live_memory import LiveMemory
 from txl_dist.estimate.memory import FP32_BYTES, ActivationPeaks, ModelNeeds, Parameter
 from txl_dist.estimate.zero_settings import ZeroSettings
-from txl_dist.model import sdpa_attention
+from txl_dist.model import attention, sdpa_attention
+from txl_dist.model.attention import choose_form
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.distance_scores import pad_channels
 from txl_dist.model.distances import encode_distances
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.training.engine.parameter_groups import parameter_groups, states_by_name
 
@@ -50,12 +53,11 @@ def _harmonic(n: int) -> float:
 
 def dry_run(config: RunConfig, *, micro_batch_rows: int, device: Device) -> ModelNeeds:
     """Run a micro-batch of `config`, whose `model.vocab_size` must be set."""
-    model_config = _as_on_device(config.model, device)
     # Its cache must not return real tensors here, nor fake tensors later.
     encode_distances.cache_clear()
     try:
-        with FakeTensorMode(), _gpu_attention(config, device):
-            return _run(config, model_config, micro_batch_rows)
+        with FakeTensorMode(), _attention_of(device):
+            return _run(config, _as_on_device(config.model, device), micro_batch_rows)
     finally:
         encode_distances.cache_clear()
 
@@ -156,33 +158,36 @@ class _ClusterRows(LiveMemory):
 
 
 def _as_on_device(config: ModelConfig, device: Device) -> ModelConfig:
-    """The config with the form of attention that `auto` takes in training on `device`."""
-    if config.attention != "auto":
-        return config
-    return replace(config, attention="fused" if device == "cpu" or config.dropatt else "biased")
+    """The config with the form of attention that training takes on `device`."""
+    chosen = choose_form(
+        config.attention,
+        device=torch.device(device),
+        with_dropout=config.dropatt > 0,
+        d_head=config.d_head,
+    )
+    name = next(name for name, form in ATTENTION_FORMS.items() if form is chosen)
+    return replace(config, attention=name)
 
 
 @contextmanager
-def _gpu_attention(config: RunConfig, device: Device) -> Iterator[None]:
-    """On GPUs, let scaled_dot_product_attention take its memory-efficient kernel, as torch does.
-
-    It needs heads of a multiple of 16 bytes (torch's sdp_utils.cpp); else torch computes all
-    weights, as here on CPUs.
-    """
-    element_bytes = TORCH_DTYPE[config.precision].itemsize
-    if device == "cpu" or config.model.d_head * element_bytes % 16:
+def _attention_of(device: Device) -> Iterator[None]:
+    """For GPUs, let the tensors of this CPU take the kernels that GPUs have."""
+    if device == "cpu":
         yield
         return
-    original = sdpa_attention.scaled_dot_product_attention
+    original = attention.has_triton, sdpa_attention.scaled_dot_product_attention
+    attention.has_triton = lambda device: True
     # Not a TorchFunctionMode: it is not active when backward computes layers again.
     sdpa_attention.scaled_dot_product_attention = _efficient_attention  # type: ignore[assignment]
     try:
         yield
     finally:
-        sdpa_attention.scaled_dot_product_attention = original
+        attention.has_triton, sdpa_attention.scaled_dot_product_attention = original
 
 
 def _efficient_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor) -> Tensor:
+    """What sdpa_attention.py calls on GPUs."""
+    padded = (pad_channels(x) for x in (q, k, v))
     return torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, attn_mask, compute_log_sumexp=True
-    )[0]
+        *padded, attn_mask, compute_log_sumexp=True
+    )[0][..., : q.shape[-1]]

@@ -67,7 +67,10 @@ class Scorer:
         """The attention function and the device that compute the scores."""
         with torch.no_grad():
             attention = choose_attention(
-                self.model.config.attention, device=self.device, with_dropout=False
+                self.model.config.attention,
+                device=self.device,
+                with_dropout=False,
+                d_head=self.model.config.d_head,
             )
         is_gpu = self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if is_gpu else str(self.device)

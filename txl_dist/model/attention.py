@@ -4,13 +4,16 @@ All forms are an `AttentionFunction` with the same result:
 
     reference_attention.py    the equation, term by term; slow
     cpu_attention.py          one autograd node with its own backward: training on CPUs, and dropout
-    sdpa_attention.py         torch's scaled_dot_product_attention: GPUs, and inference on CPUs
+    sdpa_attention.py         torch's scaled_dot_product_attention: inference on CPUs
+    triton_attention.py       kernels for GPUs, which store no weights and build no mask
 
 Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
@@ -23,36 +26,68 @@ from txl_dist.model.dropout import Dropout, DropoutMasks
 from txl_dist.model.encodings import Biases, DistanceTerms, apply_rotary, encoding_class
 from txl_dist.model.kv_cache import LayerKVCache
 from txl_dist.model.reference_attention import reference_weights
-from txl_dist.model.variants import ATTENTION_FORMS
+from txl_dist.model.variants import ATTENTION_FORMS, AttentionForm
+from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, DistanceTerms, Tensor, Tensor | None], Tensor]
-"""(q_HBTK, k_HBSK, v_HBSK, terms, mask_BTS, keep_BHTS) -> weighted sums of values [B, T, H, K].
+AttentionFunction = Callable[
+    [Tensor, Tensor, Tensor, DistanceTerms, Visibility, Tensor | None], Tensor
+]
+"""(q_HBTK, k_HBSK, v_HBSK, terms, visibility, keep_BHTS) -> weighted sums of values [B, T, H, K].
 
-`mask_BTS` holds 0 or minus infinity and is added to the scores. `keep_BHTS` multiplies the
-attention weights, for dropout.
+`keep_BHTS` multiplies the attention weights, for dropout.
 """
 
 AttentionWeightsCallback = Callable[[int, Tensor], None]
 """Called with the layer's number and its attention weights [B, H, T, S]."""
 
 
-def choose_attention(name: str, *, device: torch.device, with_dropout: bool) -> AttentionFunction:
+def choose_attention(
+    name: str, *, device: torch.device, with_dropout: bool, d_head: int
+) -> AttentionFunction:
+    """The function of `choose_form`."""
+    form = choose_form(name, device=device, with_dropout=with_dropout, d_head=d_head)
+    return resolve_name(form.implementation)
+
+
+def choose_form(
+    name: str, *, device: torch.device, with_dropout: bool, d_head: int
+) -> AttentionForm:
     """The form called `name`; for `auto`, the fastest one (docs/experiments.md, 2026-11-21).
 
-    A form without dropout is replaced by the one that `auto` takes when weights are dropped.
+    A form that does not support the call, or cannot run on the device, is replaced by the one that
+    `auto` takes.
     """
-    form = ATTENTION_FORMS.get(name)
-    if form is None or (with_dropout and not form.supports_dropout):
-        is_cpu_training = device.type == "cpu" and torch.is_grad_enabled()
-        form = next(
-            candidate
-            for candidate in ATTENTION_FORMS.values()
-            if (candidate.supports_dropout or not with_dropout)
-            and (candidate.has_fast_cpu_gradient or not is_cpu_training)
+    is_cpu_training = device.type == "cpu" and torch.is_grad_enabled()
+
+    def supports_call(form: AttentionForm) -> bool:
+        return (
+            (form.supports_dropout or not with_dropout)
+            and (form.max_d_head is None or d_head <= form.max_d_head)
+            and (not form.needs_triton or has_triton(device))
         )
-    return resolve_name(form.implementation)
+
+    form = ATTENTION_FORMS.get(name)
+    if form is not None and supports_call(form):
+        return form
+    return next(
+        candidate
+        for candidate in ATTENTION_FORMS.values()
+        if supports_call(candidate)
+        and (candidate.has_fast_cpu_gradient or not is_cpu_training)
+        and (device.type != "cpu" or not candidate.needs_triton)
+    )
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether triton can run on the device. On CPUs that is its interpreter, for tests."""
+    if find_spec("triton") is None:
+        return False
+    if device.type != "cuda":
+        return os.environ.get("TRITON_INTERPRET") == "1"
+    # torch's fake tensors can be on a GPU that the machine does not have.
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +98,10 @@ class SegmentContext:
     """What the encoding's `prepare` returned for S keys (encodings.py)."""
     biases_HK: Biases | None
     """u and v; None if every layer has its own (`untie_r`) or the encoding has none."""
-    mask_BTS: Tensor
-    """0 where a query may see a key, else minus infinity (visibility.py)."""
+    attention: AttentionFunction
+    """The form that `choose_form` has chosen."""
+    visibility: Visibility
+    """Which keys each query may see. It has a mask if `attention` or the callback needs one."""
     dropout_masks: DropoutMasks | None
     """None in evaluation."""
     on_attention_weights: AttentionWeightsCallback | None = None
@@ -87,7 +124,6 @@ class Attention(nn.Module):
         self.distances = encoding_class(config)(config)
         self.out = nn.Linear(width, config.d_model, bias=False)
         self.weight_dropout = Dropout(config.dropatt, layer=layer, place="attention weights")
-        self.form = config.attention
 
     def forward(
         self, x_BTD: Tensor, memory: Tensor | LayerKVCache, context: SegmentContext
@@ -106,22 +142,21 @@ class Attention(nn.Module):
             q_HBTK = apply_rotary(q_HBTK, terms.rotary_SK)
             k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
         if context.on_attention_weights is not None:
-            weights = reference_weights(q_HBTK, k_HBSK, terms, context.mask_BTS)
+            weights = reference_weights(q_HBTK, k_HBSK, terms, context.visibility.mask)
             context.on_attention_weights(self.weight_dropout.layer, weights)
-        keep_BHTS = self._dropout_scale(context, k_HBSK.shape[2])
-        attention = choose_attention(
-            self.form, device=x_BTD.device, with_dropout=keep_BHTS is not None
-        )
-        mixed_BTHK = attention(q_HBTK, k_HBSK, v_HBSK, terms, context.mask_BTS, keep_BHTS)
+        keep_BHTS = self._dropout_scale(x_BTD, context, k_HBSK.shape[2])
+        mixed_BTHK = context.attention(q_HBTK, k_HBSK, v_HBSK, terms, context.visibility, keep_BHTS)
         return self.out(mixed_BTHK.flatten(-2))
 
     def _terms(self, context: SegmentContext) -> DistanceTerms:
         return self.distances(context.distances, context.biases_HK)
 
-    def _dropout_scale(self, context: SegmentContext, num_keys: int) -> Tensor | None:
+    def _dropout_scale(
+        self, x_BTD: Tensor, context: SegmentContext, num_keys: int
+    ) -> Tensor | None:
         """What the attention weights are multiplied by, [B, H, T, S]; None without dropout."""
-        num_lanes, num_queries, _ = context.mask_BTS.shape
+        num_lanes, num_queries, _ = x_BTD.shape
         shape = (num_lanes, self.heads[0], num_queries, num_keys)
         # An expanded scalar: `scale` needs a shape, dtype and device, but no values.
-        like_BHTS = context.mask_BTS.new_zeros(()).expand(shape)
+        like_BHTS = x_BTD.new_zeros(()).expand(shape)
         return self.weight_dropout.scale(like_BHTS, context.dropout_masks)

@@ -80,6 +80,7 @@ class ModelConfig:
         if self.clamp_len is not None and self.clamp_len < 1:
             raise ValueError(f"clamp_len={self.clamp_len} must be at least 1, or null for no limit")
         self._check_encoding()
+        self._check_attention()
         if self.same_length and self.mem_len == 0:
             raise ValueError("same_length=true needs a memory: set mem_len to at least 1")
         self._check_clusters()
@@ -108,6 +109,14 @@ class ModelConfig:
         if self.untie_r and not encoding.has_position_biases:
             raise ValueError(
                 f"untie_r=true is not supported by distance_encoding={name}; use false"
+            )
+
+    def _check_attention(self) -> None:
+        form = ATTENTION_FORMS.get(self.attention)
+        if form is not None and form.max_d_head is not None and self.d_head > form.max_d_head:
+            raise ValueError(
+                f"attention={self.attention} supports d_head up to {form.max_d_head}, not "
+                f"{self.d_head}; use attention=auto"
             )
 
     def _check_clusters(self) -> None:

@@ -1,4 +1,4 @@
-"""Attention for training on CPUs, and on any device when attention weights are dropped.
+"""Attention for training on CPUs, and for GPUs without triton if attention weights are dropped.
 
 The config calls this form `fused`. It is one autograd node with its own backward.
 The node covers everything between the projections. Compared with autograd through the equation:
@@ -9,8 +9,8 @@ The node covers everything between the projections. Compared with autograd throu
 - the softmax is computed in place, and the backward keeps one [H, B, T, S] tensor, the weights;
 - the gradient of the shifted view is computed in place, without a copy into zeros.
 
-With dropout it also runs on GPUs, because torch's kernels draw their own dropout masks, while ours
-must not depend on the number of ranks (docs/decisions/0004).
+It also runs on GPUs, with dropout and without triton: torch's kernels draw their own dropout masks,
+while ours must not depend on the number of ranks (docs/decisions/0004).
 """
 
 from typing import Any
@@ -29,6 +29,7 @@ from txl_dist.model.distance_scores import (
 )
 from txl_dist.model.distances import align_padded_distances
 from txl_dist.model.encodings import DistanceTerms
+from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, S keys, R = 1 + S, H heads, K d_head, N = H B, X = B T
 
@@ -38,16 +39,16 @@ def fused_attention(
     k_HBSK: Tensor,
     v_HBSK: Tensor,
     terms: DistanceTerms,
-    mask_BTS: Tensor,
+    visibility: Visibility,
     keep_BHTS: Tensor | None,
 ) -> Tensor:
     """Weighted sums of the values, [B, T, H, K]."""
-    score_HS, mask = terms.score_HS, mask_BTS
+    score_HS, mask = terms.score_HS, visibility.mask
     if terms.distance_HSK is None and score_HS is not None:
         if score_HS.requires_grad:
             # They are added to the mask, whose gradient is not computed.
             raise NotImplementedError("learned scores without learned distances have no gradient")
-        mask, score_HS = mask_BTS + align_constant_scores(score_HS, mask_BTS), None
+        mask, score_HS = mask + align_constant_scores(score_HS, mask), None
     # Autocast would cast inside the node; its inputs already have the dtype of the projections.
     with torch.autocast(q_HBTK.device.type, enabled=False):
         return _FusedAttention.apply(

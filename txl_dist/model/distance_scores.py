@@ -1,4 +1,4 @@
-"""Scores by distance, as the two fast forms of attention compute them.
+"""Scores by distance, as the fast forms of attention compute them.
 
 Heads come first, so that one product per head serves all lanes. The relative shift is a view: r is
 padded by one row in front, and the product with that row is the spare column that
@@ -17,6 +17,15 @@ from txl_dist.model.distances import align_distances, align_padded_distances
 def cast_like(x: Tensor | None, q_HBTK: Tensor) -> Tensor | None:
     """`x` in the dtype of the queries, which under autocast is not that of the parameters."""
     return None if x is None else x.to(q_HBTK.dtype)
+
+
+def pad_channels(x: Tensor) -> Tensor:
+    """`x` with its last dimension padded by zeros to a multiple of 8.
+
+    Rows of a multiple of 16 bytes are what GPUs load in one instruction, and what some of torch's
+    kernels require. The paper's models have a d_head of 41.
+    """
+    return pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
 
 
 def scaled_query(q_HBTK: Tensor, bias_HK: Tensor | None) -> Tensor:

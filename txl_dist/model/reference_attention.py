@@ -10,6 +10,7 @@ from torch import Tensor, einsum
 
 from txl_dist.model.distances import align_distances
 from txl_dist.model.encodings import DistanceTerms
+from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, H heads, K d_head
 
@@ -42,11 +43,11 @@ def reference_attention(
     k_HBSK: Tensor,
     v_HBSK: Tensor,
     terms: DistanceTerms,
-    mask_BTS: Tensor,
+    visibility: Visibility,
     keep_BHTS: Tensor | None,
 ) -> Tensor:
     """Weighted sums of the values, [B, T, H, K]."""
-    weight_BHTS = reference_weights(q_HBTK, k_HBSK, terms, mask_BTS)
+    weight_BHTS = reference_weights(q_HBTK, k_HBSK, terms, visibility.mask)
     if keep_BHTS is not None:
         weight_BHTS = weight_BHTS * keep_BHTS
     return einsum("bhts,hbsk->bthk", weight_BHTS.to(v_HBSK.dtype), v_HBSK)

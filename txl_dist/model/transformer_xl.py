@@ -8,6 +8,7 @@ The model has no state: `forward` takes the memory and returns the next one. The
 `age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
 """
 
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
-from txl_dist.model.attention import AttentionWeightsCallback, SegmentContext
+from txl_dist.model.attention import AttentionWeightsCallback, SegmentContext, choose_form
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import Dropout, DropoutMasks
 from txl_dist.model.embedding import AdaptiveEmbedding
@@ -24,7 +25,7 @@ from txl_dist.model.initialisation import initialise
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.layers import Layer
 from txl_dist.model.memory import Memory, read_as
-from txl_dist.model.visibility import mask_scores, visible_keys
+from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
@@ -128,7 +129,13 @@ class TransformerXL(nn.Module):
         on_attention_weights: AttentionWeightsCallback | None,
     ) -> SegmentContext:
         config, num_keys = self.config, mem_len + x_BTD.shape[1]
-        visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=config.same_length)
+        form = choose_form(
+            config.attention,
+            device=x_BTD.device,
+            with_dropout=dropout_masks is not None and config.dropatt > 0,
+            d_head=config.d_head,
+        )
+        needs_mask = not form.masks_by_reach or on_attention_weights is not None
         return SegmentContext(
             distances=self.encoding.prepare(
                 config, num_keys, x_BTD, lambda x: self.distance_dropout(x, dropout_masks)
@@ -136,7 +143,13 @@ class TransformerXL(nn.Module):
             biases_HK=(
                 (self.content_bias_HK, self.distance_bias_HK) if config.shares_biases else None
             ),
-            mask_BTS=mask_scores(visible_BTS, x_BTD.dtype),
+            attention=resolve_name(form.implementation),
+            visibility=Visibility.of(
+                age_BT,
+                mem_len=mem_len,
+                same_length=config.same_length,
+                mask_dtype=x_BTD.dtype if needs_mask else None,
+            ),
             dropout_masks=dropout_masks,
             on_attention_weights=on_attention_weights,
         )

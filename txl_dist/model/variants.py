@@ -42,6 +42,13 @@ class AttentionForm:
     supports_dropout: bool = True
     """Whether it can multiply the attention weights by a dropout mask."""
     has_fast_cpu_gradient: bool = True
+    needs_triton: bool = False
+    """It runs on GPUs, and elsewhere in triton's interpreter only, which is slow."""
+    masks_by_reach: bool = False
+    """It needs no mask [B, T, S] (visibility.py)."""
+    max_d_head: int | None = None
+    can_be_compiled: bool = True
+    """Whether torch.compile accepts it (training/compilation.py)."""
 
 
 DISTANCE_ENCODINGS = {
@@ -68,13 +75,21 @@ DISTANCE_ENCODINGS = {
 """By the value of `ModelConfig.distance_encoding`."""
 
 ATTENTION_FORMS = {
-    # In order of preference: `auto` takes the first that supports the call.
+    # In order of preference: `auto` takes the first that supports the call and the device.
+    "triton": AttentionForm(
+        implementation="txl_dist.model.triton_attention:triton_attention",
+        needs_triton=True,
+        masks_by_reach=True,
+        max_d_head=256,
+    ),
     "biased": AttentionForm(
         implementation="txl_dist.model.sdpa_attention:biased_attention",
         supports_dropout=False,
         has_fast_cpu_gradient=False,
     ),
-    "fused": AttentionForm(implementation="txl_dist.model.cpu_attention:fused_attention"),
+    "fused": AttentionForm(
+        implementation="txl_dist.model.cpu_attention:fused_attention", can_be_compiled=False
+    ),
     "reference": AttentionForm(
         implementation="txl_dist.model.reference_attention:reference_attention"
     ),

@@ -6,10 +6,46 @@ The age of a token is its distance to the first token of its document or stream
 (data_pipeline/streams/segments.py).
 """
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 from torch import Tensor
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Visibility:
+    """The rule for one segment, in the two ways in which forms of attention apply it."""
+
+    reach_BT: Tensor
+    """A query sees the keys at distances 0 to its reach. B is the number of lanes, or 1."""
+    mask_BTS: Tensor | None
+    """To add to scores: 0 where a query may see a key, else minus infinity. None if the form of
+    attention compares distances with `reach_BT` (`AttentionForm.masks_by_reach`)."""
+
+    @classmethod
+    def of(
+        cls,
+        age_BT: Tensor,
+        *,
+        mem_len: int,
+        same_length: bool,
+        mask_dtype: torch.dtype | None,
+    ) -> Self:
+        """`mask_dtype`: None leaves out the mask."""
+        reach_BT = age_BT.clamp(max=mem_len - 1) if same_length else age_BT
+        if mask_dtype is None:
+            return cls(reach_BT=reach_BT, mask_BTS=None)
+        visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=same_length)
+        return cls(reach_BT=reach_BT, mask_BTS=mask_scores(visible_BTS, mask_dtype))
+
+    @property
+    def mask(self) -> Tensor:
+        """`mask_BTS`, for a form that needs it."""
+        assert self.mask_BTS is not None, "the form of attention was chosen as masks_by_reach"
+        return self.mask_BTS
 
 
 def visible_keys(age_BT: Tensor, *, mem_len: int, same_length: bool) -> Tensor:

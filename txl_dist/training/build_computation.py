@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from data_pipeline.streams.lanes import LanePlan
@@ -17,7 +18,11 @@ from data_pipeline.streams.segments import Segment
 from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import flatten_config
+from txl_dist.errors import ConfigError
+from txl_dist.model.attention import has_triton
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.tracking.tracker import Tracker
@@ -55,6 +60,7 @@ def build_step(rank: RankContext) -> TrainStep:
         recompute_layers=config.training.activation_checkpointing,
     )
     lanes = data.plan.lanes_of_rank(world.rank, world.num_ranks)
+    _require_attention(data.model_config, world.device)
     if config.training.compile:
         compile_layers(model, config, world, lanes=range(micro_batch_rows))
     return TrainStep(
@@ -67,6 +73,24 @@ def build_step(rank: RankContext) -> TrainStep:
         memory_on_host=config.training.memory_device == "cpu",
         dropout_rng=config.training.dropout_rng,
         **shape,
+    )
+
+
+def _require_attention(config: ModelConfig, device: torch.device) -> None:
+    """Evaluation and generation replace a form that cannot run; training was asked for it."""
+    form = ATTENTION_FORMS.get(config.attention)
+    if form is None or not form.needs_triton or has_triton(device):
+        return
+    reason = "the ranks have no GPU"
+    if find_spec("triton") is None:
+        reason = "the package triton is not installed"
+    elif device.type == "cuda":
+        reason = f"{torch.cuda.get_device_name(device)} is older than that"
+    raise ConfigError(
+        f"model.attention={config.attention} needs the package triton and a GPU of compute "
+        f"capability 8.0 (A100) or newer, and {reason}. Set model.attention=auto, which takes it "
+        "where it can run; or, to test the kernels on a CPU with a small model, set the "
+        "environment variable TRITON_INTERPRET=1"
     )
 
 

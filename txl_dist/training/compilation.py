@@ -16,6 +16,7 @@ import torch
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
+from txl_dist.model.attention import choose_form
 from txl_dist.model.dropout import Dropout
 from txl_dist.model.layers import Layer
 from txl_dist.model.transformer_xl import TransformerXL
@@ -55,10 +56,11 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
 
 
 def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bool:
-    """Whether no layer takes the fused form in training (`choose_attention`)."""
-    form = model.config.attention
-    is_fused = form == "fused" or (form != "reference" and device.type == "cpu")
-    return form == "reference" or not (is_fused or model.config.dropatt > 0)
+    """Whether torch.compile accepts the form of attention that training takes on `device`."""
+    config = model.config
+    return choose_form(
+        config.attention, device=device, with_dropout=config.dropatt > 0, d_head=config.d_head
+    ).can_be_compiled
 
 
 def _run_once(

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.support.attention_forms import SLOW_IN_TRITON
 from tests.support.small_models import random_text, read_stream, small_model
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import training_flops
-from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS, EncodingFacts
+from txl_dist.model.variants import DISTANCE_ENCODINGS, EncodingFacts
 
 PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "add_an_encoding.md"
 
@@ -29,7 +30,7 @@ def _log_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(DISTANCE_ENCODINGS, name, facts)
 
 
-@pytest.mark.parametrize("form", ["auto", *ATTENTION_FORMS])
+@pytest.mark.parametrize("form", ["auto", *SLOW_IN_TRITON])
 def test_segments_equal_one_segment_in_every_form(form: str) -> None:
     model, text_BN = (
         small_model(distance_encoding="log", attention=form, mem_len=9),

@@ -1,83 +1,27 @@
 """Attention: every form equals the equation, and the equation is the paper's."""
 
-import functools
-from dataclasses import dataclass, fields
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
+from tests.support.attention_forms import SLOW_IN_TRITON, TORCH_FORMS
+from tests.support.attention_inputs import TERMS, Inputs
 from tests.support.small_models import random_text, small_model
-from txl_dist.model.attention import AttentionFunction, choose_attention
-from txl_dist.model.encodings import DistanceTerms
+from txl_dist.model import attention as attention_module
+from txl_dist.model.attention import choose_attention, choose_form
 from txl_dist.model.reference_attention import reference_attention, reference_scores
+from txl_dist.model.sdpa_attention import _efficient_attention
 from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS
-from txl_dist.model.visibility import mask_scores, visible_keys
 
 DIFFERENT_SIZES = st.lists(st.integers(1, 7), min_size=5, max_size=5, unique=True)
-TERMS = {
-    "none": (),
-    "content": ("content_bias_HK",),
-    "paper": ("content_bias_HK", "distance_bias_HK", "distance_HSK"),
-    "shaw": ("content_bias_HK", "distance_HSK", "score_HS"),
-    "alibi": ("score_HS",),
-    "all": ("content_bias_HK", "distance_bias_HK", "distance_HSK", "score_HS"),
-}
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@dataclass
-class Inputs:
-    """Random arguments of an attention function, which require gradients."""
-
-    q_HBTK: Tensor
-    k_HBSK: Tensor
-    v_HBSK: Tensor
-    terms: DistanceTerms
-    mask_BTS: Tensor
-    keep_BHTS: Tensor | None
-
-    @classmethod
-    def of(cls, sizes: list[int], terms: str, *, dropout: bool = False) -> "Inputs":
-        B, T, M, H, K = sizes
-        S = M + T
-        torch.manual_seed(0)
-        shapes = {
-            "content_bias_HK": (H, K),
-            "distance_bias_HK": (H, K),
-            "distance_HSK": (H, S, K),
-            "score_HS": (H, S),
-        }
-        draw = functools.partial(torch.randn, dtype=torch.float64, requires_grad=True)
-        ages_BT = torch.randint(0, S, (B, T))
-        visible_BTS = visible_keys(ages_BT, mem_len=M, same_length=False)
-        return cls(
-            *(draw(H, B, N, K) for N in (T, S, S)),
-            DistanceTerms(
-                # ALiBi's scores are constant.
-                **{n: draw(shapes[n]).requires_grad_(terms != "alibi") for n in TERMS[terms]}
-            ),
-            mask_scores(visible_BTS, torch.float64),
-            torch.randint(0, 3, (B, H, T, S)).double() if dropout else None,
-        )
-
-    def run(self, attention: AttentionFunction) -> Tensor:
-        return attention(*(getattr(self, field.name) for field in fields(self)))
-
-    def gradients(self, attention: AttentionFunction, weight: Tensor) -> dict[str, Tensor]:
-        own = {name: getattr(self, name) for name in ("q_HBTK", "k_HBSK", "v_HBSK")}
-        terms = {field.name: getattr(self.terms, field.name) for field in fields(self.terms)}
-        present = {name: x for name, x in terms.items() if x is not None}
-        inputs = own | {name: x for name, x in present.items() if x.requires_grad}
-        sum_ = (self.run(attention) * weight).sum()
-        return dict(zip(inputs, torch.autograd.grad(sum_, list(inputs.values())), strict=True))
-
-
 @pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("form", ATTENTION_FORMS)
+@pytest.mark.parametrize("form", TORCH_FORMS)
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 @settings(max_examples=15, deadline=None)
 @given(sizes=DIFFERENT_SIZES)
@@ -87,7 +31,7 @@ def test_every_form_equals_the_equation_and_its_gradients(
     form: str, terms: str, dropout: bool, sizes: list[int]
 ) -> None:
     inputs = Inputs.of(sizes, terms, dropout=dropout)
-    attention = choose_attention(form, device=CPU, with_dropout=dropout)
+    attention = choose_attention(form, device=CPU, with_dropout=dropout, d_head=sizes[-1])
     mixed, expected = inputs.run(attention), inputs.run(reference_attention)
     assert_close(mixed, expected)
     weight = torch.randn_like(mixed)
@@ -115,6 +59,7 @@ def test_the_equation_is_the_papers_four_terms() -> None:
             assert_close(scores[:, :, t, s], expected.t())
 
 
+@pytest.mark.parametrize("with_triton", [False, True])
 @pytest.mark.parametrize(
     ("is_training", "device", "with_dropout", "expected"),
     [
@@ -128,20 +73,55 @@ def test_the_equation_is_the_papers_four_terms() -> None:
     ],
 )
 def test_auto_takes_the_fastest_form_that_supports_the_call(
-    is_training: bool, device: torch.device, with_dropout: bool, expected: str
+    is_training: bool,
+    device: torch.device,
+    with_dropout: bool,
+    expected: str,
+    with_triton: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With triton, that form on GPUs, up to its largest d_head; on CPUs nothing changes."""
+    monkeypatch.setattr(attention_module, "has_triton", lambda device: with_triton)
+    call = {"device": device, "with_dropout": with_dropout}
     with torch.set_grad_enabled(is_training):
-        attention = choose_attention("auto", device=device, with_dropout=with_dropout)
-    assert attention is choose_attention(expected, device=device, with_dropout=False)
+        chosen = choose_form("auto", d_head=256, **call)
+        too_wide = choose_form("auto", d_head=257, **call)
+    is_triton = with_triton and device == GPU
+    assert chosen is ATTENTION_FORMS["triton" if is_triton else expected]
+    assert too_wide is ATTENTION_FORMS[expected]
+
+
+@pytest.mark.parametrize(("with_dropout", "expected"), [(False, "biased"), (True, "fused")])
+def test_triton_is_replaced_where_it_cannot_run(
+    with_dropout: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with torch.no_grad():
+        chosen = choose_form("triton", device=CPU, with_dropout=with_dropout, d_head=8)
+    assert chosen is ATTENTION_FORMS[expected]
 
 
 def test_a_form_without_dropout_refuses_a_dropout_mask() -> None:
     inputs = Inputs.of([2, 3, 4, 5, 6], "paper", dropout=True)
     with pytest.raises(NotImplementedError, match="no dropout"):
-        inputs.run(choose_attention("biased", device=CPU, with_dropout=False))
+        inputs.run(choose_attention("biased", device=CPU, with_dropout=False, d_head=6))
 
 
-@pytest.mark.parametrize("form", ATTENTION_FORMS)
+def test_heads_padded_for_the_kernel_of_gpus_give_the_same_numbers() -> None:
+    """What `biased` calls there: d_head 41 is padded to 48, and the scale stays that of 41."""
+    q, k, v = (torch.randn(2, 3, n, 41, dtype=torch.float64, requires_grad=True) for n in (4, 5, 5))
+    bias = torch.randn(3, 4, 5, dtype=torch.float64)  # of all heads, as a mask is
+    results = []
+    for attention in (
+        _efficient_attention,
+        lambda q, k, v, bias: scaled_dot_product_attention(q, k, v, attn_mask=bias),
+    ):
+        mixed = attention(q, k, v, bias)
+        results.append([mixed, *torch.autograd.grad(mixed.square().sum(), [q, k, v])])
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("form", SLOW_IN_TRITON)
 @pytest.mark.parametrize("name", DISTANCE_ENCODINGS)
 def test_every_encoding_runs_in_every_form_in_bf16(name: str, form: str) -> None:
     facts = DISTANCE_ENCODINGS[name]
@@ -164,4 +144,4 @@ def test_learned_scores_without_distances_are_refused_where_they_have_no_gradien
     inputs = Inputs.of([2, 3, 4, 5, 6], "alibi")
     inputs.terms.score_HS.requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradient"):
-        inputs.run(choose_attention("fused", device=CPU, with_dropout=False))
+        inputs.run(choose_attention("fused", device=CPU, with_dropout=False, d_head=6))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_dist.model.visibility import visible_keys
+from txl_dist.model.visibility import Visibility, visible_keys
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,3 +48,15 @@ def test_a_query_of_high_age_sees_all_memory_and_the_segment_up_to_itself(mem_le
 def test_every_query_sees_itself() -> None:
     visible_BTS = visible_keys(torch.zeros(2, 5, dtype=torch.int32), mem_len=3, same_length=True)
     assert torch.equal(visible_BTS[0], torch.eye(5, 8, dtype=torch.bool).roll(3, dims=1))
+
+
+@pytest.mark.parametrize("same_length", [False, True])
+def test_reach_and_mask_are_the_same_rule(same_length: bool) -> None:
+    mem_len, age_BT = 4, torch.tensor([[0, 1, 2], [9, 3, 0]], dtype=torch.int32)
+    options = {"mem_len": mem_len, "same_length": same_length}
+    visibility = Visibility.of(age_BT, mask_dtype=torch.float64, **options)
+    distance_TS = mem_len + torch.arange(3)[:, None] - torch.arange(mem_len + 3)
+    in_reach_BTS = (distance_TS >= 0) & (distance_TS <= visibility.reach_BT[..., None])
+    assert torch.equal(in_reach_BTS, visible_keys(age_BT, **options))
+    assert torch.equal(in_reach_BTS, visibility.mask == 0)
+    assert Visibility.of(age_BT, mask_dtype=None, **options).mask_BTS is None

@@ -110,7 +110,10 @@ def measured_peak(settings: Settings) -> float:
 def _row(name: str, model: BenchModel, form: str, settings: Settings, peak_flops: float) -> GpuRow:
     """Measure, with half the lanes for as long as the memory does not suffice."""
     kernel = choose_attention(
-        form, device=settings.device, with_dropout=model.config.dropatt > 0
+        form,
+        device=settings.device,
+        with_dropout=model.config.dropatt > 0,
+        d_head=model.config.d_head,
     ).__name__
     row = GpuRow(
         model=name, form=form, kernel=kernel, num_lanes=model.num_lanes, tgt_len=model.tgt_len,

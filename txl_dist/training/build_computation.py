@@ -11,6 +11,8 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
 from data_pipeline.streams.segment_stream import SegmentStream

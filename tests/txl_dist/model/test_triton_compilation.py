@@ -13,7 +13,7 @@ import pytest
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory of a multiprocessor of an A100 and an H100."""
-MOST_SPILLED_BYTES = 160
+MOST_SPILLED_BYTES = 200
 """Per thread. In the worst case, d_head 41 on an A100; in bf16 on an H100 there are none."""
 
 

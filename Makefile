@@ -33,7 +33,7 @@ cluster-tests: setup  ## real Slurm, PostgreSQL, Ray nodes and network namespace
 	$(BIN)/python -m pytest -m cluster -rs
 
 gpu: setup       ## on a machine with a GPU: its tests, then speed and utilisation of the published models
-	$(BIN)/python -m pytest -m gpu -rs
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu -rs
 	mkdir -p runs
 	$(BIN)/python -m txl_dist bench gpu --out runs/gpu.md
 

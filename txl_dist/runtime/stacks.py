@@ -21,9 +21,10 @@ _NOT_IN_LABELS = re.compile(r"[^a-z0-9]+")
 
 
 def frames_of(frame: FrameType | None) -> StackFrames:
-    """The calls of a thread whose innermost frame is `frame`."""
+    """The calls of a thread whose innermost frame is `frame`. Line 0: not known."""
     return [
-        (inner.f_code.co_filename, line, inner.f_code.co_name)
+        # A running frame has no line number between two lines.
+        (inner.f_code.co_filename, line or 0, inner.f_code.co_name)
         for inner, line in (reversed(list(traceback.walk_stack(frame))) if frame else ())
     ]
 

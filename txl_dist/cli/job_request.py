@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from txl_dist.cli.paths import paths_of_another_machine
 from txl_dist.config.redaction import HIDDEN, redact, redact_field
 from txl_dist.errors import ConfigError
 from txl_dist.launch.jobs import COMMANDS, JobRequest
@@ -114,7 +115,8 @@ def _plan_training(
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     """The parameters of a txl command, parsed and validated by the command line itself."""
-    context = _command(words[0]).make_context(words[0], list(words[1:]))
+    with paths_of_another_machine():
+        context = _command(words[0]).make_context(words[0], list(words[1:]))
     if any(re.match(r"--on(=|$)", word) for word in words):
         raise ConfigError("--on is not an option of a job, which runs on the cluster it is sent to")
     return dict(context.params)

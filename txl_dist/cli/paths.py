@@ -4,7 +4,9 @@ pathlib reads `s3://bucket/x` as the directory `s3:/bucket/x` below the working 
 would write there, look successful, and its output would be lost with the machine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError
@@ -12,6 +14,7 @@ from txl_dist.errors import CheckpointError
 
 COPY_FROM_URL = "Copy it to this machine with the store's own tools, and give the path of the copy."
 COPY_TO_URL = "Give a local directory, and copy it there with the store's own tools."
+_are_elsewhere = ContextVar("paths_are_elsewhere", default=False)
 
 
 def require_local(path: str, advice: str = COPY_FROM_URL) -> str:
@@ -37,11 +40,21 @@ def local_path_parser(advice: str = COPY_FROM_URL) -> Callable[[str], Path]:
     return path
 
 
+@contextmanager
+def paths_of_another_machine() -> Iterator[None]:
+    """Parse a command that will run elsewhere: its checkpoints need not exist here."""
+    token = _are_elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _are_elsewhere.reset(token)
+
+
 def checkpoint_path(text: str) -> Path:
     """A `parser=` for typer: a local path that exists. Raises CheckpointError, before a command
     imports torch.
     """
     path = Path(require_local(text))
-    if not path.exists():
+    if not _are_elsewhere.get() and not path.exists():
         raise CheckpointError(f"{path} does not exist; give a run directory or a checkpoint in it")
     return path

@@ -1,7 +1,7 @@
 """The kernels of `attention: triton` compile for GPUs, in the tiles that launches use.
 
 The interpreter accepts more than the compiler, and knows neither registers nor shared memory. Runs
-in a process of its own, because TRITON_INTERPRET is read when triton is imported.
+in a separate process, because TRITON_INTERPRET is read when triton is imported.
 """
 
 import json

@@ -78,21 +78,21 @@ def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Pa
 
 def stall_in_backward(world: World, job: TrainJob) -> str | None:
     """Rank 1 does not join the reduction of step 3; returns the error of this rank."""
-    original = TrainStep._micro_batch
+    original = TrainStep._micro_batches
 
     def stalling(self: TrainStep, *args: object, **options: object) -> object:
         if world.rank == 1 and options["step"] == 3:
             wait_until((job.run_path / "noticed").exists)
         return original(self, *args, **options)  # type: ignore[arg-type]
 
-    TrainStep._micro_batch = stalling  # type: ignore[assignment,method-assign]
+    TrainStep._micro_batches = stalling  # type: ignore[assignment,method-assign]
     try:
         train_rank(job, world)
     except LostRankError as error:
         (job.run_path / "noticed").touch()
         return str(error)
     finally:
-        TrainStep._micro_batch = original  # type: ignore[method-assign]
+        TrainStep._micro_batches = original  # type: ignore[method-assign]
     return None
 
 

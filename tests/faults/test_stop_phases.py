@@ -75,8 +75,8 @@ PHASES: dict[str, tuple[str, Any, str, Callable[..., bool]]] = {
     "hashing": (START_UP, resume, "find_damage", always),
     "loading": (START_UP, TrainStep, "load_memory", always),
     # As a compilation of the model does.
-    "first step": (START_UP, TrainStep, "_micro_batch", always),
-    "later step": (LATER, TrainStep, "_micro_batch", lambda *_, step, **__: step == 9),
+    "first step": (START_UP, TrainStep, "_micro_batches", always),
+    "later step": (LATER, TrainStep, "_micro_batches", lambda *_, step, **__: step == 9),
     "save": (LATER, CheckpointDirectory, "finish", lambda *arguments: arguments[-1] == 12),
     "replay": (START_UP, replay, "fault_point", always),
     "upload": (LATER, mirror, "fault_point", always),

@@ -45,22 +45,10 @@ def nats_memory_and_gradients(model: TransformerXL) -> list[Tensor]:
     return [x.detach().cpu() for x in (*nats, *memory.layers, *gradients)]
 
 
-def runs_in_float64(form: str, options: dict[str, Any]) -> bool:
-    """Whether the form accepts float64; a kernel may support fp32 and bf16 only."""
-    model = build("sinusoidal", "plain", options | {"attention": form}).to(CUDA)
-    try:
-        nats_memory_and_gradients(model)
-    except NotImplementedError:
-        return False
-    return True
-
-
 @every_form
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_values_memory_and_gradients_in_float64(encoding: str, softmax: str, form: str) -> None:
-    if not runs_in_float64(form, {}):
-        pytest.skip(f"{form} has no float64")
     model = build(encoding, softmax, {"attention": form, "n_layer": 2})
     on_gpu = deepcopy(model).to(CUDA)
     for actual, expected in zip(
@@ -104,17 +92,14 @@ def test_dropout_masks_have_the_bits_of_the_cpu(seed: int, step: int, dtype: tor
 def test_the_golden_files(name: str, form: str) -> None:
     """Nats of every segment; gradients follow from the comparison with the CPU above."""
     golden = load(FILES[name], form)
-    dtype = torch.float64 if runs_in_float64(form, {}) else torch.float32
-    model = golden.model(dtype).to(CUDA)
+    model = golden.model(torch.float64).to(CUDA)
     memory = model.empty_memory(golden.arrays["input/0"].shape[1])
     prefix = "nll" if name in WITHOUT_EXTENSION else "nv_nll"
     for k in range(sum(key.startswith("input/") for key in golden.arrays)):
         with torch.no_grad():
             nats_BT, memory = golden_segment(golden, k, model, memory)
-        expected = golden.tensor(f"{prefix}/{k}").t().to(dtype)
-        assert_close(
-            nats_BT.cpu(), expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 1e-10
-        )
+        expected = golden.tensor(f"{prefix}/{k}").t().double()
+        assert_close(nats_BT.cpu(), expected, rtol=0, atol=1e-10)
 
 
 def golden_segment(

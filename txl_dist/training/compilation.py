@@ -49,7 +49,7 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
             )
     for module in model.modules():
         if isinstance(module, Dropout):
-            # On CPUs masks come from numpy, and every layer's number would be compiled anew.
+            # On CPUs numpy draws the masks; compiled code would be made again for every layer.
             module.draw = torch.compiler.disable(module.draw)  # type: ignore[method-assign]
     # dynamic=False: all segments have one shape, except the last one of an epoch.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False)

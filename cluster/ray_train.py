@@ -47,9 +47,9 @@ def train_on_ray(
     """
     directory = RunDirectory(job.run_path)
     directory.create()
-    with directory.locked(force=job.force_unlock) as is_locked:
-        if is_locked:
-            LaunchFiles.remove_all(directory.path)  # of a killed launcher
+    # Raises if another run uses the directory, before Ray starts.
+    with directory.locked(force=job.force_unlock):
+        pass
     files = LaunchFiles(directory.path, job.launch_id)
     job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
     supervisor = Supervisor(
@@ -90,10 +90,8 @@ def train_on_ray(
                 has_returned = end is RanksEnd.RETURNED
                 supervisor.set_ended(None if has_returned else TxlError("the ranks failed"))
 
-    try:
+    with files.held():
         supervisor.run(run_ray)
-    finally:
-        files.remove()
 
 
 def _import_ray_train() -> None:

@@ -8,11 +8,13 @@ Ray all of them.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.storage.locks import try_lock, wait_for_lock
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.training.job import TrainJob
 
@@ -38,30 +40,49 @@ class RankFailure:
 
 
 class LaunchFiles:
-    """RUN/.launch-ID.*; removed when the launch ends, or by the next launch."""
+    """RUN/.launch-ID.*; removed when the launch ends, or after it died by the next launch."""
 
     def __init__(self, run: Path, launch_id: str) -> None:
         self._base = run.resolve() / f".launch-{launch_id}"
         self.stop = self._base.with_suffix(".stop")
         """Created by the launcher, or a rank that received a signal: the ranks save and stop."""
+        self._launcher = self._base.with_suffix(".launcher")
+        """Locked by the launcher as long as it runs."""
         self.saved = self._base.with_suffix(".saved")
         """Created by rank 0 when this launch has saved its first checkpoint."""
         self._failures = self._base.with_suffix(".failures")
         self._num_failures_read = 0
 
-    @staticmethod
-    def remove_all(run: Path) -> None:
-        """Remove the files of all launches. The caller holds the lock of the run directory."""
-        # ..launch-*: temporary files of killed ranks (storage/atomic_files.py).
-        for path in [*run.glob(".launch-*"), *run.glob("..launch-*.tmp")]:
-            path.unlink(missing_ok=True)
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """For the launcher: remove the files of dead launches now, and its own at the end."""
+        descriptor = os.open(self._launcher, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            wait_for_lock(descriptor, timeout_seconds=1)  # another launcher may be testing it
+            self._remove_of_dead_launches()
+            yield
+        finally:
+            self._remove("*")
+            os.close(descriptor)
 
-    def remove(self) -> None:
-        self._remove("*")
+    def _remove_of_dead_launches(self) -> None:
+        """Another launch may run, even if its ranks do not have the lock of the directory yet."""
+        for path in self._base.parent.glob(".launch-*.launcher"):
+            try:
+                descriptor = os.open(path, os.O_WRONLY)
+            except FileNotFoundError:  # that launch has just ended
+                continue
+            try:
+                if try_lock(descriptor, if_unsupported=False):
+                    LaunchFiles(path.parent, path.stem.removeprefix(".launch-"))._remove("*")
+            finally:
+                os.close(descriptor)
 
     def _remove(self, pattern: str) -> None:
-        for path in self._base.parent.glob(f"{self._base.name}.{pattern}"):
-            path.unlink(missing_ok=True)
+        # ..launch-*: temporary files of killed ranks (storage/atomic_files.py).
+        for name in (f"{self._base.name}.{pattern}", f".{self._base.name}.{pattern}.tmp"):
+            for path in self._base.parent.glob(name):
+                path.unlink(missing_ok=True)
 
     def job_after_restart(self, job: TrainJob) -> TrainJob:
         """The job of restarted ranks: this launch's checkpoints replace the command's --resume."""

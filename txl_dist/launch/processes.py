@@ -77,14 +77,13 @@ class ProcessLauncher:
         _require_devices(num_ranks)
         directory.create()
         # Raises if another run uses the directory, before any process is started.
-        with directory.locked(force=job.force_unlock) as is_locked:
-            if is_locked:
-                LaunchFiles.remove_all(directory.path)  # of a killed launcher
+        with directory.locked(force=job.force_unlock):
+            pass
         files = LaunchFiles(directory.path, job.launch_id)
         job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
         budget = RestartBudget(max_restarts or 0)
         with ExitStack() as stack:
-            stack.callback(files.remove)
+            stack.enter_context(files.held())
             output = LaunchOutput(on_line)
             follower = LogFollower(directory.log(0), output.print_log_line)
             log_of_rank_0 = stack.enter_context(follower)

@@ -52,12 +52,12 @@ class RunDirectory:
             ) from None
 
     @contextmanager
-    def locked(self, *, timeout_seconds: float = 0.0, force: bool = False) -> Iterator[bool]:
+    def locked(self, *, timeout_seconds: float = 0.0, force: bool = False) -> Iterator[None]:
         """Hold the lock of the directory. The kernel releases it when this process ends.
 
         Raises ConfigError naming the owner if it is not released within `timeout_seconds`. With
-        `force` it is not taken then, and the context's value is False: the owner, if it is still
-        running, stops at its next checkpoint, because it is an older attempt (`attempts.py`).
+        `force` it is not taken then: the owner, if it is still running, stops at its next
+        checkpoint, because it is an older attempt (`attempts.py`).
         """
         # Not truncated while opening: the file names the owner if the lock is taken.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -71,12 +71,12 @@ class RunDirectory:
                         "it is lost on a host that does not respond: --force-unlock"
                     )
                 log.warning("%s is in use (%s); continued by --force-unlock", self.path, owner)
-                yield False
+                yield
                 return
             started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             owner = f"host {socket.gethostname()}, pid {os.getpid()}, since {started}\n"
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, owner.encode(), 0)
-            yield True
+            yield
         finally:
             os.close(descriptor)

@@ -1,5 +1,7 @@
 """Launcher and ranks communicate through files of the run directory."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,16 +55,37 @@ def test_a_failure_is_read_once(files: LaunchFiles) -> None:
     assert files.new_failures() == []
 
 
-def test_the_files_of_every_launch_are_removed_with_temporary_ones(tmp_path: Path) -> None:
+def test_a_launch_removes_its_own_files_and_those_of_dead_launches(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "my.launch-notes.txt"):
         (tmp_path / name).touch()
-    for launch_id in "ab":
+
+    def write(launch_id: str) -> None:
         files = LaunchFiles(tmp_path, launch_id)
         files.stop.touch()
         files.write_error(0, DataError("text"))
-    (tmp_path / "..launch-a.error-00000.123.tmp").touch()  # write_file of a killed rank
-    LaunchFiles(tmp_path, "a").remove()
-    assert LaunchFiles(tmp_path, "b").stop.exists()
-    LaunchFiles.remove_all(tmp_path)
+        (tmp_path / f"..launch-{launch_id}.error-00000.123.tmp").touch()  # of a killed rank
+
+    (tmp_path / ".launch-dead.launcher").touch()  # without a lock
+    write("dead")
+    with LaunchFiles(tmp_path, "b").held():
+        write("b")
+        running = {path.name for path in tmp_path.iterdir()}
+        assert not any("dead" in name for name in running)
+        with LaunchFiles(tmp_path, "a").held():
+            write("a")
+        assert {path.name for path in tmp_path.iterdir()} == running
     remaining = sorted(path.name for path in tmp_path.iterdir())
     assert remaining == ["metrics.jsonl", "my.launch-notes.txt"]
+
+
+def test_a_launch_of_another_process_leaves_the_files(files: LaunchFiles, tmp_path: Path) -> None:
+    with files.held():
+        files.stop.touch()
+        program = (
+            "from pathlib import Path; import sys; "
+            "from txl_dist.launch.launch_files import LaunchFiles\n"
+            "with LaunchFiles(Path(sys.argv[1]), 'other').held(): pass"
+        )
+        subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+        assert files.stop.exists()
+    assert not files.stop.exists()

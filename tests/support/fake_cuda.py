@@ -33,6 +33,9 @@ def fake_cuda() -> Iterator[None]:
     encode_distances.cache_clear()  # fake tensors must not be used outside, nor real ones inside
     try:
         with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+            # Else autocast disables itself.
+            patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+            patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
             patch.setattr(torch, "from_numpy", _on_real_tensors(torch.from_numpy))
             find_on_host = _on_real_tensors(cluster_targets.find_on_host)
             patch.setattr(cluster_targets, "find_on_host", find_on_host)

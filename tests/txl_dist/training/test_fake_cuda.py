@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import (
 from data_pipeline.streams.segments import Segment
 from tests.support.fake_cuda import CUDA, backward, fake_cuda, to_fake_cuda
 from tests.support.small_models import VOCAB_SIZE, small_model
+from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.precision import Precision, autocast
 from txl_dist.runtime.world import World
 from txl_dist.training.device_segments import DeviceSegments
 from txl_dist.training.step import TrainStep
@@ -55,6 +57,7 @@ every_model = pytest.mark.parametrize(
     [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL)],
     ids=str,
 )
+every_precision = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 LANES, TGT_LEN = 2, 3
 
 
@@ -74,9 +77,14 @@ class GpuWorld(World):
 class ModelAlone:
     """The engine's interface, as far as micro-batches call it, without DeepSpeed."""
 
-    def __init__(self, model: TransformerXL) -> None:
-        self.model, self.forward = model, model
+    def __init__(self, model: TransformerXL, precision: Precision) -> None:
+        self.model, self._precision = model, precision
         self.gradients: list[dict[Tensor, Tensor]] = []
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Memory]:
+        with autocast(self._precision, CUDA):
+            nats_BT, memory = self.model(*inputs)
+        return nats_BT, memory
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         pass
@@ -98,15 +106,16 @@ def segments() -> list[Segment]:
     return result
 
 
+@every_precision
 @every_model
 def test_a_step_until_its_only_synchronisation(
-    encoding: str, softmax: str, options: dict[str, Any]
+    encoding: str, softmax: str, options: dict[str, Any], precision: Precision
 ) -> None:
     """Two micro-batches of two segments: dropout, memory, all gradients, and the loss sums."""
-    model, byte_counts_V = build(encoding, softmax, options), np.ones(VOCAB_SIZE)
+    model, byte_counts_V = build(encoding, softmax, options).float(), np.ones(VOCAB_SIZE)
     with fake_cuda():
         to_fake_cuda(model)
-        engine: Any = ModelAlone(model)
+        engine: Any = ModelAlone(model, precision)
         step = TrainStep(
             engine, GpuWorld(0, 1), lanes=[4, 7, 2], micro_batch_rows=LANES, num_micro_batches=2,
             seed=3, byte_counts_V=byte_counts_V,
@@ -128,12 +137,15 @@ def test_a_step_until_its_only_synchronisation(
     assert {layer.device for memory in step.memories for layer in memory.layers} == {CUDA}
 
 
+@every_precision
 @every_model
 @torch.no_grad()
-def test_evaluation_and_generation(encoding: str, softmax: str, options: dict[str, Any]) -> None:
+def test_evaluation_and_generation(
+    encoding: str, softmax: str, options: dict[str, Any], precision: Precision
+) -> None:
     """A prompt and one token with a KV cache, a lane less, and the logits of the next token."""
-    model = build(encoding, softmax, options)
-    with fake_cuda():
+    model = build(encoding, softmax, options).float()
+    with fake_cuda(), autocast(precision, CUDA):
         to_fake_cuda(model)
         cache = model.empty_kv_cache(LANES)
         first = segments()[0]
@@ -144,6 +156,12 @@ def test_evaluation_and_generation(encoding: str, softmax: str, options: dict[st
         logits_BTV = model.logits(hidden_BTD)
     assert (nats_BT.device, nats_BT.shape) == (CUDA, (LANES, TGT_LEN))
     assert (logits_BTV.device, logits_BTV.shape) == (CUDA, (1, 1, VOCAB_SIZE))
+
+
+def test_autocast_is_on() -> None:
+    with fake_cuda(), autocast("bf16", CUDA):
+        x = torch.ones(2, 3, device=CUDA)
+        assert (x @ x.T).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,19 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator
-from itertools import chain
+import sysconfig
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.tokenizers import gigatoken_encoder, load_tokenizer
+from data_pipeline.tokenizers.bpe import train_bpe
 from data_pipeline.tokenizers.gigatoken_encoder import (
     CHARACTERS_OF_EARLIER_VERSIONS,
     OTHER_CLASS,
@@ -86,6 +90,38 @@ def test_every_text_has_the_ids_of_the_library_alone_and_in_a_batch(texts: list[
     assert [TOKENIZER.encode(text).tolist() for text in texts] == expected
     tokens, lengths = TOKENIZER.encode_batch(texts)
     assert (tokens.tolist(), lengths.tolist()) == ([*chain(*expected)], [*map(len, expected)])
+
+
+def real_documents(number: int) -> Iterator[str]:
+    """The beginnings of files that are installed."""
+    paths = sysconfig.get_paths()
+    files = chain(*(sorted(Path(paths[key]).rglob("*.py")) for key in ("stdlib", "purelib")))
+    yield from islice((path.read_text(errors="replace")[:20_000] for path in files), number)
+
+
+def random_documents(number: int) -> Iterator[str]:
+    """Characters of all of Unicode, some repeated, between words and blanks."""
+    choice = random.Random(0)
+    characters = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000]
+    for _ in range(number):
+        parts = choice.choices(characters, k=choice.randrange(60))
+        parts += choice.choices([" ", "\n", "a", "The", "1", "'s", "  "], k=choice.randrange(60))
+        choice.shuffle(parts)
+        yield "".join(part * choice.choice([1, 1, 1, 2, 5]) for part in parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [real_documents, random_documents])
+def test_ten_thousand_documents(documents: Callable[[int], Iterator[str]]) -> None:
+    texts = list(documents(10_000))
+    assert len(texts) == 10_000
+    training = islice(chain(*zip(random_documents(10_000), texts, strict=True)), 4000)
+    tokenizer = train_bpe(training, vocab_size=8000, max_bytes=2**24)
+    tokens, lengths = tokenizer.encode_batch(texts)
+    starts = np.cumsum([0, *lengths])
+    library = tokenizer.library_ids
+    for text, start, stop in zip(texts, starts, starts[1:], strict=False):
+        assert tokens[start:stop].tolist() == library(text), text[:200]
 
 
 @pytest.mark.parametrize("batch_texts", [1, 3, 512])

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from data_pipeline.errors import DataError
+from data_pipeline.shards.missing_manifest import MANIFEST_NAME, missing_manifest_error
 from data_pipeline.shards.prepare_settings import SPLIT_PATTERN, PrepareSettings, SplitName
 from data_pipeline.shards.text_counts import Count, TextCounts
 from data_pipeline.storage import strict_json
@@ -19,11 +20,10 @@ from data_pipeline.storage.manifest_file import (
     load_manifest_file,
     manifest_bytes,
 )
-from data_pipeline.storage.remote_path import DatasetPath, RemotePath, dataset_path
+from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
 
-MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.json"
 REJECTS_NAME = "rejects.jsonl"
 VERSION = 2
@@ -227,14 +227,7 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
     try:
         return load_manifest_file(path, ShardManifest)
     except FileNotFoundError:
-        cause = "there is no such directory" if not path.parent.is_dir() else "it has no manifest"
-        remote = isinstance(path, RemotePath)
-        out = f"DIR, then txl data push DIR {path.parent}" if remote else path.parent
-        raise DataError(
-            f"{path}: {cause}, so this is not a complete dataset (an interrupted prepare writes no "
-            f"manifest). Create it: txl prepare INPUT --out {out}. If its shards exist: txl data "
-            f"rebuild {directory}"
-        ) from None
+        raise missing_manifest_error(directory) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except WrongFormatError as error:

@@ -119,6 +119,10 @@ def _launch(
     quiet: bool,
 ) -> None:
     """Open the data to find errors early, then let a launcher start the ranks."""
+    from data_pipeline.shards.missing_manifest import require_manifest
+
+    for corpus in job.config.data.corpora.values():
+        require_manifest(corpus.path)  # before numpy is imported: the most common mistake
     from txl_dist.cli.progress import run_progress
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.runtime.torchrun import stray_variables

@@ -10,6 +10,7 @@ Source: Sennrich et al. 2016, arXiv:1508.07909, algorithm 1.
 """
 
 import heapq
+from array import array
 from collections.abc import Mapping
 
 import numpy as np
@@ -19,6 +20,8 @@ from data_pipeline.tokenizers.tiktoken_ranks import BYTE_OF
 _NONE = -1
 _MAX_SYMBOLS = 2**20
 """Ids are below it, so a pair is one int64: left * _MAX_SYMBOLS + right."""
+_FEW = 300
+"""Up to so many pairs, a loop takes less time than numpy's sorting."""
 
 
 def learn_merges(
@@ -29,7 +32,7 @@ def learn_merges(
     Ids 0 to 255 are the bytes in the order of `byte_order`. Stops at `num_symbols` ids, or before a
     pair that occurs less than `min_count` times.
     """
-    return _Merger(counts).run(num_symbols - 256, min_count)
+    return _Merger(counts, min_count).run(num_symbols - 256)
 
 
 def byte_order() -> bytes:
@@ -41,11 +44,14 @@ class _Merger:
     """The words as one array of N symbols, with a gap after every word.
 
     `symbol` int32 [N] is _NONE in gaps and where a symbol was merged into the one on its left;
-    `left` and `right` int32 [N] are the positions of a symbol's neighbours. `weight` int64 [N] is
+    `left` and `right` int32 [N] are the positions of a symbol's neighbours, and `pair` int64 [N]
+    is the pair of a symbol and its right neighbour, _NONE if there is none. `weight` int64 [N] is
     the count of the symbol's word, 0 in gaps.
+
+    Pairs that occur less than `min_count` times are not kept: counts of pairs only fall.
     """
 
-    def __init__(self, counts: Mapping[bytes, int]) -> None:
+    def __init__(self, counts: Mapping[bytes, int], min_count: int) -> None:
         id_of = np.empty(256, np.int32)
         id_of[np.frombuffer(byte_order(), np.uint8)] = np.arange(256)
         words = sorted(word for word in counts if len(word) > 1)
@@ -58,75 +64,106 @@ class _Merger:
         )
         positions = np.arange(len(raw), dtype=np.int32)
         self.left, self.right = positions - 1, positions + 1
+        self.pair = np.full(len(raw), _NONE, np.int64)
+        self.min_count = min_count
         self.count: dict[int, int] = {}
-        self.places: dict[int, list[np.ndarray]] = {}
+        self.places: dict[int, array[int]] = {}
         """Positions of the left symbols of a pair; some may have been merged since."""
         self.queue: list[tuple[int, int]] = []
-        self._add_pairs(np.flatnonzero(self._pairs_at(positions[:-1]) >= 0).astype(np.int32))
+        self._add_pairs(positions[:-1], self._pairs(self.symbol[:-1], self.symbol[1:]))
 
-    def _pairs_at(self, places: np.ndarray) -> np.ndarray:
-        """int64: the pair that starts at each place, negative if there is none."""
-        first = self.symbol[places].astype(np.int64)
-        second = self.symbol[self.right[places]].astype(np.int64)
-        return np.where((first < 0) | (second < 0), _NONE, first * _MAX_SYMBOLS + second)
+    @staticmethod
+    def _pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """int64: the pairs of these symbols, _NONE where one is missing."""
+        pairs = first.astype(np.int64) * _MAX_SYMBOLS + second
+        pairs[(first < 0) | (second < 0)] = _NONE
+        return pairs
 
-    def _add_pairs(self, places: np.ndarray) -> None:
-        """Count the pairs that start at these places, and queue them."""
-        pairs = self._pairs_at(places)
+    def _add_pairs(self, places: np.ndarray, pairs: np.ndarray) -> None:
+        """Pairs that did not exist before and start at these places: count and queue them."""
+        self.pair[places] = pairs
+        if len(pairs) <= _FEW:
+            self._add_few_pairs(places, pairs)
+            return
         order = np.argsort(pairs, kind="stable")
+        order = order[np.searchsorted(pairs[order], 0) :]
         pairs, places = pairs[order], places[order]
-        starts = np.flatnonzero(np.diff(pairs, prepend=-2))
+        starts = np.flatnonzero(np.diff(pairs, prepend=_NONE))
         if not len(starts):
             return
-        sums = np.add.reduceat(self.weight[places], starts)
+        totals = np.add.reduceat(self.weight[places], starts).tolist()
         stops = [*starts[1:].tolist(), len(pairs)]
         for pair, start, stop, total in zip(
-            pairs[starts].tolist(), starts.tolist(), stops, sums.tolist(), strict=True
+            pairs[starts].tolist(), starts.tolist(), stops, totals, strict=True
         ):
-            self.count[pair] = self.count.get(pair, 0) + total
-            self.places.setdefault(pair, []).append(places[start:stop].copy())
-            heapq.heappush(self.queue, (-self.count[pair], pair))
+            if total >= self.min_count:
+                self._queue(pair, total, array("i", places[start:stop].tobytes()))
 
-    def run(self, num_merges: int, min_count: int) -> list[tuple[int, int]]:
+    def _add_few_pairs(self, places: np.ndarray, pairs: np.ndarray) -> None:
+        """The same without numpy, whose calls take longer than a few pairs do."""
+        found: dict[int, array[int]] = {}
+        totals: dict[int, int] = {}
+        for pair, place, weight in zip(
+            pairs.tolist(), places.tolist(), self.weight[places].tolist(), strict=True
+        ):
+            if pair in found:
+                found[pair].append(place)
+                totals[pair] += weight
+            elif pair >= 0:
+                found[pair], totals[pair] = array("i", (place,)), weight
+        for pair, total in totals.items():
+            if total >= self.min_count:
+                self._queue(pair, total, found[pair])
+
+    def _queue(self, pair: int, total: int, places: "array[int]") -> None:
+        self.count[pair], self.places[pair] = total, places
+        heapq.heappush(self.queue, (-total, pair))
+
+    def run(self, num_merges: int) -> list[tuple[int, int]]:
         merges: list[tuple[int, int]] = []
         while len(merges) < num_merges and self.queue:
             negative, pair = heapq.heappop(self.queue)
-            count = self.count.get(pair, 0)
-            if count != -negative:  # it was queued before a merge changed its count
-                if count > 0 and pair in self.places:
-                    heapq.heappush(self.queue, (-count, pair))
-                continue
-            if count < min_count:
-                break
-            merges.append(divmod(pair, _MAX_SYMBOLS))
-            self._merge(pair, 255 + len(merges))
+            count = self.count[pair]
+            if count == -negative:
+                merges.append(divmod(pair, _MAX_SYMBOLS))
+                self._merge(pair, 255 + len(merges))
+            elif count >= self.min_count:  # it was queued before a merge changed its count
+                heapq.heappush(self.queue, (-count, pair))
+            else:
+                del self.count[pair], self.places[pair]
         return merges
 
     def _merge(self, pair: int, new: int) -> None:
         """Replace the pair by the symbol `new` in all words."""
-        self.count.pop(pair)
-        places = np.sort(np.concatenate(self.places.pop(pair)))
-        places = places[self._pairs_at(places) == pair]
+        del self.count[pair]
+        places = np.sort(np.frombuffer(self.places.pop(pair), np.int32))
+        places = places[self.pair[places] == pair]
         if pair // _MAX_SYMBOLS == pair % _MAX_SYMBOLS:
             places = _without_overlaps(places, self.right[places])
-        seconds = self.right[places]
-        self._forget(np.unique(np.concatenate([self.left[places], seconds])), pair)
+        seconds, before = self.right[places], self.left[places]
         after = self.right[seconds]
+        exists = self.pair[before] >= 0  # else it is a gap
+        # Where two occurrences touch, the pair between them starts at the first one's second.
+        exists[1:] &= before[1:] != seconds[:-1]
+        before = before[exists]
+        self._forget(np.concatenate([before, seconds]))
         self.symbol[places], self.symbol[seconds] = new, _NONE
         self.right[places], self.left[after] = after, places
-        before = self.left[places]
-        changed = np.unique(np.concatenate([before[before >= 0], places]))
-        self._add_pairs(changed[self._pairs_at(changed) >= 0])
+        self.pair[seconds] = _NONE
+        changed = np.concatenate([before, places])
+        self._add_pairs(
+            changed, self._pairs(self.symbol[changed], self.symbol[self.right[changed]])
+        )
 
-    def _forget(self, places: np.ndarray, merged: int) -> None:
+    def _forget(self, places: np.ndarray) -> None:
         """Subtract the pairs that start at these places, which are about to change."""
-        places = places[places >= 0]
-        pairs = self._pairs_at(places)
-        exists = (pairs >= 0) & (pairs != merged)
-        unique, inverse = np.unique(pairs[exists], return_inverse=True)
-        sums = np.bincount(inverse, weights=self.weight[places[exists]], minlength=len(unique))
-        for pair, total in zip(unique.tolist(), sums.tolist(), strict=True):
-            self.count[pair] -= round(total)
+        pairs, weights = self.pair[places], self.weight[places]
+        if len(pairs) > _FEW:
+            unique, inverse = np.unique(pairs, return_inverse=True)
+            pairs, weights = unique, np.bincount(inverse, weights).round().astype(np.int64)
+        for pair, weight in zip(pairs.tolist(), weights.tolist(), strict=True):
+            if pair in self.count:
+                self.count[pair] -= weight
 
 
 def _without_overlaps(places: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
+from data_pipeline.tokenizers import bpe_merges
 from data_pipeline.tokenizers.bpe import bpe_of_counts, count_words, train_bpe
 from tests.data_pipeline.tokenizers.sample_tokenizers import SAMPLE
 
@@ -30,14 +31,22 @@ def trained_by_library(texts: list[str], vocab_size: int, min_freq: int) -> dict
     return model
 
 
-@given(texts=st.lists(WORDS, min_size=1, max_size=12), min_freq=st.integers(1, 3))
-@example(texts=["aaaaa aaa aaaa", "aaaaaaaaa"], min_freq=1)
-@example(texts=["abab ababa babab"], min_freq=2)
-def test_any_words_give_the_vocabulary_of_the_library(texts: list[str], min_freq: int) -> None:
+@given(
+    texts=st.lists(WORDS, min_size=1, max_size=12),
+    min_freq=st.integers(1, 3),
+    few=st.sampled_from([2, bpe_merges._FEW]),
+)
+@example(texts=["aaaaa aaa aaaa", "aaaaaaaaa"], min_freq=1, few=2)
+@example(texts=["abab ababa babab"], min_freq=2, few=2)
+def test_any_words_give_the_vocabulary_of_the_library(
+    texts: list[str], min_freq: int, few: int
+) -> None:
     if not any(texts):
         return
     expected = trained_by_library(texts, 270, min_freq)
-    trained = train_bpe(texts, vocab_size=271, min_freq=min_freq, max_bytes=2**20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bpe_merges, "_FEW", few)
+        trained = train_bpe(texts, vocab_size=271, min_freq=min_freq, max_bytes=2**20)
     assert json.loads(trained.to_json())["tokenizer"]["model"] == expected
 
 

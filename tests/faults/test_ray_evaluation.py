@@ -95,11 +95,14 @@ def test_a_busy_cluster_is_named_and_a_stop_leaves_no_worker_there(
         on = ("--on", head.address)
         first = start_txl(*words(model, dataset, scores[0], *on), environment=environment)
         wait_until(lambda: finished(scores[0]) > 0)
+        (worker,) = actors(head.process.pid)
+        worker.suspend()  # else it may have finished before the second one asks for its CPU
         second = start_txl(*words(model, dataset, scores[1], *on), environment=environment)
         assert second.stdout is not None
         line = next(line for line in second.stdout if "CPU" in line)
         assert line.startswith("waiting ")
         assert "1 more worker needs one each, the cluster has 1, of which 0 are free" in line
+        worker.resume()
         for process, scores_of in ((second, scores[1]), (first, scores[0])):
             process.send_signal(signal.SIGINT)
             output, _ = process.communicate(timeout=SOON_SECONDS)

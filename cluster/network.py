@@ -9,40 +9,9 @@ import os
 import socket
 
 import psutil
-import ray
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig
 
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Variable -> format of its value. Without =, NCCL matches prefixes: eth1 matches eth10."""
-
-
-class NodeInterfaceTorchConfig(TorchConfig):
-    """TorchConfig whose ranks use the interface of their node. Ray Train reads `backend_cls`."""
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return _NodeInterfaceBackend
-
-
-# The base class is private to Ray Train, so it is taken from the config.
-class _NodeInterfaceBackend(TorchConfig().backend_cls):  # type: ignore[misc]
-    def on_start(self, worker_group: object, backend_config: TorchConfig) -> None:
-        """Ray Train calls this when the rank processes run; it creates the process group."""
-        worker_group.execute(use_node_interface)  # type: ignore[attr-defined]
-        if backend_config.backend == "gloo":
-            worker_group.execute(hide_gpus)  # type: ignore[attr-defined]
-        super().on_start(worker_group, backend_config)
-
-
-def use_node_interface() -> None:
-    """Runs in every rank, before the process group is created."""
-    use_interface_of(ray.util.get_node_ip_address())
-
-
-def hide_gpus() -> None:
-    """Make the ranks use CPUs. Ray does not hide GPUs from a process that has reserved none."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def use_interface_of(address: str) -> None:

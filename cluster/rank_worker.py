@@ -1,6 +1,7 @@
 """One rank inside a Ray worker: what Ray Train calls (`ray_train.py`)."""
 
 import os
+import socket
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cluster.network import use_interface_of
 from cluster.placement import num_threads
 from cluster.workers import RayWorkers
 from txl_dist.checkpoint.attempts import FOLDER, newest_record
@@ -39,8 +41,10 @@ def train_loop(settings: dict[str, Any]) -> None:
     )
     directory = RunDirectory(job.run_path)
     files = LaunchFiles(directory.path, job.launch_id)
-    location = RankLocation(node_id, ray.util.get_node_ip_address(), os.getpid())
-    files.write_location(world.rank, location)
+    host = ray.util.get_node_ip_address()
+    files.write_location(world.rank, RankLocation(node_id, host, os.getpid()))
+    os.environ |= _variables(world, host, ranks_on_node=context.get_local_world_size())
+    use_interface_of(host)
     try:
         train_rank(
             files.job_after_restart(job),
@@ -63,6 +67,29 @@ def train_loop(settings: dict[str, Any]) -> None:
         # all ranks at the same step instead.
         if not isinstance(error, PreemptedError | DivergedError):
             raise
+
+
+def _variables(world: World, host: str, *, ranks_on_node: int) -> dict[str, str]:
+    """The variables of torchrun, which `World.join` and DeepSpeed read. Waits for all ranks."""
+    from ray.train.collective import broadcast_from_rank_zero
+
+    # Rank 0 listens at this port as soon as all ranks have it, so hardly anybody can take it.
+    address = broadcast_from_rank_zero((host, _free_port(host)) if world.is_rank_zero else None)
+    return {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.num_ranks),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(ranks_on_node),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+    }
+
+
+def _free_port(host: str) -> int:
+    """A port of this node that nobody uses."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def _scoring_actor(address: str | None, log: Path) -> LoggedWorkers:

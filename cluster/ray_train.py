@@ -96,9 +96,8 @@ def train_on_ray(
 
 def _import_ray_train() -> None:
     """What `_fit` imports."""
-    import ray.train.torch  # noqa: F401
-
-    import cluster.rank_worker  # noqa: F401
+    import cluster.rank_worker
+    import cluster.trainer  # noqa: F401
 
 
 def _fit(
@@ -116,15 +115,14 @@ def _fit(
     `is_elastic` it gives up, and fewer ranks may start.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
     from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
     from cluster.failure_callback import FailureCallback
-    from cluster.network import NodeInterfaceTorchConfig
     from cluster.rank_worker import train_loop
+    from cluster.trainer import RankBackendConfig, RankTrainer
 
-    trainer = TorchTrainer(
+    trainer = RankTrainer(
         train_loop,
         train_loop_config={
             "job": job.to_json(),
@@ -132,10 +130,7 @@ def _fit(
             "address": address,
         },
         scaling_config=ScalingConfig(num_workers=num_ranks, **placement.scaling_options()),
-        torch_config=NodeInterfaceTorchConfig(
-            backend="nccl" if placement.use_gpu else "gloo",
-            timeout_s=int(job.config.training.rank_timeout_seconds),
-        ),
+        backend_config=RankBackendConfig(use_gpu=placement.use_gpu),
         run_config=RunConfig(
             name="ray",  # Ray Train keeps its own state in RUN/ray
             storage_path=str(job.run_path.resolve()),

@@ -1,8 +1,8 @@
 """World: the rank of this process, and the collectives that the project uses.
 
 Training uses ranks only through this class, so it does not depend on the launcher. A launcher sets
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT (plain processes, torchrun, Slurm), or
-creates the process group itself (Ray Train). With one rank every collective returns immediately.
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. With one rank every collective returns
+immediately.
 """
 
 import os

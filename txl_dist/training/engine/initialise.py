@@ -36,8 +36,9 @@ def initialise_deepspeed(
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # At stage 3 DeepSpeed calls deprecated collectives, several times per step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        # The shared-memory op would be compiled at every start; training never uses it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # No op of DeepSpeed is used here. To list those that could be compiled it runs a compiler,
+        # and it would compile the one for shared memory at every start.
+        deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed(verbose=False)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine

@@ -50,7 +50,6 @@ def ray_connection(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # `rank_starts.py` acts on preemption notices. Ray Train's own watcher only ends ranks.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # 2 s delay every restart
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ[TOKEN_VARIABLE] = str(access_token())

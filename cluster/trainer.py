@@ -7,6 +7,7 @@ Train's controller, a process that starts before the ranks, imports this module 
 import os
 from dataclasses import dataclass
 
+import ray
 from ray.train._internal.base_worker_group import BaseWorkerGroup
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -14,6 +15,8 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from ray.train.v2._internal.execution.callback import RayTrainCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+NODE_DEATH_SECONDS = 20.0
+"""Ray considers a node dead after 15 s without response."""
 UNUSED_CALLBACKS = (
     # An actor that removes the placement group of a dead controller. Ray does that itself when the
     # launcher ends, and the launcher ends when the controller dies. Without a dashboard, as in a
@@ -50,6 +53,14 @@ class _RankBackend(Backend):
         """Ray Train calls this before the ranks import torch."""
         if not backend_config.use_gpu:
             worker_group.execute(hide_gpus)
+
+    def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: RankBackendConfig) -> None:
+        """Ray Train calls this before it ends the ranks: wait until each responds or is dead.
+
+        Else the ranks of the next start could be placed on a node that is dead, unknown to Ray.
+        """
+        responses = worker_group.execute_async(os.getpid)
+        ray.wait(responses, num_returns=len(responses), timeout=NODE_DEATH_SECONDS)
 
 
 def hide_gpus() -> None:

@@ -3,6 +3,7 @@
 launcher.py           RayLauncher: the entry point for `--on ray` and `--on ADDRESS`
 connection.py         connects to a cluster (address.py) or to a private Ray (private_ray.py)
 ray_train.py          runs the ranks with Ray Train, in a thread of the launcher
+trainer.py            what Ray Train does for the ranks, and what it does not start
 rank_worker.py        one rank, inside a Ray worker
 supervisor.py         the launcher's main thread: stop signals, status lines, time limits
 placement.py          which resources and nodes ranks get

@@ -7,15 +7,19 @@ machine; the maximum counts. Measurements during the run take at most 0.1 % of t
 """
 
 import time
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
 from txl_dist.runtime.world import World
 
-SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-"""Rows of the square matrices. Smaller ones do not fill a large GPU."""
+SIZES = {"cpu": (256, 1024, 2048), "cuda": (4096, 8192)}
+"""Rows of the square matrices, ascending. Smaller ones do not fill a large GPU."""
 SECONDS_PER_SIZE = 0.15
+MAX_PRODUCT_SECONDS = 1.0
+"""A product that would take longer is left out: in bf16, a CPU without instructions for it needs
+a minute for 2,048 rows."""
 BURST_SECONDS = 0.05
 """Duration of a measurement during the run; at least one product is computed."""
 MAX_SHARE_OF_TIME = 1e-3
@@ -44,8 +48,8 @@ class Utilisation:
     def measure(self) -> None:
         """Measure the peak again. Collective. The intervals grow with the length of the run."""
         start = time.monotonic()
-        size = SIZES[self._world.device.type][0]
-        burst = _flops_of_all(self._world, [size], self._dtype, seconds=BURST_SECONDS)
+        smallest = SIZES[self._world.device.type][:1]
+        burst = _flops_of_all(self._world, smallest, self._dtype, seconds=BURST_SECONDS)
         self.peak_flops = max(self.peak_flops, burst)
         end = time.monotonic()
         self._next = end + max(end - self._start, (end - start) / MAX_SHARE_OF_TIME)
@@ -57,13 +61,17 @@ def measure_peak_flops(world: World, dtype: torch.dtype) -> float:
 
     Collective. Measured once per process.
     """
-    sizes = list(SIZES[world.device.type])
-    return _flops_of_all(world, sizes, dtype, seconds=SECONDS_PER_SIZE)
+    return _flops_of_all(world, SIZES[world.device.type], dtype, seconds=SECONDS_PER_SIZE)
 
 
-def _flops_of_all(world: World, sizes: list[int], dtype: torch.dtype, *, seconds: float) -> float:
+def _flops_of_all(
+    world: World, sizes: Sequence[int], dtype: torch.dtype, *, seconds: float
+) -> float:
     world.barrier()
-    best = max(product_flops(size, dtype, world.device, seconds=seconds) for size in sizes)
+    best = 0.0
+    for size in sizes:
+        if best == 0 or 2 * size**3 <= best * MAX_PRODUCT_SECONDS:
+            best = max(best, product_flops(size, dtype, world.device, seconds=seconds))
     return float(world.all_reduce_sum(torch.tensor([best], dtype=torch.float64)))
 
 

@@ -45,3 +45,22 @@ def test_measuring_takes_a_thousandth_of_the_time_and_no_random_number(
     taken = time.monotonic() - began
     assert torch.equal(torch.rand(3), expected)
     assert small._next - time.monotonic() > 0.9 * taken / utilisation.MAX_SHARE_OF_TIME
+
+
+@pytest.mark.parametrize(
+    ("flops", "sizes"), [(1e6, [256]), (3e9, [256, 1024]), (1e12, [256, 1024, 2048])]
+)
+def test_a_product_that_would_take_more_than_a_second_is_not_computed(
+    monkeypatch: pytest.MonkeyPatch, flops: float, sizes: list[int]
+) -> None:
+    computed = []
+
+    def product(size: int, *_: object, seconds: float) -> float:
+        computed.append(size)
+        return flops
+
+    monkeypatch.setattr(utilisation, "product_flops", product)
+    utilisation.measure_peak_flops.cache_clear()
+    assert utilisation.measure_peak_flops(World(0, 1), torch.bfloat16) == flops
+    utilisation.measure_peak_flops.cache_clear()
+    assert computed == sizes

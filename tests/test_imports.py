@@ -122,6 +122,8 @@ def test_a_launcher_starts_ranks_without_importing_torch(module: str) -> None:
         ["train", "configs/tiny.yaml", "data.path=missing"],
         ["eval", "missing", "missing"],
         ["generate", "pyproject.toml", "--top-p", "7"],
+        ["import", "missing", "--out", "missing"],
+        ["report", "missing"],
     ],
     ids=" ".join,
 )
@@ -132,7 +134,8 @@ from txl_dist.__main__ import main
 try:
     main()
 finally:
-    print(sorted({"torch", "ray", "deepspeed", "mlflow"} & set(sys.modules)))
+    heavy = {"torch", "ray", "deepspeed", "mlflow", "matplotlib"}
+    print(sorted(heavy & set(sys.modules)))
 """
     ended = subprocess.run(
         [sys.executable, "-c", program, *arguments],

@@ -39,9 +39,10 @@ def import_(
     Example: txl import downloads/transfo-xl-wt103 --out models/wt103
     """
     from txl_dist.convert.formats import read_model
-    from txl_dist.convert.single_file import DEFAULT_READING, describe_exported, write_exported
 
     model, tokenizer, kind = read_model(source)
+    from txl_dist.convert.single_file import DEFAULT_READING, describe_exported, write_exported
+
     reading = describe_exported(source).reading if kind == "exported" else DEFAULT_READING
     write_exported(out, model, tokenizer, reading)
     _print_result({"source": str(source), "format": kind}, out, model, as_json=as_json)

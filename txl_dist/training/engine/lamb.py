@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from txl_dist.training.engine.eager_optimizers import EagerOptimizer
 
-class Lamb(torch.optim.Optimizer):
+
+class Lamb(EagerOptimizer):
     """torch's interface; states exp_avg, exp_avg_sq and step."""
 
     def __init__(

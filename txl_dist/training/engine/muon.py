@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from txl_dist.training.engine.eager_optimizers import AdamW
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial: five iterations map singular values to about 1."""
 NUM_ITERATIONS = 5
@@ -54,7 +56,7 @@ class FlatMatrices:
         return update
 
 
-class Muon(torch.optim.AdamW):
+class Muon(AdamW):
     """Updates groups with `rule: muon` by Muon and the others by AdamW."""
 
     def __init__(

@@ -8,6 +8,7 @@ import torch
 
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.training.engine.eager_optimizers import Adam, AdamW
 from txl_dist.training.engine.lamb import Lamb
 from txl_dist.training.engine.muon import Muon
 from txl_dist.training.engine.parameter_groups import parameter_groups
@@ -21,9 +22,9 @@ def create_optimizer(model: TransformerXL, config: OptimizerConfig) -> torch.opt
         # torch's Adam and AdamW: DeepSpeed's variants compile for about a minute at the first
         # start.
         case "adamw":
-            return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+            return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
         case "adam":
-            return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps, fused=True)
+            return Adam(groups, lr=lr, betas=betas, eps=eps, fused=True)
         case "lamb":
             return Lamb(groups, lr=lr, betas=betas, eps=eps)
         case "muon":

@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,23 +53,33 @@ def bench_train(*, rounds: int, num_steps: int) -> Iterator[Figure]:
     ):
         work = Path(folder)
         prepare_text(work / "data")
-        speeds: dict[str, list[Speed]] = {"one": [], "hanging": [], "two": []}
-        for number in range(rounds):
-            for name, measured in speeds.items():
-                config = bench_config(
-                    work / "data",
-                    work / f"{name}-{number}",
-                    num_ranks=2 if name == "two" else 1,
-                    num_steps=num_steps,
-                    tracking=TrackingConfig(enabled=name == "hanging", uri=uri),
-                )
-                measured.append(_train(config, num_ranks=2 if name == "two" else 1))
+
+        def train(name: str) -> Speed:
+            num_ranks = 2 if name.startswith("two") else 1
+            config = bench_config(
+                work / "data",
+                work / name,
+                num_ranks=num_ranks,
+                num_steps=num_steps,
+                tracking=TrackingConfig(enabled=name.startswith("hanging"), uri=uri),
+            )
+            return _train(config, num_ranks=num_ranks)
+
+        speeds: dict[str, list[Speed]] = {"one": [], "hanging": [], "two": [], "pair": []}
+        with ThreadPoolExecutor(max_workers=2) as threads:
+            for number in range(rounds):
+                for name in ("one", "hanging", "two"):
+                    speeds[name].append(train(f"{name}-{number}"))
+                speeds["pair"] += threads.map(train, (f"pair-{number}-a", f"pair-{number}-b"))
         yield from figures_of(speeds)
 
 
 def figures_of(speeds: dict[str, list[Speed]]) -> Iterator[Figure]:
-    """The figures of the runs `one` (rank, no tracking), `hanging` (server) and `two` (ranks)."""
-    one, hanging, two = speeds["one"], speeds["hanging"], speeds["two"]
+    """The figures of the runs `one` (rank, no tracking), `hanging` (server), `two` (ranks), `pair`.
+
+    `pair` has two runs per round: each of one rank, both at the same time.
+    """
+    one, hanging, two, pair = (speeds[name] for name in ("one", "hanging", "two", "pair"))
     wait = statistics.median(speed.data_wait for speed in one) * 100
     yield Figure("data wait", wait, "% of a step", 1.0, at_most=True)
     slower = [
@@ -83,11 +94,17 @@ def figures_of(speeds: dict[str, list[Speed]]) -> Iterator[Figure]:
         double.tokens_per_second / (2 * single.tokens_per_second)
         for single, double in zip(one, two, strict=True)
     ]
+    independent = [
+        (pair[2 * i].tokens_per_second + pair[2 * i + 1].tokens_per_second)
+        / (2 * single.tokens_per_second)
+        for i, single in enumerate(one)
+    ]
     rate = statistics.median(speed.tokens_per_second for speed in one)
     yield Figure(
         "weak scaling, 1 to 2 ranks with one thread each",
         statistics.median(scaling), "", 0.9,
-        note=f"{_spread(scaling)}; one rank: {rate:,.0f} tokens per second",
+        note=f"{_spread(scaling)}; one rank: {rate:,.0f} tokens per second; "
+        f"two runs that do not communicate: {statistics.median(independent):.2f}",
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ def test_figures_are_medians_of_the_ratios_of_neighbouring_runs() -> None:
         "one": [Speed(100.0, 0.001), Speed(200.0, 0.002), Speed(50.0, 0.009)],
         "hanging": [Speed(80.0, 0.5), Speed(160.0, 0.5), Speed(50.0, 0.5)],
         "two": [Speed(190.0, 0.5), Speed(300.0, 0.5), Speed(100.0, 0.5)],
+        "pair": [Speed(rate, 0.5) for rate in (90.0, 90.0, 170.0, 190.0, 50.0, 50.0)],
     }
     wait, tracking, scaling = figures_of(speeds)
     assert wait.value == pytest.approx(0.2)
@@ -19,6 +20,7 @@ def test_figures_are_medians_of_the_ratios_of_neighbouring_runs() -> None:
     assert scaling.value == pytest.approx(0.95)
     assert [figure.holds for figure in (wait, tracking, scaling)] == [True, False, True]
     assert "0 to 25 in 3 rounds" in tracking.note
+    assert "do not communicate: 0.90" in scaling.note
 
 
 def test_the_silent_server_accepts_and_does_not_answer() -> None:

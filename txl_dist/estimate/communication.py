@@ -9,7 +9,8 @@ With P parameters in fp32, N ranks and K micro-batches, DeepSpeed 0.19.8 runs pe
                one all-gather for each parameter that stays whole
 
 Stages 1 and 2 reduce each bucket by an all-reduce, not by a reduce-scatter as in the ZeRO paper.
-Stage 3 gathers twice per micro-batch if the weights exceed `stage3_max_live_parameters`.
+With gloo, torch runs an all-reduce for each reduce-scatter too; the estimate is for NCCL. Stage 3
+gathers twice per micro-batch if the weights exceed `stage3_max_live_parameters`.
 
 A ring moves 2 (N - 1) / N of the bytes through every link in an all-reduce, half of that in the
 other two, in 2 (N - 1) or N - 1 messages one after the other. For short messages a tree is faster:

@@ -96,11 +96,11 @@ def train_bounded(world: World, job: TrainJob) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         num_builds = 0
 
-        def build(*arguments: Any) -> Trainer:
+        def build(*arguments: Any, **options: Any) -> Trainer:
             nonlocal num_builds
             num_builds += 1
             assert num_builds < 4, "a change that never ends"
-            return build_trainer(*arguments)
+            return build_trainer(*arguments, **options)
 
         patch.setattr(rank, "build_trainer", build)
         return train(world, job), num_builds

@@ -158,8 +158,8 @@ def train_with_store_away(
             raise ConnectionError("503 Slow Down")
         return request(path, function)
 
-    def build(*args: Any) -> Trainer:
-        trainers.append(build_trainer(*args))
+    def build(*args: Any, **options: Any) -> Trainer:
+        trainers.append(build_trainer(*args, **options))
         return trainers[-1]
 
     with pytest.MonkeyPatch.context() as patch:

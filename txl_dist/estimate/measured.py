@@ -108,9 +108,9 @@ def _measure(config: RunConfig, world: World, live: _LiveStep, num_steps: int) -
         num_micro_batches=num_micro_batches,
         micro_batch_rows=micro_batch_rows,
     )
-    gc.collect()
     num_targets, seconds = config.data.num_lanes * config.data.tgt_len, []
     for number, segment in enumerate(_segments(config, rows, world.rank, num_steps), start=1):
+        gc.collect()  # cycles keep parts of the last step until Python happens to look for them
         world.barrier()
         live.reset_peak()
         live.num_bytes.clear()

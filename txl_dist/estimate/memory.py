@@ -212,6 +212,9 @@ class RankMemory:
         if not self._fits_bucket:
             yield Phase(earlier + self._part, self._bucket, peaks.after_first_bucket)
         yield Phase(earlier, self._bucket + max(self._flat_copy, self._part))
+        if not self._fits_bucket:  # a full bucket is reduced before the next gradient enters it
+            waiting = FP32_BYTES * self.model.largest
+            yield Phase(earlier, self._bucket + self._flat_copy + waiting)
         yield from self._partitioned_update()
 
     def _partitioned_update(self) -> Iterator[Phase]:

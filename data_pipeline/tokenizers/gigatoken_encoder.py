@@ -15,10 +15,11 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
+
+from data_pipeline.tokenizers.interface import lengths_of
 
 COMPARED_VERSION = "0.10.0"
 OTHER_CLASS = re.compile(
@@ -41,8 +42,6 @@ CHARACTERS_OF_EARLIER_VERSIONS = (
 MAX_GROWTH_BYTES = 96 * 2**20
 _CHECK_BYTES = 2 * 2**20
 """Bytes of text between two looks at the memory of the process."""
-_BATCH_TEXTS = 512
-_BATCH_TOKENS = 2**20
 
 
 class GigatokenEncoder:
@@ -75,22 +74,11 @@ class GigatokenEncoder:
         """uint32 ids of all texts and int64 [texts] their numbers, or None as for `encode`."""
         if _needs_reference("".join([text for text in texts if not text.isascii()])):
             return None
-        tokens, lengths = [np.empty(0, np.uint32)], [np.empty(0, np.int64)]
-        remaining = iter(texts)
-        while part := list(islice(remaining, _BATCH_TEXTS)):
-            longest = max(len(text) if text.isascii() else 4 * len(text) for text in part)
-            if len(part) * longest <= _BATCH_TOKENS:
-                # One call for all. The result is a matrix: gigatoken's other batches need awkward,
-                # which takes 0.4 s to import.
-                rows, counts = self._backend.encode_batch_padded(part, _padding(), parallel=False)
-                tokens.append(rows[np.arange(rows.shape[1]) < counts[:, None]])
-                lengths.append(counts)
-            else:
-                parts = [self._backend.encode(text) for text in part]
-                tokens += parts
-                lengths.append(np.array([len(each) for each in parts]))
+        # One call per text: gigatoken's own batches import awkward, which takes 0.4 s, and are not
+        # faster even for texts of 50 characters.
+        parts = [self._backend.encode(text) for text in texts]
         self._count(sum(map(len, texts)))
-        return np.concatenate(tokens), np.concatenate(lengths)
+        return np.concatenate([np.empty(0, np.uint32), *parts]), lengths_of(parts)
 
     def _count(self, num_chars: int) -> None:
         """Empty the caches if they have grown too large."""
@@ -106,13 +94,6 @@ def _needs_reference(text: str) -> bool:
         return False
     text.encode("utf-8")  # raises for lone surrogates
     return OTHER_CLASS.search(text) is not None
-
-
-@functools.cache
-def _padding() -> Any:
-    from gigatoken.gigatoken_rs import PadTruncate
-
-    return PadTruncate(0)
 
 
 @functools.cache

@@ -41,9 +41,9 @@ def load_tokenizer(source: str | DatasetPath | dict[str, Any]) -> Tokenizer:
     Raises DataError if it is missing, damaged, or of an unknown kind or version.
     """
     if isinstance(source, dict):
-        return _from_description(source, "the tokenizer description")
+        return tokenizer_of(source, source="the tokenizer description")
     path = dataset_path(source)
-    return _from_description(read_description(path), str(path))
+    return tokenizer_of(read_description(path), source=str(path))
 
 
 def read_description(path: DatasetPath) -> Any:
@@ -70,7 +70,8 @@ def read_description(path: DatasetPath) -> Any:
         ) from error
 
 
-def _from_description(content: object, source: str) -> Tokenizer:
+def tokenizer_of(content: object, *, source: str) -> Tokenizer:
+    """The tokenizer of parsed JSON. `source` names it in errors. Raises DataError."""
     if not isinstance(content, dict):
         raise _invalid(source, f"it is {type(content).__name__}, not an object")
     kind, version = content.get("type"), content.get("version")

@@ -6,6 +6,7 @@ removed from the file first, because the library would encode their names in a t
 tokens.
 """
 
+import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -18,7 +19,7 @@ import tokenizers
 from pydantic import Field
 
 from data_pipeline.errors import DataError
-from data_pipeline.storage.strict_json import canonical, sha256_of
+from data_pipeline.storage.strict_json import canonical
 from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers.gigatoken_encoder import GigatokenEncoder, reason_without_gigatoken
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of, token_dtype
@@ -63,7 +64,8 @@ class PretrainedTokenizer:
         self._description = description
         self.end_of_document = description.end_of_document
         content = description.tokenizer
-        self._library = library_tokenizer(content)
+        self._content = canonical(content)
+        self._library = library_tokenizer(self._content)
         tokens = self._library.get_vocab(with_added_tokens=True)
         ids = sorted({*tokens.values(), self.end_of_document})
         if ids != [*range(len(ids))] or len({*tokens.values()}) != len(tokens):
@@ -87,7 +89,7 @@ class PretrainedTokenizer:
     def _gigatoken(self) -> GigatokenEncoder | None:
         if self._ranks is None or reason_without_gigatoken():
             return None
-        return GigatokenEncoder(canonical(self._description.tokenizer))
+        return GigatokenEncoder(self._content)
 
     @cached_property
     def _tiktoken(self) -> tiktoken.Encoding:
@@ -127,7 +129,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        return sha256_of(self._description.model_dump())
+        return hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         """[tokens]. Raises UnicodeEncodeError for lone surrogates."""
@@ -196,13 +198,17 @@ class PretrainedTokenizer:
         return lengths
 
     def to_json(self) -> str:
-        return canonical(self._description.model_dump())
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:
+        return canonical(dict(self._description))
 
 
-def library_tokenizer(content: dict[str, Any]) -> tokenizers.Tokenizer:
-    """Raises ValueError for content that the library cannot read."""
+def library_tokenizer(content: str) -> tokenizers.Tokenizer:
+    """The tokenizer of the library's JSON. Raises ValueError if the library cannot read it."""
     try:
-        return tokenizers.Tokenizer.from_str(canonical(content))
+        return tokenizers.Tokenizer.from_str(content)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # Exception, or a Rust panic, which is a BaseException only
@@ -240,8 +246,8 @@ def _convert(content: dict[str, Any]) -> PretrainedTokenizer:
         "padding": None,
         "post_processor": None,
     }
-    before = library_tokenizer(content).get_vocab(with_added_tokens=True)
-    after = library_tokenizer(plain).get_vocab(with_added_tokens=True)
+    before = library_tokenizer(canonical(content)).get_vocab(with_added_tokens=True)
+    after = library_tokenizer(canonical(plain)).get_vocab(with_added_tokens=True)
     if moved := sorted(token for token, id_ in after.items() if before.get(token) != id_):
         raise ValueError(f"its special tokens precede other tokens, such as {moved[0][:40]!r}")
     new_id = max(after.values(), default=-1) + 1

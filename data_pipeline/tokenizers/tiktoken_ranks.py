@@ -7,7 +7,8 @@ outside a token affects the merges inside it. `ranked_bytes` checks this for eve
 ids do not depend on samples of text.
 """
 
-from itertools import pairwise
+from collections.abc import Collection
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import tokenizers
@@ -42,7 +43,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 BYTE_OF = _byte_of_character()
-_CHARACTER_OF = {byte: character for character, byte in BYTE_OF.items()}
+_TO_LATIN_1 = str.maketrans({character: chr(byte) for character, byte in BYTE_OF.items()})
 
 
 def ranked_bytes(
@@ -51,28 +52,45 @@ def ranked_bytes(
     """Token bytes -> id, if tiktoken gives the same ids as `tokenizers` for this file's content.
 
     `leave_out` is the vocabulary's end-of-text token, `model` the content's model if it is loaded.
-    Raises ValueError with the reason if the two
-    libraries would differ.
+    Raises ValueError with the reason if the two libraries would differ.
     """
     _require_plain_bpe(content)
     vocab = {token: id_ for token, id_ in content["model"]["vocab"].items() if token != leave_out}
-    for token in vocab:
-        if not token or not BYTE_OF.keys() >= {*token}:
-            raise ValueError(f"token {token[:40]!r} is not written in bytes")
-    ranks = {bytes(map(BYTE_OF.__getitem__, token)): id_ for token, id_ in vocab.items()}
-    pairs = [_parse_merge(merge) for merge in content["model"]["merges"]]
+    ranks = dict(zip(_bytes_of(vocab), vocab.values(), strict=True))
+    sides = [side for merge in content["model"]["merges"] for side in _sides(merge)]
+    parts = _bytes_of(sides)
+    pairs = [*zip(parts[::2], parts[1::2], strict=True)]
     merged = [left + right for left, right in pairs]
-    if sorted([*merged, *(bytes([byte]) for byte in range(256))]) != sorted(ranks):
+    tokens = {*merged, *(bytes([byte]) for byte in range(256))}
+    if tokens != ranks.keys() or len(merged) + 256 != len(ranks):
         raise ValueError("the tokens are not the 256 bytes and one token per merge")
     if any(ranks[low] >= ranks[high] for low, high in pairwise(merged)):
         raise ValueError("the ids are not in the order of the merges")
-    order = {token: number for number, token in enumerate(merged)}
-    _require_reachable(
-        pairs,
-        order,
-        model or cast(models.BPE, tokenizers.Tokenizer.from_str(canonical(content)).model),
-    )
+    model = model or cast(models.BPE, tokenizers.Tokenizer.from_str(canonical(content)).model)
+    written = map(str.__add__, sides[::2], sides[1::2])
+    _require_reachable(pairs, dict(zip(merged, written, strict=True)), model)
     return ranks
+
+
+def _bytes_of(written: Collection[str]) -> list[bytes]:
+    """The bytes that each of these tokens stands for.
+
+    One conversion for all: one for each of 100,000 strings would take most of the time of loading.
+    """
+    if not all(written) or not BYTE_OF.keys() >= {*"".join(written)}:
+        wrong = next(token for token in written if not token or not BYTE_OF.keys() >= {*token})
+        raise ValueError(f"token {wrong[:40]!r} is not written in bytes")
+    joined = "".join(written).translate(_TO_LATIN_1).encode("latin-1")
+    ends = [*accumulate(map(len, written), initial=0)]
+    return [joined[start:end] for start, end in pairwise(ends)]
+
+
+def _sides(merge: str | list[str]) -> list[str]:
+    # Older versions of the library write "left right", newer ones ["left", "right"].
+    sides = merge.split(" ") if isinstance(merge, str) else merge
+    if len(sides) != 2:
+        raise ValueError(f"merge {merge!r} does not have two sides")
+    return sides
 
 
 def _require_plain_bpe(content: dict[str, Any]) -> None:
@@ -86,36 +104,20 @@ def _require_plain_bpe(content: dict[str, Any]) -> None:
         raise ValueError("its model is not plain BPE")
 
 
-def _parse_merge(merge: str | list[str]) -> tuple[bytes, bytes]:
-    # Older versions of the library write "left right", newer ones ["left", "right"].
-    sides = merge.split(" ") if isinstance(merge, str) else merge
-    try:
-        left, right = (bytes(map(BYTE_OF.__getitem__, side)) for side in sides)
-    except KeyError:
-        raise ValueError(f"merge {merge!r} is not written in bytes") from None
-    return left, right
-
-
 def _require_reachable(
-    merges: list[tuple[bytes, bytes]], order: dict[bytes, int], model: models.BPE
+    merges: list[tuple[bytes, bytes]], written: dict[bytes, str], model: models.BPE
 ) -> None:
     """Raise ValueError unless merging the bytes of every token ends with the pair of its merge.
 
     Each token has one merge, so the merges of exactly its bytes end with that pair. If in
     addition both sides of every merge come before it, no merge of the token comes after its last
-    one: tiktoken applies the same ones.
+    one: tiktoken applies the same ones. `written` has every token as the file writes it.
     """
-    for number, (left, right) in enumerate(merges):
-        token = left + right
+    earlier = {bytes([byte]) for byte in range(256)}
+    for (left, right), (token, characters) in zip(merges, written.items(), strict=True):
         if len(token) > MAX_TOKEN_BYTES:
             raise ValueError(f"a token has {len(token)} bytes, the maximum is {MAX_TOKEN_BYTES}")
-        sides_are_earlier = all(
-            len(side) == 1 or order.get(side, number) < number for side in (left, right)
-        )
-        if not sides_are_earlier or len(model.tokenize(_written(token))) != 1:
+        sides_are_earlier = left in earlier and right in earlier
+        if not sides_are_earlier or len(model.tokenize(characters)) != 1:
             raise ValueError(f"the merges do not lead to the token {token[:40]!r}")
-
-
-def _written(token: bytes) -> str:
-    """The characters that the file writes for these bytes."""
-    return token.decode("latin-1").translate(_CHARACTER_OF)
+        earlier.add(token)

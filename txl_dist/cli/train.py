@@ -126,6 +126,7 @@ def _launch(
     from txl_dist.cli.progress import run_progress
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.runtime.torchrun import stray_variables
+    from txl_dist.training.compatibility import check_newest_checkpoint
     from txl_dist.training.data import TrainingData
     from txl_dist.training.duration import resolve_duration
     from txl_dist.training.run_directory import RunDirectory
@@ -140,7 +141,9 @@ def _launch(
     # In this process first: one message, instead of one from every rank after a slow start.
     launcher = find_launcher(on)
     data = TrainingData.open(job.config, num_ranks=ranks.maximum)
-    num_steps = resolve_duration(job.config, data.plan).num_steps
+    config_in_steps = resolve_duration(job.config, data.plan)
+    num_steps = config_in_steps.num_steps
+    check_newest_checkpoint(job.model_copy(update={"config": config_in_steps}), data)
     if dry_run:
         print(
             f"{config}: ready. {data.plan.num_tokens:,} training tokens in {data.plan.num_lanes} "

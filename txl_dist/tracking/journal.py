@@ -189,6 +189,17 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         yield from _parse_lines(journal)
 
 
+def last_trained_step(path: Path) -> int:
+    """The step that training had reached by the end of a journal; 0 if it has no line of one."""
+    try:
+        with path.open("rb") as journal:
+            journal.seek(max(0, path.stat().st_size - READ_BYTES))
+            # A line of a new phase has the number of a step that is not trained yet, and no tokens.
+            return max((e["step"] for e in _parse_lines(journal) if "tokens" in e), default=0)
+    except FileNotFoundError:
+        return 0
+
+
 def _parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     return (line for line in map(parse_line, lines) if line is not None)
 

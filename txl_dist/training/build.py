@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
+from txl_dist.tracking.journal import last_trained_step
 from txl_dist.training.begin_attempt import begin_attempt
 from txl_dist.training.build_computation import (
     build_recovery,
@@ -99,11 +100,12 @@ def build_trainer(
             step.engine, world, interval_steps=config.training.statistics_interval_steps
         )
     state = initial_state(rank, point)
+    reached_step = last_trained_step(directory.metrics)
     world.run_on_rank_zero(lambda: open_run(rank, state, point))
     # Measured before the tracking process starts and competes for the processor.
     utilisation = measure_utilisation(rank)
     tracker = start_tracker(rank, new_run=point is None)
-    report = build_report(rank, utilisation, state)
+    report = build_report(rank, utilisation, state, reached_step=reached_step)
     report.event("%s", describe_start(rank, step, state, point))
     if point is not None:
         report.event("%s", count_tokens(phases_of(rank, point), state).line)

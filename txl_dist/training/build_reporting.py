@@ -58,7 +58,10 @@ def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
     return copy
 
 
-def build_report(rank: RankContext, utilisation: Utilisation, state: TrainState) -> Report:
+def build_report(
+    rank: RankContext, utilisation: Utilisation, state: TrainState, *, reached_step: int
+) -> Report:
+    """`reached_step`: the last step of the metrics before the steps after `state` were removed."""
     world, config = rank.world, rank.config
     stragglers = StragglerCheck(world, zero_stage=config.deepspeed.zero_stage)
     if not world.is_rank_zero:
@@ -69,6 +72,7 @@ def build_report(rank: RankContext, utilisation: Utilisation, state: TrainState)
         rank.directory.goodput,
         world.activity,
         step=state.step,
+        reached_step=reached_step,
         may_write=lambda: attempt is None or attempt.is_newest,
     )
     evaluation = rank.data.evaluation

@@ -7,15 +7,19 @@ for which the checkpoint's weights or position would be wrong; they cannot chang
 """
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.shards.manifest import ShardManifest
-from txl_dist.checkpoint.manifest import CheckpointManifest
-from txl_dist.config.config_file import default_settings
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
+from txl_dist.config.config_file import default_settings, flatten_config
 from txl_dist.config.data_config import SINGLE_CORPUS_NAME
 from txl_dist.errors import CheckpointError, DataError
+from txl_dist.training.data import TrainingData
+from txl_dist.training.job import TrainJob
 from txl_dist.training.phases import PhaseChange
-from txl_dist.training.state import CorpusEntry, Phase, TrainState
+from txl_dist.training.state import CorpusEntry, Phase, TrainState, load_state
 
 MIXTURE = "data.mixture"
 
@@ -70,6 +74,50 @@ _FIXED = ("optimizer.name", "optimizer.averaging")
 _IN_TOKENS = ("training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens")
 _BEFORE = {"optimizer.weight_decay_parameters": "all"}
 """Values that settings had, in effect, before they existed, if not their defaults."""
+
+
+def require_compatible(
+    manifest: CheckpointManifest,
+    state: TrainState,
+    path: Path,
+    *,
+    job: TrainJob,
+    data: TrainingData,
+) -> None:
+    """Raises CheckpointError or DataError if `job` cannot continue from this checkpoint."""
+    check_data(
+        manifest,
+        state,
+        data.phase,
+        data.vocabulary,
+        allowed=job.allow_change,
+        allow_data_change=job.allow_data_change,
+        checkpoint=str(path),
+    )
+    # A change after the checkpoint's step is not applied yet.
+    config = job.config.after_step(state.step - 1)
+    check_config(
+        manifest.run, flatten_config(config), allowed=job.allow_change, checkpoint=str(path)
+    )
+
+
+def check_newest_checkpoint(job: TrainJob, data: TrainingData) -> None:
+    """`require_compatible` with the checkpoint that the ranks will probably resume from.
+
+    Before they start, because that takes long. A checkpoint that cannot be read is left to them:
+    they fall back to an older one.
+    """
+    checkpoints = CheckpointDirectory(job.run_path)
+    step = checkpoints.newest_step() if job.resume == "auto" else None
+    if step is None:
+        return
+    path = checkpoints.at(step)
+    try:
+        manifest = load_checkpoint_manifest(path)
+        state = load_state(path, manifest)
+    except CheckpointError:
+        return
+    require_compatible(manifest, state, path, job=job, data=data)
 
 
 def check_config(

@@ -72,11 +72,13 @@ class Goodput:
         activity: Activity,
         *,
         step: int,
+        reached_step: int = 0,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         """Begin at `step`: later steps of earlier processes are lost.
 
-        `may_write`: False once another process writes the file.
+        `reached_step`: the last step that they are known to have trained. It may be later than
+        their last update. `may_write`: False once another process writes the file.
         """
         self._path, self._activity, self._may_write = path, activity, may_write
         self._updated_at = 0.0
@@ -88,12 +90,15 @@ class Goodput:
         with contextlib.suppress(OSError):
             remove_leftovers(path)
         if earlier := read_goodput(path):
-            self._continue(earlier, step)
+            self._continue(earlier, step, reached_step)
 
-    def _continue(self, earlier: GoodputFile, step: int) -> None:
+    def _continue(self, earlier: GoodputFile, step: int, reached_step: int) -> None:
         self._seconds.update(earlier.seconds)
         self._productive = dict(sorted(earlier.productive.items()))
-        self._lost_steps, self._restarts = earlier.lost_steps, earlier.restarts
+        # Steps after the last update: their time counts as down.
+        steps_after_update = max(0, reached_step - max(earlier.step, step))
+        self._lost_steps = earlier.lost_steps + steps_after_update
+        self._restarts = earlier.restarts
         self._step, self._is_complete = earlier.step, earlier.is_complete
         if not earlier.is_complete:
             self._restarts += 1

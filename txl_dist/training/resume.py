@@ -17,13 +17,12 @@ from txl_dist.checkpoint.reader import (
     load_fragments,
     load_memory,
 )
-from txl_dist.config.config_file import flatten_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.world import World
-from txl_dist.training.compatibility import check_config, check_data
+from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
@@ -158,19 +157,8 @@ def _verify(path: Path, world: World) -> ResumePoint:
 
 
 def _require_compatible(point: ResumePoint, job: TrainJob, data: TrainingData) -> None:
-    manifest, path = point.manifest, str(point.path)
-    check_data(
-        manifest,
-        point.state,
-        data.phase,
-        data.vocabulary,
-        allowed=job.allow_change,
-        allow_data_change=job.allow_data_change,
-        checkpoint=path,
-    )
-    # A change after the checkpoint's step is not applied yet.
-    config = job.config.after_step(point.state.step - 1)
-    check_config(manifest.run, flatten_config(config), allowed=job.allow_change, checkpoint=path)
+    manifest, path = point.manifest, point.path
+    require_compatible(manifest, point.state, path, job=job, data=data)
     # A warning, not an error: most changes of the code do not change losses.
     if manifest.written_by != (current := code_description()):
         log.warning(

@@ -37,6 +37,8 @@ from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.state import BestScore, TrainState
 from txl_dist.training.step import TrainStep
 
+NOTICEABLE_SECONDS = 0.05
+"""A shorter wait for the previous save is not reported."""
 RETRY_SECONDS = 5.0
 """Between two uploads at the end of a run, while the store fails."""
 CLOSE_TIMEOUT_SECONDS = 10.0
@@ -235,7 +237,7 @@ class RunSaver:
         is_busy = not self._queue.wait(0)
         self.wait()
         seconds = time.monotonic() - start
-        if is_busy:
+        if is_busy and seconds >= NOTICEABLE_SECONDS:
             log.info(
                 "checkpoint at step %d | waited %.1f s until that of step %s was written; to avoid "
                 "this, save less often (training.checkpoint_interval_steps)",

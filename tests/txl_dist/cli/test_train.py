@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ENVIRONMENT, run_txl
-from tests.support.training_runs import TINY
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import NO_EVALUATION, TINY, tiny_job, train
 
 
 def test_more_ranks_than_lanes_is_a_config_error(dataset: Path, tmp_path: Path) -> None:
@@ -59,6 +60,24 @@ def test_a_dry_run_writes_no_run(dataset: Path, tmp_path: Path) -> None:
     assert code == 0
     assert "ready" in output
     assert not run.exists()
+
+
+def test_a_change_that_the_newest_checkpoint_refuses_is_found_before_any_rank_starts(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    ranks(1).run(train, tiny_job(dataset, tmp_path, NO_EVALUATION))
+    words = ("train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION)
+    assert run_txl(*words, "--dry-run")[0] == 0
+    for change in ("optimizer.lr=0.5", "model.n_layer=1"):
+        code, output = run_txl(*words, change, "--dry-run")
+        assert code == 4
+        assert change.partition("=")[0] in output
+    allowed = ("optimizer.lr=0.5", "--allow-change", "optimizer.lr", "--dry-run")
+    assert run_txl(*words, *allowed)[0] == 0
+    # The ranks refuse it, or fall back to an older checkpoint.
+    for manifest in tmp_path.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{}")
+    assert run_txl(*words, "model.n_layer=1", "--dry-run")[0] == 0
 
 
 def test_a_misspelt_allow_change_names_the_nearest_setting(dataset: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txl_dist.tracking.journal import MetricsJournal, read_metrics
+from txl_dist.tracking.journal import MetricsJournal, last_trained_step, read_metrics
 
 
 def _steps(path: Path) -> list[int]:
@@ -50,6 +50,18 @@ def test_truncated_steps_are_kept_elsewhere_and_each_step_is_there_once(tmp_path
             journal.write({"step": step, "tokens": step, "time": 9.0})
     assert _steps(path) == list(range(1, 9))
     assert _steps(tmp_path / "logs/metrics-superseded.jsonl") == [6, 7]
+
+
+def test_the_last_trained_step_is_that_of_the_last_line_with_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_trained_step(path) == 0
+    with MetricsJournal(path) as journal:
+        for step in (1, 2, 5):
+            journal.write({"step": step, "tokens": step, "time": 0.0})
+        journal.write({"step": 3, "tokens": 3, "time": 0.0, "valid/loss": 1.0})  # scored later
+        journal.write({"step": 6, "time": 0.0, "mixture/a": 1.0})  # not trained yet
+    path.write_bytes(path.read_bytes() + b'{"step": 9, "tok')
+    assert last_trained_step(path) == 5
 
 
 def test_values_that_json_lacks_are_written_as_valid_json_and_read_back(tmp_path: Path) -> None:

@@ -89,6 +89,24 @@ def test_the_causes_of_a_killed_run_add_up_to_its_wall_time(tmp_path: Path, cloc
     assert summary.endswith("start-up 13.2% | save wait 2.5% | lost steps 3.8% | down 56.6%")
 
 
+@pytest.mark.parametrize("resumed_at", [5, 10])
+def test_steps_after_the_last_update_are_lost_too(
+    tmp_path: Path, clocks: Clocks, resumed_at: int
+) -> None:
+    """metrics.jsonl knows of them, but goodput.json is written every two seconds at most."""
+    Process(tmp_path, clocks).train(12)
+    clocks.wait(0.5)
+    activity = Activity()
+    activity.reset()
+    path = tmp_path / "goodput.json"
+    goodput = Goodput(path, activity, step=resumed_at, reached_step=14)
+    assert goodput.values()["lost_steps"] == 14 - resumed_at
+    assert goodput.seconds["lost steps"] == (12 - resumed_at) * STEP_SECONDS
+    # A process killed at once afterwards does not count them again.
+    again = Goodput(path, activity, step=resumed_at, reached_step=resumed_at)
+    assert again.values()["lost_steps"] == 14 - resumed_at
+
+
 def test_the_time_after_the_last_update_is_down_time(tmp_path: Path, clocks: Clocks) -> None:
     Process(tmp_path, clocks).train(5)
     clocks.wait(0.9)  # in a step that never ended

@@ -43,6 +43,8 @@ def check_gpus(listed: list[str]) -> list[Finding]:
     """Whether torch can use the GPUs that the driver lists."""
     import torch
 
+    from txl_dist.model.attention import reason_without_triton
+
     summary = f"{len(listed)} GPUs ({'; '.join(sorted(set(listed)))}), torch {torch.__version__}"
     if torch.version.cuda is None:
         return [
@@ -78,6 +80,14 @@ def check_gpus(listed: list[str]) -> list[Finding]:
                 f"{summary}: compute capability {capability[0]}.{capability[1]}",
                 expected=f"at least {built_for[0] / 10:.1f} for this build of torch",
                 advice="install a build of torch for this GPU, or exclude the node",
+            )
+        )
+    if reason := reason_without_triton(torch.device("cuda")):
+        findings.append(
+            note(
+                f"{summary}: triton's kernels cannot run: {reason}",
+                expected="the package triton, a C compiler, and compute capability 8.0 or newer",
+                advice="training works, with slower attention and dropout",
             )
         )
     if (shared := shared_memory_bytes()) < MIN_SHARED_MEMORY_BYTES:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pkgutil import resolve_name
+from shutil import which
 from typing import Any
 
 import torch
@@ -82,12 +83,23 @@ def choose_form(
 
 def has_triton(device: torch.device) -> bool:
     """Whether triton can run on the device. On CPUs that is its interpreter, for tests."""
+    return not reason_without_triton(device)
+
+
+def reason_without_triton(device: torch.device) -> str:
+    """Why triton cannot run on the device; "" if it can."""
     if find_spec("triton") is None:
-        return False
+        return "the package triton is not installed"
     if device.type != "cuda":
-        return os.environ.get("TRITON_INTERPRET") == "1"
-    # torch's fake tensors can be on a GPU that the machine does not have.
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
+        return "" if os.environ.get("TRITON_INTERPRET") == "1" else "the ranks have no GPU"
+    if not torch.cuda.is_available():  # torch's fake tensors can be on a GPU that is not there
+        return ""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than that"
+    # triton compiles a small library when its first kernel is loaded.
+    if not (os.environ.get("CC") or which("gcc") or which("clang")):
+        return "no C compiler is installed, which triton needs (gcc and libc6-dev)"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

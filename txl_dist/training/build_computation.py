@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import flatten_config
 from txl_dist.errors import ConfigError
-from txl_dist.model.attention import has_triton
+from txl_dist.model.attention import reason_without_triton
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.variants import ATTENTION_FORMS
@@ -81,13 +80,9 @@ def build_step(rank: RankContext) -> TrainStep:
 def _require_attention(config: ModelConfig, device: torch.device) -> None:
     """Evaluation and generation replace a form that cannot run; training was asked for it."""
     form = ATTENTION_FORMS.get(config.attention)
-    if form is None or not form.needs_triton or has_triton(device):
+    reason = reason_without_triton(device)
+    if form is None or not form.needs_triton or not reason:
         return
-    reason = "the ranks have no GPU"
-    if find_spec("triton") is None:
-        reason = "the package triton is not installed"
-    elif device.type == "cuda":
-        reason = f"{torch.cuda.get_device_name(device)} is older than that"
     raise ConfigError(
         f"model.attention={config.attention} needs the package triton and a GPU of compute "
         f"capability 8.0 (A100) or newer, and {reason}. Set model.attention=auto, which takes it "

@@ -9,13 +9,13 @@ computes the same bits (lane_dropout_kernel.py).
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from txl_dist.model.attention import has_triton
 from txl_dist.model.dropout import Place
 from txl_dist.model.host_copies import to_device
 
@@ -38,7 +38,7 @@ class LaneDropoutMasks:
     def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
         """0 or 1 / (1 - rate), with the shape of `x`. The rate is rounded to 1/65,536."""
         threshold = round(rate * _LEVELS)
-        if x.device.type == "cuda" and _has_triton():
+        if x.device.type == "cuda" and _has_triton(x.device):
             lanes = self._lanes_on(x.device)
             lane_B = lanes[:-1] if by_lane else lanes[-1:]
             counter = [*self.key, layer, _PLACES[place]]
@@ -84,6 +84,5 @@ def _(
 
 
 @cache
-def _has_triton() -> bool:
-    """torch for CUDA installs it, except on Windows."""
-    return find_spec("triton") is not None
+def _has_triton(device: torch.device) -> bool:
+    return has_triton(device)

@@ -1,5 +1,7 @@
 """Attention: every form equals the equation, and the equation is the paper's."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -11,7 +13,7 @@ from tests.support.attention_forms import SLOW_IN_TRITON, TORCH_FORMS
 from tests.support.attention_inputs import TERMS, Inputs
 from tests.support.small_models import random_text, small_model
 from txl_dist.model import attention as attention_module
-from txl_dist.model.attention import choose_attention, choose_form
+from txl_dist.model.attention import choose_attention, choose_form, reason_without_triton
 from txl_dist.model.reference_attention import reference_attention, reference_scores
 from txl_dist.model.sdpa_attention import _efficient_attention
 from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS
@@ -89,6 +91,26 @@ def test_auto_takes_the_fastest_form_that_supports_the_call(
     is_triton = with_triton and device == GPU
     assert chosen is ATTENTION_FORMS["triton" if is_triton else expected]
     assert too_wide is ATTENTION_FORMS[expected]
+
+
+def test_triton_needs_a_new_gpu_and_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("CC", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    assert "no GPU" in reason_without_triton(CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "C compiler" in reason_without_triton(GPU)
+    chosen = choose_form("triton", device=GPU, with_dropout=False, d_head=8)
+    assert chosen is not ATTENTION_FORMS["triton"]
+    compiler = tmp_path / "gcc"
+    compiler.touch(mode=0o755)
+    assert reason_without_triton(GPU) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    assert "V100 is older" in reason_without_triton(GPU)
 
 
 @pytest.mark.parametrize(("with_dropout", "expected"), [(False, "biased"), (True, "fused")])

@@ -80,7 +80,13 @@ class ClusterMonitor:
                 f"resources: {need}, the cluster has {total:g} on {num_nodes} live nodes. Add a "
                 "node, or start again with fewer --ranks"
             )
-        return f"the ranks to start: {need}, the cluster has {total:g}, of which {free:g} are free"
+        if self.state.num_free_slots >= num_ranks:
+            return "the ranks to start"
+        # Ranks that load their libraries have taken their resources already.
+        return (
+            "the ranks to start: they load their libraries or wait for resources, of which the "
+            f"cluster has {total:g} {self.resource}s, {free:g} of them free"
+        )
 
     def _poll(self) -> None:
         import ray

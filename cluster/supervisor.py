@@ -97,8 +97,8 @@ class Supervisor:
         rank_0_log = LogFollower(self._directory.log(0), self._output.print_record)
         with StopSignals(on_repeat=self._kill_ray_and_end) as signals, rank_0_log:
             thread.start()
-            place = "starts" if self._address is None else f"is connected at {self._address}"
-            self._output.print(f"Ray {place}; {self._plan.ranks} ranks start on it")
+            place = "starting Ray" if self._address is None else f"connecting to {self._address}"
+            self._output.print(f"{place}; ranks to start: {self._plan.ranks}")
             error = self._supervise(thread, signals)
             if thread.is_alive():
                 abandon_ray(self._address, error.exit_code if error else 0)
@@ -136,12 +136,13 @@ class Supervisor:
         """Steps 1 to 5 above; returns an error to give up with."""
         is_ending = is_stop_requested or self.starts.change is not None
         self._ranks.read(self._plan.num_ranks, is_stopping=is_ending)
+        # Before the failure is reported as one after which training resumes.
+        if not is_stop_requested and (error := self._check_budget()):
+            return error
         self._report_failure()
         if is_stop_requested and (error := self._forward_stop()):
             return error
         if not is_stop_requested:
-            if error := self._check_budget():
-                return error
             self.starts.poll()
         if self._output.status_is_due:
             self._output.print(f"waiting {self._waited_seconds:.0f} s for {self._describe_wait()}")

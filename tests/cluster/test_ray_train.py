@@ -82,8 +82,8 @@ def test_too_many_failures_without_a_checkpoint_between_end_the_run(
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     last = output.splitlines()[-1]
-    assert "the ranks failed again after 0 restarts" in last
-    assert re.search(r"the last failure: rank [01] \(node 127\.0\.0\.1, pid \d+\) died", last)
-    assert "ray.max_restarts" in last
+    assert re.search(r"rank [01] \(node 127\.0\.0\.1, pid \d+\) died", last)
+    assert "no restart is allowed (--max-restarts, or ray.max_restarts" in last
+    assert "Training then resumes" not in output
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive

@@ -45,7 +45,9 @@ Address = Annotated[
 ]
 JobId = Annotated[
     str,
-    typer.Argument(metavar="JOB", help="Id of a job, or its name without the number: the newest."),
+    typer.Argument(
+        metavar="JOB", help="Id of a job, or its name without number and digest: the newest."
+    ),
 ]
 
 
@@ -156,7 +158,9 @@ def status(
     if wait:
         sys.exit(_wait(client, found.id, follow=False, as_json=as_json))
     found = client.job(found.id)
-    print(json.dumps(asdict(found)) if as_json else summary(found))
+    if found.state == "failed" and not as_json:
+        note(found.message)
+    print(json.dumps(asdict(found)) if as_json else summary(found, client))
 
 
 @app.command()
@@ -195,11 +199,11 @@ def stop(
     client = _connect(address)
     found = _find(client, job)
     if not client.stop(found.id):
-        print(f"{found.id} has already ended: {summary(client.job(found.id))}")
+        print(f"already ended: {summary(client.job(found.id), client)}")
         return
     note(f"asked {found.id} to stop; a training run saves first, then ends with exit code 75")
     if wait:
-        print(summary(client.wait(found.id)))
+        print(summary(client.wait(found.id), client))
 
 
 @app.command("list")
@@ -275,17 +279,25 @@ def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> i
         print(json.dumps(asdict(job)))
     elif not follow and job.state == "failed":
         note(job.message)
-    note(summary(job))
+    note(summary(job, client))
     return int(job.is_ended) if job.exit_code is None else job.exit_code
 
 
 def _find(client: "JobClient", name: str) -> "Job":
     """The newest attempt of a run, or one attempt by its id."""
-    from txl_dist.launch.jobs import attempts_of
+    from txl_dist.launch.jobs import attempts_of, runs_named
 
-    if attempts := attempts_of(name, client.jobs()):
+    jobs = client.jobs()
+    runs = runs_named(name, jobs)
+    if attempts := attempts_of(runs[0] if len(runs) == 1 else name, jobs):
         return attempts[-1]
-    raise ConfigError(f"{client.url} knows no job {name}. txl job list shows those that it knows")
+    if runs:
+        raise ConfigError(f"{name} are several runs: {', '.join(runs)}. Name one of them")
+    raise ConfigError(
+        f"{client.url} knows no job {name}: txl job list {address_option(client)} shows those that "
+        "it knows. A head that was started again has forgotten its jobs; submit the same command: "
+        "a run resumes"
+    )
 
 
 def _environment(settings: Sequence[str]) -> dict[str, str]:

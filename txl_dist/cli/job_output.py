@@ -20,10 +20,10 @@ def print_plan(request: "JobRequest", *, as_json: bool) -> None:
     print(f"runs as: {request.entrypoint}")
 
 
-def summary(job: "Job") -> str:
+def summary(job: "Job", client: "JobClient") -> str:
     advice = {
         "stopped": "; submit the same command to resume",
-        "failed": f"; output: txl job logs {job.id}",
+        "failed": f"; output: txl job logs {job.id} {address_option(client)}",
     }
     code = "" if job.exit_code is None else f", exit code {job.exit_code}"
     return f"{job.id}: {job.state}{code}, {duration(job)}{advice.get(job.state, '')}"

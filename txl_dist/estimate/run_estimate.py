@@ -113,8 +113,7 @@ def estimate_run(
 ) -> RunEstimate:
     """Estimate `config` on each number of GPUs. Raises ConfigError for more GPUs than lanes."""
     estimator = _Estimator(config, facts, assumptions)
-    for num_gpus in gpus:
-        estimator.require_legal(num_gpus)
+    estimator.require_legal(max(gpus))
     scales = [estimator.scale(num_gpus) for num_gpus in gpus]
     return RunEstimate(
         num_parameters=estimator.model.num_parameters,

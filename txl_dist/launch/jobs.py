@@ -139,6 +139,12 @@ def attempts_of(name: str, jobs: Iterable[Job]) -> list[Job]:
     return sorted(attempts, key=_attempt_number)
 
 
+def runs_named(name: str, jobs: Iterable[Job]) -> list[str]:
+    """The names of all runs that are `name` and a digest of what they write."""
+    form = re.compile(rf"({re.escape(name)}-[0-9a-f]{{8}})-\d+")
+    return sorted({match[1] for job in jobs if (match := form.fullmatch(job.id))})
+
+
 def next_attempt_id(name: str, attempts: Iterable[Job]) -> str:
     """An unused id. Ray refuses ids that it has seen before."""
     return f"{name}-{max(map(_attempt_number, attempts), default=0) + 1}"

@@ -42,10 +42,15 @@ class RestartBudget:
     def exhausted_error(self, event: str, directory: RunDirectory) -> TxlError:
         """The error after a failure that the budget does not allow; `event` says what failed."""
         restarts = f"{self.max_restarts} restart{'' if self.max_restarts == 1 else 's'}"
+        setting = "(--max-restarts, or ray.max_restarts with Ray)"
+        failure = (
+            f"the ranks failed again after {restarts} without a new checkpoint {setting}; the last "
+            f"failure: {event}"
+            if self.max_restarts
+            else f"{event}; no restart is allowed {setting}"
+        )
         return TxlError(
-            f"the ranks failed again after {restarts} without a new checkpoint "
-            f"(--max-restarts, or ray.max_restarts with Ray); the last failure: {event}. "
-            f"Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
+            f"{failure}. Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
         )
 
 

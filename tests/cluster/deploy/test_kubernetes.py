@@ -1,4 +1,4 @@
-"""The Kubernetes manifests of cluster/deploy/: RayJobs, JobSet, claim.
+"""The Kubernetes manifests of cluster/deploy/: RayJobs, JobSet, claim, pod for files.
 
 No test applies them to a Kubernetes cluster. Their fields are checked against
 `kubernetes_schema.yaml`, which lists the fields and rules of the custom resource definitions.
@@ -23,7 +23,8 @@ DEPLOY = ROOT / "cluster" / "deploy"
 SCHEMA = yaml.safe_load((Path(__file__).parent / "kubernetes_schema.yaml").read_text())
 RAY_JOBS = [DEPLOY / "kuberay" / f"{name}.yaml" for name in ("train", "prepare", "eval")]
 JOB_SET = DEPLOY / "jobset.yaml"
-MANIFESTS = [*RAY_JOBS, DEPLOY / "kuberay" / "storage.yaml", JOB_SET]
+STORAGE = [DEPLOY / "kuberay" / f"{name}.yaml" for name in ("storage", "files")]
+MANIFESTS = [*RAY_JOBS, *STORAGE, JOB_SET]
 KUEUE = DEPLOY / "kuberay" / "kueue.yaml"
 END_SECONDS = 10
 """What a driver or rank may take to end after its grace period (cluster/supervisor.py: 3 s)."""

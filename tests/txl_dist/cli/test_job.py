@@ -148,7 +148,30 @@ def test_a_job_is_found_by_its_name_without_the_number(cluster: MemoryCluster) -
     assert json.loads(output)["id"] == newest
     code, message = run_txl("job", "logs", "txl-train-other")
     assert code == 2
-    assert "txl job list" in message
+    assert f"txl job list --address {cluster.url}" in message
+
+
+def test_a_job_is_found_without_the_digest_if_only_one_run_has_the_name(
+    cluster: MemoryCluster,
+) -> None:
+    run_txl(*SUBMIT, "--wait", *RUN, "directory=a/run")
+    (first,) = cluster.known
+    assert run_txl("job", "logs", "txl-train-run") == (0, f"output of {first}\n")
+    run_txl(*SUBMIT, "--wait", *RUN, "directory=b/run")
+    code, message = run_txl("job", "logs", "txl-train-run")
+    assert code == 2
+    assert all(job_id.rpartition("-")[0] in message for job_id in cluster.known)
+
+
+def test_the_status_of_a_failed_job_has_the_error_and_the_command_for_its_log(
+    cluster: MemoryCluster,
+) -> None:
+    cluster.ends_as = replace(job("", "failed"), exit_code=3, message="DataError: the cause")
+    run_txl(*SUBMIT, "--wait", *RUN)
+    (job_id,) = cluster.known
+    _, output = run_txl("job", "status", job_id)
+    assert "DataError: the cause" in output
+    assert f"txl job logs {job_id} --address {cluster.url}" in output
 
 
 def test_list_prints_every_job(cluster: MemoryCluster) -> None:

@@ -1,8 +1,8 @@
 """`txl bench train`: data wait, tracking with a server that never answers, and weak scaling.
 
-Runs of one small model, started as `txl train` starts them, each rank with one thread. Candidates
-alternate, because the speed of a machine changes over minutes; each figure is the median over the
-rounds of a ratio of two neighbouring runs.
+Runs of the quickstart's model with the quickstart's lanes per rank, started as `txl train` starts
+them, each rank with one thread. Candidates alternate, because the speed of a machine changes over
+minutes; each figure is the median over the rounds of a ratio of two neighbouring runs.
 """
 
 import json
@@ -12,7 +12,7 @@ import statistics
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from txl_dist.launch.processes import ProcessLauncher
 from txl_dist.model.config import ModelConfig
 from txl_dist.training.job import TrainJob
 
-LANES_PER_RANK = 4
+LANES_PER_RANK = 8
 LOG_INTERVAL_STEPS = 5
 WARM_UP_LINES = 2
 """Lines of metrics.jsonl that are not counted."""
@@ -65,21 +65,25 @@ def bench_train(*, rounds: int, num_steps: int) -> Iterator[Figure]:
             )
             return _train(config, num_ranks=num_ranks)
 
-        speeds: dict[str, list[Speed]] = {"one": [], "hanging": [], "two": [], "pair": []}
+        speeds: dict[str, list[Speed]] = {"one": [], "hanging": [], "two": []}
+        pairs: list[tuple[Speed, Speed]] = []
         with ThreadPoolExecutor(max_workers=2) as threads:
             for number in range(rounds):
-                for name in ("one", "hanging", "two"):
-                    speeds[name].append(train(f"{name}-{number}"))
-                speeds["pair"] += threads.map(train, (f"pair-{number}-a", f"pair-{number}-b"))
-        yield from figures_of(speeds)
+                for name, measured in speeds.items():
+                    measured.append(train(f"{name}-{number}"))
+                first, second = threads.map(train, (f"pair-{number}-a", f"pair-{number}-b"))
+                pairs.append((first, second))
+        yield from figures_of(speeds, pairs)
 
 
-def figures_of(speeds: dict[str, list[Speed]]) -> Iterator[Figure]:
-    """The figures of the runs `one` (rank, no tracking), `hanging` (server), `two` (ranks), `pair`.
+def figures_of(
+    speeds: dict[str, list[Speed]], pairs: Sequence[tuple[Speed, Speed]]
+) -> Iterator[Figure]:
+    """The figures of the runs `one` (rank, no tracking), `hanging` (server) and `two` (ranks).
 
-    `pair` has two runs per round: each of one rank, both at the same time.
+    `pairs`: runs of one rank, two at the same time.
     """
-    one, hanging, two, pair = (speeds[name] for name in ("one", "hanging", "two", "pair"))
+    one, hanging, two = (speeds[name] for name in ("one", "hanging", "two"))
     wait = statistics.median(speed.data_wait for speed in one) * 100
     yield Figure("data wait", wait, "% of a step", 1.0, at_most=True)
     slower = [
@@ -95,9 +99,8 @@ def figures_of(speeds: dict[str, list[Speed]]) -> Iterator[Figure]:
         for single, double in zip(one, two, strict=True)
     ]
     independent = [
-        (pair[2 * i].tokens_per_second + pair[2 * i + 1].tokens_per_second)
-        / (2 * single.tokens_per_second)
-        for i, single in enumerate(one)
+        (first.tokens_per_second + second.tokens_per_second) / (2 * single.tokens_per_second)
+        for single, (first, second) in zip(one, pairs, strict=True)
     ]
     rate = statistics.median(speed.tokens_per_second for speed in one)
     yield Figure(
@@ -121,11 +124,11 @@ def prepare_text(out: Path) -> None:
 def bench_config(
     data: Path, run: Path, *, num_ranks: int, num_steps: int, tracking: TrackingConfig
 ) -> RunConfig:
-    """The small model, with the same number of lanes on every rank."""
+    """The model of configs/quickstart.yaml, with the same number of lanes on every rank."""
     return RunConfig(
         directory=str(run),
         data=DataConfig(path=str(data), num_lanes=LANES_PER_RANK * num_ranks, tgt_len=128),
-        model=ModelConfig(n_layer=2, d_model=128, n_head=4, d_head=32, d_inner=256, mem_len=128),
+        model=ModelConfig(n_layer=4, d_model=128, n_head=4, d_head=32, d_inner=512, mem_len=128),
         training=TrainingConfig(num_steps=num_steps, log_interval_steps=LOG_INTERVAL_STEPS),
         evaluation=EvaluationConfig(split=None),
         tracking=tracking,

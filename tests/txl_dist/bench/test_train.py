@@ -12,9 +12,10 @@ def test_figures_are_medians_of_the_ratios_of_neighbouring_runs() -> None:
         "one": [Speed(100.0, 0.001), Speed(200.0, 0.002), Speed(50.0, 0.009)],
         "hanging": [Speed(80.0, 0.5), Speed(160.0, 0.5), Speed(50.0, 0.5)],
         "two": [Speed(190.0, 0.5), Speed(300.0, 0.5), Speed(100.0, 0.5)],
-        "pair": [Speed(rate, 0.5) for rate in (90.0, 90.0, 170.0, 190.0, 50.0, 50.0)],
     }
-    wait, tracking, scaling = figures_of(speeds)
+    rates = [(90.0, 90.0), (170.0, 190.0), (50.0, 50.0)]
+    pairs = [(Speed(first, 0.5), Speed(second, 0.5)) for first, second in rates]
+    wait, tracking, scaling = figures_of(speeds, pairs)
     assert wait.value == pytest.approx(0.2)
     assert tracking.value == pytest.approx(25.0)
     assert scaling.value == pytest.approx(0.95)

@@ -6,8 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-NICENESS = 5
-"""Of the thread, so that training has the cores first."""
+NICENESS = 10
+"""Of the thread, so that it takes only time of the cores that training leaves over. Somebody who
+waits for a job leaves them over too."""
 
 
 class BackgroundQueue:

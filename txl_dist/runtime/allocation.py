@@ -8,10 +8,8 @@ page: a tenth of a step or more (docs/experiments.md). GPU memory has its own al
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
 _NEVER = -1
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""glibc accepts no larger value; larger blocks are still returned to the system."""
 
 
 def keep_freed_memory() -> bool:
@@ -21,5 +19,6 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST_MMAP_THRESHOLD}
+    # Blocks in maps of their own would be returned, whatever the thresholds: so there are none.
+    settings = {_TRIM_THRESHOLD: _NEVER, _MMAP_MAX: 0}
     return all(mallopt(name, value) == 1 for name, value in settings.items())

@@ -120,7 +120,10 @@ class Timing:
             for begin, end in self.steps
             if begin > first_write_end
         ]
-        step = statistics.median(seconds for seconds, writing in rows if not writing)
+        others = [seconds for seconds, writing in rows if not writing]
+        if not others:
+            sys.exit("a file was written in every step: give more --interval-steps")
+        step = statistics.median(others)
         # Of a step that was written in for a part of it, only that part can be slower.
         longer = sum(seconds - step for seconds, writing in rows if writing)
         writing = sum(writing for _, writing in rows)

@@ -84,8 +84,8 @@ class ClusterMonitor:
             return "the ranks to start"
         # Ranks that load their libraries have taken their resources already.
         return (
-            "the ranks to start: they load their libraries or wait for resources, of which the "
-            f"cluster has {total:g} {self.resource}s, {free:g} of them free"
+            f"the ranks to start: they load their libraries or wait for resources: {need}, the "
+            f"cluster has {total:g}, {free:g} of them free"
         )
 
     def _poll(self) -> None:

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 NICENESS = 10
-"""Of the thread, so that it takes only time of the cores that training leaves over. Somebody who
-waits for a job leaves them over too."""
+"""Of the thread, so that training has the cores first. While the caller waits for a job, the thread
+has them: waiting takes no longer than with any other niceness."""
 
 
 class BackgroundQueue:

@@ -73,7 +73,7 @@ def ranked_bytes(
 
 
 def _bytes_of(written: Collection[str]) -> list[bytes]:
-    """The bytes that each of these tokens stands for.
+    """The byte string of each token.
 
     One conversion for all: one for each of 100,000 strings would take most of the time of loading.
     """

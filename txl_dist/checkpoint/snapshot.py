@@ -17,7 +17,7 @@ from txl_dist.checkpoint.manifest import Kind, PartSlice, RankPart, file_name, l
 from txl_dist.checkpoint.tensor_file import write_tensors
 from txl_dist.errors import DivergedError
 
-_BLOCK = 2**16
+_BLOCK_ELEMENTS = 2**16
 
 
 class Snapshot:
@@ -71,7 +71,7 @@ class Snapshot:
 def _is_finite(array: np.ndarray) -> bool:
     """Whether no element is NaN or infinite, in blocks that stay in the processor's cache."""
     flat = array.reshape(-1)
-    blocks = (flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK))
+    blocks = (flat[i : i + _BLOCK_ELEMENTS] for i in range(0, flat.size, _BLOCK_ELEMENTS))
     return all(np.isfinite(block).all() for block in blocks)
 
 

@@ -46,7 +46,7 @@ Address = Annotated[
 JobId = Annotated[
     str,
     typer.Argument(
-        metavar="JOB", help="Id of a job, or its name without number and digest: the newest."
+        metavar="JOB", help="Id of a job, or its name, with or without digest: the newest."
     ),
 ]
 

@@ -95,7 +95,7 @@ def reason_without_triton(device: torch.device) -> str:
     if not torch.cuda.is_available():  # torch's fake tensors can be on a GPU that is not there
         return ""
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} is older than that"
+        return f"{torch.cuda.get_device_name(device)} has a compute capability below 8.0"
     # triton compiles a small library when its first kernel is loaded.
     if not (os.environ.get("CC") or which("gcc") or which("clang")):
         return "no C compiler is installed, which triton needs (gcc and libc6-dev)"

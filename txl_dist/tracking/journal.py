@@ -195,7 +195,8 @@ def last_trained_step(path: Path) -> int:
         with path.open("rb") as journal:
             journal.seek(max(0, path.stat().st_size - READ_BYTES))
             # A line of a new phase has the number of a step that is not trained yet, and no tokens.
-            return max((e["step"] for e in _parse_lines(journal) if "tokens" in e), default=0)
+            trained = (line["step"] for line in _parse_lines(journal) if "tokens" in line)
+            return max(trained, default=0)
     except FileNotFoundError:
         return 0
 

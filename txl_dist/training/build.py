@@ -100,7 +100,7 @@ def build_trainer(
             step.engine, world, interval_steps=config.training.statistics_interval_steps
         )
     state = initial_state(rank, point)
-    reached_step = last_trained_step(directory.metrics)
+    reached_step = last_trained_step(directory.metrics) if world.is_rank_zero else 0
     world.run_on_rank_zero(lambda: open_run(rank, state, point))
     # Measured before the tracking process starts and competes for the processor.
     utilisation = measure_utilisation(rank)

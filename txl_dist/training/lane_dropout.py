@@ -83,6 +83,4 @@ def _(
     return lane_B.new_empty(shape, dtype=dtype)
 
 
-@cache
-def _has_triton(device: torch.device) -> bool:
-    return has_triton(device)
+_has_triton = cache(has_triton)  # asked for every mask of a step

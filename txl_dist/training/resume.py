@@ -84,7 +84,8 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
         point = _verify(resolve_checkpoint(job.resume), world)
     if point is None:
         return None
-    _require_compatible(point, job, data)
+    require_compatible(point.manifest, point.state, point.path, job=job, data=data)
+    _warn_of_other_code(point)
     # Evaluations of the checkpoint's run that this run does not do, or does in another way.
     state = point.state.scored_on(job.config.evaluation.on if data.evaluation else None)
     lost = [step for step in point.state.missing_scores if step not in state.missing_scores]
@@ -156,16 +157,14 @@ def _verify(path: Path, world: World) -> ResumePoint:
     return ResumePoint(path, manifest, state)
 
 
-def _require_compatible(point: ResumePoint, job: TrainJob, data: TrainingData) -> None:
-    manifest, path = point.manifest, point.path
-    require_compatible(manifest, point.state, path, job=job, data=data)
+def _warn_of_other_code(point: ResumePoint) -> None:
     # A warning, not an error: most changes of the code do not change losses.
-    if manifest.written_by != (current := code_description()):
+    if point.manifest.written_by != (current := code_description()):
         log.warning(
             "%s was written by %s, this is %s: the losses may differ from those of an "
             "uninterrupted run",
-            path,
-            manifest.written_by,
+            point.path,
+            point.manifest.written_by,
             current,
         )
 

@@ -1,10 +1,15 @@
 """`txl bench train`: how its figures follow from the speeds of runs. Limits are not checked."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
-from txl_dist.bench.train import Speed, figures_of, silent_server
+from txl_dist.bench.train import Speed, bench_config, figures_of, silent_server
+from txl_dist.config.config_file import load_run_config
+from txl_dist.config.training_config import TrackingConfig
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
 
 def test_figures_are_medians_of_the_ratios_of_neighbouring_runs() -> None:
@@ -22,6 +27,15 @@ def test_figures_are_medians_of_the_ratios_of_neighbouring_runs() -> None:
     assert [figure.holds for figure in (wait, tracking, scaling)] == [True, False, True]
     assert "0 to 25 in 3 rounds" in tracking.note
     assert "do not communicate: 0.90" in scaling.note
+
+
+def test_the_model_and_the_lanes_of_two_ranks_are_those_of_the_quickstart() -> None:
+    quickstart = load_run_config(QUICKSTART, [])
+    tracking = TrackingConfig(enabled=False)
+    config = bench_config(Path("data"), Path("run"), num_ranks=2, num_steps=20, tracking=tracking)
+    assert config.model == quickstart.model
+    assert config.data.num_lanes == quickstart.data.num_lanes
+    assert config.data.tgt_len == quickstart.data.tgt_len
 
 
 def test_the_silent_server_accepts_and_does_not_answer() -> None:

@@ -102,7 +102,7 @@ def test_steps_after_the_last_update_are_lost_too(
     goodput = Goodput(path, activity, step=resumed_at, reached_step=14)
     assert goodput.values()["lost_steps"] == 14 - resumed_at
     assert goodput.seconds["lost steps"] == (12 - resumed_at) * STEP_SECONDS
-    # A process killed at once afterwards does not count them again.
+    # If that process is killed too, the next one does not count them again.
     again = Goodput(path, activity, step=resumed_at, reached_step=resumed_at)
     assert again.values()["lost_steps"] == 14 - resumed_at
 

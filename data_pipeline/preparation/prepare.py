@@ -109,8 +109,8 @@ def prepare_dataset(
         exclude=out,
         ids=settings.id_rules,
     )
-    files = inputs_found.files
-    note(f"reading {list_read_as(inputs_found.read_as)}")
+    files, read_as = inputs_found.files, inputs_found.read_as
+    note(f"reading {list_read_as(read_as)}")
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     digest = tokenizer.digest if tokenizer else None
     runner = None
@@ -129,7 +129,7 @@ def prepare_dataset(
         manifest=manifest,
         already_complete=runner is None,
         ignored=dict(+inputs_found.ignored),
-        read_as=inputs_found.read_as,
+        read_as=read_as,
         workers=workers.num_workers,
         units=runner.finished if runner else 0,
         reused_units=runner.reused if runner else 0,

@@ -128,14 +128,23 @@ def test_a_launcher_starts_ranks_without_importing_torch(module: str) -> None:
     ids=" ".join,
 )
 def test_a_usage_error_is_found_without_torch(arguments: list[str]) -> None:
+    heavy = {"torch", "ray", "deepspeed", "mlflow", "matplotlib"}
+    assert not heavy & loaded_by_failing(arguments)
+
+
+def test_a_missing_dataset_is_found_without_numpy() -> None:
+    assert not HEAVY & loaded_by_failing(["data", "inspect", "missing"])
+
+
+def loaded_by_failing(arguments: list[str]) -> set[str]:
+    """The modules that a command has imported when it ends with an error of the user's."""
     program = """
 import sys
 from txl_dist.__main__ import main
 try:
     main()
 finally:
-    heavy = {"torch", "ray", "deepspeed", "mlflow", "matplotlib"}
-    print(sorted(heavy & set(sys.modules)))
+    print(*sys.modules)
 """
     ended = subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -145,7 +154,9 @@ finally:
         cwd=ROOT,
     )
     assert ended.returncode in (2, 3, 4), ended.stderr
-    assert ended.stdout.splitlines()[-1] == "[]"
+    modules = set(ended.stdout.splitlines()[-1].split())
+    assert "typer" in modules
+    return modules
 
 
 def test_deepspeed_is_imported_in_the_engine_only() -> None:

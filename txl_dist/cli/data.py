@@ -8,7 +8,7 @@ import typer
 
 from data_pipeline.errors import DataError, ReadFailureError, printable
 from txl_dist.cli.options import AsJson, NumWorkers, On
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.paths import dataset_address, local_path_parser
 from txl_dist.cli.work_progress import MIB, work_progress
 from txl_dist.cli.workers import open_workers
 
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Verify, inspect, rebuild and copy prepared datasets.", no_args_is_help=True)
 
 Dataset = Annotated[
-    str, typer.Argument(metavar="DIR", help="Directory that `txl prepare` wrote, or its URL.")
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="Directory that `txl prepare` wrote, or its URL.",
+        parser=dataset_address,
+    ),
 ]
 Directory = Annotated[
     Path,

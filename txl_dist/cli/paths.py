@@ -1,7 +1,7 @@
-"""Options that take a local path, and refuse URLs.
+"""Parsers of paths on the command line: most must be local, and some must exist.
 
 pathlib reads `s3://bucket/x` as the directory `s3:/bucket/x` below the working directory. A command
-would write there, look successful, and its output would be lost with the machine.
+that takes no URL would write there, look successful, and its output would be lost with the machine.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,6 +48,17 @@ def paths_of_another_machine() -> Iterator[None]:
         yield
     finally:
         _are_elsewhere.reset(token)
+
+
+def dataset_address(text: str) -> str:
+    """A `parser=` for typer: a directory with a manifest, or a URL. Raises DataError, before a
+    command imports numpy.
+    """
+    from data_pipeline.shards.missing_manifest import require_manifest
+
+    if not _are_elsewhere.get():
+        require_manifest(text)
+    return text
 
 
 def checkpoint_path(text: str) -> Path:

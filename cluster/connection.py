@@ -19,6 +19,7 @@ from cluster.private_ray import (
     TOKEN_VARIABLE,
     access_token,
     end_private_ray,
+    kill_private_ray,
     loopback_only,
     record_session,
 )
@@ -68,7 +69,11 @@ def ray_connection(
     try:
         yield
     finally:
+        if address is None:
+            _skip_grace_periods()
         ray.shutdown()
+        if address is None:
+            kill_private_ray()  # agents of Ray's that end some time after it
 
 
 @contextmanager
@@ -175,6 +180,19 @@ def _start_private(num_cpus: int) -> None:
         raise TxlError(
             f"a private Ray could not be started: {error}. Run without Ray: --on processes"
         ) from error
+
+
+def _skip_grace_periods() -> None:
+    """Let `ray.shutdown` end the processes of a private Ray by SIGKILL at once.
+
+    It sends SIGTERM and waits a second for each process. They have inherited a mask that blocks it
+    (see `_ConnectionThread.run`), so each second passes; and nothing is left for them to do.
+    """
+    import ray
+
+    if node := ray._private.worker._global_node:
+        kill = node.kill_all_processes
+        node.kill_all_processes = lambda **_: kill(check_alive=False)
 
 
 def _connect(address: str) -> None:

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -60,7 +61,13 @@ def record_session(directory: str) -> None:
 
 
 def end_private_ray() -> None:
-    """Kill every process of this process's Ray, in any state."""
+    """Kill every process of this process's Ray, in any state, and remove its token."""
+    kill_private_ray()
+    shutil.rmtree(access_token().parent, ignore_errors=True)
+
+
+def kill_private_ray() -> None:
+    """Kill every process of this process's Ray. Another Ray can be started with the same token."""
     launcher = psutil.Process()
 
     def running() -> list[psutil.Process]:
@@ -70,7 +77,6 @@ def end_private_ray() -> None:
     # Repeated, because a process may have started another one between the listing and its death.
     while processes := running():
         _kill(processes)
-    shutil.rmtree(access_token().parent, ignore_errors=True)
 
 
 def clean_up_dead_launchers(parent: Path) -> None:
@@ -120,7 +126,16 @@ def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(processes, timeout=_KILL_SECONDS)
+    deadline = time.monotonic() + _KILL_SECONDS
+    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    # Not psutil's wait, which also waits until the parent, often pid 1, has read the exit code.
+    with suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`txl` and `python -m txl_dist`: handle stop signals before the slow imports start."""
 
+import gc
 import sys
 from contextlib import nullcontext
 
@@ -14,7 +15,11 @@ def main() -> None:
     with StopSignals(on_request=exit_before_first_step) if is_training else nullcontext():
         from txl_dist.cli.app import main as run_command
 
-        run_command()
+        try:
+            run_command()
+        finally:
+            # The interpreter's last collections search all modules: a second with torch and Ray.
+            gc.freeze()
 
 
 if __name__ == "__main__":

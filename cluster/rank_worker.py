@@ -1,4 +1,4 @@
-"""One rank inside a Ray worker: what Ray Train calls (`ray_train.py`)."""
+"""One rank inside a Ray worker: what `trainer.train_loop` calls."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scoring_worker import LoggedWorkers
 
 
-def train_loop(settings: dict[str, Any]) -> None:
+def run_rank(settings: dict[str, Any]) -> None:
     """One rank, inside a Ray worker. An error that is raised makes Ray end all ranks."""
     import ray.train
 

@@ -2,7 +2,7 @@
 
     launcher: train_on_ray -> Supervisor (main thread)
                            -> _fit -> Ray Train's controller   (thread; once per start of the ranks)
-    worker:   train_loop -> train_rank   (rank_worker.py)
+    worker:   train_loop -> run_rank -> train_rank   (trainer.py, rank_worker.py)
 
 Ray Train's own restarts, resizes and checkpoints are not used: the supervisor decides, and ranks
 resume from the newest good checkpoint of the run directory, as under every other launcher
@@ -10,7 +10,7 @@ resume from the newest good checkpoint of the run directory, as under every othe
 signal can be caught. So the launcher catches the stop signals and creates a stop file, which the
 training loop checks after every step.
 
-Ray Train and torch take seconds to import. A thread imports them while Ray starts.
+Ray Train takes seconds to import. A thread does that while Ray starts.
 """
 
 import os
@@ -96,7 +96,6 @@ def train_on_ray(
 
 def _import_ray_train() -> None:
     """What `_fit` imports."""
-    import cluster.rank_worker
     import cluster.trainer  # noqa: F401
 
 
@@ -119,8 +118,7 @@ def _fit(
     from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
     from cluster.failure_callback import FailureCallback
-    from cluster.rank_worker import train_loop
-    from cluster.trainer import RankBackendConfig, RankTrainer
+    from cluster.trainer import RankBackendConfig, RankTrainer, train_loop
 
     trainer = RankTrainer(
         train_loop,

@@ -1,11 +1,12 @@
 """RankTrainer: Ray Train with what the ranks need, and without what they do not use.
 
-It imports Ray Train, which takes seconds, so others import it late. It does not import torch: Ray
-Train's controller, a process that starts before the ranks, imports this module too.
+It imports Ray Train, which takes seconds, so others import it late. It does not import torch, which
+neither the launcher needs nor Ray Train's controller, a process that starts before the ranks.
 """
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.train._internal.base_worker_group import BaseWorkerGroup
@@ -25,6 +26,14 @@ UNUSED_CALLBACKS = (
     # An actor for Ray Data, which every rank then imports. The ranks read their shards themselves.
     DatasetsCallback,
 )
+
+
+def train_loop(settings: dict[str, Any]) -> None:
+    """One rank, inside a Ray worker: what Ray Train calls."""
+    # Imported there only: the launcher, which names this function, would need seconds for torch.
+    from cluster.rank_worker import run_rank
+
+    run_rank(settings)
 
 
 class RankTrainer(DataParallelTrainer):

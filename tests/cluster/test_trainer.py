@@ -7,8 +7,7 @@ import sys
 from ray.train import ScalingConfig
 from ray.train.v2._internal.callbacks.backend_setup import BackendSetupCallback
 
-from cluster.rank_worker import train_loop
-from cluster.trainer import UNUSED_CALLBACKS, RankBackendConfig, RankTrainer
+from cluster.trainer import UNUSED_CALLBACKS, RankBackendConfig, RankTrainer, train_loop
 
 
 def test_a_start_has_no_actors_but_the_controller_and_those_of_the_ranks() -> None:

@@ -15,7 +15,8 @@ from data_pipeline.storage.strict_model import StrictModel
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
-_OTHER_SPACES = [chr(code) for code in range(128, 0x3001) if chr(code).isspace()]
+_ASCII = bytes(range(128))
+_OTHER_SPACES = [chr(code).encode() for code in range(128, 0x3001) if chr(code).isspace()]
 _IN_WORD = bytes(code >= 128 or not chr(code).isspace() for code in range(256))
 """By byte of UTF-8: 0 for the whitespace of ASCII, else 1."""
 
@@ -78,7 +79,10 @@ def count_text(text: str) -> TextCounts:
 
 def _num_words(text: str) -> int:
     """len(text.split()), several times as fast, because no list of words is made."""
-    if not text.isascii() and any(space in text for space in _OTHER_SPACES):
-        return len(text.split())
-    in_word = np.frombuffer(b"\0" + text.encode().translate(_IN_WORD), np.uint8)
+    encoded = text.encode()
+    if not text.isascii():
+        others = encoded.translate(None, _ASCII)  # the rest is searched faster
+        if any(space in others for space in _OTHER_SPACES):
+            return len(text.split())
+    in_word = np.frombuffer(b"\0" + encoded.translate(_IN_WORD), np.uint8)
     return int(np.count_nonzero(in_word[1:] > in_word[:-1]))

@@ -55,11 +55,7 @@ def bpe_of_counts(
     if not counts:
         raise DataError("there is no text to train bpe on. Give documents with text in them.")
     library = _library_of(
-        learn_merges(
-            {word.encode("latin-1"): count for word, count in counts.items()},
-            num_symbols=vocab_size - 1,
-            min_count=min_freq or DEFAULT_MIN_FREQ,
-        )
+        learn_merges(counts, num_symbols=vocab_size - 1, min_count=min_freq or DEFAULT_MIN_FREQ)
     )
     description = PretrainedDescription(
         type="bpe",

@@ -20,15 +20,22 @@ from data_pipeline.tokenizers.tiktoken_ranks import BYTE_OF
 _NONE = -1
 _MAX_SYMBOLS = 2**20
 """Ids are below it, so a pair is one int64: left * _MAX_SYMBOLS + right."""
+_RARE_SHARE = 2**12
+"""At first, pairs are rare that are less than one in so many symbols of the text."""
+_RARE_STEP = 32
+"""When only rare pairs are left, the limit falls to this fraction of it."""
+_PARTS = 16
+"""All pairs are counted in so many parts, by their left symbols: more take less memory."""
 _FEW = 300
 """Up to so many pairs, a loop takes less time than numpy's sorting."""
 
 
 def learn_merges(
-    counts: Mapping[bytes, int], *, num_symbols: int, min_count: int
+    counts: Mapping[str, int], *, num_symbols: int, min_count: int
 ) -> list[tuple[int, int]]:
     """The merges in order, as pairs of ids. The id of the n-th merge is 256 + n.
 
+    `counts` has words as `bpe.count_words` gives them: a character is a byte, as in Latin-1.
     Ids 0 to 255 are the bytes in the order of `byte_order`. Stops at `num_symbols` ids, or before a
     pair that occurs less than `min_count` times.
     """
@@ -45,32 +52,45 @@ class _Merger:
 
     `symbol` int32 [N] is _NONE in gaps and where a symbol was merged into the one on its left;
     `left` and `right` int32 [N] are the positions of a symbol's neighbours, and `pair` int64 [N]
-    is the pair of a symbol and its right neighbour, _NONE if there is none. `weight` int64 [N] is
-    the count of the symbol's word, 0 in gaps.
+    is the pair of a symbol and its right neighbour, _NONE if there is none. `weight` [N] is the
+    count of the symbol's word.
 
-    Pairs that occur less than `min_count` times are not kept: counts of pairs only fall.
+    Pairs that occur less than `least` times are not kept: they take most of the memory, and few
+    vocabularies need them. Counts of pairs only fall. When no other pair is left, `least` falls,
+    and all pairs are counted again.
     """
 
-    def __init__(self, counts: Mapping[bytes, int], min_count: int) -> None:
-        id_of = np.empty(256, np.int32)
+    def __init__(self, counts: Mapping[str, int], min_count: int) -> None:
+        id_of = np.full(256, _NONE, np.int32)
         id_of[np.frombuffer(byte_order(), np.uint8)] = np.arange(256)
         words = sorted(word for word in counts if len(word) > 1)
         lengths = np.fromiter(map(len, words), np.int64, len(words)) + 1
-        raw = np.frombuffer(b"".join(word + b"\0" for word in words), np.uint8)
+        weights = np.fromiter((counts[word] for word in words), np.int64, len(words))
+        if words and weights.max() < 2**31:
+            weights = weights.astype(np.int32)
+        raw = np.frombuffer("".join(word + "\0" for word in words).encode("latin-1"), np.uint8)
         self.symbol = id_of[raw]
         self.symbol[np.cumsum(lengths) - 1] = _NONE
-        self.weight = np.repeat(
-            np.fromiter((counts[word] for word in words), np.int64, len(words)), lengths
-        )
+        self.weight = np.repeat(weights, lengths)
         positions = np.arange(len(raw), dtype=np.int32)
         self.left, self.right = positions - 1, positions + 1
         self.pair = np.full(len(raw), _NONE, np.int64)
         self.min_count = min_count
+        self.least = max(min_count, int(self.weight.sum(dtype=np.int64)) // _RARE_SHARE)
         self.count: dict[int, int] = {}
         self.places: dict[int, array[int]] = {}
         """Positions of the left symbols of a pair; some may have been merged since."""
         self.queue: list[tuple[int, int]] = []
-        self._add_pairs(positions[:-1], self._pairs(self.symbol[:-1], self.symbol[1:]))
+        del words, raw, positions
+        self._count_all()
+
+    def _count_all(self) -> None:
+        """Count and queue the pairs of all symbols."""
+        for part in range(_PARTS):
+            places = np.flatnonzero(self.symbol % _PARTS == part).astype(np.int32)
+            places = places[self.symbol[places] >= 0]
+            pairs = self._pairs(self.symbol[places], self.symbol[self.right[places]])
+            self._add_pairs(places, pairs)
 
     @staticmethod
     def _pairs(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -91,12 +111,12 @@ class _Merger:
         starts = np.flatnonzero(np.diff(pairs, prepend=_NONE))
         if not len(starts):
             return
-        totals = np.add.reduceat(self.weight[places], starts).tolist()
+        totals = np.add.reduceat(self.weight[places], starts, dtype=np.int64).tolist()
         stops = [*starts[1:].tolist(), len(pairs)]
         for pair, start, stop, total in zip(
             pairs[starts].tolist(), starts.tolist(), stops, totals, strict=True
         ):
-            if total >= self.min_count:
+            if total >= self.least:
                 self._queue(pair, total, array("i", places[start:stop].tobytes()))
 
     def _add_few_pairs(self, places: np.ndarray, pairs: np.ndarray) -> None:
@@ -112,7 +132,7 @@ class _Merger:
             elif pair >= 0:
                 found[pair], totals[pair] = array("i", (place,)), weight
         for pair, total in totals.items():
-            if total >= self.min_count:
+            if total >= self.least:
                 self._queue(pair, total, found[pair])
 
     def _queue(self, pair: int, total: int, places: "array[int]") -> None:
@@ -121,17 +141,24 @@ class _Merger:
 
     def run(self, num_merges: int) -> list[tuple[int, int]]:
         merges: list[tuple[int, int]] = []
-        while len(merges) < num_merges and self.queue:
+        while len(merges) < num_merges and (self.queue or self._add_rare_pairs()):
             negative, pair = heapq.heappop(self.queue)
             count = self.count[pair]
             if count == -negative:
                 merges.append(divmod(pair, _MAX_SYMBOLS))
                 self._merge(pair, 255 + len(merges))
-            elif count >= self.min_count:  # it was queued before a merge changed its count
+            elif count >= self.least:  # it was queued before a merge changed its count
                 heapq.heappush(self.queue, (-count, pair))
             else:
                 del self.count[pair], self.places[pair]
         return merges
+
+    def _add_rare_pairs(self) -> bool:
+        """Lower `least` until the queue has pairs; returns whether it has."""
+        while not self.queue and self.least > self.min_count:
+            self.least = max(self.min_count, self.least // _RARE_STEP)
+            self._count_all()
+        return bool(self.queue)
 
     def _merge(self, pair: int, new: int) -> None:
         """Replace the pair by the symbol `new` in all words."""

@@ -35,17 +35,20 @@ def trained_by_library(texts: list[str], vocab_size: int, min_freq: int) -> dict
     texts=st.lists(WORDS, min_size=1, max_size=12),
     min_freq=st.integers(1, 3),
     few=st.sampled_from([2, bpe_merges._FEW]),
+    rare_share=st.sampled_from([1, 3, bpe_merges._RARE_SHARE]),
 )
-@example(texts=["aaaaa aaa aaaa", "aaaaaaaaa"], min_freq=1, few=2)
-@example(texts=["abab ababa babab"], min_freq=2, few=2)
+@example(texts=["aaaaa aaa aaaa", "aaaaaaaaa"], min_freq=1, few=2, rare_share=1)
+@example(texts=["abab ababa babab"], min_freq=2, few=2, rare_share=3)
 def test_any_words_give_the_vocabulary_of_the_library(
-    texts: list[str], min_freq: int, few: int
+    texts: list[str], min_freq: int, few: int, rare_share: int
 ) -> None:
     if not any(texts):
         return
     expected = trained_by_library(texts, 270, min_freq)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bpe_merges, "_FEW", few)
+        patch.setattr(bpe_merges, "_RARE_SHARE", rare_share)
+        patch.setattr(bpe_merges, "_RARE_STEP", 2)
         trained = train_bpe(texts, vocab_size=271, min_freq=min_freq, max_bytes=2**20)
     assert json.loads(trained.to_json())["tokenizer"]["model"] == expected
 

@@ -199,9 +199,11 @@ def _train_tokenizer(
     batches = (DocumentBatch.of(index, numbers) for numbers in train)
 
     def run_training() -> Tokenizer:
-        total_bytes = sum(int(index.text_bytes[numbers].sum()) for numbers in train)
-        if settings.tokenizer == "bpe":
-            total_bytes = min(total_bytes, settings.train_bytes)
+        total_bytes = 0
+        for numbers in train:
+            if settings.tokenizer == "bpe" and total_bytes >= settings.train_bytes:
+                break  # `count_units` yields no later shard
+            total_bytes += int(index.text_bytes[numbers].sum())
         results = runner.run("counting", count_units(settings, batches), total_bytes)
         paths = sorted(result["counts"] for _, result in results)
         runner.progress("training the tokenizer", 0, 0)

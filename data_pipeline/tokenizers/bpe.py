@@ -46,7 +46,7 @@ def train_bpe(
 def bpe_of_counts(
     counts: Counter[str], *, vocab_size: int, min_freq: int | None = None
 ) -> PretrainedTokenizer:
-    """Train BPE on words counted by `count_words`.
+    """Train BPE on words counted by `count_words`. Empties `counts`, which may be large.
 
     The vocabulary has at most `vocab_size` ids; the last one is end-of-document. It has fewer if
     too few pairs occur `min_freq` times. Raises DataError if there are no words, or if the encoder

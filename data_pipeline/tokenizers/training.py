@@ -44,7 +44,7 @@ def train_tokenizer(settings: TokenizerSettings, texts: Texts) -> Tokenizer:
 
 
 def tokenizer_of_counts(settings: TokenizerSettings, counts: Counter[str]) -> Tokenizer:
-    """The char, word or bpe tokenizer of a text with these symbol counts."""
+    """The char, word or bpe tokenizer of a text with these symbol counts, which bpe empties."""
     if settings.tokenizer == "bpe":
         from data_pipeline.tokenizers.bpe import bpe_of_counts
 

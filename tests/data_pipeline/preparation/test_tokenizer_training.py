@@ -57,3 +57,17 @@ def test_a_trained_tokenizer_is_not_trained_again_by_a_rerun(
     done = prepare(tmp_path / "in", out, 10**6, settings=options)
     assert done.reused_units == 2, "the scan and the tokenizer"
     assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_progress_of_counting_ends_at_its_total(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "in", [f"word{n % 7} tä{n} " * (n % 5 + 1) for n in range(40)])
+    options = PrepareSettings(tokenizer="bpe", vocab_size=300, train_bytes=5000, **OPTIONS)
+    counting = []
+
+    def note(phase: str, done: int, total: int) -> None:
+        if phase == "counting":
+            counting.append((done, total))
+
+    report = prepare(tmp_path / "in", tmp_path / "out", 900, settings=options, progress=note)
+    done, total = counting[-1]
+    assert done == total < report.manifest.splits["train"].text_bytes

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,12 +52,14 @@ def all_children(pid: int) -> list[int]:
     return children + [below for child in children for below in all_children(child)]
 
 
-def kill_when(lines: Path, out: Path, units: int, seconds: float) -> int:
+def kill_when(
+    lines: Path, out: Path, units: int, seconds: float, *, options: tuple[object, ...] = OPTIONS
+) -> int:
     """Start, SIGKILL the program when `units` are finished and `seconds` have passed.
 
     Returns how many were finished at the end. Its workers must end by themselves.
     """
-    process = start_txl("prepare", lines, "--out", out, *OPTIONS)
+    process = start_txl("prepare", lines, "--out", out, *options)
     while process.poll() is None and finished_units(out) < units + 1:  # and the fingerprint
         time.sleep(0.002)
     time.sleep(seconds)
@@ -69,8 +72,8 @@ def kill_when(lines: Path, out: Path, units: int, seconds: float) -> int:
     return finished_units(out) - 1
 
 
-def rerun(lines: Path, out: Path) -> dict[str, Any]:
-    ended = txl("prepare", lines, "--out", out, *OPTIONS)
+def rerun(lines: Path, out: Path, *, options: tuple[object, ...] = OPTIONS) -> dict[str, Any]:
+    ended = txl("prepare", lines, "--out", out, *options)
     assert ended.returncode == 0, ended.stderr
     result: dict[str, Any] = json.loads(ended.stdout)
     return result
@@ -104,6 +107,44 @@ def test_killed_at_any_moment_a_rerun_gives_the_same_bytes(
         assert files_of(out) == whole
         shutil.rmtree(out)
     assert sum(map(bool, reused)) > 12
+
+
+@pytest.mark.fault
+def test_a_trained_bpe_has_the_same_bytes_after_kills_with_any_workers_and_encoder(
+    tmp_path: Path,
+) -> None:
+    """The text is source code, with a document that only the reference encodes."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:150]
+    texts = [path.read_text("utf-8", errors="ignore") for path in sources]
+    lines = tmp_path / "in.jsonl"
+    documents = [*texts, "it's \u088f \U00010940"]
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    options = (*OPTIONS, "--tokenizer", "bpe", "--vocab-size", 2000)
+    whole = tmp_path / "whole"
+    rerun(lines, whole, options=(*options, "--workers", 1))
+    random_, reused = random.Random(7), 0
+    for workers in (1, 2, 3):
+        for number in range(3):
+            out = tmp_path / f"{workers}-{number}"
+            with_workers = (*options, "--workers", workers)
+            kill_when(lines, out, random_.randrange(9), random_.random() / 2, options=with_workers)
+            reused += bool(rerun(lines, out, options=with_workers).get("reused_units"))
+            assert files_of(out) == files_of(whole)
+    assert reused > 4
+
+    program = "import sys; sys.modules['gigatoken.gigatoken_rs'] = None; import txl_dist.__main__;"
+    command = [sys.executable, "-c", f"{program} txl_dist.__main__.main()", "prepare", lines,
+               "--out", tmp_path / "by-tiktoken", *options, "--workers", 1]  # fmt: skip
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
+    assert "gigatoken is not installed" in ended.stderr
+    manifests = [json.loads((tmp_path / name / "manifest.json").read_text())
+                 for name in ("whole", "by-tiktoken")]  # fmt: skip
+    encoders = [manifest.pop("tools")["encoder"].split()[0] for manifest in manifests]
+    assert encoders == ["gigatoken", "tiktoken"]
+    assert manifests[0] == manifests[1]
+    others = [files_of(tmp_path / name) for name in ("whole", "by-tiktoken")]
+    assert all(files.pop("manifest.json") for files in others)
+    assert others[0] == others[1]
 
 
 @pytest.mark.fault

@@ -8,13 +8,15 @@ document is `FILE:KEY`. Its text is that of the first of these members that the 
 3. `.json`: an object with the text at `--text-key`
 4. `.jsonl`: one document per line, with the ids `FILE:KEY:LINE`
 
-Other members (images, labels) are skipped. Nothing is written to disk or loaded by name.
+Other members (images, labels) are skipped, and samples named `__NAME__` that have no text, such as
+`__meta__.json`. Nothing is written to disk or loaded by name.
 
 Source: webdataset, `tariterators.group_by_keys` and `base_plus_ext`.
 """
 
 import hashlib
 import posixpath
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -33,6 +35,8 @@ from data_pipeline.readers.tar_members import Member, TarReader
 
 _MAX_SAMPLES = 2**22
 _MAX_KEY_BYTES = 4096
+_METADATA = re.compile(r"__[^/]*__(/|\Z)")
+"""Members that webdataset skips too."""
 
 
 @dataclass(slots=True)
@@ -54,8 +58,8 @@ def read_tar(source: Source) -> Iterator[Record | Reject]:
     sample: _Sample | None = None
     for member in members:
         key, extension = _split_name(member.name)
-        if posixpath.basename(key).startswith("__") or not posixpath.basename(key):
-            continue  # metadata by convention; hidden files
+        if _METADATA.match(member.name) or not posixpath.basename(key):
+            continue  # the second: hidden files
         if not sample or key != sample.key:
             if sample:
                 yield from _documents(source, sample, wanted)
@@ -113,6 +117,18 @@ def _add_member(
 
 def _documents(source: Source, sample: _Sample, wanted: list[str]) -> Iterator[Record | Reject]:
     """The documents of a complete sample: one, or one per line of .jsonl."""
+    name = posixpath.basename(sample.key)
+    may_be_metadata = name.startswith("__") and name.endswith("__")
+    for document in _documents_or_rejects(source, sample, wanted):
+        if may_be_metadata and isinstance(document, Reject):
+            source.lines -= 1  # it is no record
+        else:
+            yield document
+
+
+def _documents_or_rejects(
+    source: Source, sample: _Sample, wanted: list[str]
+) -> Iterator[Record | Reject]:
     extension = wanted[sample.rank] if sample.rank < len(wanted) else ""
     if not sample.problem and not extension:
         members = ", ".join(printable(each)[:40] or "none" for each in sample.extensions[:10])

@@ -70,6 +70,24 @@ def test_samples_are_documents_with_their_keys(tmp_path: Path, suffix: str) -> N
     assert [record.line for record in records] == [1, 2, 3, 4, 5, 6]
 
 
+def test_names_with_underscores_are_documents_if_they_have_text(tmp_path: Path) -> None:
+    path = tmp_path / "in.tar"
+    path.write_bytes(
+        archive(
+            member("__meta__/info.txt", b"webdataset skips this folder"),
+            member("__meta__", b"and this file"),
+            member("__future__.txt", b"one"),
+            member("__hello__.json", b'{"text": "two"}'),
+            member("__meta__.json", b'{"created": 1}'),
+            member("__init.txt", b"three"),
+            member("a__/__b.txt", b"four"),
+        )
+    )
+    records = read(one_file(path))
+    assert keys(records) == ["__future__", "__hello__", "__init", "a__/__b"]
+    assert texts(records) == ["one", "two", "three", "four"]
+
+
 def test_the_text_key_selects_the_member(tmp_path: Path) -> None:
     path = tmp_path / "in.tar"
     path.write_bytes(

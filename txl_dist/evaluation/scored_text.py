@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from data_pipeline.shards.manifest import ShardManifest, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader
 from data_pipeline.shards.text_counts import TextCounts, count_text
+from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.word import WordTokenizer
 
 
@@ -41,7 +42,9 @@ def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> Scored
     tokenizer = open_tokenizer(source.directory, manifest)
     is_word_model = isinstance(tokenizer, WordTokenizer)
     reason = ""
-    if max_tokens is not None and max_tokens < source.num_tokens:
+    if isinstance(tokenizer, IdTokenizer):
+        reason = "the dataset was prepared from token ids, which have no text"
+    elif max_tokens is not None and max_tokens < source.num_tokens:
         reason = f"only the first {max_tokens:,} tokens of the split were scored"
     elif counts is None:
         reason = (

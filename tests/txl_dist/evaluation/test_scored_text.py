@@ -135,3 +135,14 @@ def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
     assert score.to_json()["protocol"] == score.protocol
     unlimited = replace(score, settings=replace(SETTINGS, clamp_len=None))
     assert "clamp_len none" in unlimited.protocol
+
+
+def test_token_ids_have_no_words_and_no_characters(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [2, 2, 1]}\n')
+    settings = PrepareSettings(format="ids", tokenizer="ids", vocab_size=4, end_of_document=3)
+    prepare_dataset([tmp_path / "in.jsonl"], tmp_path / "data", settings)
+    text = scored_text(open_split(tmp_path / "data", "train"))
+    scores = result(text, nats=3.0, num_tokens=6).to_json()
+    assert scores["word_perplexity"] is None
+    assert scores["bits_per_character"] is None
+    assert "token ids" in scores["not_counted"]

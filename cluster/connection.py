@@ -183,7 +183,7 @@ def _start_private(num_cpus: int) -> None:
 
 
 def _skip_grace_periods() -> None:
-    """Let `ray.shutdown` end the processes of a private Ray by SIGKILL at once.
+    """Make `ray.shutdown` kill the processes of a private Ray without a grace period.
 
     It sends SIGTERM and waits a second for each process. They have inherited a mask that blocks it
     (see `_ConnectionThread.run`), so each second passes; and nothing is left for them to do.

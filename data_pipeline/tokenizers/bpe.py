@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizers.bpe_merges import byte_order, learn_merges
-from data_pipeline.tokenizers.gigatoken_encoder import OTHER_CLASS, reason_without_gigatoken
+from data_pipeline.tokenizers.gigatoken_encoder import needs_reference, reason_without_gigatoken
 from data_pipeline.tokenizers.pretrained import (
     PretrainedDescription,
     PretrainedTokenizer,
@@ -97,7 +97,7 @@ def count_words(texts: Iterable[str], *, max_bytes: int) -> Counter[str]:
     batch_bytes = 0
     by_gigatoken = not reason_without_gigatoken()
     for part in _first_bytes(texts, max_bytes):
-        if not by_gigatoken or (not part.isascii() and OTHER_CLASS.search(part)):
+        if not by_gigatoken or needs_reference([part]):
             split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(part)
             words = (bytes(map(BYTE_OF.__getitem__, word)) for word, _ in split)
             counts.update(word.decode("latin-1") for word in words)

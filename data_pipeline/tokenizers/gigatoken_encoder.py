@@ -65,7 +65,7 @@ class GigatokenEncoder:
 
         Raises UnicodeEncodeError for lone surrogates.
         """
-        if _needs_reference([text]):
+        if needs_reference([text]):
             return None
         ids: np.ndarray = self._backend.encode(text)
         self._count(len(text))
@@ -73,7 +73,7 @@ class GigatokenEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
         """uint32 ids of all texts and int64 [texts] their numbers, or None as for `encode`."""
-        if _needs_reference(texts):
+        if needs_reference(texts):
             return None
         # One call per text: gigatoken's own batches import awkward, which takes 0.4 s, and are not
         # faster even for texts of 50 characters.
@@ -90,7 +90,11 @@ class GigatokenEncoder:
                 self._start()
 
 
-def _needs_reference(texts: Iterable[str]) -> bool:
+def needs_reference(texts: Iterable[str]) -> bool:
+    """Whether a text has a character of `OTHER_CLASS`.
+
+    Raises UnicodeEncodeError for lone surrogates.
+    """
     encoded = b"".join([text.encode("utf-8") for text in texts if not text.isascii()])
     # Most texts are mostly ASCII, and the search takes longer than leaving that out.
     return OTHER_CLASS.search(encoded.translate(None, _ASCII).decode("utf-8")) is not None

@@ -18,6 +18,7 @@ from hypothesis import settings
 import tests.support.hypothesis_examples  # noqa: F401  # registers the profiles
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from tests.support import gpu_tests
 from tests.support.gloo_ranks import RankGroups
 from txl_dist.runtime.gpus import num_gpus
 
@@ -28,7 +29,7 @@ MODULES = ("abc.py", "bisect.py", "colorsys.py", "copy.py", "heapq.py", "keyword
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not num_gpus():
+    if item.get_closest_marker("gpu") and not (num_gpus() or gpu_tests.ON_CPU):
         pytest.skip("no GPU: torch finds none, or is built without CUDA (see `txl doctor`)")
 
 

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.support.gpu_tests import DEVICE
+from tests.support.keep_bits import unpack
 from tests.support.small_models import random_text
 from tests.txl_dist.model.test_golden import FILES, WITHOUT_EXTENSION, load
 from tests.txl_dist.training.test_fake_cuda import ENCODINGS, SOFTMAXES, build
 from txl_dist.model import adaptive_softmax
-from txl_dist.model.attention import choose_attention
+from txl_dist.model.attention import choose_form
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.memory import Memory
@@ -22,12 +24,14 @@ from txl_dist.training.lane_dropout import LaneDropoutMasks
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
 LANES, TGT_LEN = 3, 4
 every_form = pytest.mark.parametrize("form", ATTENTION_FORMS)
+FORMS_WITH_DROPOUT = [name for name, form in ATTENTION_FORMS.items() if form.supports_dropout]
 
 
-def nats_memory_and_gradients(model: TransformerXL) -> list[Tensor]:
+def nats_memory_and_gradients(
+    model: TransformerXL, masks: LaneDropoutMasks | None = None
+) -> list[Tensor]:
     """Of two segments of random text, on the CPU; targets are on the host."""
     device = model.table.weights[0].device
     text_BN = random_text(LANES, 2 * TGT_LEN + 1)
@@ -37,7 +41,7 @@ def nats_memory_and_gradients(model: TransformerXL) -> list[Tensor]:
         columns = slice(start, start + TGT_LEN)
         target_BT = text_BN[:, start + 1 : start + TGT_LEN + 1]
         nats_BT, memory = model(
-            text_BN[:, columns].to(device), target_BT, age_BN[:, columns], memory
+            text_BN[:, columns].to(device), target_BT, age_BN[:, columns], memory, masks
         )
         nats.append(nats_BT)
     torch.cat(nats).sum().backward()
@@ -50,7 +54,7 @@ def nats_memory_and_gradients(model: TransformerXL) -> list[Tensor]:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_values_memory_and_gradients_in_float64(encoding: str, softmax: str, form: str) -> None:
     model = build(encoding, softmax, {"attention": form, "n_layer": 2})
-    on_gpu = deepcopy(model).to(CUDA)
+    on_gpu = deepcopy(model).to(DEVICE)
     for actual, expected in zip(
         nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
     ):
@@ -60,7 +64,7 @@ def test_values_memory_and_gradients_in_float64(encoding: str, softmax: str, for
 @every_form
 def test_values_memory_and_gradients_in_fp32(form: str) -> None:
     model = build("sinusoidal", "adaptive, narrower", {"attention": form, "n_layer": 2}).float()
-    on_gpu = deepcopy(model).to(CUDA)
+    on_gpu = deepcopy(model).to(DEVICE)
     for actual, expected in zip(
         nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
     ):
@@ -69,7 +73,7 @@ def test_values_memory_and_gradients_in_fp32(form: str) -> None:
 
 def test_logits_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("sinusoidal", "adaptive", {})
-    on_gpu = deepcopy(model).to(CUDA)
+    on_gpu = deepcopy(model).to(DEVICE)
     monkeypatch.setattr(adaptive_softmax, "MAX_LOGITS", 20)
     for actual, expected in zip(
         nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
@@ -83,8 +87,32 @@ def test_dropout_masks_have_the_bits_of_the_cpu(seed: int, step: int, dtype: tor
     masks = LaneDropoutMasks(seed=seed, step=step, lanes=[0, 7, 2**31, -1])
     for by_lane, shape in ((True, (4, 3, 1037)), (False, (129, 65))):
         x, place = torch.empty(shape, dtype=dtype), {"rate": 0.3, "layer": 3, "by_lane": by_lane}
-        on_gpu = masks.scale(x.to(CUDA), place="inner", **place)
+        on_gpu = masks.scale(x.to(DEVICE), place="inner", **place)
         assert torch.equal(on_gpu.cpu(), masks.scale(x, place="inner", **place))
+
+
+def test_dropout_bits_are_those_of_the_mask() -> None:
+    masks = LaneDropoutMasks(seed=2**63 - 1, step=2**40 + 3, lanes=[0, 7, 2**31, -1])
+    for shape in ((4, 2, 3, 96), (4, 2, 3, 1037)):
+        x, place = torch.empty(shape), {"rate": 0.3, "layer": 3}
+        bits = masks.keep_bits(x.to(DEVICE), place="attention weights", **place)
+        expected = masks.scale(x, place="attention weights", by_lane=True, **place)
+        on_host = bits._replace(words=bits.words.cpu())
+        assert torch.equal(unpack(on_host, shape), expected)
+
+
+@pytest.mark.parametrize("form", FORMS_WITH_DROPOUT)
+def test_values_memory_and_gradients_with_dropout(form: str) -> None:
+    """In float64, with masks that each device computes itself."""
+    options = {"attention": form, "n_layer": 2, "dropout": 0.1, "dropatt": 0.3}
+    model = build("sinusoidal", "plain", options)
+    on_gpu = deepcopy(model).to(DEVICE)
+    masks = LaneDropoutMasks(seed=3, step=5, lanes=range(LANES))
+    for actual, expected in zip(
+        nats_memory_and_gradients(on_gpu, masks), nats_memory_and_gradients(model, masks),
+        strict=True,
+    ):  # fmt: skip
+        assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @every_form
@@ -92,7 +120,7 @@ def test_dropout_masks_have_the_bits_of_the_cpu(seed: int, step: int, dtype: tor
 def test_the_golden_files(name: str, form: str) -> None:
     """Nats of every segment; gradients follow from the comparison with the CPU above."""
     golden = load(FILES[name], form)
-    model = golden.model(torch.float64).to(CUDA)
+    model = golden.model(torch.float64).to(DEVICE)
     memory = model.empty_memory(golden.arrays["input/0"].shape[1])
     prefix = "nll" if name in WITHOUT_EXTENSION else "nv_nll"
     for k in range(sum(key.startswith("input/") for key in golden.arrays)):
@@ -108,16 +136,16 @@ def golden_segment(
     """`Golden.read` with inputs and ages on the GPU."""
 
     def read(input_BT: Tensor, target_BT: Tensor, age_BT: Tensor, memory: Memory) -> Any:
-        return model(input_BT.to(CUDA), target_BT, age_BT.to(CUDA), memory)
+        return model(input_BT.to(DEVICE), target_BT, age_BT.to(DEVICE), memory)
 
     return golden.read(k, read, memory)
 
 
 @every_form
 def test_a_kv_cache_has_the_numbers_of_the_memory(form: str) -> None:
-    model = build("sinusoidal", "adaptive", {"attention": form}).float().to(CUDA)
-    text_BN = random_text(LANES, 10).to(CUDA)
-    age_BN = torch.arange(9, device=CUDA).expand(LANES, -1)
+    model = build("sinusoidal", "adaptive", {"attention": form}).float().to(DEVICE)
+    text_BN = random_text(LANES, 10).to(DEVICE)
+    age_BN = torch.arange(9, device=DEVICE).expand(LANES, -1)
 
     def nats(memory: Memory | KVCache) -> Tensor:
         parts = []
@@ -135,5 +163,8 @@ def test_a_kv_cache_has_the_numbers_of_the_memory(form: str) -> None:
 
 def test_auto_takes_a_form_for_gpus() -> None:
     config = ModelConfig(vocab_size=11)
-    name = choose_attention(config.attention, device=CUDA, with_dropout=False).__name__
-    assert name != "reference_attention"
+    for with_dropout in (False, True):
+        form = choose_form(
+            config.attention, device=DEVICE, with_dropout=with_dropout, d_head=config.d_head
+        )
+        assert form is not ATTENTION_FORMS["reference"]

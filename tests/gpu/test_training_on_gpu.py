@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.faults.test_kill_and_resume import SETTINGS, kill_and_resume
 from tests.support.commands import ENVIRONMENT
 from tests.support.gloo_ranks import RankGroups
+from tests.support.gpu_tests import num_devices
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
@@ -43,8 +43,8 @@ def straight(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPath
 def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
     ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path, num_ranks: int, stage: str
 ) -> None:
-    if num_ranks > torch.cuda.device_count():
-        pytest.skip(f"{num_ranks} ranks need one GPU each; torch finds {torch.cuda.device_count()}")
+    if num_ranks > num_devices():
+        pytest.skip(f"{num_ranks} ranks need one GPU each; torch finds {num_devices()}")
     settings = (NO_EVALUATION, *DROPOUT, *ZERO[stage], "training.micro_batch_lanes=2")
     assert ranks(num_ranks).run(train, tiny_job(dataset, tmp_path, *settings)) == [0] * num_ranks
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
@@ -102,7 +102,7 @@ def test_two_deterministic_runs_have_equal_weights(
 def test_losses_after_a_kill_are_those_of_a_run_without(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if torch.cuda.device_count() < 2:
+    if num_devices() < 2:
         pytest.skip("the case has two ranks, which need one GPU each")
     train_command(dataset, tmp_path / "straight", *SETTINGS, "training.deterministic=true")
     kill_and_resume(dataset, tmp_path / "killed", victim="rank")

@@ -1,12 +1,14 @@
 """Random arguments of an attention function, and their gradients."""
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from tests.support import keep_bits
 from txl_dist.model.attention import AttentionFunction
+from txl_dist.model.dropout import KeepBits
 from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.visibility import Visibility
 
@@ -19,6 +21,9 @@ TERMS = {
     "all": ("content_bias_HK", "distance_bias_HK", "distance_HSK", "score_HS"),
 }
 
+KEEP_FACTOR = 1.7
+"""What weights are multiplied by that dropout keeps."""
+
 
 @dataclass
 class Inputs:
@@ -29,7 +34,7 @@ class Inputs:
     v_HBSK: Tensor
     terms: DistanceTerms
     visibility: Visibility
-    keep_BHTS: Tensor | None
+    keep_BHTS: Tensor | KeepBits | None
 
     @classmethod
     def of(
@@ -61,8 +66,15 @@ class Inputs:
                 **{n: draw(shapes[n]).requires_grad_(terms != "alibi") for n in TERMS[terms]}
             ),
             Visibility.of(age_BT, mem_len=M, same_length=same_length, mask_dtype=torch.float64),
-            torch.randint(0, 3, (B, H, T, S)).double() if dropout else None,
+            torch.randint(0, 2, (B, H, T, S)) * KEEP_FACTOR if dropout else None,
         )
+
+    def with_keep_bits(self) -> "Inputs":
+        """The same, for a form that reads the dropout mask as bits."""
+        if self.keep_BHTS is None:
+            return self
+        assert isinstance(self.keep_BHTS, Tensor)
+        return replace(self, keep_BHTS=keep_bits.pack(self.keep_BHTS, KEEP_FACTOR))
 
     def run(self, attention: AttentionFunction) -> Tensor:
         return attention(*(getattr(self, field.name) for field in fields(self)))

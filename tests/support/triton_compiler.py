@@ -1,12 +1,13 @@
-"""Compiles the kernels of `attention: triton` for GPUs that this machine need not have.
+"""Compiles our Triton kernels for GPUs that this machine need not have.
 
-`compile_kernels` calls the form's operators on the CPU, with the kernels replaced by
+`compile_kernels` calls the code that launches them on the CPU, with the kernels replaced by
 `_CompiledInstead`, so what is compiled has exactly the arguments and tiles of a real call. It needs
 a process without TRITON_INTERPRET:
 
     python -m tests.support.triton_compiler 90 bfloat16 64
 
-prints one JSON object per kernel: registers, spilled_bytes, shared_bytes.
+prints one JSON object per kernel: registers, spilled_bytes, shared_bytes, instructions,
+loop_instructions.
 """
 
 import json
@@ -15,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,13 +29,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from txl_dist.model import triton_launch
+from txl_dist.training import lane_dropout_kernel
 
-KERNELS = ("forward_kernel", "query_gradient_kernel", "key_value_gradient_kernel")
 _TYPE = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.int16: "*i16",
     torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 
 
@@ -44,6 +49,9 @@ class Compiled:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    instructions: int
+    loop_instructions: int
+    """Of the loop over tiles, per thread and tile; 0 without a loop."""
 
 
 class _CompiledInstead:
@@ -56,11 +64,14 @@ class _CompiledInstead:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self.compile
 
-    def compile(self, *arguments: Any, num_warps: int, num_stages: int, **constants: Any) -> None:
+    def compile(
+        self, *arguments: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
+    ) -> None:
         signature, divisible = {}, {}
         for index, (name, value) in enumerate(zip(self.kernel.arg_names, arguments, strict=False)):
             is_tensor = isinstance(value, Tensor)
-            signature[name] = _TYPE[value.dtype] if is_tensor else "i32"
+            number_type = "fp32" if isinstance(value, float) else "i32"
+            signature[name] = _TYPE[value.dtype] if is_tensor else number_type
             # As triton specialises a launch: allocations are aligned, and numbers may be.
             if is_tensor or value % 16 == 0:
                 divisible[(index,)] = [["tt.divisibility", 16]]
@@ -75,6 +86,7 @@ class _CompiledInstead:
             self.kernel.__name__,
             *_registers_and_spills(compiled.asm["ptx"], self.capability),
             compiled.metadata.shared,
+            *_instructions(compiled.asm["cubin"]),
         )
 
 
@@ -93,26 +105,64 @@ def _registers_and_spills(ptx: str, capability: int) -> tuple[int, int]:
     return registers, spilled
 
 
+def _instructions(cubin: bytes) -> tuple[int, int]:
+    """How many instructions the kernel has, and its longest loop."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    count, longest, labels = 0, 0, dict[str, int]()
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = count
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
+            count += 1
+            target = re.search(r"\bBRA\b.*\((\.L_\w+)\)", line)
+            # A jump back; every kernel ends with a jump to itself, which is never reached.
+            if target and labels.get(target[1], count) < count - 1:
+                longest = max(longest, count - labels[target[1]])
+    return count, longest
+
+
+@contextmanager
+def _compiled_instead(
+    module: ModuleType, names: list[str], capability: int
+) -> Iterator[list[_CompiledInstead]]:
+    """Inside, launches of the kernels that `module` calls by these names compile them."""
+    originals = {name: getattr(module, name) for name in names}
+    replaced = {name: _CompiledInstead(kernel, capability) for name, kernel in originals.items()}
+    try:
+        vars(module).update(replaced)
+        yield list(replaced.values())
+    finally:
+        vars(module).update(originals)
+
+
 def compile_kernels(capability: int, dtype: torch.dtype, d_head: int) -> Iterator[Compiled]:
-    """All kernels with scores by distance and dropout, for sizes divisible by 16 but d_head."""
+    """Those of attention, with scores by distance and dropout, and those of dropout masks.
+
+    Sizes are divisible by 16 but d_head.
+    """
     import txl_dist.model.triton_attention  # noqa: F401  # registers the operators
 
-    originals = {name: getattr(triton_launch, name) for name in KERNELS}
-    replaced = {name: _CompiledInstead(kernel, capability) for name, kernel in originals.items()}
     H, B, T, M = 2, 16, 32, 64
     S = M + T
     q, k, v = (torch.zeros(H, B, n, d_head, dtype=dtype, requires_grad=True) for n in (T, S, S))
     distance = torch.zeros(H, B, T, S, dtype=dtype, requires_grad=True)
     reach = torch.zeros(B, T, dtype=torch.int32)
-    keep = torch.zeros(B, H, T, S, dtype=dtype)
-    try:
-        vars(triton_launch).update(replaced)
+    keep_words = torch.zeros(B, H, T, S // 16, dtype=torch.int16)
+    names = ["forward_kernel", "query_gradient_kernel", "key_value_gradient_kernel"]
+    with _compiled_instead(triton_launch, names, capability) as attention_kernels:
         operator = torch.ops.txl_dist.relative_attention
-        mixed, _ = operator(q, k, v, distance, reach, keep)
+        mixed, _ = operator(q, k, v, distance, reach, keep_words, 1.25)
         mixed.sum().backward()
-    finally:
-        vars(triton_launch).update(originals)
-    for kernel in replaced.values():
+    lane_B, counter, threshold = torch.zeros(B, dtype=torch.int64), [0, 1, 2, 3], 2**13
+    names = ["_scale_kernel", "_bits_kernel"]
+    with _compiled_instead(lane_dropout_kernel, names, capability) as mask_kernels:
+        lane_dropout_kernel.lane_dropout_scale(lane_B, counter, threshold, [B, T, S], dtype)
+        lane_dropout_kernel.lane_dropout_bits(lane_B, counter, threshold, [B, H, T, S])
+    for kernel in (*attention_kernels, *mask_kernels):
         assert kernel.result is not None
         yield kernel.result
 

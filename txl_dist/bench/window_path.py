@@ -157,6 +157,7 @@ def _causal_context(config: ModelConfig, x_BTD: Tensor, start: int) -> SegmentCo
         distances=None,
         biases_HK=None,
         attention=resolve_name(form.implementation),
+        reads_keep_bits=form.reads_keep_bits,
         visibility=visibility,
         dropout_masks=None,
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,11 +25,12 @@ from txl_dist.estimate.assumptions import Device
 from txl_dist.estimate.live_memory import LiveMemory
 from txl_dist.estimate.memory import FP32_BYTES, ActivationPeaks, ModelNeeds, Parameter
 from txl_dist.estimate.zero_settings import ZeroSettings
-from txl_dist.model import attention, sdpa_attention
+from txl_dist.model import attention, host_copies, sdpa_attention
 from txl_dist.model.attention import choose_form
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.distance_scores import pad_channels
 from txl_dist.model.distances import encode_distances
+from txl_dist.model.dropout import KeepBits
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.precision import TORCH_DTYPE
@@ -56,7 +58,7 @@ def dry_run(config: RunConfig, *, micro_batch_rows: int, device: Device) -> Mode
     # Its cache must not return real tensors here, nor fake tensors later.
     encode_distances.cache_clear()
     try:
-        with FakeTensorMode(), _attention_of(device):
+        with FakeTensorMode(), _paths_of(device):
             return _run(config, _as_on_device(config.model, device), micro_batch_rows)
     finally:
         encode_distances.cache_clear()
@@ -137,6 +139,10 @@ class _Masks:
     def scale(self, x: Tensor, **place: Any) -> Tensor:
         return torch.empty_like(x)
 
+    def keep_bits(self, x: Tensor, **place: Any) -> KeepBits:
+        num_words = math.ceil(x.shape[-1] / 16)
+        return KeepBits(torch.empty(*x.shape[:-1], num_words, dtype=torch.int16), factor=1.0)
+
 
 class _ClusterRows(LiveMemory):
     """Gives `nonzero`, whose result has no shape without data, the expected number of rows."""
@@ -144,8 +150,10 @@ class _ClusterRows(LiveMemory):
     def __init__(self, config: ModelConfig, num_tokens: int) -> None:
         super().__init__()
         tails = tail_rows(config, num_tokens=num_tokens)
-        # The order of the calls: the tables of the embedding, then the tails of the softmax.
-        tables = [num_tokens - sum(tails), *tails] if config.div_val > 1 else []
+        # The order of the calls: the tables of the embedding, then the tails of the softmax. For
+        # GPUs, tables do not select rows.
+        selects = config.div_val > 1 and not host_copies.host_waits_for(torch.device("cpu"))
+        tables = [num_tokens - sum(tails), *tails] if selects else []
         self._rows = iter([*tables, *tails])
 
     def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -170,19 +178,18 @@ def _as_on_device(config: ModelConfig, device: Device) -> ModelConfig:
 
 
 @contextmanager
-def _attention_of(device: Device) -> Iterator[None]:
-    """For GPUs, let the tensors of this CPU take the kernels that GPUs have."""
+def _paths_of(device: Device) -> Iterator[None]:
+    """For GPUs, let the tensors of this CPU take the kernels and forms that GPUs have."""
     if device == "cpu":
         yield
         return
-    original = attention.has_triton, sdpa_attention.scaled_dot_product_attention
-    attention.has_triton = lambda device: True
     # Not a TorchFunctionMode: it is not active when backward computes layers again.
-    sdpa_attention.scaled_dot_product_attention = _efficient_attention  # type: ignore[assignment]
-    try:
+    with (
+        patch.object(attention, "has_triton", lambda device: True),
+        patch.object(host_copies, "host_waits_for", lambda device: True),
+        patch.object(sdpa_attention, "scaled_dot_product_attention", _efficient_attention),
+    ):
         yield
-    finally:
-        attention.has_triton, sdpa_attention.scaled_dot_product_attention = original
 
 
 def _efficient_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
+from txl_dist.model import host_copies
 from txl_dist.model.chunked_cross_entropy import MAX_LOGITS, chunked_cross_entropy
 from txl_dist.model.cluster_targets import (
     IGNORED,
@@ -27,7 +28,6 @@ from txl_dist.model.cluster_targets import (
 )
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.embedding import AdaptiveEmbedding
-from txl_dist.model.host_copies import to_device
 
 # Shapes: B lanes, T segment tokens, N = B T, D d_model, V vocabulary
 
@@ -109,10 +109,10 @@ class AdaptiveSoftmax(nn.Module):
         return list(zip(weights, biases, strict=True))
 
     def _targets(self, target_BT: Tensor, device: torch.device) -> ClusterTargets:
-        if device.type == "cpu":
+        if not host_copies.host_waits_for(device):
             return select_targets(target_BT.flatten(), self.bounds)
         if len(self.bounds) == 1:
-            return ClusterTargets(to_device(target_BT, device).flatten(), ())
+            return ClusterTargets(host_copies.to_device(target_BT, device).flatten(), ())
         return copy_targets(target_BT, self.bounds, device)
 
     def _nats(
@@ -125,7 +125,8 @@ class AdaptiveSoftmax(nn.Module):
     ) -> Tensor:
         """Nats [N] of the head (0) or of a tail."""
         weight_VE, bias_V = layers[number]
-        if hidden_ND.device.type != "cpu" and len(hidden_ND) * len(weight_VE) > MAX_LOGITS:
+        is_large = len(hidden_ND) * len(weight_VE) > MAX_LOGITS
+        if is_large and host_copies.host_waits_for(hidden_ND.device):
             x_NE = self._project(number, hidden_ND, table)
             return chunked_cross_entropy(x_NE, weight_VE, bias_V, target_N, max_logits=MAX_LOGITS)
         logits_NV = self._logits_of(number, hidden_ND, layers, table)

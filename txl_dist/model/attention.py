@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from txl_dist.model.autograd_functions import heads_first, pack_heads
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.dropout import Dropout, DropoutMasks
+from txl_dist.model.dropout import Dropout, DropoutMasks, KeepBits
 from txl_dist.model.encodings import Biases, DistanceTerms, apply_rotary, encoding_class
 from txl_dist.model.kv_cache import LayerKVCache
 from txl_dist.model.reference_attention import reference_weights
@@ -33,11 +33,12 @@ from txl_dist.model.visibility import Visibility
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
 AttentionFunction = Callable[
-    [Tensor, Tensor, Tensor, DistanceTerms, Visibility, Tensor | None], Tensor
+    [Tensor, Tensor, Tensor, DistanceTerms, Visibility, Tensor | KeepBits | None], Tensor
 ]
 """(q_HBTK, k_HBSK, v_HBSK, terms, visibility, keep_BHTS) -> weighted sums of values [B, T, H, K].
 
-`keep_BHTS` multiplies the attention weights, for dropout.
+`keep_BHTS` multiplies the attention weights, for dropout. It is a tensor, or `KeepBits` if the form
+`reads_keep_bits`.
 """
 
 AttentionWeightsCallback = Callable[[int, Tensor], None]
@@ -112,6 +113,8 @@ class SegmentContext:
     """u and v; None if every layer has its own (`untie_r`) or the encoding has none."""
     attention: AttentionFunction
     """The form that `choose_form` has chosen."""
+    reads_keep_bits: bool
+    """Whether this form takes a dropout mask as bits."""
     visibility: Visibility
     """Which keys each query may see. It has a mask if `attention` or the callback needs one."""
     dropout_masks: DropoutMasks | None
@@ -165,10 +168,12 @@ class Attention(nn.Module):
 
     def _dropout_scale(
         self, x_BTD: Tensor, context: SegmentContext, num_keys: int
-    ) -> Tensor | None:
+    ) -> Tensor | KeepBits | None:
         """What the attention weights are multiplied by, [B, H, T, S]; None without dropout."""
         num_lanes, num_queries, _ = x_BTD.shape
         shape = (num_lanes, self.heads[0], num_queries, num_keys)
-        # An expanded scalar: `scale` needs a shape, dtype and device, but no values.
+        # An expanded scalar: a mask needs a shape, dtype and device, but no values.
         like_BHTS = x_BTD.new_zeros(()).expand(shape)
+        if context.reads_keep_bits:
+            return self.weight_dropout.keep_bits(like_BHTS, context.dropout_masks)
         return self.weight_dropout.scale(like_BHTS, context.dropout_masks)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
+from txl_dist.model import host_copies
 from txl_dist.model.config import ModelConfig
 
 # Shapes: B lanes, T segment tokens, N = B T, D d_model, E width of a table
@@ -37,7 +38,8 @@ class AdaptiveEmbedding(nn.Module):
     def forward(self, token_BT: Tensor) -> Tensor:
         if len(self.weights) == 1:
             return self._vectors(0, token_BT) * self.scale
-        lookup = self._select_rows if token_BT.device.type == "cpu" else self._mask_rows
+        has_to_wait = host_copies.host_waits_for(token_BT.device)
+        lookup = self._mask_rows if has_to_wait else self._select_rows
         return lookup(token_BT.flatten()).view(*token_BT.shape, -1) * self.scale
 
     def _select_rows(self, token_N: Tensor) -> Tensor:

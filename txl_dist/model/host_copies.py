@@ -1,7 +1,15 @@
-"""Copies from the host to a GPU for which the host does not wait."""
+"""How the host avoids to wait for a GPU: copies that go on behind it, and shapes known before."""
 
 import torch
 from torch import Tensor
+
+
+def host_waits_for(device: torch.device) -> bool:
+    """Whether the host waits if it reads a value on `device`, such as a number of rows.
+
+    The embedding and the softmax have a form without such reads (docs/decisions/0039).
+    """
+    return device.type != "cpu"
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -144,6 +144,7 @@ class TransformerXL(nn.Module):
                 (self.content_bias_HK, self.distance_bias_HK) if config.shares_biases else None
             ),
             attention=resolve_name(form.implementation),
+            reads_keep_bits=form.reads_keep_bits,
             visibility=Visibility.of(
                 age_BT,
                 mem_len=mem_len,

@@ -2,7 +2,8 @@
 
 Scores by distance are one product for all lanes, [H, B, T, S]. Everything else of that size exists
 only as tiles inside the kernels: no weights are stored, no mask is built. Besides scores by
-distance and their gradient (and the dropout mask), memory is proportional to T + S per head.
+distance and their gradient, memory is proportional to T + S per head. A dropout mask has one bit
+per weight, a sixteenth of the scores in bf16.
 
 Forward and backward are custom operators of torch, so they work with fake tensors, torch.compile
 and activation checkpointing. Products with r, and the sums for u, v and b, are autograd's.
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.library import define, impl, register_autograd, register_fake
 
 from txl_dist.model.distance_scores import cast_like, pad_channels, scaled_query
+from txl_dist.model.dropout import KeepBits
 from txl_dist.model.encodings import DistanceTerms
 from txl_dist.model.visibility import Visibility
 
@@ -29,7 +31,7 @@ def triton_attention(
     v_HBSK: Tensor,
     terms: DistanceTerms,
     visibility: Visibility,
-    keep_BHTS: Tensor | None,
+    keep: KeepBits | None,
 ) -> Tensor:
     """Weighted sums of the values, [B, T, H, K]."""
     reach_BT = visibility.reach_BT.expand(q_HBTK.shape[1], -1).to(torch.int32).contiguous()
@@ -39,7 +41,7 @@ def triton_attention(
         v_HBSK,
         _distance_scores(q_HBTK, terms),
         reach_BT,
-        None if keep_BHTS is None else keep_BHTS.contiguous(),
+        *(keep or (None, 0.0)),
     )
     return mixed_BTHK
 
@@ -62,13 +64,14 @@ def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:
 
 define(
     "txl_dist::relative_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? distance, Tensor reach, Tensor? keep)"
-    " -> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor? distance, Tensor reach, Tensor? keep_words,"
+    " float keep_factor) -> (Tensor, Tensor)",
 )
 define(
     "txl_dist::relative_attention_backward",
-    "(Tensor d_mixed, Tensor q, Tensor k, Tensor v, Tensor? distance, Tensor reach, Tensor? keep,"
-    " Tensor mixed, Tensor logsumexp, bool wants_distance) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor d_mixed, Tensor q, Tensor k, Tensor v, Tensor? distance, Tensor reach,"
+    " Tensor? keep_words, float keep_factor, Tensor mixed, Tensor logsumexp, bool wants_distance)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -79,21 +82,23 @@ def _relative_attention(
     v_HBSK: Tensor,
     distance_HBTS: Tensor | None,
     reach_BT: Tensor,
-    keep_BHTS: Tensor | None,
+    keep_words: Tensor | None,
+    keep_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """Weighted sums of the values [B, T, H, K], and the logsumexp of the scores [H, B, T].
 
     `q_HBTK` is scaled and contiguous. Column c of `distance_HBTS` is distance S - 1 - c.
+    `keep_words` and its factor are those of `KeepBits`.
     """
     from txl_dist.model.triton_launch import forward
 
     outputs = _outputs(q_HBTK)
-    forward((q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_BHTS), outputs)
+    forward((q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_words), keep_factor, outputs)
     return outputs
 
 
 @register_fake("txl_dist::relative_attention")
-def _(q_HBTK: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(q_HBTK: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     return _outputs(q_HBTK)
 
 
@@ -114,7 +119,8 @@ def _relative_attention_backward(
     v_HBSK: Tensor,
     distance_HBTS: Tensor | None,
     reach_BT: Tensor,
-    keep_BHTS: Tensor | None,
+    keep_words: Tensor | None,
+    keep_factor: float,
     mixed_BTHK: Tensor,
     logsumexp_HBT: Tensor,
     wants_distance: bool,
@@ -123,8 +129,9 @@ def _relative_attention_backward(
     from txl_dist.model.triton_launch import backward
 
     gradients = _gradients(q_HBTK, k_HBSK, v_HBSK, distance_HBTS, wants_distance)
-    inputs = q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_BHTS
-    backward(d_mixed_BTHK.contiguous(), inputs, (mixed_BTHK, logsumexp_HBT), gradients)
+    inputs = q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_words
+    outputs = mixed_BTHK, logsumexp_HBT
+    backward(d_mixed_BTHK.contiguous(), inputs, keep_factor, outputs, gradients)
     return gradients
 
 
@@ -136,7 +143,8 @@ def _(
     v_HBSK: Tensor,
     distance_HBTS: Tensor | None,
     reach_BT: Tensor,
-    keep_BHTS: Tensor | None,
+    keep_words: Tensor | None,
+    keep_factor: float,
     mixed_BTHK: Tensor,
     logsumexp_HBT: Tensor,
     wants_distance: bool,
@@ -161,15 +169,17 @@ def _gradients(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+    *tensors, ctx.keep_factor = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, d_mixed_BTHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     wants_distance = ctx.needs_input_grad[3]
+    *inputs, mixed_BTHK, logsumexp_HBT = ctx.saved_tensors
     *gradients, d_distance = torch.ops.txl_dist.relative_attention_backward(
-        d_mixed_BTHK, *ctx.saved_tensors, wants_distance
+        d_mixed_BTHK, *inputs, ctx.keep_factor, mixed_BTHK, logsumexp_HBT, wants_distance
     )
-    return (*gradients, d_distance if wants_distance else None, None, None)
+    return (*gradients, d_distance if wants_distance else None, None, None, None)
 
 
 register_autograd("txl_dist::relative_attention", _backward, setup_context=_save_for_backward)

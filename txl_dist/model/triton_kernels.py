@@ -71,9 +71,21 @@ def masked_scores(
 
 
 @triton.jit
-def load_keep(keep, t, s, num_queries, num_keys):
-    """A tile of the dropout mask, which multiplies weights."""
-    return tl.load(keep + t * num_keys + s, mask=(t < num_queries) & (s < num_keys), other=0.0)
+def load_keep(
+    keep, t, s_first, num_queries, num_keys, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Whether dropout keeps the weights of a tile, [BLOCK_T, BLOCK_S].
+
+    Every query has ceil(S / 16) words of 16 bits (dropout.py, `KeepBits`). `s_first` and BLOCK_S
+    are multiples of 16.
+    """
+    num_words = (num_keys + 15) // 16
+    word = s_first // 16 + tl.arange(0, BLOCK_S // 16)
+    inside = (t[:, None] < num_queries) & (word[None, :] < num_words)
+    words = tl.load(keep + t[:, None] * num_words + word[None, :], mask=inside, other=0)
+    repeated = tl.broadcast_to(words[:, :, None], [BLOCK_T, BLOCK_S // 16, 16])
+    bit = tl.arange(0, BLOCK_S) % 16
+    return ((repeated.reshape([BLOCK_T, BLOCK_S]).to(tl.int32) >> bit[None, :]) & 1) == 1
 
 
 @triton.jit
@@ -89,8 +101,9 @@ def forward_kernel(
     stride_kh, stride_kb, stride_ks, stride_vh, stride_vb, stride_vs,
     stride_dh, stride_db, stride_dt,
     num_heads, num_lanes, num_queries, mem_len, d_head,
-    HAS_DISTANCE: tl.constexpr, HAS_KEEP: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Outputs [B, T, H, K] and logsumexp [H, B, T] of BLOCK_T queries of one head and lane."""
     head = (tl.program_id(1) // num_lanes).to(tl.int64)
@@ -100,7 +113,7 @@ def forward_kernel(
     k += head * stride_kh + lane * stride_kb
     v += head * stride_vh + lane * stride_vb
     by_distance += head * stride_dh + lane * stride_db
-    keep += (lane * num_heads + head) * num_queries * num_keys
+    keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head
 
     first = tl.program_id(0) * BLOCK_T
@@ -124,7 +137,8 @@ def forward_kernel(
         weight = tl.exp(score - new_highest[:, None])
         total = total * shrink + tl.sum(weight, 1)
         if HAS_KEEP:
-            weight *= load_keep(keep, t[:, None], s[None, :], num_queries, num_keys)
+            kept = load_keep(keep, t, s_first, num_queries, num_keys, BLOCK_T, BLOCK_S)
+            weight = tl.where(kept, weight * KEEP_FACTOR, 0.0)
         mixed *= shrink[:, None]
         mixed += tl.dot(weight.to(v_SK.dtype), v_SK, input_precision=PRECISION, out_dtype=ACC)
         highest = new_highest
@@ -140,8 +154,8 @@ def query_gradient_kernel(
     stride_kh, stride_kb, stride_ks, stride_vh, stride_vb, stride_vs,
     stride_dh, stride_db, stride_dt,
     num_heads, num_lanes, num_queries, mem_len, d_head,
-    HAS_DISTANCE: tl.constexpr, WANTS_DISTANCE_GRADIENT: tl.constexpr, HAS_KEEP: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, WANTS_DISTANCE_GRADIENT: tl.constexpr,
+    HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Of BLOCK_T queries: d_q, the gradient of the scores by distance, and `mean` [H, B, T].
@@ -157,7 +171,7 @@ def query_gradient_kernel(
     v += head * stride_vh + lane * stride_vb
     by_distance += head * stride_dh + lane * stride_db
     d_by_distance += row * num_queries * num_keys
-    keep += (lane * num_heads + head) * num_queries * num_keys
+    keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     out += (lane * num_queries * num_heads + head) * d_head
     d_out += (lane * num_queries * num_heads + head) * d_head
 
@@ -193,7 +207,8 @@ def query_gradient_kernel(
         weight = tl.exp(score - logsumexp_T[:, None])
         d_weight = tl.dot(d_out_TK, tl.trans(v_SK), input_precision=PRECISION, out_dtype=ACC)
         if HAS_KEEP:
-            d_weight *= load_keep(keep, t[:, None], s[None, :], num_queries, num_keys)
+            kept = load_keep(keep, t, s_first, num_queries, num_keys, BLOCK_T, BLOCK_S)
+            d_weight = tl.where(kept, d_weight * KEEP_FACTOR, 0.0)
         d_score = (weight * (d_weight - mean_T[:, None])).to(k_SK.dtype)
         d_q_TK += tl.dot(d_score, k_SK, input_precision=PRECISION, out_dtype=ACC)
         if WANTS_DISTANCE_GRADIENT:
@@ -209,8 +224,9 @@ def key_value_gradient_kernel(
     stride_kh, stride_kb, stride_ks, stride_vh, stride_vb, stride_vs,
     stride_dh, stride_db, stride_dt,
     num_heads, num_lanes, num_queries, mem_len, d_head,
-    HAS_DISTANCE: tl.constexpr, HAS_KEEP: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_DISTANCE: tl.constexpr, HAS_KEEP: tl.constexpr, KEEP_FACTOR: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """d_k and d_v [H, B, S, K] of BLOCK_S keys. Tiles are transposed: keys by queries."""
     head = (tl.program_id(1) // num_lanes).to(tl.int64)
@@ -222,7 +238,7 @@ def key_value_gradient_kernel(
     d_k += row * num_keys * d_head
     d_v += row * num_keys * d_head
     by_distance += head * stride_dh + lane * stride_db
-    keep += (lane * num_heads + head) * num_queries * num_keys
+    keep += (lane * num_heads + head) * num_queries * ((num_keys + 15) // 16)
     d_out += (lane * num_queries * num_heads + head) * d_head
 
     first = tl.program_id(0) * BLOCK_S
@@ -247,12 +263,13 @@ def key_value_gradient_kernel(
         )  # fmt: skip
         weight = tl.exp(score - logsumexp_T[None, :])
         d_weight = tl.dot(v_SK, tl.trans(d_out_TK), input_precision=PRECISION, out_dtype=ACC)
-        kept = weight
+        used = weight
         if HAS_KEEP:
-            keep_ST = load_keep(keep, t[None, :], s[:, None], num_queries, num_keys)
-            kept = weight * keep_ST
-            d_weight *= keep_ST
-        d_v_SK += tl.dot(kept.to(v_SK.dtype), d_out_TK, input_precision=PRECISION, out_dtype=ACC)
+            kept_TS = load_keep(keep, t, first, num_queries, num_keys, BLOCK_T, BLOCK_S)
+            kept = tl.trans(kept_TS)
+            used = tl.where(kept, weight * KEEP_FACTOR, 0.0)
+            d_weight = tl.where(kept, d_weight * KEEP_FACTOR, 0.0)
+        d_v_SK += tl.dot(used.to(v_SK.dtype), d_out_TK, input_precision=PRECISION, out_dtype=ACC)
         d_score = (weight * (d_weight - mean_T[None, :])).to(q_TK.dtype)
         d_k_SK += tl.dot(d_score, q_TK, input_precision=PRECISION, out_dtype=ACC)
     store_rows(d_k, s, d_head, num_keys, d_head, d_k_SK, BLOCK_K)

@@ -59,13 +59,13 @@ def padded_channels(d_head: int) -> int:
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
-"""q, k, v, scores by distance, reach and dropout mask: see the operators in triton_attention.py."""
+"""q, k, v, scores by distance, reach and dropout bits: see the operators in triton_attention.py."""
 
 
-def forward(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> None:
+def forward(inputs: Inputs, keep_factor: float, outputs: tuple[Tensor, Tensor]) -> None:
     """Write `outputs`: the weighted sums of values, and the logsumexp."""
     mixed_BTHK, logsumexp_HBT = _interpretable(outputs)
-    call = _Call.of(*_interpretable(inputs))
+    call = _Call.of(*_interpretable(inputs), keep_factor=keep_factor)
     call.launch(forward_kernel, mixed_BTHK.shape[1], mixed_BTHK, logsumexp_HBT)
     _copy_back((mixed_BTHK, logsumexp_HBT), outputs)
 
@@ -73,6 +73,7 @@ def forward(inputs: Inputs, outputs: tuple[Tensor, Tensor]) -> None:
 def backward(
     d_mixed_BTHK: Tensor,
     inputs: Inputs,
+    keep_factor: float,
     outputs: tuple[Tensor, Tensor],
     gradients: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
@@ -81,7 +82,7 @@ def backward(
     computed = _interpretable(gradients)
     d_q_HBTK, d_k_HBSK, d_v_HBSK, d_distance = computed
     mean_HBT = torch.empty_like(logsumexp_HBT)
-    call = _Call.of(*_interpretable(inputs))
+    call = _Call.of(*_interpretable(inputs), keep_factor=keep_factor)
     call.launch(
         query_gradient_kernel, d_q_HBTK.shape[2],
         mixed_BTHK, logsumexp_HBT, d_mixed_BTHK, mean_HBT, d_q_HBTK, d_distance,
@@ -122,7 +123,9 @@ class _Call(NamedTuple):
         v_HBSK: Tensor,
         distance_HBTS: Tensor | None,
         reach_BT: Tensor,
-        keep_BHTS: Tensor | None,
+        keep_words: Tensor | None,
+        *,
+        keep_factor: float,
     ) -> "_Call":
         num_heads, num_lanes, num_queries, d_head = q_HBTK.shape
         for matrix in (k_HBSK, v_HBSK):
@@ -137,7 +140,7 @@ class _Call(NamedTuple):
                 v_HBSK,
                 q_HBTK if distance_HBTS is None else distance_HBTS,
                 reach_BT,
-                q_HBTK if keep_BHTS is None else keep_BHTS,
+                q_HBTK if keep_words is None else keep_words,
             ),
             numbers=(
                 *k_HBSK.stride()[:3],
@@ -151,7 +154,9 @@ class _Call(NamedTuple):
             ),
             constants={
                 "HAS_DISTANCE": distance_HBTS is not None,
-                "HAS_KEEP": keep_BHTS is not None,
+                "HAS_KEEP": keep_words is not None,
+                # A constant, because triton passes numbers that are arguments as fp32.
+                "KEEP_FACTOR": keep_factor,
                 "ACC": tl.float64 if is_float64 else tl.float32,
                 # For fp32: TF32 only if torch's products may use it, else three products of TF32,
                 # which are nearly exact. "ieee" does not use the tensor cores and spills registers.

@@ -41,6 +41,8 @@ class AttentionForm:
     """An `AttentionFunction` (attention.py)."""
     supports_dropout: bool = True
     """Whether it can multiply the attention weights by a dropout mask."""
+    reads_keep_bits: bool = False
+    """It takes that mask as `KeepBits` (dropout.py), not as a tensor of factors."""
     has_fast_cpu_gradient: bool = True
     needs_triton: bool = False
     """It runs on GPUs, and elsewhere in triton's interpreter only, which is slow."""
@@ -78,6 +80,7 @@ ATTENTION_FORMS = {
     # In order of preference: `auto` takes the first that supports the call and the device.
     "triton": AttentionForm(
         implementation="txl_dist.model.triton_attention:triton_attention",
+        reads_keep_bits=True,
         needs_triton=True,
         masks_by_reach=True,
         max_d_head=256,

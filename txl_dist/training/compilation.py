@@ -50,7 +50,8 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, Dropout):
             # On CPUs numpy draws the masks; compiled code would be made again for every layer.
-            module.draw = torch.compiler.disable(module.draw)  # type: ignore[method-assign]
+            for name in ("draw", "draw_bits"):
+                setattr(module, name, torch.compiler.disable(getattr(module, name)))
     # dynamic=False: all segments have one shape, except the last one of an epoch.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
 

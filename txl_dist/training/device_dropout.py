@@ -7,12 +7,13 @@ on the same ranks and devices continues bit for bit, and no generator is saved.
 """
 
 import hashlib
+import math
 import struct
 
 import torch
 from torch import Tensor
 
-from txl_dist.model.dropout import Place
+from txl_dist.model.dropout import KeepBits, Place
 
 
 class DeviceDropoutMasks:
@@ -23,9 +24,23 @@ class DeviceDropoutMasks:
 
     def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
         """0 or 1 / (1 - rate), with the shape of `x`."""
-        generator = torch.Generator(x.device).manual_seed(self._seed_of(layer, place))
         scale = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return scale.bernoulli_(1 - rate, generator=generator).div_(1 - rate)
+        return self._draw(scale, rate, layer, place).div_(1 - rate)
+
+    def keep_bits(self, x: Tensor, *, rate: float, layer: int, place: Place) -> KeepBits:
+        """Another mask, as bits. Dimension 0 of `x` is the lanes."""
+        num_words = math.ceil(x.shape[-1] / 16)
+        shape = (*x.shape[:-1], 2 * num_words, 8)
+        keep = torch.empty(shape, dtype=torch.uint8, device=x.device)
+        self._draw(keep, rate, layer, place)
+        bit_values = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
+        octets = (keep * bit_values).sum(-1, dtype=torch.uint8)
+        return KeepBits(octets.view(torch.int16), 1 / (1 - rate))
+
+    def _draw(self, result: Tensor, rate: float, layer: int, place: Place) -> Tensor:
+        """`result`, filled with 0 (at `rate`) and 1."""
+        generator = torch.Generator(result.device).manual_seed(self._seed_of(layer, place))
+        return result.bernoulli_(1 - rate, generator=generator)
 
     def _seed_of(self, layer: int, place: Place) -> int:
         # Computed again in the backward of activation checkpointing, hence by place, not in order.

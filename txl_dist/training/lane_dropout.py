@@ -7,6 +7,7 @@ bit generator does not change between versions; torch has no such guarantee. On 
 computes the same bits (lane_dropout_kernel.py).
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import get_args
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.model.attention import has_triton
-from txl_dist.model.dropout import Place
+from txl_dist.model.dropout import KeepBits, Place
 from txl_dist.model.host_copies import to_device
 
 _PLACES = {place: number for number, place in enumerate(get_args(Place))}
@@ -24,7 +25,7 @@ _ALL_LANES = 2**32 - 1
 """Lane number of a mask that all lanes share."""
 _LEVELS = 2**16
 
-# Shapes: B rows (lanes)
+# Shapes: B rows (lanes), N elements of a row
 
 
 class LaneDropoutMasks:
@@ -39,18 +40,33 @@ class LaneDropoutMasks:
         """0 or 1 / (1 - rate), with the shape of `x`. The rate is rounded to 1/65,536."""
         threshold = round(rate * _LEVELS)
         if x.device.type == "cuda" and _has_triton(x.device):
-            lanes = self._lanes_on(x.device)
-            lane_B = lanes[:-1] if by_lane else lanes[-1:]
+            lane_B = self._lanes_on(x.device)[:-1] if by_lane else self._lanes_on(x.device)[-1:]
             counter = [*self.key, layer, _PLACES[place]]
             return _device_scale(lane_B, counter, threshold, list(x.shape), x.dtype)
-        host_lanes = self.lanes if by_lane else (_ALL_LANES,)
-        shape = x.shape[1:] if by_lane else x.shape
-        rows = np.stack([self._levels(lane, layer, place, shape.numel()) for lane in host_lanes])
-        mask = torch.from_numpy(rows >= threshold).view(x.shape).to(x.device)
-        return mask.to(x.dtype) * (_LEVELS / (_LEVELS - threshold))
+        lanes = self.lanes if by_lane else (_ALL_LANES,)
+        keep_BN = self._levels(lanes, layer, place, x.numel() // len(lanes)) >= threshold
+        mask = torch.from_numpy(keep_BN).view(x.shape).to(x.device)
+        return mask.to(x.dtype) * _factor(threshold)
 
-    def _levels(self, lane: int, layer: int, place: Place, count: int) -> np.ndarray:
-        """`count` uniform integers in [0, 65536)."""
+    def keep_bits(self, x: Tensor, *, rate: float, layer: int, place: Place) -> KeepBits:
+        """The same mask as bits. Dimension 0 of `x` is the lanes."""
+        threshold = round(rate * _LEVELS)
+        if x.device.type == "cuda":  # only forms that need Triton read bits
+            counter = [*self.key, layer, _PLACES[place]]
+            words = _device_bits(self._lanes_on(x.device)[:-1], counter, threshold, list(x.shape))
+        else:
+            keep = self._levels(self.lanes, layer, place, x.shape[1:].numel()) >= threshold
+            no_padding, padding = [(0, 0)] * (x.dim() - 1), (0, -x.shape[-1] % 16)
+            keep = np.pad(keep.reshape(x.shape), [*no_padding, padding])
+            octets = np.packbits(keep, axis=-1, bitorder="little")
+            words = torch.from_numpy(octets.view("<i2").astype(np.int16))
+        return KeepBits(words, _factor(threshold))
+
+    def _levels(self, lanes: Sequence[int], layer: int, place: Place, count: int) -> np.ndarray:
+        """`count` uniform integers in [0, 65536) per lane, [B, N]."""
+        return np.stack([self._levels_of_lane(lane, layer, place, count) for lane in lanes])
+
+    def _levels_of_lane(self, lane: int, layer: int, place: Place, count: int) -> np.ndarray:
         # Philox increments the first word of the counter; the other words identify the mask.
         counter = np.array([0, _PLACES[place], layer, lane % 2**32], dtype=np.uint64)
         generator = np.random.Philox(key=np.array(self.key, dtype=np.uint64), counter=counter)
@@ -65,7 +81,11 @@ class LaneDropoutMasks:
         return self._device_lanes
 
 
-# An operator of torch, so that it has a shape without a GPU too (FakeTensorMode).
+def _factor(threshold: int) -> float:
+    return _LEVELS / (_LEVELS - threshold)
+
+
+# Operators of torch, so that they have a shape without a GPU too (FakeTensorMode).
 @torch.library.custom_op("txl_dist::lane_dropout_scale", mutates_args=(), device_types="cuda")
 def _device_scale(
     lane_B: Tensor, counter: list[int], threshold: int, shape: list[int], dtype: torch.dtype
@@ -81,6 +101,19 @@ def _(
     lane_B: Tensor, counter: list[int], threshold: int, shape: list[int], dtype: torch.dtype
 ) -> Tensor:
     return lane_B.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op("txl_dist::lane_dropout_bits", mutates_args=(), device_types="cuda")
+def _device_bits(lane_B: Tensor, counter: list[int], threshold: int, shape: list[int]) -> Tensor:
+    """`keep_bits` on the GPU of `lane_B`. `counter`: seed, step, layer and number of the place."""
+    from txl_dist.training.lane_dropout_kernel import lane_dropout_bits
+
+    return lane_dropout_bits(lane_B, counter, threshold, shape)
+
+
+@_device_bits.register_fake
+def _(lane_B: Tensor, counter: list[int], threshold: int, shape: list[int]) -> Tensor:
+    return lane_B.new_empty(*shape[:-1], math.ceil(shape[-1] / 16), dtype=torch.int16)
 
 
 _has_triton = cache(has_triton)  # asked for every mask of a step

@@ -1,9 +1,9 @@
-"""Triton kernel of `LaneDropoutMasks.scale`: the bits that numpy's Philox gives, on a GPU.
+"""Triton kernels of `LaneDropoutMasks`: the random bits that numpy's Philox gives, on a GPU.
 
 Numpy draws 64-bit words 0, 1, 2, ... of a mask from the counters 1, 2, ...: it increments the
 counter first, and each one gives four words. Each word gives four levels of 16 bits, lowest first.
-So one counter gives 16 elements of a row, and elements are independent of each other: every program
-computes its own ones, and nothing is stored but the result.
+So one counter gives 16 elements of a row, or one word of their bits. Counters are independent of
+each other: every program computes its own ones, and nothing is stored but the result.
 
 The tests run this with TRITON_INTERPRET=1 on a CPU, against numpy.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 # Shapes: B rows (lanes), N elements of a row, C counters of a program
 
 _COUNTERS = 128
-"""Per program: 2,048 elements."""
+"""Per program: 2,048 elements, or 128 words."""
 
 
 def lane_dropout_scale(
@@ -39,6 +39,23 @@ def lane_dropout_scale(
             NUM_COUNTERS=_COUNTERS,
         )  # fmt: skip
     return scale
+
+
+def lane_dropout_bits(
+    lane_B: Tensor, counter: list[int], threshold: int, shape: list[int]
+) -> Tensor:
+    """The same mask as bits, the words of `KeepBits`; bits beyond a row's end are random too."""
+    *outer, row_size = shape
+    row_words = triton.cdiv(row_size, 16)
+    words = torch.empty(*outer, row_words, dtype=torch.int16, device=lane_B.device)
+    num_words = words.numel() // len(lane_B)
+    if num_words:
+        num_programs = triton.cdiv(num_words, _COUNTERS)
+        _bits_kernel[num_programs, len(lane_B)](
+            lane_B, words, num_words, row_size, row_words, *counter, threshold,
+            IS_ALIGNED=row_size % 16 == 0, NUM_COUNTERS=_COUNTERS,
+        )  # fmt: skip
+    return words
 
 
 @cache
@@ -63,22 +80,33 @@ def _philox(word0, word1, word2, word3, key0, key1):  # type: ignore[no-untyped-
     return word0, word1, word2, word3
 
 
+@triton.jit
+def _random_words(index_C, lane, seed, step, layer, place):  # type: ignore[no-untyped-def]
+    """Words 4 c to 4 c + 3 of a mask, for each index c."""
+    zero_C = (index_C * 0).to(tl.uint64)
+    return _philox(
+        (index_C + 1).to(tl.uint64),
+        zero_C + place.to(tl.uint64),
+        zero_C + layer.to(tl.uint64),
+        zero_C + lane.to(tl.uint64),
+        zero_C + seed.to(tl.uint64),
+        zero_C + step.to(tl.uint64),
+    )
+
+
 # Not specialized: an argument that is 1 or a multiple of 16 would compile the kernel again.
-@triton.jit(do_not_specialize=["seed", "step", "layer", "place", "threshold"])
+_ARGUMENTS = ["seed", "step", "layer", "place", "threshold"]
+
+
+@triton.jit(do_not_specialize=_ARGUMENTS)
 def _scale_kernel(  # type: ignore[no-untyped-def]
     lane_B, scale_BN, num_elements, seed, step, layer, place, threshold, factor,
     NUM_COUNTERS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     index_C = tl.program_id(0).to(tl.int64) * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS)
-    zero_C = (index_C * 0).to(tl.uint64)
-    word0_C, word1_C, word2_C, word3_C = _philox(
-        (index_C + 1).to(tl.uint64),
-        zero_C + place.to(tl.uint64),
-        zero_C + layer.to(tl.uint64),
-        zero_C + tl.load(lane_B + row).to(tl.uint64),
-        zero_C + seed.to(tl.uint64),
-        zero_C + step.to(tl.uint64),
+    word0_C, word1_C, word2_C, word3_C = _random_words(
+        index_C, tl.load(lane_B + row), seed, step, layer, place
     )
     part_16 = tl.arange(0, 16)[None, :]
     low_C16 = tl.where(part_16 < 4, word0_C[:, None], word1_C[:, None])
@@ -91,3 +119,32 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
     element_C16 = index_C[:, None] * 16 + part_16
     target = scale_BN + row * num_elements + element_C16
     tl.store(target, value_C16, mask=element_C16 < num_elements)
+
+
+@triton.jit
+def _keep_bits(index_C, lane, seed, step, layer, place, threshold):  # type: ignore[no-untyped-def]
+    """Bits of elements 16 c to 16 c + 15 of a mask, for each index c."""
+    words = _random_words(index_C, lane, seed, step, layer, place)
+    bits_C = (index_C * 0).to(tl.uint32)
+    for number in tl.static_range(16):
+        level_C = (words[number // 4] >> (number % 4 * 16)).to(tl.uint16).to(tl.int32)
+        bits_C |= (level_C >= threshold).to(tl.uint32) << number
+    return bits_C
+
+
+@triton.jit(do_not_specialize=_ARGUMENTS)
+def _bits_kernel(  # type: ignore[no-untyped-def]
+    lane_B, words, num_words, row_size, row_words, seed, step, layer, place, threshold,
+    IS_ALIGNED: tl.constexpr, NUM_COUNTERS: tl.constexpr,
+):  # fmt: skip
+    """Rows of `row_size` elements, each in `row_words` words."""
+    lane_row = tl.program_id(1).to(tl.int64)
+    lane = tl.load(lane_B + lane_row)
+    word_C = tl.program_id(0).to(tl.int64) * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS)
+    element_C = word_C // row_words * row_size + word_C % row_words * 16
+    bits_C = _keep_bits(element_C // 16, lane, seed, step, layer, place, threshold)
+    if not IS_ALIGNED:  # a word has elements of two counters
+        more_C = _keep_bits(element_C // 16 + 1, lane, seed, step, layer, place, threshold)
+        bits_C = (bits_C | (more_C << 16)) >> (element_C % 16).to(tl.uint32)
+    target = words + lane_row * num_words + word_C
+    tl.store(target, bits_C.to(tl.int16), mask=word_C < num_words)

@@ -7,8 +7,10 @@ import torch
 
 from tests.txl_dist.estimate.models import run_config
 from txl_dist.config.run_config import RunConfig
+from txl_dist.estimate.assumptions import Device
 from txl_dist.estimate.dry_run import dry_run, tail_rows
 from txl_dist.estimate.live_memory import LiveMemory
+from txl_dist.model import adaptive_softmax
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.engine.optimizers import create_optimizer
@@ -24,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16 memory": {"training": {"memory_dtype": "bf16"}},
 }
 MAX_ERROR = 0.02
+DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 
 
 def real_peak(config: RunConfig) -> int:
@@ -79,7 +82,7 @@ def test_parameters_and_states_are_those_of_the_real_model(options: dict[str, An
 
 
 @pytest.mark.slow
-def test_on_gpus_one_tensor_of_scores_is_stored_per_layer_and_a_mask_for_dropout() -> None:
+def test_on_gpus_one_tensor_of_scores_is_stored_per_layer_and_bits_for_dropout() -> None:
     def stored(d_head: int, **options: Any) -> int:
         config = run_config(model={"d_head": d_head, **options}, tgt_len=128)
         return dry_run(config, micro_batch_rows=4, device="cuda").activations.after_forward
@@ -88,9 +91,24 @@ def test_on_gpus_one_tensor_of_scores_is_stored_per_layer_and_a_mask_for_dropout
     scores_bytes = model.n_layer * model.n_head * 4 * 128 * (128 + model.mem_len) * 4
     # The kernel stores the bias. Heads of 15 have no kernel: there the weights are stored instead.
     assert stored(16) == pytest.approx(stored(15), rel=0.1)
-    # Dropout of weights has no kernel; its mask is stored too.
+    # Dropout of weights stores a bit per score, in words of 16 bits: scores have 32.
     dropped = stored(16, dropatt=0.1)
-    assert dropped - stored(16) == pytest.approx(scores_bytes, rel=0.05)
+    assert dropped - stored(16) == pytest.approx(scores_bytes / 32, rel=0.05)
+
+
+@pytest.mark.slow
+def test_on_gpus_large_logits_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the model does it there (chunked_cross_entropy.py); on CPUs all logits exist."""
+
+    def peak(device: Device) -> int:
+        config = run_config(model={"cutoffs": (400,)}, tgt_len=128)
+        return dry_run(config, micro_batch_rows=4, device=device).activations.before_gradients
+
+    whole = {device: peak(device) for device in DEVICES}
+    monkeypatch.setattr(adaptive_softmax, "MAX_LOGITS", 401 * 64)  # head: 512 rows in 8 chunks
+    assert peak("cpu") == whole["cpu"]
+    # The logits, their logarithms and their gradient.
+    assert whole["cuda"] - peak("cuda") > 512 * 401 * 4
 
 
 def test_rows_of_clusters_follow_zipf() -> None:

@@ -1,4 +1,4 @@
-"""The kernels of `attention: triton` compile for GPUs, in the tiles that launches use.
+"""Our Triton kernels compile for GPUs, in the tiles that launches use.
 
 The interpreter accepts more than the compiler, and knows neither registers nor shared memory. Runs
 in a separate process, because TRITON_INTERPRET is read when triton is imported.
@@ -13,8 +13,8 @@ import pytest
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory of a multiprocessor of an A100 and an H100."""
-MOST_SPILLED_BYTES = 200
-"""Per thread. In the worst case, d_head 41 on an A100; in bf16 on an H100 there are none."""
+MOST_SPILLED_BYTES = 280
+"""Per thread. In the worst case, d_head 41 in bf16 on an A100; on an H100 at most 4."""
 
 
 @pytest.mark.slow
@@ -33,6 +33,8 @@ def test_the_kernels_compile_for_two_programs_per_multiprocessor(
         "forward_kernel",
         "query_gradient_kernel",
         "key_value_gradient_kernel",
+        "_scale_kernel",
+        "_bits_kernel",
     ]
     for result in results:
         assert result["spilled_bytes"] <= MOST_SPILLED_BYTES, result

@@ -1,4 +1,4 @@
-"""The Triton kernel of dropout masks, in Triton's interpreter on a CPU, gives numpy's bits."""
+"""The Triton kernels of dropout masks, in Triton's interpreter on a CPU, give numpy's bits."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.keep_bits import unpack
 from txl_dist.model.dropout import Place
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 
@@ -53,6 +54,21 @@ def test_every_element_equals_that_of_the_cpu(
     expected = masks.scale(x, rate=rate, layer=layer, place=place, by_lane=True)
     assert torch.equal(by_kernel(kernel, masks, x, rate, layer, place), expected)
     assert 0 < (expected == 0).double().mean() < 1
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 3, 5), (4, 7, 19), (4, 3, 700), (4, 2, 3, 16), (4, 2048)])
+def test_bits_are_those_of_the_mask(kernel: ModuleType, shape: tuple[int, ...]) -> None:
+    """On the CPU and by the kernel."""
+    masks, x = LaneDropoutMasks(seed=2**63 - 1, step=2**40 + 3, lanes=LANES), torch.empty(shape)
+    place: Place = "attention weights"
+    on_cpu = masks.keep_bits(x, rate=0.25, layer=17, place=place)
+    expected = masks.scale(x, rate=0.25, layer=17, place=place, by_lane=True)
+    assert torch.equal(unpack(on_cpu, shape), expected)
+    lane_B = masks._lanes_on(torch.device("cpu"))[:-1]
+    counter = [*masks.key, 17, PLACES.index(place)]
+    words = kernel.lane_dropout_bits(lane_B, counter, 2**14, list(shape))
+    assert (words.dtype, words.shape) == (on_cpu.words.dtype, on_cpu.words.shape)
+    assert torch.equal(unpack(on_cpu._replace(words=words), shape), expected)
 
 
 def test_a_mask_that_lanes_share_has_the_last_lane_number(kernel: ModuleType) -> None:

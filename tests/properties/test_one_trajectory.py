@@ -1,5 +1,6 @@
 """Promise 3: the same losses for any number of ranks, ZeRO stage and micro-batch size."""
 
+import json
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.support.training_runs import (
     tiny_job,
     train,
 )
+from txl_dist.config.deepspeed_config import GPU_REDUCTION
 
 STEPS = 20
 # float32 has 24 bits: a sum in another order changes a loss by about 1e-8, and twenty steps of
@@ -72,6 +74,23 @@ def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
     expected, actual = losses(straight), losses(tmp_path)
     assert sorted(actual) == sorted(expected) == list(range(1, STEPS + 1))
     assert actual == pytest.approx(expected, rel=TOLERANCE)
+    assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_nor_on_when_gradients_are_reduced(
+    ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path, stage: int
+) -> None:
+    """During backward, as on GPUs (`GPU_REDUCTION`), in buckets smaller than some parameters."""
+    reduction = GPU_REDUCTION | {"reduce_bucket_size": 3000}
+    settings = (
+        f"deepspeed.zero_stage={stage}",
+        f"deepspeed.extra={json.dumps({'zero_optimization': reduction})}",
+        "training.micro_batch_lanes=2",
+    )
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, *DROPOUT, *settings)
+    assert ranks(2).run(train, job) == [0, 0]
+    assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
     assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
 
 

@@ -7,6 +7,11 @@ from pydantic import Field, model_validator
 from txl_dist.config.deepspeed_keys import refused_keys, refused_offload
 from txl_dist.config.section import Section
 
+GPU_REDUCTION = {"overlap_comm": True, "reduce_bucket_size": 25_000_000}
+"""Defaults of `extra.zero_optimization` at stages 1 to 3 on GPUs: gradients are reduced during
+backward, 25 million elements (100 MB) at a time. DeepSpeed waits for 500 million, more than most of
+our models have, and allocates 2 GB for them."""
+
 
 class DeepSpeedConfig(Section):
     """The ZeRO stage, and DeepSpeed options that no setting of ours decides."""
@@ -27,3 +32,8 @@ class DeepSpeedConfig(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def reduction(self, *, stage: int, on_gpu: bool) -> dict[str, Any]:
+        """`extra.zero_optimization`, with our defaults for GPUs."""
+        defaults = GPU_REDUCTION if on_gpu and stage > 0 else {}
+        return {**defaults, **self.extra.get("zero_optimization", {})}

@@ -108,11 +108,13 @@ def collectives_of_step(
         return
     reductions = micro_batches if zero.stage == 2 else 1
     bucket_size = zero.reduce_bucket_size if zero.stage else STAGE_0_BUCKET
+    # Stage 1 reduces during the backward of the last micro-batch only.
+    can_overlap = zero.stage == 2 or (zero.stage == 1 and num_micro_batches == 1)
     yield Collective(
         kind="all_reduce",
         num_bytes=FP32_BYTES * num_elements * reductions,
         num_messages=reductions * math.ceil(num_elements / bucket_size),
-        is_overlapped=zero.stage == 2 and zero.overlap_comm,
+        is_overlapped=can_overlap and zero.overlap_comm,
     )
     if zero.stage > 0:
         yield Collective(

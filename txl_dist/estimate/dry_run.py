@@ -59,12 +59,13 @@ def dry_run(config: RunConfig, *, micro_batch_rows: int, device: Device) -> Mode
     encode_distances.cache_clear()
     try:
         with FakeTensorMode(), _paths_of(device):
-            return _run(config, _as_on_device(config.model, device), micro_batch_rows)
+            return _run(config, device, micro_batch_rows)
     finally:
         encode_distances.cache_clear()
 
 
-def _run(config: RunConfig, model_config: ModelConfig, rows: int) -> ModelNeeds:
+def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
+    model_config = _as_on_device(config.model, device)
     shape_BT, dtype = (rows, config.data.tgt_len), TORCH_DTYPE[config.precision]
     with _ClusterRows(model_config, rows * config.data.tgt_len) as live:
         model = TransformerXL(
@@ -73,7 +74,7 @@ def _run(config: RunConfig, model_config: ModelConfig, rows: int) -> ModelNeeds:
         memory = model.empty_memory(rows, dtype=TORCH_DTYPE[config.training.memory_dtype])
         token_BT = torch.zeros(shape_BT, dtype=torch.int64)
         age_BT = torch.zeros(shape_BT, dtype=torch.int32)
-        bucket_size = ZeroSettings.of(config.deepspeed).reduce_bucket_size
+        bucket_size = ZeroSettings.of(config.deepspeed, on_gpu=device == "cuda").reduce_bucket_size
         num_results = live.num_results
         peaks = _PeaksByPhase(model, live, bucket_size=bucket_size)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):

@@ -1,12 +1,11 @@
 """The settings of DeepSpeed's ZeRO that memory and communication depend on.
 
-Defaults are those of DeepSpeed 0.19.8 (deepspeed/runtime/zero/config.py). Sizes are numbers of
-elements, as DeepSpeed counts them.
+Defaults are those of DeepSpeed 0.19.8 (deepspeed/runtime/zero/config.py), and ours for GPUs. Sizes
+are numbers of elements, as DeepSpeed counts them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from txl_dist.config.deepspeed_config import DeepSpeedConfig
 from txl_dist.config.deepspeed_keys import refused_offload
@@ -33,13 +32,13 @@ class ZeroSettings:
     """Stage 3: elements of weights that may be gathered at the same time."""
 
     @classmethod
-    def of(cls, config: DeepSpeedConfig, *, stage: int | None = None) -> Self:
-        """The settings of a config, with DeepSpeed's defaults; `stage` replaces its stage.
+    def of(cls, config: DeepSpeedConfig, *, on_gpu: bool, stage: int | None = None) -> Self:
+        """The settings of a config, with its defaults; `stage` replaces its stage.
 
         What cannot be offloaded at another stage stays on the device.
         """
         stage = config.zero_stage if stage is None else stage
-        zero: Mapping[str, Any] = config.extra.get("zero_optimization", {})
+        zero = config.reduction(stage=stage, on_gpu=on_gpu)
         sizes = {
             name: int(value)
             for name in (

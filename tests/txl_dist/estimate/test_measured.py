@@ -66,7 +66,7 @@ def test_collectives_are_those_of_real_steps(ranks: RankGroups, stage: int, case
     messages: dict[str, int] = {}
     for each in collectives_of_step(
         dry_run(config, micro_batch_rows=1, device="cpu"),
-        ZeroSettings.of(config.deepspeed),
+        ZeroSettings.of(config.deepspeed, on_gpu=False),
         num_micro_batches=micro_batches,
     ):
         expected[each.kind] = expected.get(each.kind, 0) + each.num_bytes

@@ -57,6 +57,7 @@ class Engine(ABC):
             num_ranks=world.num_ranks,
             num_micro_batches=num_micro_batches,
             micro_batch_rows=micro_batch_rows,
+            on_gpu=world.device.type == "cuda",
         )
         self._world = world
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from txl_dist.config.run_config import RunConfig
@@ -12,11 +11,17 @@ from txl_dist.errors import ConfigError
 
 
 def deepspeed_settings(
-    config: RunConfig, *, num_ranks: int, num_micro_batches: int, micro_batch_rows: int
+    config: RunConfig,
+    *,
+    num_ranks: int,
+    num_micro_batches: int,
+    micro_batch_rows: int,
+    on_gpu: bool,
 ) -> dict[str, Any]:
     """The dict for `deepspeed.initialize`."""
+    stage = config.deepspeed.zero_stage
     extra = dict(config.deepspeed.extra)  # its keys are validated in config/run_config.py
-    zero = extra.pop("zero_optimization", {})
+    extra.pop("zero_optimization", None)  # in `reduction`
     return {
         "train_micro_batch_size_per_gpu": micro_batch_rows,
         "gradient_accumulation_steps": num_micro_batches,
@@ -24,9 +29,9 @@ def deepspeed_settings(
         # Always set: DeepSpeed's default is to clip at 1.0.
         "gradient_clipping": config.optimizer.gradient_clipping,
         "zero_optimization": {
-            "stage": config.deepspeed.zero_stage,
-            **_offload(config.deepspeed.offload),
-            **zero,
+            "stage": stage,
+            **_offload(config.deepspeed.offload, on_gpu=on_gpu),
+            **config.deepspeed.reduction(stage=stage, on_gpu=on_gpu),
         },
         # Set here because DeepSpeed disables an autocast context around its engine. Gradients of
         # modules listed as safe would be reduced in bf16, so the list is empty.
@@ -44,9 +49,9 @@ def deepspeed_settings(
     }
 
 
-def _offload(offload: str) -> dict[str, Any]:
+def _offload(offload: str, *, on_gpu: bool) -> dict[str, Any]:
     """The sections of `zero_optimization` that keep tensors on the host."""
-    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    host = {"device": "cpu", "pin_memory": on_gpu}
     sections = {
         "none": (),
         "optimizer": ("offload_optimizer",),

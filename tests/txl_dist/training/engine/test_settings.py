@@ -17,6 +17,8 @@ from txl_dist.config.training_config import TrainingConfig
 from txl_dist.training.engine.settings import deepspeed_settings
 
 SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}
+ON_CPU: dict[str, Any] = {**SHAPE, "on_gpu": False}
+ON_GPU: dict[str, Any] = {**SHAPE, "on_gpu": True}
 
 
 def config_with(*, gradient_clipping: float = 0.25, **deepspeed: Any) -> RunConfig:
@@ -29,8 +31,25 @@ def config_with(*, gradient_clipping: float = 0.25, **deepspeed: Any) -> RunConf
     )
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_gpus_gradients_are_reduced_during_backward(stage: int) -> None:
+    settings = deepspeed_settings(config_with(zero_stage=stage), **ON_GPU)
+    assert settings["zero_optimization"] == {
+        "stage": stage, "overlap_comm": True, "reduce_bucket_size": 25_000_000,
+    }  # fmt: skip
+    extra = {"zero_optimization": {"overlap_comm": False}}
+    settings = deepspeed_settings(config_with(zero_stage=stage, extra=extra), **ON_GPU)
+    assert settings["zero_optimization"]["overlap_comm"] is False
+
+
+def test_stage_0_has_nothing_to_set_on_gpus() -> None:
+    assert deepspeed_settings(config_with(zero_stage=0), **ON_GPU) == deepspeed_settings(
+        config_with(zero_stage=0), **ON_CPU
+    )
+
+
 def test_the_three_batch_sizes_are_those_of_the_plan() -> None:
-    settings = deepspeed_settings(config_with(), **SHAPE)
+    settings = deepspeed_settings(config_with(), **ON_CPU)
     assert settings["train_micro_batch_size_per_gpu"] == 7
     assert settings["gradient_accumulation_steps"] == 5
     assert settings["train_batch_size"] == 3 * 5 * 7
@@ -38,14 +57,14 @@ def test_the_three_batch_sizes_are_those_of_the_plan() -> None:
 
 @pytest.mark.parametrize("clipping", [0.0, 0.25, 3.0])
 def test_clipping_is_always_written_for_deepspeed_clips_at_1_otherwise(clipping: float) -> None:
-    settings = deepspeed_settings(config_with(gradient_clipping=clipping), **SHAPE)
+    settings = deepspeed_settings(config_with(gradient_clipping=clipping), **ON_CPU)
     assert settings["gradient_clipping"] == clipping
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_stage_is_ours_and_other_keys_of_its_section_pass_through(stage: int) -> None:
     extra = {"zero_optimization": {"reduce_bucket_size": 11}, "dump_state": True}
-    settings = deepspeed_settings(config_with(zero_stage=stage, extra=extra), **SHAPE)
+    settings = deepspeed_settings(config_with(zero_stage=stage, extra=extra), **ON_CPU)
     assert settings["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 11}
     assert settings["dump_state"] is True
 
@@ -53,7 +72,7 @@ def test_the_stage_is_ours_and_other_keys_of_its_section_pass_through(stage: int
 @pytest.mark.parametrize(("precision", "enabled"), [("fp32", False), ("bf16", True)])
 def test_bf16_is_autocast_and_never_the_parameters(precision: Precision, enabled: bool) -> None:
     config = config_with().model_copy(update={"precision": precision})
-    settings = deepspeed_settings(config, **SHAPE)
+    settings = deepspeed_settings(config, **ON_CPU)
     assert settings["torch_autocast"] == {
         "enabled": enabled,
         "dtype": "bfloat16",
@@ -96,7 +115,7 @@ def test_so_is_the_stage() -> None:
 def test_it_is_json_the_same_every_time_and_changes_no_config() -> None:
     config = config_with(extra={"zero_optimization": {"reduce_bucket_size": 11}})
     before = config.model_dump_json()
-    first, second = (deepspeed_settings(config, **SHAPE) for _ in range(2))
+    first, second = (deepspeed_settings(config, **ON_CPU) for _ in range(2))
     assert json.loads(json.dumps(first)) == first == second
     assert config.model_dump_json() == before
 
@@ -111,7 +130,7 @@ def test_it_is_json_the_same_every_time_and_changes_no_config() -> None:
     ],
 )
 def test_offload_keeps_sections_on_the_host(offload: str, stage: int, sections: set[str]) -> None:
-    zero = deepspeed_settings(config_with(zero_stage=stage, offload=offload), **SHAPE)[
+    zero = deepspeed_settings(config_with(zero_stage=stage, offload=offload), **ON_CPU)[
         "zero_optimization"
     ]
     assert {key for key in zero if key.startswith("offload_")} == sections

@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {**FEW_ACTIVATIONS, "offload": "optimizer"},
     "spread": {"zero": SPREAD},
     "small buckets": {"zero": {"reduce_bucket_size": 50_000}},
+    "overlapped": {"zero": {"overlap_comm": True, "reduce_bucket_size": 50_000}},
 }
 
 

@@ -46,6 +46,7 @@ def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Pa
     process = start_txl(
         "train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION,
         "tracking.enabled=false", "training.num_steps=100000",
+        "training.checkpoint_interval_steps=100000",
         f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}",
         "--on", "processes", "--ranks", 2,
     )  # fmt: skip

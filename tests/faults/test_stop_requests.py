@@ -55,7 +55,8 @@ def test_a_signal_to_every_process_of_a_job_is_one_request(
             os.kill(pid, number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert "stopping after this step, then saving" in output
+    # Not what the launcher says when it passes the request on: the ranks may have ended before.
+    assert "stopped on request after step" in output
     assert_saved_where_it_stopped(tmp_path)
 
 

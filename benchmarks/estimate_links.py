@@ -90,7 +90,7 @@ def communication_seconds(stage: int, *, gbit: float) -> float:
         as_gloo_runs_it(each)
         for each in collectives_of_step(
             dry_run(config, micro_batch_rows=1, device="cpu"),
-            ZeroSettings.of(config.deepspeed, on_gpu=False),
+            ZeroSettings.of(config.deepspeed, num_ranks=2, on_gpu=False),
             num_micro_batches=2,
         )
     ]

@@ -16,7 +16,7 @@ from tests.support.training_runs import (
     tiny_job,
     train,
 )
-from txl_dist.config.deepspeed_config import GPU_REDUCTION
+from txl_dist.config.deepspeed_config import DeepSpeedConfig
 
 STEPS = 20
 # float32 has 24 bits: a sum in another order changes a loss by about 1e-8, and twenty steps of
@@ -81,8 +81,9 @@ def test_losses_do_not_depend_on_ranks_stage_or_micro_batch(
 def test_nor_on_when_gradients_are_reduced(
     ranks: RankGroups, dataset: Path, straight: Path, tmp_path: Path, stage: int
 ) -> None:
-    """During backward, as on GPUs (`GPU_REDUCTION`), in buckets smaller than some parameters."""
-    reduction = GPU_REDUCTION | {"reduce_bucket_size": 3000}
+    """As on GPUs, most of them during backward, in buckets smaller than some parameters."""
+    reduction = DeepSpeedConfig().reduction(stage=stage, num_ranks=2, on_gpu=True)
+    reduction |= {"reduce_bucket_size": 3000}
     settings = (
         f"deepspeed.zero_stage={stage}",
         f"deepspeed.extra={json.dumps({'zero_optimization': reduction})}",

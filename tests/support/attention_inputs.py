@@ -66,7 +66,7 @@ class Inputs:
                 **{n: draw(shapes[n]).requires_grad_(terms != "alibi") for n in TERMS[terms]}
             ),
             Visibility.of(age_BT, mem_len=M, same_length=same_length, mask_dtype=torch.float64),
-            torch.randint(0, 2, (B, H, T, S)) * KEEP_FACTOR if dropout else None,
+            torch.randint(0, 2, (B, H, T, S)).double() * KEEP_FACTOR if dropout else None,
         )
 
     def with_keep_bits(self) -> "Inputs":

@@ -161,7 +161,8 @@ def compile_kernels(capability: int, dtype: torch.dtype, d_head: int) -> Iterato
     names = ["_scale_kernel", "_bits_kernel"]
     with _compiled_instead(lane_dropout_kernel, names, capability) as mask_kernels:
         lane_dropout_kernel.lane_dropout_scale(lane_B, counter, threshold, [B, T, S], dtype)
-        lane_dropout_kernel.lane_dropout_bits(lane_B, counter, threshold, [B, H, T, S])
+        for num_keys in (S + 1, S):  # rows of whole words, and others
+            lane_dropout_kernel.lane_dropout_bits(lane_B, counter, threshold, [B, H, T, num_keys])
     for kernel in (*attention_kernels, *mask_kernels):
         assert kernel.result is not None
         yield kernel.result

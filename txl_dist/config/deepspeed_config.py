@@ -7,10 +7,9 @@ from pydantic import Field, model_validator
 from txl_dist.config.deepspeed_keys import refused_keys, refused_offload
 from txl_dist.config.section import Section
 
-GPU_REDUCTION = {"overlap_comm": True, "reduce_bucket_size": 25_000_000}
-"""Defaults of `extra.zero_optimization` at stages 1 to 3 on GPUs: gradients are reduced during
-backward, 25 million elements (100 MB) at a time. DeepSpeed waits for 500 million, more than most of
-our models have, and allocates 2 GB for them."""
+GPU_BUCKET_SIZE = 25_000_000
+"""Elements of a reduction on GPUs (100 MB). DeepSpeed's default of 500 million is more than most of
+our models have, so nothing would be reduced before the end of backward, and takes 2 GB."""
 
 
 class DeepSpeedConfig(Section):
@@ -33,7 +32,12 @@ class DeepSpeedConfig(Section):
             raise ValueError("\n".join(problems))
         return self
 
-    def reduction(self, *, stage: int, on_gpu: bool) -> dict[str, Any]:
-        """`extra.zero_optimization`, with our defaults for GPUs."""
-        defaults = GPU_REDUCTION if on_gpu and stage > 0 else {}
+    def reduction(self, *, stage: int, num_ranks: int, on_gpu: bool) -> dict[str, Any]:
+        """`extra.zero_optimization`, with our defaults for GPUs (docs/decisions/0039)."""
+        defaults: dict[str, Any] = {}
+        if on_gpu and stage > 0:
+            # Not at stage 2: DeepSpeed 0.19.8 frees a gradient that is larger than the bucket while
+            # its other stream still reduces it (average_tensor in stage_1_and_2.py).
+            overlaps = num_ranks > 1 and stage != 2
+            defaults = {"overlap_comm": overlaps, "reduce_bucket_size": GPU_BUCKET_SIZE}
         return {**defaults, **self.extra.get("zero_optimization", {})}

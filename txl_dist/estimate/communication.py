@@ -10,7 +10,9 @@ With P parameters in fp32, N ranks and K micro-batches, DeepSpeed 0.19.8 runs pe
 
 Stages 1 and 2 reduce each bucket by an all-reduce, not by a reduce-scatter as in the ZeRO paper.
 With gloo, torch runs an all-reduce for each reduce-scatter too; the estimate is for NCCL. Stage 3
-gathers twice per micro-batch if the weights exceed `stage3_max_live_parameters`.
+gathers twice per micro-batch if the weights exceed `stage3_max_live_parameters`. With
+`overlap_comm`, gradients are reduced during backward (at stage 1 in that of the last micro-batch),
+except those of the embedding, which backward computes last, and those of a bucket that is not full.
 
 A ring moves 2 (N - 1) / N of the bytes through every link in an all-reduce, half of that in the
 other two, in 2 (N - 1) or N - 1 messages one after the other. For short messages a tree is faster:
@@ -31,6 +33,8 @@ from txl_dist.estimate.zero_settings import ZeroSettings
 
 CONTROL_MESSAGES = 2
 """All-reduces of a few numbers per step: loss sums and flags, and the gradient norm."""
+BACKWARD_SHARE = 2 / 3
+"""Of the operations of forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +79,8 @@ class Collective:
     num_bytes: float
     """Of the whole tensors, all messages together."""
     num_messages: int = 1
-    is_overlapped: bool = False
-    """Whether it runs while forward or backward computes."""
+    overlaps: float = 0.0
+    """Share of the step's computation during which it may run; 0: all ranks wait for it."""
 
     def bytes_sent(self, num_ranks: int) -> float:
         """By each rank, in a ring."""
@@ -102,29 +106,41 @@ def collectives_of_step(
 ) -> Iterator[Collective]:
     """What one step of DeepSpeed and of our own loop communicates."""
     yield Collective(kind="all_reduce", num_bytes=64, num_messages=CONTROL_MESSAGES)
-    num_elements, micro_batches = model.num_parameters, num_micro_batches
+    yield from _reductions(model, zero, num_micro_batches)
     if zero.stage == 3:
-        yield from _stage_3(model, zero, num_micro_batches)
-        return
-    reductions = micro_batches if zero.stage == 2 else 1
-    bucket_size = zero.reduce_bucket_size if zero.stage else STAGE_0_BUCKET
-    # Stage 1 reduces during the backward of the last micro-batch only.
-    can_overlap = zero.stage == 2 or (zero.stage == 1 and num_micro_batches == 1)
-    yield Collective(
-        kind="all_reduce",
-        num_bytes=FP32_BYTES * num_elements * reductions,
-        num_messages=reductions * math.ceil(num_elements / bucket_size),
-        is_overlapped=can_overlap and zero.overlap_comm,
-    )
-    if zero.stage > 0:
+        yield from _gathers_of_stage_3(model, zero, num_micro_batches)
+    elif zero.stage > 0:
+        num_messages = math.ceil(model.num_parameters / max(1, zero.allgather_bucket_size))
         yield Collective(
             kind="all_gather",
-            num_bytes=FP32_BYTES * num_elements,
-            num_messages=math.ceil(num_elements / max(1, zero.allgather_bucket_size)),
+            num_bytes=FP32_BYTES * model.num_parameters,
+            num_messages=num_messages,
         )
 
 
-def _stage_3(model: ModelNeeds, zero: ZeroSettings, micro_batches: int) -> Iterator[Collective]:
+def _reductions(model: ModelNeeds, zero: ZeroSettings, micro_batches: int) -> Iterator[Collective]:
+    """Of the gradients. Stages 0 and 1 reduce once, with the last micro-batch."""
+    times = micro_batches if zero.stage >= 2 else 1
+    bucket_size = zero.reduce_bucket_size if zero.stage else STAGE_0_BUCKET
+    during = 0
+    if zero.stage > 0 and zero.overlap_comm:
+        # A bucket is reduced when it is full; the embedding's gradients are complete at the end.
+        layers = (each for each in model.parameters if not each.name.startswith("table."))
+        during = sum(each.num_elements for each in layers) // bucket_size * bucket_size
+    share = BACKWARD_SHARE * times / micro_batches
+    for num_elements, overlaps in ((during, share), (model.num_parameters - during, 0.0)):
+        if num_elements:
+            yield Collective(
+                kind="reduce_scatter" if zero.stage == 3 else "all_reduce",
+                num_bytes=FP32_BYTES * num_elements * times,
+                num_messages=times * math.ceil(num_elements / bucket_size),
+                overlaps=overlaps,
+            )
+
+
+def _gathers_of_stage_3(
+    model: ModelNeeds, zero: ZeroSettings, micro_batches: int
+) -> Iterator[Collective]:
     sizes = [parameter.num_elements for parameter in model.parameters]
     small = [size for size in sizes if size <= zero.param_persistence_threshold]
     large = sum(sizes) - sum(small)
@@ -135,14 +151,8 @@ def _stage_3(model: ModelNeeds, zero: ZeroSettings, micro_batches: int) -> Itera
             kind="all_gather",
             num_bytes=FP32_BYTES * large * gathers,
             num_messages=gathers * math.ceil(large / fetch_size),
-            is_overlapped=True,
+            overlaps=1.0,
         )
-    yield Collective(
-        kind="reduce_scatter",
-        num_bytes=FP32_BYTES * sum(sizes) * micro_batches,
-        num_messages=micro_batches * math.ceil(sum(sizes) / zero.reduce_bucket_size),
-        is_overlapped=zero.overlap_comm,
-    )
     if small:
         yield Collective(
             kind="all_gather", num_bytes=FP32_BYTES * sum(small), num_messages=len(small)
@@ -171,10 +181,14 @@ def step_time(
 
     Overlapped collectives share the time of the compute; it does not become slower by them.
     """
-    hidden = sum(c.seconds(num_ranks, links) for c in collectives if c.is_overlapped)
-    blocking = sum(c.seconds(num_ranks, links) for c in collectives if not c.is_overlapped)
+    seconds = [(each.overlaps, each.seconds(num_ranks, links)) for each in collectives]
+
+    def excess(share: float) -> float:
+        """Of the collectives that may run during at most this share of the compute."""
+        return sum(time for other, time in seconds if other <= share) - share * compute_seconds
+
     return StepTime(
         compute=compute_seconds,
-        communication=hidden + blocking,
-        exposed=blocking + max(0.0, hidden - compute_seconds),
+        communication=sum(time for _, time in seconds),
+        exposed=max(0.0, *(excess(share) for share, _ in seconds)),
     )

@@ -74,7 +74,7 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
         memory = model.empty_memory(rows, dtype=TORCH_DTYPE[config.training.memory_dtype])
         token_BT = torch.zeros(shape_BT, dtype=torch.int64)
         age_BT = torch.zeros(shape_BT, dtype=torch.int32)
-        bucket_size = ZeroSettings.of(config.deepspeed, on_gpu=device == "cuda").reduce_bucket_size
+        bucket_size = _bucket_size(config, device)
         num_results = live.num_results
         peaks = _PeaksByPhase(model, live, bucket_size=bucket_size)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
@@ -86,6 +86,10 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
     return ModelNeeds(
         parameters=tuple(_parameters(model, config)),
         num_kernels=live.num_results - num_results,
+        groups=tuple(
+            tuple(parameter.numel() for parameter in group["params"])
+            for group in parameter_groups(model, config.optimizer)
+        ),
         has_muon=config.optimizer.name == "muon",
         activations=ActivationPeaks(
             after_forward=peaks.after_forward,
@@ -95,6 +99,13 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
             after_first_bucket=peaks.after_first_bucket,
         ),
     )
+
+
+def _bucket_size(config: RunConfig, device: Device) -> int:
+    """Of stages 1 to 3: the estimate shows them for a run at stage 0 too."""
+    stage = max(1, config.deepspeed.zero_stage)
+    zero = ZeroSettings.of(config.deepspeed, num_ranks=1, on_gpu=device == "cuda", stage=stage)
+    return zero.reduce_bucket_size
 
 
 def _parameters(model: TransformerXL, config: RunConfig) -> Iterator[Parameter]:

@@ -10,8 +10,9 @@ With P parameters, O elements of optimizer state (Adam: 2 P), N ranks and fp32 n
 
 The second term of stages 1 to 3 are fp32 masters, which DeepSpeed keeps next to the weights even
 if these are fp32 too. To that come the activations (dry_run.py), the memory of the lanes, the
-weights that stage 3 gathers, and DeepSpeed's buffers: those for reduction have a fixed size, by
-default 2 GB.
+weights that stage 3 gathers, and DeepSpeed's buffers: those for reduction have a fixed size (100 MB
+on GPUs). At stages 1 and 2 a rank keeps the reduced gradients of all parameters of which it owns a
+part, and keeps them whole.
 
 A step has three phases, and its peak is the largest of them:
 
@@ -23,6 +24,8 @@ Sources: ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, section 5 and figure 1
 gradients are fp16). Copies and buffers: DeepSpeed 0.19.8, stage_1_and_2.py and stage3.py.
 """
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,6 +74,8 @@ class ModelNeeds:
     activations: ActivationPeaks
     num_kernels: int = 0
     """Operations of forward and backward of one micro-batch."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Sizes of the parameters of each group of the optimizer, in order; () is one group of all."""
     has_muon: bool = False
     """Whether an optimizer step gathers the updates of matrices whole (muon.py)."""
 
@@ -88,6 +93,21 @@ class ModelNeeds:
     def largest(self) -> int:
         """Elements of the largest parameter."""
         return max(parameter.num_elements for parameter in self.parameters)
+
+    def num_partly_owned(self, num_ranks: int) -> int:
+        """Most elements in parameters of which one rank owns a part, at stages 1 and 2.
+
+        Each group of the optimizer is cut into equal parts, wherever parameters begin.
+        """
+        changes = [0] * (num_ranks + 1)
+        for sizes in self.groups or (tuple(each.num_elements for each in self.parameters),):
+            part, start = math.ceil(sum(sizes) / num_ranks), 0
+            for size in sizes:
+                stop = start + size
+                changes[start // part] += size
+                changes[(stop - 1) // part + 1] -= size
+                start = stop
+        return max(itertools.accumulate(changes))
 
     def num_below(self, threshold: int) -> int:
         """Elements in parameters of at most `threshold` elements."""
@@ -148,6 +168,8 @@ class RankMemory:
     def peak(self) -> MemoryUse:
         """The phase of a step that needs most memory of the device."""
         phases = (self._stage_0, self._stage_1, self._stage_2, self._stage_3)[self.zero.stage]
+        if self.zero.stage == 1 and self.zero.overlap_comm and self.num_micro_batches == 1:
+            phases = self._stage_2  # gradients are freed during backward too
         return max((self._use(phase) for phase in phases()), key=lambda use: use.device)
 
     def _use(self, phase: Phase) -> MemoryUse:
@@ -191,7 +213,7 @@ class RankMemory:
     def _stage_1(self) -> Iterator[Phase]:
         yield from self._with_kept_gradients(bucket=self._bucket)
         # While the bucket is filled, the gradients that it takes over are freed.
-        reduced = 0 if self._fits_bucket else self._part
+        reduced = 0 if self._fits_bucket else self._partly_owned
         yield Phase(self._whole + reduced, self._bucket)
         yield from self._partitioned_update()
 
@@ -210,8 +232,9 @@ class RankMemory:
         yield Phase(earlier, 0, peaks.before_gradients)
         yield Phase(earlier, self._bucket, peaks.without_gradients)
         if not self._fits_bucket:
-            yield Phase(earlier + self._part, self._bucket, peaks.after_first_bucket)
-        yield Phase(earlier, self._bucket + max(self._flat_copy, self._part))
+            reduced = self._partly_owned + self._outside_bucket
+            yield Phase(earlier + reduced, self._bucket, peaks.after_first_bucket)
+        yield Phase(earlier, self._bucket + max(self._flat_copy, self._partly_owned))
         if not self._fits_bucket:  # a full bucket is reduced before the next gradient enters it
             waiting = FP32_BYTES * self.model.largest
             yield Phase(earlier, self._bucket + self._flat_copy + waiting)
@@ -219,7 +242,8 @@ class RankMemory:
 
     def _partitioned_update(self) -> Iterator[Phase]:
         if self.zero.offload == "none":
-            yield Phase(2 * self._part, self._whole if self.model.has_muon else 0)
+            gradients = self._partly_owned + self._part  # and a flat copy of the own part
+            yield Phase(gradients, self._whole if self.model.has_muon else 0)
 
     def _stage_3(self) -> Iterator[Phase]:
         peaks, is_sharded = self.model.activations, self.num_ranks > 1
@@ -253,6 +277,17 @@ class RankMemory:
     def _part(self) -> int:
         """4 P / N."""
         return self._whole // self.num_ranks
+
+    @property
+    def _partly_owned(self) -> int:
+        """Of the parameters that this rank owns in part, stages 1 and 2."""
+        return FP32_BYTES * self.model.num_partly_owned(self.num_ranks)
+
+    @property
+    def _outside_bucket(self) -> int:
+        """Of a gradient that is larger than the bucket, which is reduced where it is."""
+        is_larger = self.model.largest > self.zero.reduce_bucket_size
+        return FP32_BYTES * self.model.largest * is_larger
 
     @property
     def _bucket(self) -> int:

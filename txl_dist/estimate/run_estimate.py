@@ -229,7 +229,7 @@ class _Estimator:
         element_bytes = 2 if training.memory_dtype == "bf16" else 4
         return RankMemory(
             model=self._model_with(rows),
-            zero=self._zero(stage),
+            zero=self._zero(gpus, stage),
             num_ranks=gpus,
             num_micro_batches=micro_batches,
             lane_bytes=rows * micro_batches * self._memory_elements_per_lane * element_bytes,
@@ -239,12 +239,14 @@ class _Estimator:
     def _collectives(self, gpus: int, stage: int) -> list[Collective]:
         _, micro_batches = self._rows(gpus)
         return list(
-            collectives_of_step(self.model, self._zero(stage), num_micro_batches=micro_batches)
+            collectives_of_step(
+                self.model, self._zero(gpus, stage), num_micro_batches=micro_batches
+            )
         )
 
-    def _zero(self, stage: int) -> ZeroSettings:
+    def _zero(self, gpus: int, stage: int) -> ZeroSettings:
         on_gpu = self._assumptions.device == "cuda"
-        return ZeroSettings.of(self._config.deepspeed, on_gpu=on_gpu, stage=stage)
+        return ZeroSettings.of(self._config.deepspeed, num_ranks=gpus, on_gpu=on_gpu, stage=stage)
 
     def _step(self, gpus: int, stage: int) -> StepTime:
         rows, micro_batches = self._rows(gpus)

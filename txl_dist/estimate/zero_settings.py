@@ -32,13 +32,15 @@ class ZeroSettings:
     """Stage 3: elements of weights that may be gathered at the same time."""
 
     @classmethod
-    def of(cls, config: DeepSpeedConfig, *, on_gpu: bool, stage: int | None = None) -> Self:
+    def of(
+        cls, config: DeepSpeedConfig, *, num_ranks: int, on_gpu: bool, stage: int | None = None
+    ) -> Self:
         """The settings of a config, with its defaults; `stage` replaces its stage.
 
         What cannot be offloaded at another stage stays on the device.
         """
         stage = config.zero_stage if stage is None else stage
-        zero = config.reduction(stage=stage, on_gpu=on_gpu)
+        zero = config.reduction(stage=stage, num_ranks=num_ranks, on_gpu=on_gpu)
         sizes = {
             name: int(value)
             for name in (

@@ -30,7 +30,7 @@ class DropoutMasks(Protocol):
         """0 or 1 / (1 - rate), shaped like `x`. `by_lane`: dimension 0 of `x` is the lanes."""
 
     def keep_bits(self, x: Tensor, *, rate: float, layer: int, place: Place) -> KeepBits:
-        """The same mask as bits. Dimension 0 of `x` is the lanes."""
+        """A mask as bits; for masks by lane, that of `scale`. Dimension 0 of `x` is the lanes."""
 
 
 class Dropout(nn.Module):

@@ -72,12 +72,13 @@ def masked_scores(
 
 @triton.jit
 def load_keep(
-    keep, t, s_first, num_queries, num_keys, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr
-):
+    keep, t, s_first, num_queries, num_keys, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+):  # fmt: skip
     """Whether dropout keeps the weights of a tile, [BLOCK_T, BLOCK_S].
 
     Every query has ceil(S / 16) words of 16 bits (dropout.py, `KeepBits`). `s_first` and BLOCK_S
-    are multiples of 16.
+    are multiples of 16. `IS_WIDE`: the weights will be multiplied in more than 16 bits.
     """
     num_words = (num_keys + 15) // 16
     word = s_first // 16 + tl.arange(0, BLOCK_S // 16)
@@ -85,7 +86,13 @@ def load_keep(
     words = tl.load(keep + t[:, None] * num_words + word[None, :], mask=inside, other=0)
     repeated = tl.broadcast_to(words[:, :, None], [BLOCK_T, BLOCK_S // 16, 16])
     bit = tl.arange(0, BLOCK_S) % 16
-    return ((repeated.reshape([BLOCK_T, BLOCK_S]).to(tl.int32) >> bit[None, :]) & 1) == 1
+    kept = (repeated.reshape([BLOCK_T, BLOCK_S]).to(tl.int32) >> bit[None, :]) & 1
+    if IS_WIDE:
+        # triton 3.7 lays out the operand of a product for the narrowest load that it depends on:
+        # with int16, products of float64 do not compile, and those of fp32 are slower. A sum of
+        # one element ends the dependency.
+        kept = tl.sum(kept[:, :, None], 2)
+    return kept == 1
 
 
 @triton.jit
@@ -137,7 +144,10 @@ def forward_kernel(
         weight = tl.exp(score - new_highest[:, None])
         total = total * shrink + tl.sum(weight, 1)
         if HAS_KEEP:
-            kept = load_keep(keep, t, s_first, num_queries, num_keys, BLOCK_T, BLOCK_S)
+            kept = load_keep(
+                keep, t, s_first, num_queries, num_keys, BLOCK_T, BLOCK_S,
+                k_SK.dtype.primitive_bitwidth > 16,
+            )  # fmt: skip
             weight = tl.where(kept, weight * KEEP_FACTOR, 0.0)
         mixed *= shrink[:, None]
         mixed += tl.dot(weight.to(v_SK.dtype), v_SK, input_precision=PRECISION, out_dtype=ACC)
@@ -207,7 +217,10 @@ def query_gradient_kernel(
         weight = tl.exp(score - logsumexp_T[:, None])
         d_weight = tl.dot(d_out_TK, tl.trans(v_SK), input_precision=PRECISION, out_dtype=ACC)
         if HAS_KEEP:
-            kept = load_keep(keep, t, s_first, num_queries, num_keys, BLOCK_T, BLOCK_S)
+            kept = load_keep(
+                keep, t, s_first, num_queries, num_keys, BLOCK_T, BLOCK_S,
+                k_SK.dtype.primitive_bitwidth > 16,
+            )  # fmt: skip
             d_weight = tl.where(kept, d_weight * KEEP_FACTOR, 0.0)
         d_score = (weight * (d_weight - mean_T[:, None])).to(k_SK.dtype)
         d_q_TK += tl.dot(d_score, k_SK, input_precision=PRECISION, out_dtype=ACC)
@@ -265,7 +278,10 @@ def key_value_gradient_kernel(
         d_weight = tl.dot(v_SK, tl.trans(d_out_TK), input_precision=PRECISION, out_dtype=ACC)
         used = weight
         if HAS_KEEP:
-            kept_TS = load_keep(keep, t, first, num_queries, num_keys, BLOCK_T, BLOCK_S)
+            kept_TS = load_keep(
+                keep, t, first, num_queries, num_keys, BLOCK_T, BLOCK_S,
+                k_SK.dtype.primitive_bitwidth > 16,
+            )  # fmt: skip
             kept = tl.trans(kept_TS)
             used = tl.where(kept, weight * KEEP_FACTOR, 0.0)
             d_weight = tl.where(kept, d_weight * KEEP_FACTOR, 0.0)

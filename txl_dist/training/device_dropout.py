@@ -34,7 +34,7 @@ class DeviceDropoutMasks:
         keep = torch.empty(shape, dtype=torch.uint8, device=x.device)
         self._draw(keep, rate, layer, place)
         bit_values = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
-        octets = (keep * bit_values).sum(-1, dtype=torch.uint8)
+        octets = keep.mul_(bit_values).sum(-1, dtype=torch.uint8)
         return KeepBits(octets.view(torch.int16), 1 / (1 - rate))
 
     def _draw(self, result: Tensor, rate: float, layer: int, place: Place) -> Tensor:

@@ -1,5 +1,7 @@
 """Communication: a ring counted message by message, and the collectives of each stage."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from txl_dist.estimate.communication import (
     collectives_of_step,
     step_time,
 )
+from txl_dist.estimate.memory import Parameter
 from txl_dist.estimate.zero_settings import ZeroSettings
 
 SLOW = Links(gpus_per_node=2, node_gbit=1.0, intra_node_gbit=8.0, latency_seconds=0.01)
@@ -82,7 +85,8 @@ def test_faster_links_are_never_slower_and_more_bytes_never_faster(
 
 
 def test_overlapped_communication_costs_only_what_exceeds_the_compute() -> None:
-    one_second = Collective(kind="all_gather", num_bytes=2 * 10**9, is_overlapped=True)
+    one_second = Collective(kind="all_gather", num_bytes=2 * 10**9, overlaps=1.0)
+    in_backward = Collective(kind="reduce_scatter", num_bytes=2 * 10**9, overlaps=0.5)
     blocking = Collective(kind="all_gather", num_bytes=2 * 10**9)
     links = Links(gpus_per_node=2, intra_node_gbit=8.0, intra_node_latency_seconds=0.0)
 
@@ -93,3 +97,29 @@ def test_overlapped_communication_costs_only_what_exceeds_the_compute() -> None:
     assert exposed(one_second, compute=0.25).total == pytest.approx(1)
     assert exposed(one_second, blocking, compute=3).total == pytest.approx(4)
     assert exposed(one_second, blocking, compute=3).communication == pytest.approx(2)
+    assert exposed(in_backward, compute=2).total == pytest.approx(2)
+    assert exposed(in_backward, compute=1).total == pytest.approx(1.5)
+    assert exposed(in_backward, one_second, compute=2).total == pytest.approx(2)
+    assert exposed(in_backward, one_second, blocking, compute=1).total == pytest.approx(3)
+
+
+@pytest.mark.parametrize(("stage", "share"), [(1, 1 / 3), (2, 1.0), (3, 1.0)])
+def test_full_buckets_are_reduced_in_backward_but_not_the_embedding(
+    stage: int, share: float
+) -> None:
+    table = Parameter(name="table.weights.0", num_elements=70, num_states=2)
+    layer = Parameter(name="layers.0.w", num_elements=590, num_states=2)
+    zero = ZeroSettings(stage=stage, overlap_comm=True, reduce_bucket_size=100)
+    times = 3 if stage >= 2 else 1
+    reductions = [
+        (each.num_bytes, each.num_messages, each.overlaps)
+        for each in collectives_of_step(
+            replace(model_of(1), parameters=(table, layer)), zero, num_micro_batches=3
+        )
+        if each.num_bytes > 64 and each.kind != "all_gather"
+    ]
+    backward = 2 / 3
+    assert reductions == [
+        (4 * 500 * times, 5 * times, pytest.approx(backward * share)),
+        (4 * 160 * times, 2 * times, 0.0),
+    ]

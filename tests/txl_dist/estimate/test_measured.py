@@ -27,6 +27,17 @@ CASES: dict[str, dict[str, Any]] = {
     "spread": {"zero": SPREAD},
     "small buckets": {"zero": {"reduce_bucket_size": 50_000}},
     "overlapped": {"zero": {"overlap_comm": True, "reduce_bucket_size": 50_000}},
+    "large table": {**FEW_ACTIVATIONS, "model": {"mem_len": 4, "vocab_size": 20_000}},
+    "large table, overlapped": {
+        "tgt_len": 4,
+        "model": {"mem_len": 4, "vocab_size": 20_000},
+        "zero": {"overlap_comm": True},
+    },
+    "many layers, overlapped": {
+        "tgt_len": 4,
+        "model": {"mem_len": 4, "n_layer": 20},
+        "zero": {"overlap_comm": True, "reduce_bucket_size": 50_000},
+    },
 }
 
 
@@ -46,13 +57,14 @@ def is_possible(stage: int, case: str) -> bool:
 def test_the_estimate_is_within_10_percent_of_real_steps(
     ranks: RankGroups, stage: int, case: str, num_ranks: int
 ) -> None:
-    real = ranks(num_ranks).run(measured, stage, case)[0]
+    real = ranks(num_ranks).run(measured, stage, case)
     config = run_config(zero_stage=stage, **CASES[case])
     facts = DataFacts(vocab_size=config.model.vocab_size, num_steps=10)
     run = estimate_run(config, facts, gpus=[num_ranks], assumptions=Assumptions(device="cpu"))
-    assert run.num_parameters == real.num_parameters
+    assert run.num_parameters == real[0].num_parameters
     memory = run.scales[0].stages[stage].memory
-    assert memory.total == pytest.approx(real.peak_bytes, rel=MAX_ERROR)
+    peak = max(each.peak_bytes for each in real)
+    assert memory.total == pytest.approx(peak, rel=MAX_ERROR)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -67,7 +79,7 @@ def test_collectives_are_those_of_real_steps(ranks: RankGroups, stage: int, case
     messages: dict[str, int] = {}
     for each in collectives_of_step(
         dry_run(config, micro_batch_rows=1, device="cpu"),
-        ZeroSettings.of(config.deepspeed, on_gpu=False),
+        ZeroSettings.of(config.deepspeed, num_ranks=2, on_gpu=False),
         num_micro_batches=micro_batches,
     ):
         expected[each.kind] = expected.get(each.kind, 0) + each.num_bytes

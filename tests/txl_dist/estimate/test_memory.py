@@ -9,14 +9,15 @@ from txl_dist.estimate.memory import MemoryUse, RankMemory
 from txl_dist.estimate.zero_settings import ZeroSettings
 
 GB = 10**9
-PAPER = model_of(7_500_000_000)  # 7.5 billion parameters on 64 ranks: figure 1 of the ZeRO paper
+# 7.5 billion parameters on 64 ranks: figure 1 of the ZeRO paper.
+PAPER_SIZES = [10**6] * 7500
 
 
 def memory(
     stage: int, num_ranks: int = 64, *, activations: int = 0, micro_batches: int = 1, **zero: int
 ) -> MemoryUse:
     return RankMemory(
-        model=model_of(PAPER.num_parameters, activations=activations),
+        model=model_of(*PAPER_SIZES, activations=activations),
         zero=ZeroSettings(stage=stage, reduce_bucket_size=1, prefetch_bucket_size=0, **zero),
         num_ranks=num_ranks,
         num_micro_batches=micro_batches,
@@ -41,7 +42,8 @@ def test_masters_and_states_of_the_example_of_the_paper_are_sharded(stage: int) 
 def test_stage_2_shards_gradients_and_stage_3_weights() -> None:
     part = 30 * GB // 64
     assert memory(1).gradients >= 30 * GB
-    assert memory(2, micro_batches=2).gradients <= 2 * part
+    # Those of earlier micro-batches and of this one, the latter in whole parameters.
+    assert memory(2, micro_batches=2).gradients == pytest.approx(2 * part, rel=0.02)
     assert memory(3).weights == 2 * part
 
 

@@ -19,7 +19,7 @@ MOST_SPILLED_BYTES = 280
 
 @pytest.mark.slow
 @pytest.mark.parametrize("d_head", [41, 64])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_for_two_programs_per_multiprocessor(
     capability: int, dtype: str, d_head: int

@@ -31,7 +31,7 @@ def deepspeed_settings(
         "zero_optimization": {
             "stage": stage,
             **_offload(config.deepspeed.offload, on_gpu=on_gpu),
-            **config.deepspeed.reduction(stage=stage, on_gpu=on_gpu),
+            **config.deepspeed.reduction(stage=stage, num_ranks=num_ranks, on_gpu=on_gpu),
         },
         # Set here because DeepSpeed disables an autocast context around its engine. Gradients of
         # modules listed as safe would be reduced in bf16, so the list is empty.

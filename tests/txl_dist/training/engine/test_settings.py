@@ -31,14 +31,20 @@ def config_with(*, gradient_clipping: float = 0.25, **deepspeed: Any) -> RunConf
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_on_gpus_gradients_are_reduced_during_backward(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "overlaps"), [(1, True), (2, False), (3, True)])
+def test_on_gpus_gradients_are_reduced_in_small_buckets(stage: int, overlaps: bool) -> None:
     settings = deepspeed_settings(config_with(zero_stage=stage), **ON_GPU)
     assert settings["zero_optimization"] == {
-        "stage": stage, "overlap_comm": True, "reduce_bucket_size": 25_000_000,
+        "stage": stage, "overlap_comm": overlaps, "reduce_bucket_size": 25_000_000,
     }  # fmt: skip
-    extra = {"zero_optimization": {"overlap_comm": False}}
+    extra = {"zero_optimization": {"overlap_comm": "ours"}}
     settings = deepspeed_settings(config_with(zero_stage=stage, extra=extra), **ON_GPU)
+    assert settings["zero_optimization"]["overlap_comm"] == "ours"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_gpu_has_nothing_to_overlap_and_does_not_wait_for_it(stage: int) -> None:
+    settings = deepspeed_settings(config_with(zero_stage=stage), **ON_GPU | {"num_ranks": 1})
     assert settings["zero_optimization"]["overlap_comm"] is False
 
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.assumptions import Device
 from txl_dist.estimate.live_memory import LiveMemory
-from txl_dist.estimate.memory import FP32_BYTES, ActivationPeaks, ModelNeeds, Parameter
+from txl_dist.estimate.memory import ActivationPeaks, ModelNeeds, Parameter
 from txl_dist.estimate.zero_settings import ZeroSettings
 from txl_dist.model import attention, host_copies, sdpa_attention
 from txl_dist.model.attention import choose_form
@@ -121,7 +121,7 @@ class _PeaksByPhase:
         self.after_forward = self.before_gradients = self.with_gradients = 0
         self.without_gradients = self.after_first_bucket = 0
         self._live, self._start_bytes, self._gradient_bytes = live, live.live_bytes, 0
-        self._bucket_bytes = FP32_BYTES * bucket_size
+        self._num_complete, self._bucket_size = 0, bucket_size
         live.on_change = self._update
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._gradient_is_complete)
@@ -137,11 +137,13 @@ class _PeaksByPhase:
         self.with_gradients = max(self.with_gradients, live_bytes)
         without = live_bytes - self._gradient_bytes
         self.without_gradients = max(self.without_gradients, without)
-        if self._gradient_bytes > self._bucket_bytes:
+        if self._num_complete > self._bucket_size:
             self.after_first_bucket = max(self.after_first_bucket, without)
 
     def _gradient_is_complete(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        self._num_complete += parameter.numel()
+        # Some gradients are parts of larger tensors, which stay in memory with them.
         self._gradient_bytes += parameter.grad.untyped_storage().nbytes()
 
 

@@ -36,11 +36,12 @@ COLLECTIVES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSteps:
-    """The last of several steps on this rank."""
+    """Steps on this rank; the collectives are those of the last."""
 
     num_parameters: int
     peak_bytes: int
-    """Of all tensors: weights, optimizer state, buffers, activations."""
+    """Of all tensors: weights, optimizer state, buffers, activations. The smallest peak of all steps
+    but the first: a reduction that happens to take longer keeps its tensors."""
     collective_bytes: dict[str, int]
     """By kind: bytes of the whole tensors."""
     num_messages: dict[str, int]
@@ -108,7 +109,9 @@ def _measure(config: RunConfig, world: World, live: _LiveStep, num_steps: int) -
         num_micro_batches=num_micro_batches,
         micro_batch_rows=micro_batch_rows,
     )
-    num_targets, seconds = config.data.num_lanes * config.data.tgt_len, []
+    num_targets = config.data.num_lanes * config.data.tgt_len
+    seconds: list[float] = []
+    peaks: list[int] = []
     for number, segment in enumerate(_segments(config, rows, world.rank, num_steps), start=1):
         gc.collect()  # cycles keep parts of the last step until Python happens to look for them
         world.barrier()
@@ -118,9 +121,10 @@ def _measure(config: RunConfig, world: World, live: _LiveStep, num_steps: int) -
         start = time.perf_counter()
         step(segment, step=number, num_targets=num_targets, lr=1e-3, judge=lambda *_: None)
         seconds.append(time.perf_counter() - start)
+        peaks.append(live.peak_bytes)
     return MeasuredSteps(
         num_parameters=sum(math.prod(shape) for shape in engine.shapes.values()),
-        peak_bytes=live.peak_bytes,
+        peak_bytes=min(peaks[1:]),
         collective_bytes=dict(live.num_bytes),
         num_messages=dict(live.num_messages),
         step_seconds=seconds,

@@ -285,9 +285,10 @@ class RankMemory:
 
     @property
     def _outside_bucket(self) -> int:
-        """Of a gradient that is larger than the bucket, which is reduced where it is."""
-        is_larger = self.model.largest > self.zero.reduce_bucket_size
-        return FP32_BYTES * self.model.largest * is_larger
+        """Of a gradient that is larger than the bucket and waits for it to be full."""
+        layers = (each for each in self.model.parameters if not each.name.startswith("table."))
+        largest = max((each.num_elements for each in layers), default=0)
+        return FP32_BYTES * largest if largest > self.zero.reduce_bucket_size else 0
 
     @property
     def _bucket(self) -> int:

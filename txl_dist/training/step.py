@@ -8,8 +8,9 @@ except for the order of floating-point sums.
 Before the optimizer step, all ranks judge the loss and the gradient norm of all ranks. A rejected
 step changes nothing: neither weights, nor optimizer state, nor memory.
 
-A GPU is waited for once per step, when these are read. Micro-batches have no operation whose result
-the host needs: what depends on tokens and ages is computed from the segment's arrays on the host.
+On a GPU the host waits when it reads these, and with several ranks DeepSpeed waits at the end of
+backward (docs/decisions/0039). Micro-batches have no operation whose result the host needs: what
+depends on tokens and ages is computed from the segment's arrays on the host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +131,7 @@ class TrainStep:
         def accept(norm: Tensor) -> Verdict:
             nonlocal sums, memory_valid, raised, event
             norm_1 = norm.to(agreed).reshape(1)
-            # The host waits for a GPU here and nowhere else.
+            # Our only operation of a step that waits for a GPU.
             nats, num_tokens, num_bytes, visible, size, *counts, gradient_norm = torch.cat(
                 [agreed, norm_1]
             ).tolist()

@@ -33,6 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"mem_len": 4, "vocab_size": 20_000},
         "zero": {"overlap_comm": True},
     },
+    "large table and activations, overlapped": {
+        "tgt_len": 16,
+        "model": {"mem_len": 16, "vocab_size": 20_000, "cutoffs": [2000, 4000]},
+        "zero": {"overlap_comm": True},
+    },
     "many layers, overlapped": {
         "tgt_len": 4,
         "model": {"mem_len": 4, "n_layer": 20},

@@ -40,8 +40,8 @@ class MeasuredSteps:
 
     num_parameters: int
     peak_bytes: int
-    """Of all tensors: weights, optimizer state, buffers, activations. The smallest peak of all steps
-    but the first: a reduction that happens to take longer keeps its tensors."""
+    """Of all tensors: weights, optimizer state, buffers, activations. The smallest peak of the
+    steps after the first: reductions that happen to take longer keep their tensors."""
     collective_bytes: dict[str, int]
     """By kind: bytes of the whole tensors."""
     num_messages: dict[str, int]

@@ -164,6 +164,8 @@ class RankMemory:
     lane_bytes: int
     """Recurrent memory of all lanes of this rank."""
     lanes_on_host: bool = False
+    copies_to_reduce: bool = False
+    """Whether a reduce-scatter copies its input, as torch's for gloo does."""
 
     def peak(self) -> MemoryUse:
         """The phase of a step that needs most memory of the device."""
@@ -212,6 +214,10 @@ class RankMemory:
 
     def _stage_1(self) -> Iterator[Phase]:
         yield from self._with_kept_gradients(bucket=self._bucket)
+        if self.zero.overlap_comm and not self._fits_bucket:  # the last micro-batch
+            kept = self._whole - FP32_BYTES * self.zero.reduce_bucket_size
+            activations = self.model.activations.after_first_bucket
+            yield Phase(kept + self._partly_owned, self._bucket, activations)
         # While the bucket is filled, the gradients that it takes over are freed.
         reduced = 0 if self._fits_bucket else self._partly_owned
         yield Phase(self._whole + reduced, self._bucket)
@@ -228,7 +234,7 @@ class RankMemory:
 
     def _stage_2(self) -> Iterator[Phase]:
         peaks = self.model.activations
-        earlier = 0 if self.num_micro_batches == 1 else self._part
+        earlier = 0 if self.num_micro_batches == 1 else self._partly_owned
         yield Phase(earlier, 0, peaks.before_gradients)
         yield Phase(earlier, self._bucket, peaks.without_gradients)
         if not self._fits_bucket:
@@ -259,7 +265,7 @@ class RankMemory:
         yield Phase(gradients, bucket + weights, activations)
         yield Phase(gradients, bucket + weights + ahead, peaks.after_forward)
         flat_copy = FP32_BYTES * min(self.model.num_parameters, self.zero.reduce_bucket_size)
-        reduced = flat_copy + flat_copy // self.num_ranks
+        reduced = flat_copy * (1 + self.copies_to_reduce)
         yield Phase(gradients, bucket + reduced)
         if not self._fits_bucket:  # a bucket is reduced before the next gradient enters it
             largest = FP32_BYTES * self.model.largest * is_sharded

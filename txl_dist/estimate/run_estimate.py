@@ -226,6 +226,7 @@ class _Estimator:
 
     def _memory(self, gpus: int, stage: int) -> MemoryUse:
         training, (rows, micro_batches) = self._config.training, self._rows(gpus)
+        on_cpu = self._assumptions.device == "cpu"
         element_bytes = 2 if training.memory_dtype == "bf16" else 4
         return RankMemory(
             model=self._model_with(rows),
@@ -233,7 +234,8 @@ class _Estimator:
             num_ranks=gpus,
             num_micro_batches=micro_batches,
             lane_bytes=rows * micro_batches * self._memory_elements_per_lane * element_bytes,
-            lanes_on_host=training.memory_device == "cpu" and self._assumptions.device != "cpu",
+            lanes_on_host=training.memory_device == "cpu" and not on_cpu,
+            copies_to_reduce=on_cpu,
         ).peak()
 
     def _collectives(self, gpus: int, stage: int) -> list[Collective]:

@@ -38,6 +38,12 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"mem_len": 16, "vocab_size": 20_000, "cutoffs": [2000, 4000]},
         "zero": {"overlap_comm": True},
     },
+    "large table and micro-batches, overlapped": {
+        "tgt_len": 16,
+        "model": {"mem_len": 16, "n_layer": 6, "vocab_size": 20_000, "cutoffs": [2000, 4000]},
+        "training": {"micro_batch_lanes": 1},
+        "zero": {"overlap_comm": True},
+    },
     "many layers, overlapped": {
         "tgt_len": 4,
         "model": {"mem_len": 4, "n_layer": 20},

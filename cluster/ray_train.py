@@ -30,7 +30,7 @@ from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.rank_range import RankRange
 from txl_dist.launch.supervision import RestartBudget
 from txl_dist.training.job import TrainJob
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
 
 
 def train_on_ray(
@@ -48,7 +48,7 @@ def train_on_ray(
     directory = RunDirectory(job.run_path)
     directory.create()
     # Raises if another run uses the directory, before Ray starts.
-    with directory.locked(force=job.force_unlock):
+    with directory.locked(timeout_seconds=SECONDS_TO_END, force=job.force_unlock):
         pass
     files = LaunchFiles(directory.path, job.launch_id)
     job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})

@@ -190,7 +190,8 @@ def explain_failed_save(directory: CheckpointDirectory, *, rank: int) -> Iterato
         reason = error if isinstance(error, TxlError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{directory.path}: the checkpoint could not be written: rank {rank}: {reason}. Free "
-            f"some space or repair the directory. {resume_advice(directory.run)}"
+            "some space, raise a limit of file sizes, or repair the directory. "
+            f"{resume_advice(directory.run)}"
         ) from error
 
 

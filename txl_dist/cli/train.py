@@ -38,7 +38,8 @@ def train(
         str,
         typer.Option(
             help="auto: resume from the newest checkpoint, if there is one. never: refuse a "
-            "directory with checkpoints. Or the path of a checkpoint.",
+            "directory with checkpoints. Or the path of a checkpoint, from which the same command "
+            "later continues.",
             parser=require_local,
         ),
     ] = "auto",

@@ -126,3 +126,12 @@ class RunConfig(Section):
         """The last step with the settings after `step` steps: that of a change, or of the run."""
         changes = (change.step for change in self.training.changes if change.step > step)
         return min([*changes, self.num_steps])
+
+    def tokens_after(self, step: int) -> int:
+        """Targets of all steps after `step`, over all lanes."""
+        total = 0
+        while step < self.num_steps:
+            last_step, data = self.last_step_with(step), self.after_step(step).data
+            total += (last_step - step) * data.num_lanes * data.tgt_len
+            step = last_step
+        return total

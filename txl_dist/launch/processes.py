@@ -37,7 +37,7 @@ from txl_dist.runtime.stop_request import STOPPING, StopRequest
 from txl_dist.runtime.torchrun import without_torchrun
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
 
 AFTER_FAILURE_SECONDS = 10.0
 """After one rank has failed, the others are killed after this time. They notice the failure at
@@ -77,7 +77,7 @@ class ProcessLauncher:
         _require_devices(num_ranks)
         directory.create()
         # Raises if another run uses the directory, before any process is started.
-        with directory.locked(force=job.force_unlock):
+        with directory.locked(timeout_seconds=SECONDS_TO_END, force=job.force_unlock):
             pass
         files = LaunchFiles(directory.path, job.launch_id)
         job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})

@@ -7,13 +7,18 @@ The budget is shared with the Ray launcher, which learns of failures from Ray Tr
 
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+from data_pipeline.errors import printable
 from data_pipeline.processes.stop_signals import STOP_SIGNALS
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.training.run_directory import RunDirectory
 
+LAST_BYTES = 500
+"""Of a log, that are read for its last line."""
 MAX_DELAY_SECONDS = 60.0
 """Longest wait between a failure and the restart."""
 
@@ -91,7 +96,8 @@ def failure_of(
 
     One failure usually makes all ranks fail. The first of these that exists is the cause:
     1. a stop request; 2. a rank killed from outside; 3. an error of a rank's own; 4. a rank that
-    hung. LostRankError comes last, because it is a consequence of another rank's failure.
+    ended without one; 5. a rank that hung. LostRankError comes last, because it is a consequence of
+    another rank's failure.
     """
     failed = [end for end in ends if end.code]
     if not failed:
@@ -107,7 +113,12 @@ def failure_of(
     for end in failed:
         if end.error is not None and not isinstance(end.error, LostRankError):
             return RunFailure(end.error, str(end.error), can_restart=False)
-    if hung := [end.rank for end in failed if end.hung]:
+    hung = [end.rank for end in failed if end.hung]
+    unexplained = [end for end in failed if end.error is None and not end.hung]
+    if unexplained:
+        rank, code = unexplained[0].rank, unexplained[0].code
+        event = f"rank {rank} ended with code {code}{_last_line(directory.log(rank))}"
+    elif hung:
         event = f"{_ranks(hung)} hung and {_was(hung)} killed"
     else:
         event = f"rank {failed[0].rank} ended with code {failed[0].code}"
@@ -132,6 +143,15 @@ def _stop_of(
             f"training.grace_seconds. {advice}"
         )
     return None
+
+
+def _last_line(log: Path) -> str:
+    """What a process wrote before it ended, such as `ImportError: ...`."""
+    with suppress(OSError):
+        lines = log.read_bytes()[-LAST_BYTES:].decode(errors="replace").splitlines()
+        if text := next((line.strip() for line in reversed(lines) if line.strip()), ""):
+            return f" (last line of its log: {printable(text)})"
+    return ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

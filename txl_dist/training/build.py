@@ -105,7 +105,9 @@ def build_trainer(
     # Measured before the tracking process starts and competes for the processor.
     utilisation = measure_utilisation(rank)
     tracker = start_tracker(rank, new_run=point is None)
-    report = build_report(rank, utilisation, state, reached_step=reached_step)
+    report = build_report(
+        rank, utilisation, state, reached_step=reached_step, is_new_attempt=is_new_attempt
+    )
     report.event("%s", describe_start(rank, step, state, point))
     if point is not None:
         report.event("%s", count_tokens(phases_of(rank, point), state).line)

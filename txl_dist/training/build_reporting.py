@@ -59,7 +59,12 @@ def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
 
 
 def build_report(
-    rank: RankContext, utilisation: Utilisation, state: TrainState, *, reached_step: int
+    rank: RankContext,
+    utilisation: Utilisation,
+    state: TrainState,
+    *,
+    reached_step: int,
+    is_new_attempt: bool,
 ) -> Report:
     """`reached_step`: the last step of the metrics before the steps after `state` were removed."""
     world, config = rank.world, rank.config
@@ -73,6 +78,7 @@ def build_report(
         world.activity,
         step=state.step,
         reached_step=reached_step,
+        is_restart=is_new_attempt,
         may_write=lambda: attempt is None or attempt.is_newest,
     )
     evaluation = rank.data.evaluation
@@ -81,7 +87,7 @@ def build_report(
         stragglers,
         journal,
         goodput,
-        num_steps=config.num_steps,
+        tokens_after=config.tokens_after,
         split=evaluation.name if evaluation else None,
     )
 

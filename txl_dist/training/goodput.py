@@ -73,12 +73,14 @@ class Goodput:
         *,
         step: int,
         reached_step: int = 0,
+        is_restart: bool = True,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         """Begin at `step`: later steps of earlier processes are lost.
 
         `reached_step`: the last step that they are known to have trained. It may be later than
-        their last update. `may_write`: False once another process writes the file.
+        their last update. `is_restart`: False if this process has written the file itself, before
+        a change of settings. `may_write`: False once another process writes the file.
         """
         self._path, self._activity, self._may_write = path, activity, may_write
         self._updated_at = 0.0
@@ -90,9 +92,13 @@ class Goodput:
         with contextlib.suppress(OSError):
             remove_leftovers(path)
         if earlier := read_goodput(path):
-            self._continue(earlier, step, reached_step)
+            self._continue(earlier, step, reached_step, is_restart=is_restart)
+        if not self._is_complete:
+            self._write(sync=True)  # counts this start, even if it does not reach a step
 
-    def _continue(self, earlier: GoodputFile, step: int, reached_step: int) -> None:
+    def _continue(
+        self, earlier: GoodputFile, step: int, reached_step: int, *, is_restart: bool
+    ) -> None:
         self._seconds.update(earlier.seconds)
         self._productive = dict(sorted(earlier.productive.items()))
         # Steps after the last update: their time counts as down.
@@ -100,13 +106,11 @@ class Goodput:
         self._lost_steps = earlier.lost_steps + steps_after_update
         self._restarts = earlier.restarts
         self._step, self._is_complete = earlier.step, earlier.is_complete
-        if not earlier.is_complete:
+        if is_restart and not earlier.is_complete:
             self._restarts += 1
             process_seconds = sum(self._activity.seconds().values())
             self._seconds[DOWN] += max(0.0, time.time() - process_seconds - earlier.updated)
         self.rewind(step)
-        if not earlier.is_complete:
-            self._write(sync=True)  # counts the restart, even if it does not reach a step
 
     @property
     def seconds(self) -> defaultdict[str, float]:

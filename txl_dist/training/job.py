@@ -18,7 +18,8 @@ class TrainJob(BaseModel):
     config: RunConfig
     resume: str = "auto"
     """auto: resume from the newest intact checkpoint of the run directory, if there is one.
-    never: refuse a directory that has checkpoints. Otherwise the path of a checkpoint."""
+    never: refuse a directory that has checkpoints. Otherwise the path of a checkpoint; the same job
+    then continues from its own checkpoints."""
     allow_change: tuple[str, ...] = ()
     allow_data_change: bool = False
     strict: bool = False

@@ -82,7 +82,7 @@ class Trainer:
         is_complete = False
         try:
             state = self._train()
-            is_complete = True
+            is_complete = state.step >= self.config.num_steps
         except DivergedError as error:
             cause = self.saver.wait_after(error)
             # Not the checkpoint of this step: resuming from it would produce the same numbers.

@@ -108,7 +108,9 @@ class Recovery:
                 "num_rollbacks": state.divergence.num_rollbacks + 1,
             }
         )
-        restored = restored.model_copy(update={"divergence": divergence})
+        restored = restored.model_copy(
+            update={"divergence": divergence, "resumed_from": state.resumed_from}
+        )
         self.saver.rewind(restored)
         world.run_on_rank_zero(lambda: self.report.rewind(restored, abandoned_step=state.step))
         self.report.event(

@@ -20,14 +20,13 @@ log = logging.getLogger(__name__)
 
 
 def download_newest(job: TrainJob, world: World) -> None:
-    """With `--resume auto`: download the newest complete checkpoint, if it is newer than the local
-    ones. Collective.
+    """Download the newest complete checkpoint, if it is newer than the local ones. Collective.
 
     Raises ConfigError if `--resume never` finds checkpoints at the URL, CheckpointError if the URL
     cannot be read or, with `--strict`, if its newest checkpoint is damaged.
     """
     url = job.config.training.checkpoint_url
-    if url is None or job.resume not in ("auto", "never"):
+    if url is None:
         return
     # In a thread: the other ranks wait longer than the limit of a collective, if it takes longer.
     queue = BackgroundQueue("download")

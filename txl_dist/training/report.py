@@ -7,7 +7,7 @@ checkpoint, so a resumed run writes the same lines as an uninterrupted one.
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,14 +121,17 @@ class RankZeroReport(Report):
         journal: MetricsJournal,
         goodput: Goodput,
         *,
-        num_steps: int,
+        tokens_after: Callable[[int], int],
         split: str | None = None,
     ) -> None:
         super().__init__(utilisation, stragglers)
         self._split = split
         self._journal, self._goodput = journal, goodput
-        self._num_steps = num_steps
+        self._tokens_after = tokens_after
+        """Of the remaining steps, after a step."""
         self._stopwatch = Stopwatch(time.monotonic())
+        self._seconds = self._excluded_seconds = 0.0
+        """Until the last line, since this process began to train."""
 
     def data_wait(self, seconds: float) -> None:
         self._stopwatch.num_steps += 1
@@ -172,8 +175,11 @@ class RankZeroReport(Report):
         }
         self._write(state, values)
         self._goodput.update(state.step)
-        remaining_tokens = (self._num_steps - state.step) * tokens_per_step
-        eta_seconds = remaining_tokens / values["tokens_per_second"]
+        self._seconds += end - stopwatch.start
+        self._excluded_seconds += stopwatch.excluded_seconds
+        # Evaluations and saves are expected to take the same share of time as until now.
+        step_share = max(1e-9, 1 - self._excluded_seconds / max(1e-9, self._seconds))
+        eta_seconds = self._tokens_after(state.step) / values["tokens_per_second"] / step_share
         log.info("%s", step_line(state.step, values, eta_seconds=eta_seconds))
 
     def without_loss(self, state: TrainState) -> None:

@@ -5,6 +5,7 @@ resumes from the one before it and logs how many steps are lost, unless `--stric
 """
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from txl_dist.checkpoint.reader import (
     load_memory,
 )
 from txl_dist.config.run_config import RunConfig
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.world import World
@@ -81,7 +82,7 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
     if job.resume == "auto":
         point = _newest_intact(job, directory, world)
     else:
-        point = _verify(resolve_checkpoint(job.resume), world)
+        point = _continuation(job, data, directory, world) or _given(job.resume, world)
     if point is None:
         return None
     require_compatible(point.manifest, point.state, point.path, job=job, data=data)
@@ -100,6 +101,49 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
     return replace(point, state=state)
 
 
+def _given(path: str, world: World) -> ResumePoint:
+    """The checkpoint that `--resume` names. Earlier divergence does not count any more."""
+    point = _verify(resolve_checkpoint(path), world)
+    divergence = point.state.divergence.model_copy(update={"event_steps": ()})
+    update = {"resumed_from": str(Path(path).resolve()), "divergence": divergence}
+    return replace(point, state=point.state.model_copy(update=update))
+
+
+def _continuation(
+    job: TrainJob, data: TrainingData, directory: CheckpointDirectory, world: World
+) -> ResumePoint | None:
+    """The newest checkpoint, if this command has resumed from the given one before.
+
+    Schedulers repeat a command: going back every time would lose what was trained since. None if
+    the run did not come from there, or if a setting has changed, which is another command.
+    """
+    if not world.broadcast(_came_from(str(Path(job.resume).resolve()), directory)):
+        return None
+    point = _newest_intact(job, directory, world)
+    same_command = job.model_copy(update={"allow_change": (), "allow_data_change": False})
+    try:
+        assert point is not None
+        require_compatible(point.manifest, point.state, point.path, job=same_command, data=data)
+    except (CheckpointError, DataError):
+        return None
+    log.info(
+        "this run has resumed from %s before: it continues from step %d. To go back there again, "
+        "give another directory=PATH or other settings",
+        job.resume,
+        point.state.step,
+    )
+    return point
+
+
+def _came_from(source: str, directory: CheckpointDirectory) -> bool:
+    """Whether the newest readable checkpoint is from a trajectory that began at `source`."""
+    for step in reversed(directory.steps()):
+        path = directory.at(step)
+        with suppress(CheckpointError):  # damaged: the one before decides
+            return load_state(path, load_checkpoint_manifest(path)).resumed_from == source
+    return False
+
+
 def _newest_intact(
     job: TrainJob, directory: CheckpointDirectory, world: World
 ) -> ResumePoint | None:
@@ -111,7 +155,10 @@ def _newest_intact(
             point = _verify(directory.at(step), world)
         except CheckpointError as error:
             if job.strict:
-                raise
+                raise CheckpointError(
+                    f"{error}. Restore it from a backup; without --strict the run resumes from the "
+                    f"newest intact checkpoint before it (txl checkpoint list {directory.run})"
+                ) from None
             damage.append(str(error))
             continue
         if damage and world.is_rank_zero:
@@ -126,6 +173,13 @@ def _newest_intact(
         raise CheckpointError(
             f"all checkpoints of {directory.run} are damaged: {'; '.join(damage)}. Restore one "
             "from a backup, or start a new run in another directory"
+        )
+    if (newest := world.broadcast(directory.pointer("LATEST"))) is not None:
+        raise CheckpointError(
+            f"{directory.run / 'LATEST'} names the checkpoint of step {newest}, but "
+            f"{directory.path} has none: it was moved or removed, or its storage is not mounted. "
+            "Bring it back and run the same command again. To begin again at step 1 and lose that "
+            "run: --resume never"
         )
     return None
 

@@ -152,6 +152,8 @@ class TrainState(StrictModel):
     """Lane position from which the memory is contiguous: the lanes' memory of earlier tokens is not
     followed directly by this position, so no token may attend across it."""
     divergence: DivergenceState = DivergenceState()
+    resumed_from: str | None = None
+    """Absolute path that `--resume` named when the run last went to a given checkpoint."""
 
     @property
     def missing_scores(self) -> tuple[int, ...]:

@@ -49,11 +49,20 @@ def failure(ends: list[RankEnd], run: Path, *, stop_requested: bool = False) -> 
         ),
         ([end(0, 1, LOST), end(1, 0)], TxlError, "rank 0 ended with code 1. rank 0 lost", True),
         ([end(0, 0), end(1, 1)], TxlError, "rank 1 ended with code 1", True),
+        (
+            [end(0, -signal.SIGKILL, hung=True), end(1, 1)],
+            TxlError,
+            "rank 1 ended with code 1 (last line of its log: ImportError: no x). ",
+            True,
+        ),
     ],
 )
 def test_the_cause_is_found_in_any_order(
     ends: list[RankEnd], error: type[TxlError], message: str, can_restart: bool, tmp_path: Path
 ) -> None:
+    if "ImportError" in message:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "rank-1.log").write_text("rank 1 is up\nImportError: no x\n\n")
     for order in (ends, ends[::-1]):
         cause = failure(order, tmp_path)
         assert cause is not None

@@ -107,6 +107,32 @@ def test_steps_after_the_last_update_are_lost_too(
     assert again.values()["lost_steps"] == 14 - resumed_at
 
 
+def test_a_process_that_ends_before_its_first_line_counts(tmp_path: Path, clocks: Clocks) -> None:
+    began = clocks.wall
+    Process(tmp_path, clocks)
+    clocks.wait(5)
+    seconds = Process(tmp_path, clocks).train(2).goodput.seconds
+    assert seconds["down"] == 5
+    assert sum(seconds.values()) == pytest.approx(clocks.wall - began)
+    assert Process(tmp_path, clocks).goodput.values()["restarts"] == 2
+
+
+def test_a_change_of_settings_is_no_restart_unless_the_process_is_killed(
+    tmp_path: Path, clocks: Clocks
+) -> None:
+    began, path = clocks.wall, tmp_path / "goodput.json"
+    process = Process(tmp_path, clocks).train(5)
+    process.end()
+    process.activity.reset()
+    clocks.wait(3)  # the parts of the run are built again
+    changed = Goodput(path, process.activity, step=5, is_restart=False)
+    assert changed.values()["restarts"] == 0
+    assert sum(changed.seconds.values()) == pytest.approx(clocks.wall - began)
+    clocks.wait(4)
+    killed = Process(tmp_path, clocks, step=5).goodput
+    assert (killed.values()["restarts"], killed.seconds["down"]) == (1, 4)
+
+
 def test_the_time_after_the_last_update_is_down_time(tmp_path: Path, clocks: Clocks) -> None:
     Process(tmp_path, clocks).train(5)
     clocks.wait(0.9)  # in a step that never ended

@@ -229,7 +229,7 @@ def test_a_rollback_without_an_older_checkpoint_stops(
 def test_too_many_events_end_the_run_and_name_the_last_good_checkpoint(
     ranks: RankGroups, dataset: Path, tmp_path: Path, policy: str
 ) -> None:
-    """Also after a resume, which does not reset the number of events."""
+    """Also after a resume, which resets the number of events only if it names a checkpoint."""
     settings = (*SETTINGS, policy, "divergence.max_events=2", "training.keep_checkpoints=9")
     fault = NanHidden(rank=1, steps=range(8, 13))
     job = tiny_job(dataset, tmp_path, *settings)
@@ -240,3 +240,8 @@ def test_too_many_events_end_the_run_and_name_the_last_good_checkpoint(
         # The rollback of step 9 has excluded step 6 too, the last update before it.
         last_good = CheckpointDirectory(tmp_path).at(6 if policy == SKIP else 3)
         assert f"--resume {last_good}" in message
+    given = tiny_job(dataset, tmp_path, *settings, resume=str(CheckpointDirectory(tmp_path).at(3)))
+    for code, message, events in ranks(2).run(train_with, given, fault):
+        assert code == 5
+        assert "This is event 3 within 1000 steps, more than divergence.max_events=2" in message
+        assert sum("event 1 of at most 2" in event for event in events) == 1

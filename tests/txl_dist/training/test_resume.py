@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import CheckpointError
+from txl_dist.training.job import TrainJob
 
 SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
 
@@ -28,6 +30,11 @@ def run(finished: Path, tmp_path: Path) -> Path:
     """A copy of `finished` that a test may change."""
     shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
+
+
+def log_of(run: Path) -> str:
+    """What rank 0 has logged since it last came up."""
+    return (run / "logs" / "rank-0.log").read_text().rpartition("rank 0 is up")[2]
 
 
 def flip(run: Path, step: int, kind: str) -> None:
@@ -165,6 +172,48 @@ def test_resuming_from_an_older_checkpoint_supersedes_the_later_ones(
     assert (run / "LATEST").read_text() == "checkpoints/step-00000012\n"
     superseded = sorted(path.name for path in directory.path.glob("superseded-*"))
     assert superseded == [f"superseded-step-{step:08d}" for step in (10, 15, 20)]
+
+
+@pytest.mark.parametrize("keep", [1, 9])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_same_command_continues_what_it_began_at_a_given_checkpoint(
+    ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path, keep: int, is_own: bool
+) -> None:
+    """As a scheduler repeats it, also after the run has removed that checkpoint."""
+    source = run / "checkpoints" / "step-00000005"
+    target = run if is_own else tmp_path / "other"
+    settings = (*SETTINGS[:2], f"training.keep_checkpoints={keep}", "optimizer.schedule=constant")
+
+    def job(*overrides: str) -> TrainJob:
+        allowed = ("optimizer.schedule", "optimizer.lr")
+        return tiny_job(
+            dataset, target, *settings, *overrides, resume=str(source), allow_change=allowed
+        )
+
+    assert ranks(2).run(train_with, job(), StopAfter(12))[0][0] == 75
+    began = losses(target)
+    assert list(began) == list(range(1 if is_own else 6, 13))
+    assert ranks(1).run(train, job()) == [0]
+    assert f"this run has resumed from {source} before: it continues from step 12" in log_of(target)
+    assert began.items() <= losses(target).items()
+    assert CheckpointDirectory(target).newest_step() == 20
+    assert not (target / "checkpoints" / "superseded-step-00000012").exists()
+    if keep == 9:  # another setting is another command, which goes back
+        assert ranks(1).run(train, job("optimizer.lr=0.001")) == [0]
+        assert "resuming at step 5 from" in log_of(target)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
+    (run / "checkpoints").rename(run / "elsewhere")
+    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [4, 4]
+    assert "names the checkpoint of step 20, but" in refusal(run)
+    assert len(losses(run)) == 20
+    (run / "checkpoints").symlink_to("nowhere")  # a volume that is not mounted
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [4]
+    (run / "checkpoints").unlink()
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, resume="never")) == [0]
 
 
 def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(

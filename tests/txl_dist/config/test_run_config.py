@@ -1,0 +1,20 @@
+"""What a run's config says about its steps."""
+
+from txl_dist.config.run_config import RunConfig
+
+
+def test_the_tokens_of_the_remaining_steps_follow_the_changes() -> None:
+    changes = ({"step": 4, "num_lanes": 5}, {"step": 6, "num_lanes": 7, "tgt_len": 2})
+    config = RunConfig.model_validate(
+        {
+            "directory": "run",
+            "data": {"path": "data", "num_lanes": 3, "tgt_len": 11},
+            "model": {"n_layer": 1, "d_model": 4, "n_head": 1, "d_head": 4, "d_inner": 4},
+            "training": {"num_steps": 10, "changes": changes},
+        }
+    )
+    tokens = [3 * 11] * 4 + [5 * 11] * 2 + [7 * 2] * 4
+    assert [config.tokens_after(step) for step in range(11)] == [
+        sum(tokens[step:]) for step in range(11)
+    ]
+    assert config.after_step(5).tokens_after(5) == config.tokens_after(5)

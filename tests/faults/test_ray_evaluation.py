@@ -48,6 +48,16 @@ def test_the_chunks_of_a_killed_worker_are_scored_by_another(
     assert "raylet" not in output
 
 
+def large_corpus(directory: Path) -> Path:
+    """240 MB of text, so that the workers of a preparation live for some seconds."""
+    corpus = directory / "corpus"
+    corpus.mkdir()
+    text = Path(__file__).read_text()
+    for number in range(40):
+        (corpus / f"{number}.txt").write_text(f"{number}\n" + text * (6_000_000 // len(text)))
+    return corpus
+
+
 @pytest.mark.fault_row(3, 49)
 def test_chunks_and_units_of_a_lost_node_are_done_on_the_others(
     model: Path,  # noqa: F811
@@ -56,8 +66,7 @@ def test_chunks_and_units_of_a_lost_node_are_done_on_the_others(
     expected: float,  # noqa: F811
 ) -> None:
     environment = token_environment(tmp_path)
-    source = Path(__file__).parents[2]
-    prepare = ("prepare", source / "data_pipeline", "--format", "text", "--shard-size", 1)
+    prepare = ("prepare", large_corpus(tmp_path), "--format", "text", "--shard-size", 16)
     assert txl(*prepare, "--out", tmp_path / "here").returncode == 0
     with ray_node(tmp_path) as head:
         on = ("--workers", 2, "--on", head.address)

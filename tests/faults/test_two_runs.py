@@ -12,7 +12,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
 
 pytestmark = pytest.mark.fault
-LONG = (NO_EVALUATION, "training.num_steps=5000", "training.checkpoint_interval_steps=20")
+LONG = (NO_EVALUATION, "training.num_steps=50000", "training.checkpoint_interval_steps=20")
 
 
 def command(dataset: Path, run: Path, *overrides: str, num_ranks: int = 2) -> tuple[object, ...]:
@@ -63,7 +63,7 @@ def test_a_forced_start_continues_the_run_and_the_older_one_stops(
     older = start_txl(*command(dataset, tmp_path, *LONG, num_ranks=1))
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 25, timeout_seconds=180)
 
-    short = (NO_EVALUATION, "training.num_steps=5000", "training.checkpoint_interval_steps=10")
+    short = (NO_EVALUATION, "training.num_steps=50000", "training.checkpoint_interval_steps=10")
     newer = start_txl(*command(dataset, tmp_path, *short, num_ranks=1), "--force-unlock")
     output, _ = older.communicate(timeout=180)
     assert older.returncode == 4, output

@@ -58,9 +58,11 @@ class RunDirectory:
         """Hold the lock of the directory. The kernel releases it when this process ends.
 
         Raises ConfigError naming the owner if it is not released within `timeout_seconds`. With
-        `force` it is not taken then: the owner, if it is still running, stops at its next
-        checkpoint, because it is an older attempt (`attempts.py`).
+        `force` it waits SECONDS_TO_END at most and goes on without the lock: the owner, if it is
+        still running, stops at its next checkpoint, because it is an older attempt (`attempts.py`).
         """
+        if force:
+            timeout_seconds = min(timeout_seconds, SECONDS_TO_END)
         # Not truncated while opening: the file names the owner if the lock is taken.
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -251,7 +251,7 @@ def resume_advice(run: Path) -> str:
     """A sentence for the end of an error message: where the same command resumes."""
     steps = CheckpointDirectory(run).steps()
     if not steps:
-        return f"There is no checkpoint in {run}: the same command starts from the beginning"
+        return f"There is no checkpoint in {run} yet: the same command starts as before"
     return f"The same command resumes from the newest checkpoint, that of step {steps[-1]}"
 
 

@@ -32,7 +32,7 @@ from txl_dist.checkpoint.remote import (
     remote_name,
     step_of,
 )
-from txl_dist.errors import CheckpointError, ConfigError, FencedError
+from txl_dist.errors import CheckpointError, FencedError
 from txl_dist.runtime.fault_injection import fault_point
 
 POLL_SECONDS = 0.5
@@ -70,21 +70,13 @@ class CheckpointMirror:
     def __str__(self) -> str:
         return str(self._remote.url)
 
-    def open(self, run_id: str) -> None:
+    def open(self) -> None:
         """Record this attempt, and remove the copies of checkpoints that the run has abandoned by
         resuming from an older one. Call on rank 0 before any rank uploads.
 
-        Raises ConfigError if the URL has checkpoints of another run, which would be removed;
-        FencedError if a newer attempt uses it; CheckpointError if the store fails.
+        Raises FencedError if a newer attempt uses the URL, CheckpointError if the store fails.
         """
         try:
-            names = self._remote.complete()
-            other = self._remote.run_id(names[-1]) if names else None
-            if other not in (None, run_id):
-                raise ConfigError(
-                    f"training.checkpoint_url={self} has checkpoints of another run ({names[-1]}). "
-                    "Use another URL for this run, or remove them with the tools of the store"
-                )
             if self._attempt is not None:  # not earlier: a refused start must not stop that run
                 self._attempt.add()
             newest = max(self._checkpoints.steps(), default=0)

@@ -27,7 +27,7 @@ from txl_dist.checkpoint.manifest import (
     FileEntry,
     load_checkpoint_manifest,
 )
-from txl_dist.errors import CheckpointError
+from txl_dist.errors import CheckpointError, ConfigError
 
 RUN_FILES = ("metrics.jsonl", "tracking.json")
 """Files of the run directory that are copied: the metrics, and which MLflow run has them."""
@@ -86,12 +86,18 @@ class RemoteCheckpoints:
         (self.at(name) / MANIFEST_NAME).remove()
         self.at(name).remove()
 
-    def run_id(self, name: str) -> str | None:
-        """The run that wrote a copy; None if its manifest does not say so."""
+    def require_run(self, run_id: str) -> None:
+        """Raise ConfigError if the copies are those of another run, which would remove them."""
+        if not (names := self.complete()):
+            return
         # Only compared with the id of a run, so it needs no further validation.
-        text = (self.at(name) / MANIFEST_NAME).read_bytes()
+        text = (self.at(names[-1]) / MANIFEST_NAME).read_bytes()
         match = re.search(rb'"run_id": "([0-9a-f]+)"', text)
-        return match[1].decode() if match else None
+        if match and match[1].decode() != run_id:
+            raise ConfigError(
+                f"training.checkpoint_url={self.url} has checkpoints of another run ({names[-1]}). "
+                "Use another URL for this run, or remove them with the tools of the store"
+            )
 
     def download(self, name: str, checkpoints: CheckpointDirectory) -> Path:
         """Copy a complete checkpoint, and the best one up to its step, to the run's directory;

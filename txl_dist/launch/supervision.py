@@ -5,9 +5,9 @@
 The budget is shared with the Ray launcher, which learns of failures from Ray Train instead.
 """
 
+import re
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,11 @@ from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.training.run_directory import RunDirectory
 
-LAST_BYTES = 500
-"""Of a log, that are read for its last line."""
+LAST_BYTES = 8192
+"""Of a log, that are read for the reason why its process ended."""
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
+MAX_CHARS = 300
+"""Of that reason."""
 MAX_DELAY_SECONDS = 60.0
 """Longest wait between a failure and the restart."""
 
@@ -117,7 +120,7 @@ def failure_of(
     unexplained = [end for end in failed if end.error is None and not end.hung]
     if unexplained:
         rank, code = unexplained[0].rank, unexplained[0].code
-        event = f"rank {rank} ended with code {code}{_last_line(directory.log(rank))}"
+        event = f"rank {rank} ended with code {code}{_reason_in(directory.log(rank))}"
     elif hung:
         event = f"{_ranks(hung)} hung and {_was(hung)} killed"
     else:
@@ -145,13 +148,19 @@ def _stop_of(
     return None
 
 
-def _last_line(log: Path) -> str:
-    """What a process wrote before it ended, such as `ImportError: ...`."""
-    with suppress(OSError):
-        lines = log.read_bytes()[-LAST_BYTES:].decode(errors="replace").splitlines()
-        if text := next((line.strip() for line in reversed(lines) if line.strip()), ""):
-            return f" (last line of its log: {printable(text)})"
-    return ""
+def _reason_in(log: Path) -> str:
+    """The last error in a log, such as `ImportError: ...`, else its last line."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LAST_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    except OSError:
+        return ""
+    # The message of an error may have more lines.
+    errors = [line for line in lines if _ERROR.match(line)]
+    if not (text := next(reversed(errors or [line for line in lines if line]), "")):
+        return ""
+    return f" (its log: {printable(text[:MAX_CHARS])})"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -174,7 +183,8 @@ def restart_line(
     if resume == "auto" and newest_step is not None:
         start = f"step {newest_step}"
     else:
-        start = "the beginning" if resume in ("auto", "never") else resume
+        is_new = resume in ("auto", "never")
+        start = "the beginning" if is_new else f"{resume}, or the newest checkpoint since"
     return (
         f"{failure.event}; restart {budget.num_failures} of at most {budget.max_restarts} (a new "
         f"checkpoint resets the count), from {start}"

@@ -17,16 +17,17 @@ from txl_dist.training.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 
-def begin_attempt(job: TrainJob, directory: RunDirectory, world: World) -> Attempt:
+def begin_attempt(job: TrainJob, directory: RunDirectory, world: World, *, run_id: str) -> Attempt:
     """Record the next attempt in the run directory. Collective.
 
     The attempt is recorded at `training.checkpoint_url` later, by `CheckpointMirror.open`: until
-    then this start may be refused. Raises CheckpointError if the URL cannot be read.
+    then this start may be refused. Raises CheckpointError if the URL cannot be read, ConfigError if
+    it has checkpoints of another run.
     """
     attempts: list[Attempt] = []
 
     def begin() -> None:
-        number = 1 + _newest_number(job, directory.checkpoints)
+        number = 1 + _newest_number(job, directory.checkpoints, run_id)
         record = AttemptRecord.of_this_process(number=number, launch_id=job.launch_id)
         attempts.append(Attempt(record, directory.path / FOLDER))
         attempts[0].add()
@@ -37,7 +38,7 @@ def begin_attempt(job: TrainJob, directory: RunDirectory, world: World) -> Attem
     return attempt
 
 
-def _newest_number(job: TrainJob, checkpoints: CheckpointDirectory) -> int:
+def _newest_number(job: TrainJob, checkpoints: CheckpointDirectory, run_id: str) -> int:
     """The highest attempt number in the run directory, in its newest checkpoint and at the URL."""
     numbers = [newest_number(checkpoints.run / FOLDER)]
     if (step := checkpoints.newest_step()) is not None:
@@ -46,6 +47,7 @@ def _newest_number(job: TrainJob, checkpoints: CheckpointDirectory) -> int:
     if url := job.config.training.checkpoint_url:
         remote = RemoteCheckpoints(RemotePath(url))
         try:
+            remote.require_run(run_id)
             numbers.append(newest_number(remote.attempts))
         except OSError as error:
             raise unreachable(remote, error) from error

@@ -37,7 +37,7 @@ from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.rank_context import RankContext
 from txl_dist.training.remote_resume import download_newest
-from txl_dist.training.resume import find_resume_point, restore
+from txl_dist.training.resume import find_resume_point, restore, run_id_of
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.same_job import require_same_job
 from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
@@ -72,24 +72,30 @@ def build_trainer(
     world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
     log.info("%d of %d ranks are up", world.num_ranks, world.num_ranks)
     require_same_job(job.config, data, world)
-    lock = directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
-    world.run_on_rank_zero(lambda: stack.enter_context(lock))
+    world.run_on_rank_zero(
+        lambda: stack.enter_context(
+            directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
+        )
+    )
     # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
     # in the run directory, so the run continues even if its URL cannot be reached.
     is_new_attempt = directory.checkpoints.attempt is None
     if is_new_attempt:
         download_newest(job, world)
     point, newest_step = find_resume_point(job, data, world), directory.checkpoints.newest_step()
+    run_id = world.broadcast(run_id_of(point, directory.checkpoints))
     if is_new_attempt:
         # Not earlier: a start that is refused must not end another attempt that is training.
-        directory.checkpoints.attempt = begin_attempt(job, directory, world)
+        directory.checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
         if world.broadcast(directory.checkpoints.newest_step() != newest_step):
             point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
     settings_step = point.settings_step if point else 0
     config = job.config.after_step(settings_step)
     if config != job.config:
         data = TrainingData.open(config, num_ranks=world.num_ranks)
-    rank = RankContext(job, world, directory, stack, data, config, written_config, open_workers)
+    rank = RankContext(
+        job, world, directory, stack, data, config, written_config, run_id, open_workers
+    )
     fault_point("engine")
     step = build_step(rank)
     log.info("the model is built")

@@ -4,7 +4,6 @@ Called by `build.py`. `build_step` and `build_saver` are collective.
 """
 
 import math
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -165,13 +164,11 @@ def build_saver(
 ) -> RunSaver:
     """Also records a new attempt at `training.checkpoint_url`, which must be reachable for that."""
     config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
-    run_id = point.manifest.run_id if point and point.is_of(checkpoints) else None
-    run_id = run_id or uuid.uuid4().hex
     header = CheckpointHeader(
         written_by=code_description(),
         model=asdict(data.model_config),
         run=flatten_config(config),
-        run_id=run_id,
+        run_id=rank.run_id,
         attempt=checkpoints.attempt.record.number if checkpoints.attempt else 0,
         tokenizer_json=data.tokenizer.to_json(),
         tokenizer_digest=data.tokenizer.digest,
@@ -185,7 +182,7 @@ def build_saver(
         header=header,
         step=step,
         tracker=tracker,
-        mirror=_create_mirror(rank, run_id if is_new_attempt else None),
+        mirror=_create_mirror(rank, is_new_attempt=is_new_attempt),
         config=config.training,
         saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
         saved_step=point.step_in(checkpoints) if point else None,
@@ -193,8 +190,7 @@ def build_saver(
     return rank.stack.enter_context(closing(saver))
 
 
-def _create_mirror(rank: RankContext, new_attempt_of: str | None) -> CheckpointMirror | None:
-    """`new_attempt_of`: the id of the run, if this attempt is not at the URL yet."""
+def _create_mirror(rank: RankContext, *, is_new_attempt: bool) -> CheckpointMirror | None:
     config, world = rank.config.training, rank.world
     if config.checkpoint_url is None:
         return None
@@ -206,6 +202,6 @@ def _create_mirror(rank: RankContext, new_attempt_of: str | None) -> CheckpointM
         timeout_seconds=config.rank_timeout_seconds,
         attempt=rank.directory.checkpoints.attempt,
     )
-    if new_attempt_of is not None:
-        world.run_on_rank_zero(lambda: mirror.open(new_attempt_of))
+    if is_new_attempt:
+        world.run_on_rank_zero(mirror.open)
     return mirror

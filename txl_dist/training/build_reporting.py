@@ -79,6 +79,7 @@ def build_report(
         step=state.step,
         reached_step=reached_step,
         is_restart=is_new_attempt,
+        is_finished=state.step == config.num_steps,
         may_write=lambda: attempt is None or attempt.is_newest,
     )
     evaluation = rank.data.evaluation

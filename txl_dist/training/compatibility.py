@@ -15,6 +15,7 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.config.config_file import default_settings, flatten_config
 from txl_dist.config.data_config import SINGLE_CORPUS_NAME
+from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
@@ -69,6 +70,7 @@ _ON_REQUEST = (
     "precision",
     "divergence.",
 )
+_LENGTH = ("training.num_steps", "training.changes")
 _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
 _IN_TOKENS = ("training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens")
@@ -99,6 +101,19 @@ def require_compatible(
     check_config(
         manifest.run, flatten_config(config), allowed=job.allow_change, checkpoint=str(path)
     )
+
+
+def trajectory_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that change the trajectory and are not defaults, by dotted key.
+
+    Without the length of the run, because the same trajectory may be continued.
+    """
+    defaults = default_settings()
+    return {
+        key: value
+        for key, value in flatten_config(config).items()
+        if not key.startswith((*_FREE, *_LENGTH)) and value != defaults.get(key)
+    }
 
 
 def check_newest_checkpoint(job: TrainJob, data: TrainingData) -> None:

@@ -74,13 +74,15 @@ class Goodput:
         step: int,
         reached_step: int = 0,
         is_restart: bool = True,
+        is_finished: bool = False,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         """Begin at `step`: later steps of earlier processes are lost.
 
         `reached_step`: the last step that they are known to have trained. It may be later than
         their last update. `is_restart`: False if this process has written the file itself, before
-        a change of settings. `may_write`: False once another process writes the file.
+        a change of settings. `is_finished`: the run has no steps left. `may_write`: False once
+        another process writes the file.
         """
         self._path, self._activity, self._may_write = path, activity, may_write
         self._updated_at = 0.0
@@ -93,6 +95,7 @@ class Goodput:
             remove_leftovers(path)
         if earlier := read_goodput(path):
             self._continue(earlier, step, reached_step, is_restart=is_restart)
+        self._is_complete &= is_finished
         if not self._is_complete:
             self._write(sync=True)  # counts this start, even if it does not reach a step
 

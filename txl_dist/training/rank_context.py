@@ -24,5 +24,7 @@ class RankContext:
     """The settings of the job at the step where it continues."""
     written_config: RunConfig
     """The config of the job before `resolve_duration`."""
+    run_id: str
+    """Of rank 0; stored in every checkpoint."""
     open_workers: OpenWorkers = scoring_process
     """Opens the worker of `evaluation.on: workers`."""

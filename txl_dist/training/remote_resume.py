@@ -4,11 +4,15 @@ So a run continues on a machine with an empty disk. The checkpoint is then one o
 like any other.
 """
 
+import json
 import logging
+from contextlib import suppress
+from pathlib import Path
 
 from data_pipeline.processes.background_queue import BackgroundQueue
 from data_pipeline.storage.remote_path import RemotePath
 from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.manifest import MANIFEST_NAME
 from txl_dist.checkpoint.mirror import unreachable
 from txl_dist.checkpoint.remote import RemoteCheckpoints, abandoned_names, step_of
 from txl_dist.errors import CheckpointError, ConfigError
@@ -21,6 +25,8 @@ log = logging.getLogger(__name__)
 
 def download_newest(job: TrainJob, world: World) -> None:
     """Download the newest complete checkpoint, if it is newer than the local ones. Collective.
+
+    With `--resume PATH` only if its run came from PATH.
 
     Raises ConfigError if `--resume never` finds checkpoints at the URL, CheckpointError if the URL
     cannot be read or, with `--strict`, if its newest checkpoint is damaged.
@@ -55,6 +61,8 @@ def _download_newest(job: TrainJob, remote: RemoteCheckpoints) -> None:
     for name in reversed(names):
         if local and step_of(name) <= local[-1]:
             return
+        if job.resume != "auto" and not _came_from(job.resume, remote, name):
+            return  # the run goes to the checkpoint that `--resume` names
         if name in abandoned:  # by a rollback, which a kill or the store kept from removing it
             continue
         try:
@@ -74,3 +82,12 @@ def _download_newest(job: TrainJob, remote: RemoteCheckpoints) -> None:
             ) from error
         log.info("downloaded %s from %s", path, remote.at(name))
         return
+
+
+def _came_from(given: str, remote: RemoteCheckpoints, name: str) -> bool:
+    """Whether the trajectory of a copy began at the checkpoint that `--resume` names now."""
+    with suppress(ValueError, LookupError, TypeError):  # damaged or older
+        manifest = json.loads((remote.at(name) / MANIFEST_NAME).read_bytes())
+        path: str = manifest["state"]["resumed_from"]["path"]
+        return path == str(Path(given).resolve())
+    return False

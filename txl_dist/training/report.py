@@ -134,6 +134,9 @@ class RankZeroReport(Report):
         """Until the last line, since this process began to train."""
 
     def data_wait(self, seconds: float) -> None:
+        if self._seconds == 0.0 and self._stopwatch.num_steps == 0:
+            # What preceded the first step, such as an evaluation, is not expected again.
+            self._stopwatch = Stopwatch(time.monotonic() - seconds)
         self._stopwatch.num_steps += 1
         self._stopwatch.data_wait_seconds += seconds
 

@@ -5,6 +5,7 @@ resumes from the one before it and logs how many steps are lost, unless `--stric
 """
 
 import logging
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,15 +20,15 @@ from txl_dist.checkpoint.reader import (
     load_memory,
 )
 from txl_dist.config.run_config import RunConfig
-from txl_dist.errors import CheckpointError, ConfigError, DataError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.world import World
-from txl_dist.training.compatibility import require_compatible
+from txl_dist.training.compatibility import require_compatible, trajectory_settings
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
-from txl_dist.training.state import TrainState, load_state
+from txl_dist.training.state import GivenCheckpoint, TrainState, load_state
 from txl_dist.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,12 @@ class ResumePoint:
         return step if self.path.resolve() == checkpoints.at(step).resolve() else None
 
 
+def run_id_of(point: ResumePoint | None, checkpoints: CheckpointDirectory) -> str:
+    """The id of the run in its checkpoints; a new one if it begins, or begins at another run's."""
+    own = point.manifest.run_id if point and point.is_of(checkpoints) else None
+    return own or uuid.uuid4().hex
+
+
 def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> ResumePoint | None:
     """The checkpoint to resume from, or None for a new run. Collective: each rank hashes a part.
 
@@ -79,11 +86,12 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
                 "resume it with --resume auto"
             )
         return None
-    if job.resume == "auto":
+    _require_checkpoints(job, directory, world)
+    if job.resume != "auto":
+        point = _continuation(job, directory, world) or _given(job, world)
+    elif world.broadcast(directory.steps()):
         point = _newest_intact(job, directory, world)
     else:
-        point = _continuation(job, data, directory, world) or _given(job.resume, world)
-    if point is None:
         return None
     require_compatible(point.manifest, point.state, point.path, job=job, data=data)
     _warn_of_other_code(point)
@@ -101,54 +109,114 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
     return replace(point, state=state)
 
 
-def _given(path: str, world: World) -> ResumePoint:
+def _given(job: TrainJob, world: World) -> ResumePoint:
     """The checkpoint that `--resume` names. Earlier divergence does not count any more."""
-    point = _verify(resolve_checkpoint(path), world)
+    point = _verify(resolve_checkpoint(job.resume), world)
     divergence = point.state.divergence.model_copy(update={"event_steps": ()})
-    update = {"resumed_from": str(Path(path).resolve()), "divergence": divergence}
+    update = {"resumed_from": _named_by(job), "divergence": divergence}
     return replace(point, state=point.state.model_copy(update=update))
 
 
+def _named_by(job: TrainJob) -> GivenCheckpoint:
+    path = str(Path(job.resume).resolve())
+    return GivenCheckpoint(path=path, settings=trajectory_settings(job.config))
+
+
 def _continuation(
-    job: TrainJob, data: TrainingData, directory: CheckpointDirectory, world: World
+    job: TrainJob, directory: CheckpointDirectory, world: World
 ) -> ResumePoint | None:
-    """The newest checkpoint, if this command has resumed from the given one before.
+    """The newest checkpoint, if this command has gone to the given one before.
 
     Schedulers repeat a command: going back every time would lose what was trained since. None if
-    the run did not come from there, or if a setting has changed, which is another command.
+    the run did not come from there, or with other settings: that is another command.
     """
-    if not world.broadcast(_came_from(str(Path(job.resume).resolve()), directory)):
+    named, before = _named_by(job), world.broadcast(_resumed_from(directory))
+    if before is None or before.path != named.path:
         return None
-    point = _newest_intact(job, directory, world)
-    same_command = job.model_copy(update={"allow_change": (), "allow_data_change": False})
+    keys = sorted(before.settings.keys() | named.settings.keys())
+    changed = [key for key in keys if before.settings.get(key) != named.settings.get(key)]
+    if changed:
+        log.warning(
+            "this run has resumed from %s before, with another %s: it goes back there. To continue "
+            "with other settings instead, leave --resume out",
+            job.resume,
+            ", ".join(changed),
+        )
+        return None
     try:
-        assert point is not None
-        require_compatible(point.manifest, point.state, point.path, job=same_command, data=data)
-    except (CheckpointError, DataError):
+        point = _newest_intact(job, directory, world, resumed_from=before)
+    except CheckpointError as error:
+        if job.strict:
+            raise
+        log.warning("%s. The run goes back to %s", error, job.resume)
         return None
     log.info(
-        "this run has resumed from %s before: it continues from step %d. To go back there again, "
-        "give another directory=PATH or other settings",
+        "this run has resumed from %s before: it continues from step %d. To begin there once more, "
+        "choose another directory=PATH",
         job.resume,
         point.state.step,
     )
     return point
 
 
-def _came_from(source: str, directory: CheckpointDirectory) -> bool:
-    """Whether the newest readable checkpoint is from a trajectory that began at `source`."""
+def _resumed_from(directory: CheckpointDirectory) -> GivenCheckpoint | None:
+    """Where the trajectory of the newest readable checkpoint began."""
     for step in reversed(directory.steps()):
-        path = directory.at(step)
         with suppress(CheckpointError):  # damaged: the one before decides
-            return load_state(path, load_checkpoint_manifest(path)).resumed_from == source
-    return False
+            return _state_at(step, directory).resumed_from
+    return None
+
+
+def _state_at(step: int, directory: CheckpointDirectory) -> TrainState:
+    path = directory.at(step)
+    return load_state(path, load_checkpoint_manifest(path))
+
+
+def _steps_since(begin: GivenCheckpoint | None, directory: CheckpointDirectory) -> list[int]:
+    """Steps of the checkpoints of the trajectory that began there, and of damaged ones between."""
+    steps: list[int] = []
+    for step in reversed(directory.steps()):
+        with suppress(CheckpointError):
+            if begin is not None and _state_at(step, directory).resumed_from != begin:
+                break
+        steps.insert(0, step)
+    return steps
+
+
+def _require_checkpoints(job: TrainJob, directory: CheckpointDirectory, world: World) -> None:
+    """Raise CheckpointError if the run had checkpoints, which are gone."""
+    is_empty = not directory.steps()
+    newest, superseded = world.broadcast(
+        (directory.pointer("LATEST"), directory.superseded()) if is_empty else (None, [])
+    )
+    # A start with --resume PATH that was killed before it had saved a checkpoint may leave only
+    # superseded ones; the same command goes there again.
+    if not (newest or superseded) or (superseded and job.resume != "auto"):
+        return
+    latest = directory.run / "LATEST"
+    if superseded:
+        raise CheckpointError(
+            f"{directory.path} has only superseded-* checkpoints: a start with --resume PATH was "
+            "killed before it had saved one. Run that command again, or name one of them: --resume "
+            f"{max(superseded)}"
+        )
+    raise CheckpointError(
+        f"{latest} names the checkpoint of step {newest}, but {directory.path} has none: it was "
+        "moved or removed, or its storage is not mounted. Bring it back and run the same command "
+        f"again. To lose that run and begin again: rm {latest}"
+    )
 
 
 def _newest_intact(
-    job: TrainJob, directory: CheckpointDirectory, world: World
-) -> ResumePoint | None:
+    job: TrainJob,
+    directory: CheckpointDirectory,
+    world: World,
+    *,
+    resumed_from: GivenCheckpoint | None = None,
+) -> ResumePoint:
+    """The newest intact checkpoint, of the trajectory that began at `resumed_from` if given."""
     # From rank 0: on a network file system the ranks may see different directory listings.
-    steps = world.broadcast(directory.steps())
+    steps = world.broadcast(_steps_since(resumed_from, directory))
     damage: list[str] = []
     for step in reversed(steps):
         try:
@@ -169,19 +237,10 @@ def _newest_intact(
                 steps[-1] - step,
             )
         return point
-    if damage:
-        raise CheckpointError(
-            f"all checkpoints of {directory.run} are damaged: {'; '.join(damage)}. Restore one "
-            "from a backup, or start a new run in another directory"
-        )
-    if (newest := world.broadcast(directory.pointer("LATEST"))) is not None:
-        raise CheckpointError(
-            f"{directory.run / 'LATEST'} names the checkpoint of step {newest}, but "
-            f"{directory.path} has none: it was moved or removed, or its storage is not mounted. "
-            "Bring it back and run the same command again. To begin again at step 1 and lose that "
-            "run: --resume never"
-        )
-    return None
+    raise CheckpointError(
+        f"all checkpoints of {directory.run} are damaged: {'; '.join(damage)}. Restore one "
+        "from a backup, or start a new run in another directory"
+    )
 
 
 def newest_before(step: int, directory: CheckpointDirectory, world: World) -> ResumePoint | None:

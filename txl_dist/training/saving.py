@@ -134,7 +134,7 @@ class RunSaver:
         resume from it skips the same steps. Raises CheckpointError on every rank.
         """
         best_step = state.best.step if state.best else None
-        changes = state.model_dump(mode="json", include={"divergence"})
+        changes = state.model_dump(mode="json", include={"divergence", "resumed_from"})
 
         def rewrite() -> None:
             self._checkpoints.rewind(state.step, best_step=best_step)

@@ -47,11 +47,14 @@ def open_run(rank: RankContext, state: TrainState, point: ResumePoint | None) ->
     directory.checkpoints.open()
     best_step = state.best.step if state.best else None
     source = point.path if point else None
-    for step in directory.checkpoints.rewind(state.step, best_step=best_step, source=source):
+    # Of another trajectory are, if the run goes to a checkpoint of another run, all of its own.
+    is_foreign = point is not None and not point.is_of(directory.checkpoints)
+    kept_step = 0 if is_foreign else state.step
+    for step in directory.checkpoints.rewind(kept_step, best_step=best_step, source=source):
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
     write_file(directory.config, dump_run_config(rank.written_config).encode())
     redone = redone_metrics(state, evaluation.name if evaluation else None)
     with MetricsJournal(directory.metrics) as journal:
-        journal.truncate_after(state.step, redone=redone)
+        journal.truncate_after(kept_step, redone=redone)

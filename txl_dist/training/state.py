@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from data_pipeline.storage.strict_model import StrictModel, first_problem
 from data_pipeline.streams.lanes import LanePlan
@@ -125,6 +125,15 @@ class Phase(StrictModel):
         return {corpus.name: corpus.weight / total for corpus in self.corpora}
 
 
+class GivenCheckpoint(StrictModel):
+    """What a command with `--resume PATH` has named, and with which settings."""
+
+    path: str
+    """PATH, absolute."""
+    settings: dict[str, JsonValue]
+    """Of `trajectory_settings` (compatibility.py)."""
+
+
 class TrainState(StrictModel):
     """The progress of a run after a step."""
 
@@ -152,8 +161,8 @@ class TrainState(StrictModel):
     """Lane position from which the memory is contiguous: the lanes' memory of earlier tokens is not
     followed directly by this position, so no token may attend across it."""
     divergence: DivergenceState = DivergenceState()
-    resumed_from: str | None = None
-    """Absolute path that `--resume` named when the run last went to a given checkpoint."""
+    resumed_from: GivenCheckpoint | None = None
+    """Where this trajectory began, if the run last went to a given checkpoint."""
 
     @property
     def missing_scores(self) -> tuple[int, ...]:

@@ -140,9 +140,9 @@ def test_the_checkpoints_of_another_run_are_never_removed(mirror: CheckpointMirr
     assert b'"run_id": null' in manifest
     owned = manifest.replace(b'"run_id": null', b'"run_id": "abc"')
     (REMOTE.at(names[-1]) / "manifest.json").write_bytes(owned)
-    mirror.open("abc")
+    REMOTE.require_run("abc")
     with pytest.raises(ConfigError, match="has checkpoints of another run"):
-        mirror.open("abd")
+        REMOTE.require_run("abd")
     assert REMOTE.names() == names
 
 
@@ -155,11 +155,11 @@ def test_a_run_that_was_continued_elsewhere_changes_no_copy(
     runs = [tmp_path / name for name in ("first", "second")]
     save(runs[0], step=1)
     older = mirrored(runs[0], attempt=attempt(runs[0], 1))
-    older.open("any")
+    older.open()
     assert updated(older) == [1]
     download_to(CheckpointDirectory(runs[1]))
     newer = mirrored(runs[1], attempt=attempt(runs[1], 2))
-    newer.open("any")
+    newer.open()
     save(runs[1], step=2)
     assert updated(newer) == [1, 2]
     before = {path: bucket.cat(path) for path in bucket.find("bucket/run")}
@@ -176,7 +176,7 @@ def test_a_run_that_was_continued_elsewhere_changes_no_copy(
     complete = {path: data for path, data in after.items() if "step-00000003." not in path}
     assert complete == before
     with pytest.raises(FencedError):
-        mirrored(runs[0], attempt=attempt(runs[0], 1)).open("any")
+        mirrored(runs[0], attempt=attempt(runs[0], 1)).open()
     assert newest_number(REMOTE.attempts) == 2
     older.close()
     newer.close()
@@ -188,7 +188,7 @@ def test_a_start_removes_the_copies_that_the_run_has_abandoned(
 ) -> None:
     assert updated(mirror) == [1, 2]
     CheckpointDirectory(tmp_path / "run").rewind(1)
-    mirror.open("any")
+    mirror.open()
     assert [step_of(name) for name in REMOTE.names()] == [1]
 
 

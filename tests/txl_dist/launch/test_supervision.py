@@ -52,7 +52,7 @@ def failure(ends: list[RankEnd], run: Path, *, stop_requested: bool = False) -> 
         (
             [end(0, -signal.SIGKILL, hung=True), end(1, 1)],
             TxlError,
-            "rank 1 ended with code 1 (last line of its log: ImportError: no x). ",
+            "rank 1 ended with code 1 (its log: ImportError: no x). ",
             True,
         ),
     ],
@@ -62,7 +62,9 @@ def test_the_cause_is_found_in_any_order(
 ) -> None:
     if "ImportError" in message:
         (tmp_path / "logs").mkdir()
-        (tmp_path / "logs" / "rank-1.log").write_text("rank 1 is up\nImportError: no x\n\n")
+        (tmp_path / "logs" / "rank-1.log").write_text(
+            "rank 1 is up\nImportError: no x\nframe #1: start\n\n"
+        )
     for order in (ends, ends[::-1]):
         cause = failure(order, tmp_path)
         assert cause is not None
@@ -124,7 +126,11 @@ def test_the_error_after_the_last_restart_names_limit_failure_and_option(tmp_pat
         (40, "auto", "from step 40"),
         (None, "auto", "from the beginning"),
         (None, "never", "from the beginning"),
-        (40, "runs/a/checkpoints/step-20", "from runs/a/checkpoints/step-20"),
+        (
+            40,
+            "runs/a/checkpoints/step-20",
+            "from runs/a/checkpoints/step-20, or the newest checkpoint since",
+        ),
     ],
 )
 def test_the_line_of_a_restart_has_the_cause_the_count_and_the_step(

@@ -40,11 +40,20 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 class Process:
     """A process of a run: resumes at `step`, reports every step, saves every `interval` steps."""
 
-    def __init__(self, run: Path, clocks: Clocks, *, step: int = 0, interval: int = 5) -> None:
+    def __init__(
+        self,
+        run: Path,
+        clocks: Clocks,
+        *,
+        step: int = 0,
+        interval: int = 5,
+        is_finished: bool = False,
+    ) -> None:
         self.activity, self.clocks, self.step, self.interval = Activity(), clocks, step, interval
         self.activity.reset()
         clocks.wait(START_UP_SECONDS)
-        self.goodput = Goodput(run / "goodput.json", self.activity, step=step)
+        path = run / "goodput.json"
+        self.goodput = Goodput(path, self.activity, step=step, is_finished=is_finished)
 
     def train(self, num_steps: int) -> "Process":
         for _ in range(num_steps):
@@ -155,11 +164,25 @@ def test_a_finished_run_that_is_extended_was_not_down(tmp_path: Path, clocks: Cl
     Process(tmp_path, clocks).train(5).end(is_complete=True)
     before = (tmp_path / "goodput.json").read_bytes()
     clocks.wait(1e6)
-    again = Process(tmp_path, clocks, step=5)
+    again = Process(tmp_path, clocks, step=5, is_finished=True)
     assert again.end(is_complete=True) == ""
     assert (tmp_path / "goodput.json").read_bytes() == before, "nothing was trained"
+    again = Process(tmp_path, clocks, step=5)
     seconds = again.train(2).goodput.seconds
     assert (seconds["down"], again.goodput.values()["restarts"]) == (0, 0)
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_start_that_continues_a_finished_run_counts_if_it_is_killed_at_once(
+    tmp_path: Path, clocks: Clocks, step: int
+) -> None:
+    """From its end, or from an older checkpoint."""
+    Process(tmp_path, clocks).train(5).end(is_complete=True)
+    clocks.wait(1e6)
+    Process(tmp_path, clocks, step=step)
+    clocks.wait(7)
+    goodput = Process(tmp_path, clocks, step=step).goodput
+    assert (goodput.values()["restarts"], goodput.seconds["down"]) == (1, 7)
 
 
 def test_an_old_checkpoint_loses_about_the_time_of_its_steps(

@@ -20,7 +20,7 @@ from data_pipeline.storage import urls
 from data_pipeline.storage.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_job, train
 from tests.txl_dist.training.test_saving import train_changed
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -294,3 +294,45 @@ def test_a_run_that_was_continued_elsewhere_stops_and_changes_no_copy(
     manifest = load_checkpoint_manifest(CheckpointDirectory(newer).at(20))
     assert latest == f"checkpoints/{remote_name(manifest)}\n"
     assert manifest.attempt == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_at_a_checkpoint_of_another_run_has_a_url_of_its_own(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    """Its command can be repeated, also on an empty disk."""
+
+    def start(job: TrainJob, *changes: Any) -> Any:
+        function = train_changed if changes else train
+        (end,) = ranks(1).run(in_cloud, aws, function, job, *changes)
+        return end
+
+    source = tiny_job(dataset, tmp_path / "source", NO_EVALUATION, *SETTINGS[2:])
+    assert start(source) == 0
+    given = str(CheckpointDirectory(source.run_path).at(15))
+    job = tiny_job(dataset, tmp_path / "run", *SETTINGS, resume=given)
+    assert start(job, die_after, 18)[0] == 3
+    assert start(job, die_after, 18)[0] == 3, "before it has saved a checkpoint"
+    assert start(job) == 0
+    assert remote_steps(bucket) == [20]
+    shutil.rmtree(tmp_path / "run")
+    longer = (*SETTINGS, "training.num_steps=22")
+    allow = {"resume": given, "allow_change": ("training.num_steps", "optimizer.lr")}
+    assert start(tiny_job(dataset, tmp_path / "run", *longer, **allow)) == 0
+    assert "it continues from step 20" in (tmp_path / "run/logs/rank-0.log").read_text()
+    assert remote_steps(bucket) == [20, 22]
+
+    # With another setting it would begin there anew, and replace the copies of this one.
+    copies = bucket.find("bucket/runs/one/checkpoints")
+    for directory in ("run", "other"):
+        run = tmp_path / directory
+        job = tiny_job(dataset, run, *longer, "optimizer.lr=0.001", **allow)
+        for _ in range(2):
+            assert start(job) == 2
+            assert "has checkpoints of another run" in refusal(run)
+        assert CheckpointDirectory(run).newest_step() == 22, "of the run at the URL"
+        assert bucket.find("bucket/runs/one/checkpoints") == copies

@@ -1,6 +1,10 @@
 """Step lines and metrics: equal on any number of ranks, and readable in 80 columns."""
 
+import logging
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,8 @@ from txl_dist.training import utilisation
 from txl_dist.training.data import TrainingData
 from txl_dist.training.follow import step_of
 from txl_dist.training.job import TrainJob
-from txl_dist.training.report import step_line
+from txl_dist.training.report import RankZeroReport, step_line
+from txl_dist.training.state import TrainState
 
 VALUES = {
     "loss": 3.41234,
@@ -28,6 +33,10 @@ VALUES = {
     "memory_valid": 1.0,
     "data_wait": 0.0,
 }
+
+
+def ignore(*_: object) -> None:
+    """A method of a part that the test does not look at."""
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +109,25 @@ def test_a_segment_as_long_as_a_lane_is_the_longest_that_trains(
     longest = str(caught.value).partition("at most ")[2].partition(",")[0]
     settings = (NO_EVALUATION, f"data.tgt_len={longest}", "training.num_steps=4")
     assert ranks(2).run(train, tiny_job(short, tmp_path, *settings)) == [0, 0]
+
+
+def test_the_time_left_does_not_expect_the_evaluation_before_the_first_step_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    parts: Any = SimpleNamespace(
+        values=dict, update=ignore, share=lambda **_: 0.0, peak_flops=1.0, write=ignore
+    )
+    report = RankZeroReport(parts, parts, parts, parts, tokens_after=lambda step: 6000 - step)
+    state = TrainState(unreported=(1.0, 10, 10), unreported_steps=1, tokens=10)
+    with caplog.at_level(logging.INFO):
+        for step, (evaluation, left) in enumerate(((100.0, "0:10:00"), (1.0, "0:15:00")), 1):
+            now[0] += evaluation
+            report.exclude(evaluation)
+            report.data_wait(0.0)
+            now[0] += 1.0  # 10 tokens
+            report.step(
+                state.model_copy(update={"step": step}), lr=1.0, gradient_norm=1.0, memory_valid=1.0
+            )
+            assert f" | eta {left}" in caplog.messages[-1]

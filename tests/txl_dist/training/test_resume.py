@@ -184,11 +184,11 @@ def test_the_same_command_continues_what_it_began_at_a_given_checkpoint(
     target = run if is_own else tmp_path / "other"
     settings = (*SETTINGS[:2], f"training.keep_checkpoints={keep}", "optimizer.schedule=constant")
 
+    allowed = ["optimizer.schedule"]
+
     def job(*overrides: str) -> TrainJob:
-        allowed = ("optimizer.schedule", "optimizer.lr")
-        return tiny_job(
-            dataset, target, *settings, *overrides, resume=str(source), allow_change=allowed
-        )
+        allow = {"resume": str(source), "allow_change": tuple(allowed)}
+        return tiny_job(dataset, target, *settings, *overrides, **allow)
 
     assert ranks(2).run(train_with, job(), StopAfter(12))[0][0] == 75
     began = losses(target)
@@ -198,15 +198,74 @@ def test_the_same_command_continues_what_it_began_at_a_given_checkpoint(
     assert began.items() <= losses(target).items()
     assert CheckpointDirectory(target).newest_step() == 20
     assert not (target / "checkpoints" / "superseded-step-00000012").exists()
-    if keep == 9:  # another setting is another command, which goes back
-        assert ranks(1).run(train, job("optimizer.lr=0.001")) == [0]
-        assert "resuming at step 5 from" in log_of(target)
+    # What changes no number is the same command; a longer run continues if it is allowed to.
+    longer = ("training.num_steps=23", "training.log_interval_steps=2")
+    assert ranks(1).run(train, job(*longer)) == [4]
+    assert "--allow-change training.num_steps" in refusal(target)
+    allowed.append("training.num_steps")
+    assert ranks(1).run(train, job(*longer)) == [0]
+    assert began.items() <= losses(target).items()
+    assert max(losses(target)) == 23
+
+
+@pytest.mark.slow
+def test_a_command_with_other_settings_goes_back_even_if_the_run_has_them_now(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
+    allow = {"allow_change": ("optimizer.lr", "optimizer.schedule")}
+    settings = (*SETTINGS, "optimizer.schedule=constant")
+    given = {**allow, "resume": str(run / "checkpoints" / "step-00000005")}
+    first = tiny_job(dataset, run, *settings, **given)
+    assert ranks(1).run(train_with, first, StopAfter(12))[0][0] == 75
+    other = (*settings, "optimizer.lr=0.001")
+    assert ranks(1).run(train_with, tiny_job(dataset, run, *other, **allow), StopAfter(14))[0][0]
+    assert ranks(1).run(train, tiny_job(dataset, run, *other, **given)) == [0]
+    assert "with another optimizer.lr: it goes back there" in log_of(run)
+    assert "resuming at step 5 from" in log_of(run)
+    assert (run / "checkpoints" / "superseded-step-00000014").exists()
+
+
+@pytest.mark.parametrize("damaged", [(12,), (10, 12)])
+def test_a_repeated_command_goes_back_only_if_no_checkpoint_since_is_intact(
+    ranks: RankGroups, dataset: Path, run: Path, damaged: tuple[int, ...]
+) -> None:
+    given = {"resume": str(run / "checkpoints" / "step-00000005")}
+    job = tiny_job(dataset, run, *SETTINGS, **given)
+    assert ranks(1).run(train_with, job, StopAfter(12))[0][0] == 75
+    for step in damaged:
+        flip(run, step, "weights")
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, strict=True, **given)) == [4]
+    start = 10 if len(damaged) == 1 else 5
+    assert ranks(1).run(train_with, job, StopAfter(13))[0][0] == 75
+    assert (run / "checkpoints" / "superseded-step-00000010").exists() == (start == 5)
+    assert ranks(1).run(train, job) == [0]
+    assert "it continues from step 13" in log_of(run)
+    assert list(losses(run)) == list(range(1, 21))
+
+
+def test_a_start_that_was_killed_while_it_went_back_is_completed(
+    ranks: RankGroups, dataset: Path, finished: Path, run: Path
+) -> None:
+    """To another run: all of its own are superseded, and LATEST was not updated yet."""
+    for step in (5, 10, 15, 20):
+        path = run / "checkpoints" / f"step-{step:08d}"
+        path.rename(path.with_name(f"superseded-{path.name}"))
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [4]
+    assert "has only superseded-* checkpoints" in refusal(run)
+    given = {"resume": str(finished / "checkpoints" / "step-00000005")}
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, **given)) == [0]
+    assert list(losses(run)) == list(range(6, 21)), "those before belong to the other run"
+    superseded = {path.name for path in CheckpointDirectory(run).superseded()}
+    assert "superseded-step-00000005" in superseded
+    assert CheckpointDirectory(run).steps() == [10, 15, 20]
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
-    ranks: RankGroups, dataset: Path, run: Path
+    ranks: RankGroups, dataset: Path, finished: Path, run: Path
 ) -> None:
     (run / "checkpoints").rename(run / "elsewhere")
+    given = {"resume": str(finished / "checkpoints" / "step-00000005")}
+    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, **given)) == [4, 4]
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [4, 4]
     assert "names the checkpoint of step 20, but" in refusal(run)
     assert len(losses(run)) == 20

@@ -5,7 +5,7 @@ numbers in their names, never by file times. LATEST and BEST are pointers for pe
 `--resume auto` does not read them.
 
     step-NNNNNNNN              a complete checkpoint
-    superseded-step-NNNNNNNN   from a later step than the run last resumed from; never read
+    superseded-step-NNNNNNNN   of a trajectory that the run has abandoned; read only by its name
     .*.tmp                     being written or removed; the next start removes what a killed
                                process has left
 
@@ -29,7 +29,7 @@ from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
 from txl_dist.errors import CheckpointError, FencedError
 
 _NAME = re.compile(r"step-(\d{8,})")
-_SUPERSEDED = re.compile(r"superseded-step-\d{8,}")
+_SUPERSEDED = re.compile(r"superseded-step-\d{8,}(-2)?")
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,9 @@ class CheckpointDirectory:
                 if not (source and entry.samefile(source)):
                     _remove_unless_read(entry)
             for other in later:
-                self.at(other).rename(self.path / f"superseded-{self.at(other).name}")
+                target = self.path / f"superseded-{self.at(other).name}"
+                # Only `source` may still have that name.
+                self.at(other).rename(f"{target}-2" if target.exists() else target)
             fsync_directory(self.path)
         remaining = self.steps()
         self._point_or_remove("LATEST", remaining[-1] if remaining else None)

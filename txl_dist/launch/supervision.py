@@ -5,7 +5,6 @@
 The budget is shared with the Ray launcher, which learns of failures from Ray Train instead.
 """
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from txl_dist.training.run_directory import RunDirectory
 
 LAST_BYTES = 8192
 """Of a log, that are read for the reason why its process ended."""
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
+_TRACEBACK = "Traceback (most recent call last):"
 MAX_CHARS = 300
 """Of that reason."""
 MAX_DELAY_SECONDS = 60.0
@@ -149,18 +148,21 @@ def _stop_of(
 
 
 def _reason_in(log: Path) -> str:
-    """The last error in a log, such as `ImportError: ...`, else its last line."""
+    """The error in the last traceback of a log, such as `ImportError: ...`, or its last line."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LAST_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    # The message of an error may have more lines.
-    errors = [line for line in lines if _ERROR.match(line)]
-    if not (text := next(reversed(errors or [line for line in lines if line]), "")):
-        return ""
-    return f" (its log: {printable(text[:MAX_CHARS])})"
+    text = "\n".join(lines).rpartition(" is up\n")[2]  # of the last start
+    if _TRACEBACK in text:  # the error follows the indented frames; its message may have more lines
+        frames = text.rpartition(_TRACEBACK)[2].splitlines()[1:]
+        reasons = [line for line in frames if not line.startswith(" ")]
+    else:
+        reasons = text.splitlines()[::-1]
+    reason = next((line.strip() for line in reasons if line.strip()), "")
+    return f" (its log: {printable(reason[:MAX_CHARS])})" if reason else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

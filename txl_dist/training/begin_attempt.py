@@ -12,12 +12,15 @@ from txl_dist.checkpoint.remote import RemoteCheckpoints
 from txl_dist.errors import CheckpointError
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
+from txl_dist.training.resume import ResumePoint, run_id_of
 from txl_dist.training.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
 
-def begin_attempt(job: TrainJob, directory: RunDirectory, world: World, *, run_id: str) -> Attempt:
+def begin_attempt(
+    job: TrainJob, directory: RunDirectory, world: World, point: ResumePoint | None
+) -> Attempt:
     """Record the next attempt in the run directory. Collective.
 
     The attempt is recorded at `training.checkpoint_url` later, by `CheckpointMirror.open`: until
@@ -27,6 +30,7 @@ def begin_attempt(job: TrainJob, directory: RunDirectory, world: World, *, run_i
     attempts: list[Attempt] = []
 
     def begin() -> None:
+        run_id = run_id_of(point, directory.checkpoints)
         number = 1 + _newest_number(job, directory.checkpoints, run_id)
         record = AttemptRecord.of_this_process(number=number, launch_id=job.launch_id)
         attempts.append(Attempt(record, directory.path / FOLDER))

@@ -81,16 +81,16 @@ def build_trainer(
     # in the run directory, so the run continues even if its URL cannot be reached.
     is_new_attempt = directory.checkpoints.attempt is None
     if is_new_attempt:
-        download_newest(job, world)
+        download_newest(job, data, world)
     point, newest_step = find_resume_point(job, data, world), directory.checkpoints.newest_step()
-    run_id = world.broadcast(run_id_of(point, directory.checkpoints))
     if is_new_attempt:
         # Not earlier: a start that is refused must not end another attempt that is training.
-        directory.checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
+        directory.checkpoints.attempt = begin_attempt(job, directory, world, point)
         if world.broadcast(directory.checkpoints.newest_step() != newest_step):
             point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
     settings_step = point.settings_step if point else 0
     config = job.config.after_step(settings_step)
+    run_id = world.broadcast(run_id_of(point, directory.checkpoints))
     if config != job.config:
         data = TrainingData.open(config, num_ranks=world.num_ranks)
     rank = RankContext(
@@ -112,7 +112,7 @@ def build_trainer(
     utilisation = measure_utilisation(rank)
     tracker = start_tracker(rank, new_run=point is None)
     report = build_report(
-        rank, utilisation, state, reached_step=reached_step, is_new_attempt=is_new_attempt
+        rank, utilisation, state, point, reached_step=reached_step, is_new_attempt=is_new_attempt
     )
     report.event("%s", describe_start(rank, step, state, point))
     if point is not None:

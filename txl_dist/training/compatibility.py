@@ -70,7 +70,6 @@ _ON_REQUEST = (
     "precision",
     "divergence.",
 )
-_LENGTH = ("training.num_steps", "training.changes")
 _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
 _IN_TOKENS = ("training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens")
@@ -112,7 +111,7 @@ def trajectory_settings(config: RunConfig) -> dict[str, Any]:
     return {
         key: value
         for key, value in flatten_config(config).items()
-        if not key.startswith((*_FREE, *_LENGTH)) and value != defaults.get(key)
+        if not key.startswith((*_FREE, "training.num_steps")) and value != defaults.get(key)
     }
 
 

@@ -72,12 +72,13 @@ class Goodput:
         activity: Activity,
         *,
         step: int,
+        kept_step: int | None = None,
         reached_step: int = 0,
         is_restart: bool = True,
         is_finished: bool = False,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Begin at `step`: later steps of earlier processes are lost.
+        """Begin at `step`: steps of earlier processes after `kept_step` are lost (None: `step`).
 
         `reached_step`: the last step that they are known to have trained. It may be later than
         their last update. `is_restart`: False if this process has written the file itself, before
@@ -94,7 +95,9 @@ class Goodput:
         with contextlib.suppress(OSError):
             remove_leftovers(path)
         if earlier := read_goodput(path):
-            self._continue(earlier, step, reached_step, is_restart=is_restart)
+            kept_step = step if kept_step is None else kept_step
+            self._continue(earlier, kept_step, reached_step, is_restart=is_restart)
+            self._step = step
         self._is_complete &= is_finished
         if not self._is_complete:
             self._write(sync=True)  # counts this start, even if it does not reach a step

@@ -7,7 +7,6 @@ like any other.
 import json
 import logging
 from contextlib import suppress
-from pathlib import Path
 
 from data_pipeline.processes.background_queue import BackgroundQueue
 from data_pipeline.storage.remote_path import RemotePath
@@ -18,15 +17,19 @@ from txl_dist.checkpoint.remote import RemoteCheckpoints, abandoned_names, step_
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.background_wait import wait_for_queues
 from txl_dist.runtime.world import World
+from txl_dist.training.data import TrainingData
+from txl_dist.training.given_checkpoint import named_checkpoint
 from txl_dist.training.job import TrainJob
+from txl_dist.training.state import GivenCheckpoint
 
 log = logging.getLogger(__name__)
 
 
-def download_newest(job: TrainJob, world: World) -> None:
+def download_newest(job: TrainJob, data: TrainingData, world: World) -> None:
     """Download the newest complete checkpoint, if it is newer than the local ones. Collective.
 
-    With `--resume PATH` only if its run came from PATH.
+    With `--resume PATH` one of the trajectory that this command began at PATH, or else PATH itself,
+    if it is a checkpoint of this run.
 
     Raises ConfigError if `--resume never` finds checkpoints at the URL, CheckpointError if the URL
     cannot be read or, with `--strict`, if its newest checkpoint is damaged.
@@ -38,13 +41,13 @@ def download_newest(job: TrainJob, world: World) -> None:
     queue = BackgroundQueue("download")
     try:
         if world.is_rank_zero:
-            queue.submit(lambda: _download_newest(job, RemoteCheckpoints(RemotePath(url))))
+            queue.submit(lambda: _download_newest(job, data, RemoteCheckpoints(RemotePath(url))))
         wait_for_queues(world, queue)
     finally:
         queue.close(timeout_seconds=0)
 
 
-def _download_newest(job: TrainJob, remote: RemoteCheckpoints) -> None:
+def _download_newest(job: TrainJob, data: TrainingData, remote: RemoteCheckpoints) -> None:
     try:
         names = remote.complete()
     except OSError as error:
@@ -58,11 +61,9 @@ def _download_newest(job: TrainJob, remote: RemoteCheckpoints) -> None:
     checkpoints = CheckpointDirectory(job.run_path)
     checkpoints.path.mkdir(parents=True, exist_ok=True)
     local, abandoned = checkpoints.steps(), abandoned_names(checkpoints)
-    for name in reversed(names):
+    for name in reversed(_wanted(names, checkpoints, remote, job=job, data=data)):
         if local and step_of(name) <= local[-1]:
             return
-        if job.resume != "auto" and not _came_from(job.resume, remote, name):
-            return  # the run goes to the checkpoint that `--resume` names
         if name in abandoned:  # by a rollback, which a kill or the store kept from removing it
             continue
         try:
@@ -84,10 +85,24 @@ def _download_newest(job: TrainJob, remote: RemoteCheckpoints) -> None:
         return
 
 
-def _came_from(given: str, remote: RemoteCheckpoints, name: str) -> bool:
-    """Whether the trajectory of a copy began at the checkpoint that `--resume` names now."""
+def _wanted(
+    names: list[str],
+    checkpoints: CheckpointDirectory,
+    remote: RemoteCheckpoints,
+    *,
+    job: TrainJob,
+    data: TrainingData,
+) -> list[str]:
+    """The copies from which this command may resume, the one to prefer last."""
+    if job.resume == "auto":
+        return names
+    named = named_checkpoint(job, data)
+    given = [name for name in names if str(checkpoints.at(step_of(name)).absolute()) == named.path]
+    return [*given, *(name for name in names if _resumed_from(remote, name) == named)]
+
+
+def _resumed_from(remote: RemoteCheckpoints, name: str) -> GivenCheckpoint | None:
     with suppress(ValueError, LookupError, TypeError):  # damaged or older
         manifest = json.loads((remote.at(name) / MANIFEST_NAME).read_bytes())
-        path: str = manifest["state"]["resumed_from"]["path"]
-        return path == str(Path(given).resolve())
-    return False
+        return GivenCheckpoint.model_validate(manifest["state"]["resumed_from"])
+    return None

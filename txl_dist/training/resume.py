@@ -24,9 +24,10 @@ from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.world import World
-from txl_dist.training.compatibility import require_compatible, trajectory_settings
+from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine
+from txl_dist.training.given_checkpoint import changed_settings, named_checkpoint
 from txl_dist.training.job import TrainJob
 from txl_dist.training.state import GivenCheckpoint, TrainState, load_state
 from txl_dist.training.step import TrainStep
@@ -41,10 +42,13 @@ class ResumePoint:
     path: Path
     manifest: CheckpointManifest
     state: TrainState
+    kept_step: int = 0
+    """The last step in the run directory that belongs to the trajectory of this checkpoint."""
 
     def is_of(self, checkpoints: CheckpointDirectory) -> bool:
         """Whether the checkpoint belongs to this run, superseded or not."""
-        return self.path.resolve().parent == checkpoints.path.resolve()
+        is_in = _is_same(self.path.parent, checkpoints.path)
+        return is_in or self.step_in(checkpoints) is not None
 
     def has_memory_for(self, config: RunConfig) -> bool:
         """Whether its memory fits: the same lanes, and at least as many tokens."""
@@ -60,9 +64,15 @@ class ResumePoint:
         return self.state.step - self.state.evaluation_pending
 
     def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
-        """The step, or None if the checkpoint belongs to another run or is superseded."""
-        step = self.state.step
-        return step if self.path.resolve() == checkpoints.at(step).resolve() else None
+        """The step of this checkpoint, or of its copy, in a run; None if it is superseded there."""
+        own = checkpoints.at(self.state.step)
+        if _is_same(self.path, own):
+            return self.state.step
+        with suppress(CheckpointError):
+            save_id = load_checkpoint_manifest(own).save_id
+            if save_id is not None and save_id == self.manifest.save_id:
+                return self.state.step
+        return None
 
 
 def run_id_of(point: ResumePoint | None, checkpoints: CheckpointDirectory) -> str:
@@ -88,7 +98,8 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
         return None
     _require_checkpoints(job, directory, world)
     if job.resume != "auto":
-        point = _continuation(job, directory, world) or _given(job, world)
+        named = world.broadcast(named_checkpoint(job, data))
+        point = _continuation(named, job, directory, world) or _given(named, job, world)
     elif world.broadcast(directory.steps()):
         point = _newest_intact(job, directory, world)
     else:
@@ -106,36 +117,47 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
             point.path.parent / "step-...",
             data.evaluation.name,
         )
-    return replace(point, state=state)
+    return replace(point, state=state, kept_step=_kept_step(point, directory))
 
 
-def _given(job: TrainJob, world: World) -> ResumePoint:
+def _kept_step(point: ResumePoint, checkpoints: CheckpointDirectory) -> int:
+    step = point.step_in(checkpoints)
+    if step is not None or not point.is_of(checkpoints):
+        return step or 0
+    # Superseded: what both trajectories have in common.
+    abandoned, common = load_state(point.path, point.manifest), 0
+    for step in checkpoints.steps():
+        with suppress(CheckpointError):
+            if step < abandoned.step and abandoned.continues(_state_at(step, checkpoints)):
+                common = step
+    return common
+
+
+def _given(named: GivenCheckpoint, job: TrainJob, world: World) -> ResumePoint:
     """The checkpoint that `--resume` names. Earlier divergence does not count any more."""
     point = _verify(resolve_checkpoint(job.resume), world)
     divergence = point.state.divergence.model_copy(update={"event_steps": ()})
-    update = {"resumed_from": _named_by(job), "divergence": divergence}
+    update = {"resumed_from": named, "divergence": divergence}
     return replace(point, state=point.state.model_copy(update=update))
 
 
-def _named_by(job: TrainJob) -> GivenCheckpoint:
-    path = str(Path(job.resume).resolve())
-    return GivenCheckpoint(path=path, settings=trajectory_settings(job.config))
-
-
 def _continuation(
-    job: TrainJob, directory: CheckpointDirectory, world: World
+    named: GivenCheckpoint, job: TrainJob, directory: CheckpointDirectory, world: World
 ) -> ResumePoint | None:
     """The newest checkpoint, if this command has gone to the given one before.
 
     Schedulers repeat a command: going back every time would lose what was trained since. None if
     the run did not come from there, or with other settings: that is another command.
     """
-    named, before = _named_by(job), world.broadcast(_resumed_from(directory))
-    if before is None or before.path != named.path:
+    newest, damage = world.broadcast(_newest_readable(directory))
+    before = newest.resumed_from if newest else None
+    if newest is None or before is None or before.path != named.path:
+        if damage and job.strict:
+            raise _strict_error(damage[0], directory)
+        if damage:
+            log.warning("%s. The run goes to %s", "; ".join(damage), job.resume)
         return None
-    keys = sorted(before.settings.keys() | named.settings.keys())
-    changed = [key for key in keys if before.settings.get(key) != named.settings.get(key)]
-    if changed:
+    if changed := changed_settings(before, named, step=newest.step):
         log.warning(
             "this run has resumed from %s before, with another %s: it goes back there. To continue "
             "with other settings instead, leave --resume out",
@@ -159,12 +181,15 @@ def _continuation(
     return point
 
 
-def _resumed_from(directory: CheckpointDirectory) -> GivenCheckpoint | None:
-    """Where the trajectory of the newest readable checkpoint began."""
+def _newest_readable(directory: CheckpointDirectory) -> tuple[TrainState | None, list[str]]:
+    """The state of the newest checkpoint whose manifest is readable, and the damage of others."""
+    damage: list[str] = []
     for step in reversed(directory.steps()):
-        with suppress(CheckpointError):  # damaged: the one before decides
-            return _state_at(step, directory).resumed_from
-    return None
+        try:
+            return _state_at(step, directory), damage
+        except CheckpointError as error:
+            damage.append(str(error))
+    return None, damage
 
 
 def _state_at(step: int, directory: CheckpointDirectory) -> TrainState:
@@ -223,10 +248,7 @@ def _newest_intact(
             point = _verify(directory.at(step), world)
         except CheckpointError as error:
             if job.strict:
-                raise CheckpointError(
-                    f"{error}. Restore it from a backup; without --strict the run resumes from the "
-                    f"newest intact checkpoint before it (txl checkpoint list {directory.run})"
-                ) from None
+                raise _strict_error(str(error), directory) from None
             damage.append(str(error))
             continue
         if damage and world.is_rank_zero:
@@ -237,9 +259,17 @@ def _newest_intact(
                 steps[-1] - step,
             )
         return point
+    since = f" since {resumed_from.path}" if resumed_from else ""
     raise CheckpointError(
-        f"all checkpoints of {directory.run} are damaged: {'; '.join(damage)}. Restore one "
+        f"all checkpoints of {directory.run}{since} are damaged: {'; '.join(damage)}. Restore one "
         "from a backup, or start a new run in another directory"
+    )
+
+
+def _strict_error(damage: str, directory: CheckpointDirectory) -> CheckpointError:
+    return CheckpointError(
+        f"{damage}. Restore it from a backup; without --strict the run resumes from the newest "
+        f"intact checkpoint before it (txl checkpoint list {directory.run})"
     )
 
 
@@ -268,6 +298,13 @@ def _verify(path: Path, world: World) -> ResumePoint:
     if damage := sorted({text for texts in world.all_gather(problems) for text in texts}):
         raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
     return ResumePoint(path, manifest, state)
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Whether two paths are one directory, also through links or another mount."""
+    with suppress(OSError):
+        return path.samefile(other)
+    return False
 
 
 def _warn_of_other_code(point: ResumePoint) -> None:

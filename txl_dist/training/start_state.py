@@ -47,9 +47,7 @@ def open_run(rank: RankContext, state: TrainState, point: ResumePoint | None) ->
     directory.checkpoints.open()
     best_step = state.best.step if state.best else None
     source = point.path if point else None
-    # Of another trajectory are, if the run goes to a checkpoint of another run, all of its own.
-    is_foreign = point is not None and not point.is_of(directory.checkpoints)
-    kept_step = 0 if is_foreign else state.step
+    kept_step = point.kept_step if point else 0
     for step in directory.checkpoints.rewind(kept_step, best_step=best_step, source=source):
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):

@@ -131,7 +131,7 @@ class GivenCheckpoint(StrictModel):
     path: str
     """PATH, absolute."""
     settings: dict[str, JsonValue]
-    """Of `trajectory_settings` (compatibility.py)."""
+    """Those that change the trajectory, and the data (`given_checkpoint.py`)."""
 
 
 class TrainState(StrictModel):
@@ -163,6 +163,13 @@ class TrainState(StrictModel):
     divergence: DivergenceState = DivergenceState()
     resumed_from: GivenCheckpoint | None = None
     """Where this trajectory began, if the run last went to a given checkpoint."""
+
+    def continues(self, earlier: "TrainState") -> bool:
+        """Whether this state and an earlier one of the same run are of one trajectory."""
+        return (
+            self.resumed_from == earlier.resumed_from
+            and self.divergence.num_rollbacks == earlier.divergence.num_rollbacks
+        )
 
     @property
     def missing_scores(self) -> tuple[int, ...]:

@@ -71,7 +71,8 @@ def download_to(directory: CheckpointDirectory) -> None:
     """What a start does on an empty disk."""
     url = f"training.checkpoint_url={REMOTE.url}"
     world = SimpleNamespace(is_rank_zero=True, all_gather=lambda value: [value])
-    download_newest(tiny_job(Path("no-data"), directory.run, url), world)  # type: ignore[arg-type]
+    job = tiny_job(Path("no-data"), directory.run, url)
+    download_newest(job, None, world)  # type: ignore[arg-type]
 
 
 def test_copies_follow_the_local_checkpoints(mirror: CheckpointMirror, tmp_path: Path) -> None:

@@ -26,6 +26,20 @@ def end(rank: int, code: int, error: TxlError | None = None, *, hung: bool = Fal
     return RankEnd(rank, code, error, hung)
 
 
+LOG = """rank 1 is up
+Traceback (most recent call last):
+OSError: of an earlier start
+12:00:00 rank 1 is up
+this rank failed
+Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+    import x
+ImportError: no x
+frame #1: start
+
+"""
+
+
 def failure(ends: list[RankEnd], run: Path, *, stop_requested: bool = False) -> RunFailure | None:
     return failure_of(ends, stop_requested=stop_requested, directory=RunDirectory(run))
 
@@ -62,9 +76,7 @@ def test_the_cause_is_found_in_any_order(
 ) -> None:
     if "ImportError" in message:
         (tmp_path / "logs").mkdir()
-        (tmp_path / "logs" / "rank-1.log").write_text(
-            "rank 1 is up\nImportError: no x\nframe #1: start\n\n"
-        )
+        (tmp_path / "logs" / "rank-1.log").write_text(LOG)
     for order in (ends, ends[::-1]):
         cause = failure(order, tmp_path)
         assert cause is not None

@@ -328,11 +328,39 @@ def test_a_run_that_begins_at_a_checkpoint_of_another_run_has_a_url_of_its_own(
 
     # With another setting it would begin there anew, and replace the copies of this one.
     copies = bucket.find("bucket/runs/one/checkpoints")
-    for directory in ("run", "other"):
+    for directory, newest in (("run", 22), ("other", None)):
         run = tmp_path / directory
         job = tiny_job(dataset, run, *longer, "optimizer.lr=0.001", **allow)
         for _ in range(2):
             assert start(job) == 2
             assert "has checkpoints of another run" in refusal(run)
-        assert CheckpointDirectory(run).newest_step() == 22, "of the run at the URL"
+        assert CheckpointDirectory(run).newest_step() == newest
         assert bucket.find("bucket/runs/one/checkpoints") == copies
+
+
+@pytest.mark.slow
+def test_a_run_goes_back_on_an_empty_disk_although_it_has_not_saved_since(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    settings = (*SETTINGS, "training.keep_checkpoints=9")
+    job = tiny_job(dataset, tmp_path, *settings)
+    assert ranks(1).run(in_cloud, aws, train, job) == [0]
+    back = tiny_job(
+        dataset,
+        tmp_path,
+        *settings,
+        "optimizer.lr=0.001",
+        resume=str(CheckpointDirectory(tmp_path).at(10)),
+        allow_change=("optimizer.lr",),
+    )
+    assert ranks(1).run(in_cloud, aws, train_changed, back, die_after, 12)[0][0] == 3
+    assert remote_steps(bucket) == [5, 10]
+    for directory in ("checkpoints", "attempts"):
+        shutil.rmtree(tmp_path / directory)
+    (tmp_path / "LATEST").unlink()
+    assert ranks(1).run(in_cloud, aws, train, back) == [0]
+    assert remote_steps(bucket) == [10, 15, 20]

@@ -243,6 +243,60 @@ def test_a_repeated_command_goes_back_only_if_no_checkpoint_since_is_intact(
     assert list(losses(run)) == list(range(1, 21))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_damaged_manifests_do_not_hide_that_the_run_has_been_at_a_given_checkpoint(
+    ranks: RankGroups, dataset: Path, run: Path, strict: bool
+) -> None:
+    given = {"resume": str(run / "checkpoints" / "step-00000005")}
+    job = tiny_job(dataset, run, *SETTINGS, **given, strict=strict)
+    assert ranks(1).run(train_with, job, StopAfter(12))[0][0] == 75
+    for step in (10, 12):
+        (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("{")
+    assert ranks(1).run(train, job) == [4 if strict else 0]
+    assert "step-00000012/manifest.json" in (refusal(run) if strict else log_of(run))
+    assert (run / "checkpoints" / "superseded-step-00000012").exists() != strict
+
+
+@pytest.mark.parametrize("form", ["link", "copy"])
+def test_a_given_checkpoint_is_the_runs_own_by_any_path(
+    ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path, form: str
+) -> None:
+    """And a link may point to another place at the next start."""
+    path = "checkpoints/step-00000010"
+    if form == "copy":
+        shutil.copytree(run / path, tmp_path / "link" / path)
+    else:
+        (tmp_path / "link").symlink_to(run)
+    given = {"resume": str(tmp_path / "link" / path)}
+    job = tiny_job(dataset, run, *SETTINGS, **given)
+    assert ranks(1).run(train_with, job, StopAfter(12))[0][0] == 75
+    assert CheckpointDirectory(run).steps() == [5, 10, 12]
+    assert list(losses(run)) == list(range(1, 13))
+    if form == "link":
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").symlink_to(tmp_path)
+    assert ranks(1).run(train, job) == [0]
+    assert "it continues from step 12" in log_of(run)
+
+
+def test_going_to_a_superseded_checkpoint_leaves_what_both_trajectories_share(
+    ranks: RankGroups, dataset: Path, run: Path
+) -> None:
+    allow = {"allow_change": ("optimizer.lr",)}
+    settings = (*SETTINGS, "optimizer.lr=0.001")
+    given = {**allow, "resume": str(run / "checkpoints" / "step-00000005")}
+    assert ranks(1).run(train, tiny_job(dataset, run, *settings, **given)) == [0]
+    old = run / "checkpoints" / "superseded-step-00000015"
+    job = tiny_job(dataset, run, *SETTINGS, resume=str(old))
+    assert ranks(1).run(train_with, job, StopAfter(17))[0][0] == 75
+    assert CheckpointDirectory(run).steps() == [5, 17]
+    names = {path.name for path in CheckpointDirectory(run).superseded()}
+    assert names == {f"superseded-step-000000{end}" for end in ("10", "15", "15-2", "20")}
+    assert list(losses(run)) == [1, 2, 3, 4, 5, 16, 17]
+    assert ranks(1).run(train, job) == [0]
+    assert "it continues from step 17" in log_of(run)
+
+
 def test_a_start_that_was_killed_while_it_went_back_is_completed(
     ranks: RankGroups, dataset: Path, finished: Path, run: Path
 ) -> None:

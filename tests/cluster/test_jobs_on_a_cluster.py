@@ -69,10 +69,13 @@ def test_follow_detach_stop_and_resume_to_the_result_of_an_undisturbed_run(
     submit = (*submission(working_dir, tmp_path), *command)
     follower = head.start(*submission(working_dir, tmp_path, "--follow"), *command)
     wait_until(lambda: num_lines(run / "metrics.jsonl") > 60, timeout_seconds=180)
+    assert follower.stdout is not None
+    shown: list[str] = []
+    while not (shown and re.search(r"step \d+ \| loss ", shown[-1])):
+        shown.append(next(follower.stdout))  # the log of a job arrives after a while
     follower.send_signal(signal.SIGINT)
-    output, _ = follower.communicate(timeout=60)
+    output = "".join(shown) + follower.communicate(timeout=60)[0]
     assert follower.returncode == 130, output
-    assert re.search(r"step \d+ \| loss ", output)
     assert "package: " in output.splitlines()[0]
     assert "data/" in output.splitlines()[0]
     (job_id,) = set(re.findall(r"txl job stop (\S+-1)\b", output))

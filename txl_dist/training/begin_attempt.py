@@ -12,7 +12,7 @@ from txl_dist.checkpoint.remote import RemoteCheckpoints
 from txl_dist.errors import CheckpointError
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
-from txl_dist.training.resume import ResumePoint, run_id_of
+from txl_dist.training.resume_point import ResumePoint, run_id_of
 from txl_dist.training.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)

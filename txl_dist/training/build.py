@@ -37,7 +37,8 @@ from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.rank_context import RankContext
 from txl_dist.training.remote_resume import download_newest
-from txl_dist.training.resume import find_resume_point, restore, run_id_of
+from txl_dist.training.resume import find_resume_point
+from txl_dist.training.resume_point import restore, run_id_of
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.same_job import require_same_job
 from txl_dist.training.scoring_worker import OpenWorkers, scoring_process

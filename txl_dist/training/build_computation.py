@@ -34,7 +34,7 @@ from txl_dist.training.rank_context import RankContext
 from txl_dist.training.recovery import Recovery
 from txl_dist.training.replay import replay, segments_to_replay
 from txl_dist.training.report import Report
-from txl_dist.training.resume import ResumePoint, restore
+from txl_dist.training.resume_point import ResumePoint, restore
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.start_state import initial_state
 from txl_dist.training.state import TrainState

@@ -18,7 +18,8 @@ from txl_dist.training.goodput import Goodput
 from txl_dist.training.profiler import StepProfiler
 from txl_dist.training.rank_context import RankContext
 from txl_dist.training.report import RankZeroReport, Report
-from txl_dist.training.resume import ResumePoint, remaining_work
+from txl_dist.training.resume import remaining_work
+from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep

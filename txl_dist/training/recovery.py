@@ -20,7 +20,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError
 from txl_dist.training.divergence_dump import DivergenceDump
 from txl_dist.training.report import Report
-from txl_dist.training.resume import ResumePoint, newest_before
+from txl_dist.training.resume_point import ResumePoint, newest_before
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult, TrainStep

@@ -12,7 +12,7 @@ from data_pipeline.streams.segment_stream import SegmentStream
 from txl_dist.config.run_config import RunConfig
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.precision import autocast
-from txl_dist.training.resume import ResumePoint
+from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 

@@ -1,84 +1,25 @@
-"""Selects the checkpoint that a run resumes from, and loads it into the engine and the memory.
+"""Selects the checkpoint that a run resumes from.
 
-A checkpoint is verified completely before any of it is used. If the newest one is damaged, the run
-resumes from the one before it and logs how many steps are lost, unless `--strict` forbids that.
+If the newest one is damaged, the run resumes from the one before it and logs how many steps are
+lost, unless `--strict` forbids that. `--resume PATH` goes back only once (decision 43).
 """
 
 import logging
-import uuid
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from txl_dist.checkpoint.directory import CheckpointDirectory, reading, resolve_checkpoint
-from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
-from txl_dist.checkpoint.reader import (
-    check_optimizer_states,
-    check_parameters,
-    find_damage,
-    load_fragments,
-    load_memory,
-)
-from txl_dist.config.run_config import RunConfig
+from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
-from txl_dist.training.engine import Engine
 from txl_dist.training.given_checkpoint import changed_settings, named_checkpoint
 from txl_dist.training.job import TrainJob
+from txl_dist.training.resume_point import ResumePoint, state_at, verify_point
 from txl_dist.training.state import GivenCheckpoint, TrainState, load_state
-from txl_dist.training.step import TrainStep
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """A verified checkpoint that this job may resume from."""
-
-    path: Path
-    manifest: CheckpointManifest
-    state: TrainState
-    kept_step: int = 0
-    """The last step in the run directory that belongs to the trajectory of this checkpoint."""
-
-    def is_of(self, checkpoints: CheckpointDirectory) -> bool:
-        """Whether the checkpoint belongs to this run, superseded or not."""
-        is_in = _is_same(self.path.parent, checkpoints.path)
-        return is_in or self.step_in(checkpoints) is not None
-
-    def has_memory_for(self, config: RunConfig) -> bool:
-        """Whether its memory fits: the same lanes, and at least as many tokens."""
-        return (
-            len(self.manifest.rank_of_lane) == config.data.num_lanes
-            and self.manifest.architecture.mem_len >= config.model.mem_len
-        )
-
-    @property
-    def settings_step(self) -> int:
-        """The run continues with the settings after this step (`RunConfig.after_step`)."""
-        # A pending evaluation belongs to the last step, so it precedes a change after that step.
-        return self.state.step - self.state.evaluation_pending
-
-    def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
-        """The step of this checkpoint, or of its copy, in a run; None if it is superseded there."""
-        own = checkpoints.at(self.state.step)
-        if _is_same(self.path, own):
-            return self.state.step
-        with suppress(CheckpointError):
-            save_id = load_checkpoint_manifest(own).save_id
-            if save_id is not None and save_id == self.manifest.save_id:
-                return self.state.step
-        return None
-
-
-def run_id_of(point: ResumePoint | None, checkpoints: CheckpointDirectory) -> str:
-    """The id of the run in its checkpoints; a new one if it begins, or begins at another run's."""
-    own = point.manifest.run_id if point and point.is_of(checkpoints) else None
-    return own or uuid.uuid4().hex
 
 
 def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> ResumePoint | None:
@@ -128,14 +69,14 @@ def _kept_step(point: ResumePoint, checkpoints: CheckpointDirectory) -> int:
     abandoned, common = load_state(point.path, point.manifest), 0
     for step in checkpoints.steps():
         with suppress(CheckpointError):
-            if step < abandoned.step and abandoned.continues(_state_at(step, checkpoints)):
+            if step < abandoned.step and abandoned.continues(state_at(step, checkpoints)):
                 common = step
     return common
 
 
 def _given(named: GivenCheckpoint, job: TrainJob, world: World) -> ResumePoint:
     """The checkpoint that `--resume` names. Earlier divergence does not count any more."""
-    point = _verify(resolve_checkpoint(job.resume), world)
+    point = verify_point(resolve_checkpoint(job.resume), world)
     divergence = point.state.divergence.model_copy(update={"event_steps": ()})
     update = {"resumed_from": named, "divergence": divergence}
     return replace(point, state=point.state.model_copy(update=update))
@@ -186,15 +127,10 @@ def _newest_readable(directory: CheckpointDirectory) -> tuple[TrainState | None,
     damage: list[str] = []
     for step in reversed(directory.steps()):
         try:
-            return _state_at(step, directory), damage
+            return state_at(step, directory), damage
         except CheckpointError as error:
             damage.append(str(error))
     return None, damage
-
-
-def _state_at(step: int, directory: CheckpointDirectory) -> TrainState:
-    path = directory.at(step)
-    return load_state(path, load_checkpoint_manifest(path))
 
 
 def _steps_since(begin: GivenCheckpoint | None, directory: CheckpointDirectory) -> list[int]:
@@ -202,7 +138,7 @@ def _steps_since(begin: GivenCheckpoint | None, directory: CheckpointDirectory) 
     steps: list[int] = []
     for step in reversed(directory.steps()):
         with suppress(CheckpointError):
-            if begin is not None and _state_at(step, directory).resumed_from != begin:
+            if begin is not None and state_at(step, directory).resumed_from != begin:
                 break
         steps.insert(0, step)
     return steps
@@ -245,7 +181,7 @@ def _newest_intact(
     damage: list[str] = []
     for step in reversed(steps):
         try:
-            point = _verify(directory.at(step), world)
+            point = verify_point(directory.at(step), world)
         except CheckpointError as error:
             if job.strict:
                 raise _strict_error(str(error), directory) from None
@@ -273,40 +209,6 @@ def _strict_error(damage: str, directory: CheckpointDirectory) -> CheckpointErro
     )
 
 
-def newest_before(step: int, directory: CheckpointDirectory, world: World) -> ResumePoint | None:
-    """The newest intact checkpoint of an earlier step than `step`, or None. Collective."""
-    for earlier in reversed(world.broadcast(directory.steps())):
-        if earlier < step:
-            try:
-                return _verify(directory.at(earlier), world)
-            except CheckpointError as error:
-                log.warning("%s", error)
-    return None
-
-
-def _verify(path: Path, world: World) -> ResumePoint:
-    """Hash all files, each rank a part of them; every rank raises the same error."""
-    try:
-        with reading(path):
-            manifest = load_checkpoint_manifest(path)
-            state = load_state(path, manifest)
-            # Each rank hashes 1/num_ranks of the files, not only those that it will read.
-            names = sorted(manifest.files)[world.rank :: world.num_ranks]
-            problems = find_damage(path, manifest, names)
-    except CheckpointError as error:
-        problems = [str(error)]
-    if damage := sorted({text for texts in world.all_gather(problems) for text in texts}):
-        raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
-    return ResumePoint(path, manifest, state)
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    """Whether two paths are one directory, also through links or another mount."""
-    with suppress(OSError):
-        return path.samefile(other)
-    return False
-
-
 def _warn_of_other_code(point: ResumePoint) -> None:
     # A warning, not an error: most changes of the code do not change losses.
     if point.manifest.written_by != (current := code_description()):
@@ -317,20 +219,6 @@ def _warn_of_other_code(point: ResumePoint) -> None:
             point.manifest.written_by,
             current,
         )
-
-
-def restore(point: ResumePoint, config: RunConfig, engine: Engine, step: TrainStep) -> None:
-    """Load weights, optimizer state and, if it fits, the memory of this rank's lanes."""
-    fault_point("resume")
-    # The configs are compatible; this detects changes in the code of the model.
-    check_parameters(point.path, point.manifest, engine.shapes)
-    check_optimizer_states(point.path, point.manifest, engine.optimizer_states)
-    # Another run may own the checkpoint (--resume PATH) and remove it.
-    with reading(point.path):
-        load_fragments(point.path, point.manifest, engine.fragments_to_load())
-        engine.finish_loading(num_steps=point.state.step - point.state.skipped_steps)
-        if point.has_memory_for(config):
-            step.load_memory(load_memory(point.path, point.manifest, step.lanes))
 
 
 def remaining_work(state: TrainState, *, num_steps: int) -> str | None:

@@ -9,7 +9,7 @@ from txl_dist.training.phases import phases_from
 from txl_dist.training.rank_context import RankContext
 from txl_dist.training.replay import context_segments
 from txl_dist.training.report import redone_metrics
-from txl_dist.training.resume import ResumePoint
+from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.state import Phase, TrainState
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from txl_dist.training import saving
 from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
-from txl_dist.training.resume import newest_before
+from txl_dist.training.resume_point import newest_before
 
 URL = "s3://bucket/runs/one"
 SETTINGS = (

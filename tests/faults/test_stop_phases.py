@@ -35,7 +35,7 @@ from txl_dist.checkpoint import mirror
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training import replay, resume
+from txl_dist.training import replay, resume_point
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.step import TrainStep
@@ -72,7 +72,7 @@ def always(*_: Any, **__: Any) -> bool:
 
 PHASES: dict[str, tuple[str, Any, str, Callable[..., bool]]] = {
     "rendezvous": (START_UP, World, "join", always),
-    "hashing": (START_UP, resume, "find_damage", always),
+    "hashing": (START_UP, resume_point, "find_damage", always),
     "loading": (START_UP, TrainStep, "load_memory", always),
     # As a compilation of the model does.
     "first step": (START_UP, TrainStep, "_micro_batches", always),
@@ -108,7 +108,7 @@ def stop_in(phase: str, job: TrainJob, directory: Path) -> str:
         env={**os.environ, **ENVIRONMENT},
     )
     try:
-        wait_until(marker.exists)
+        wait_until(lambda: marker.exists() or process.poll() is not None)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)

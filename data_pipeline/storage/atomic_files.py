@@ -43,6 +43,15 @@ def write_synced(path: Path, data: bytes) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write `path` atomically: a reader sees either the old file or the complete new one."""
+    publish_file(path, data)
+    fsync_directory(path.parent)
+
+
+def publish_file(path: Path, data: bytes) -> None:
+    """`write_file` without a sync of the directory, which is not used after the file has its name.
+
+    For a file at whose sight another process renames the directory, and syncs it before.
+    """
     # In the same directory, because a rename is atomic within one file system only. The process id
     # keeps two writers of one path from sharing a temporary file.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -51,7 +60,6 @@ def write_file(path: Path, data: bytes) -> None:
         temporary_path.replace(path)
     finally:
         temporary_path.unlink(missing_ok=True)
-    fsync_directory(path.parent)
 
 
 def overwrite_page(path: Path, text: str) -> None:

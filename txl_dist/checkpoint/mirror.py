@@ -127,6 +127,9 @@ class CheckpointMirror:
         except FencedError as error:
             self._fenced = error
         except Exception as error:  # every client library has its own error classes
+            if self._closing.is_set():
+                log.info("upload to %s | not completed: the same command continues it", self)
+                return
             reason = getattr(error, "strerror", None) or str(error)
             self.failure = f"rank {self._rank}: {type(error).__name__}: {printable(reason)}"
             log.warning(

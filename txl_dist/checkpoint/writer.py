@@ -22,7 +22,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data_pipeline.storage.atomic_files import sha256_file, write_file, write_synced
+from data_pipeline.storage.atomic_files import (
+    publish_file,
+    sha256_file,
+    write_file,
+    write_synced,
+)
 from data_pipeline.storage.strict_model import first_problem
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.checkpoint.manifest import (
@@ -92,7 +97,8 @@ class Save:
                     f"disk full: rank {self.rank} needs {needed:,} bytes, {free:,} are free"
                 )
             part = snapshot.write(staging, rank=self.rank, before_block=self.require_useful)
-            write_file(staging / _part_name(self.rank), part.model_dump_json().encode())
+            # The last use of the directory: rank 0 may rename it as soon as it finds this file.
+            publish_file(staging / _part_name(self.rank), part.model_dump_json().encode())
 
     def publish(
         self, header: CheckpointHeader, *, mlflow_run_id: str | None, timeout_seconds: float

@@ -96,13 +96,36 @@ def test_copies_follow_the_local_checkpoints(mirror: CheckpointMirror, tmp_path:
     assert other.pointer("LATEST") == 3
 
 
+def divide_files(first: CheckpointMirror, second: CheckpointMirror) -> None:
+    """As if a second rank had written the weights."""
+    second._is_own = lambda file: file.startswith("weights")  # type: ignore[method-assign]
+    first._is_own = lambda file: not file.startswith("weights")  # type: ignore[method-assign]
+
+
+def test_the_end_of_a_run_is_not_reported_as_a_failed_upload(
+    tmp_path: Path,
+    bucket: Any,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    save(tmp_path, step=1)
+    first, second = (mirrored(tmp_path, rank=rank, num_ranks=2) for rank in (0, 1))
+    divide_files(first, second)
+    first.update()
+    assert not first.wait(2), "rank 0 waits for the weights"
+    first.close()
+    second.close()
+    assert first.wait(60)
+    assert "not completed: the same command continues it" in caplog.text
+    assert "Training continues" not in caplog.text
+
+
 def test_the_manifest_comes_after_the_files_of_all_ranks(tmp_path: Path, bucket: Any) -> None:  # noqa: F811
     path = save(tmp_path, step=1)
     for file in ("weights", "optimizer", "memory"):  # as if a second rank had written them
         assert (path / f"{file}-rank-00000.safetensors").is_file()
     first, second = (mirrored(tmp_path, rank=rank, num_ranks=2) for rank in (0, 1))
-    second._is_own = lambda file: file.startswith("weights")  # type: ignore[method-assign]
-    first._is_own = lambda file: not file.startswith("weights")  # type: ignore[method-assign]
+    divide_files(first, second)
     first.update()
     assert not first.wait(2), "rank 0 waits for the weights"
     assert REMOTE.complete() == []

@@ -164,6 +164,29 @@ def test_a_missing_rank_is_named_and_its_files_of_another_save_do_not_count(tmp_
     assert CheckpointDirectory(tmp_path).steps() == [1]
 
 
+def test_rank_0_may_publish_as_soon_as_it_finds_the_last_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the other rank is not scheduled between the rename of its part and its next call."""
+    CheckpointDirectory(tmp_path).open()
+    first, second = (one_of_two(tmp_path, rank, "d" * 8) for rank in (0, 1))
+    fragments = [whole(name, p.detach()) for name, p in model(2).named_parameters()]
+    first.write_part(Snapshot(fragments, {lane: memory(2, lane) for lane in (0, 2)}))
+    replace = Path.replace
+    published = []
+
+    def replace_and_publish(path: Path, target: Path) -> Path:
+        moved = replace(path, target)
+        if target.name.startswith("part-rank-00001"):
+            published.append(first.publish(HEADER, mlflow_run_id=None, timeout_seconds=60))
+        return moved
+
+    monkeypatch.setattr(Path, "replace", replace_and_publish)
+    second.write_part(Snapshot([], {1: memory(2, 1)}))
+    assert published == [CheckpointDirectory(tmp_path).at(2)]
+    assert verify_checkpoint(published[0]).rank_of_lane == (0, 1, 0)
+
+
 def test_a_snapshot_does_not_change_with_its_originals(tmp_path: Path) -> None:
     memory_of_lane = {lane: memory(3, lane) for lane in range(NUM_LANES)}
     fragments = [whole(name, p.detach()) for name, p in model(3).named_parameters()]

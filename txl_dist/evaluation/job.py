@@ -78,13 +78,25 @@ class EvaluationJob:
         )
 
     def open(self) -> Scorer:
-        """Load model and split. Raises CheckpointError; DataError if the tokenizers differ."""
+        """Load model and split.
+
+        Raises CheckpointError, also if the path has another model than when it was planned;
+        DataError if the tokenizers differ.
+        """
         keep_freed_memory()
         # The tokenizer of the dataset serves models without one; check_data has compared the sizes.
         trained = find_model(self.checkpoint, weights=self.weights)
         manifest = load_manifest(self.data)
         trained.check_data(manifest, self.data)
         model, tokenizer = trained.load(self.model_config(trained.config))
+        # After loading: then it is known which model was loaded.
+        expected = self.digest or trained.digest
+        if find_model(self.checkpoint, weights=self.weights).digest != expected:
+            raise CheckpointError(
+                f"{self.checkpoint} is another model than when this evaluation was planned: its "
+                "run went back and saved this step again, or the path was replaced. Run the "
+                "command again"
+            )
         _require_finite(model, self.checkpoint)
         tokenizer = tokenizer or open_tokenizer(self.data, manifest)
         return Scorer(

@@ -19,7 +19,7 @@ from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from tests.support.exported_model import export_small_model
 from txl_dist.convert.single_file import Reading, write_exported
-from txl_dist.errors import ConfigError
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation import distributed
 from txl_dist.evaluation.batch_scores import BatchScores
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
@@ -95,6 +95,21 @@ def evaluate(
 ) -> list[EvaluationResult]:
     planned = [plan_job(job, scores, resume=resume) for job in jobs]
     return evaluate_on_workers(planned, workers, progress=progress)
+
+
+def test_a_model_that_was_replaced_since_the_plan_is_refused(
+    job: EvaluationJob, dataset: Path, tmp_path: Path
+) -> None:
+    """As after a rollback, when the run saves the same step again."""
+    model = export_small_model(tmp_path / "model", dataset)
+    planned = plan_job(replace(job, checkpoint=model), tmp_path / "scores")
+    shutil.rmtree(model)
+    export_small_model(model, dataset, seed=1)
+    with pytest.raises(CheckpointError, match="another model than when this evaluation was plan"):
+        evaluate_on_workers([planned], InProcess())
+    shutil.rmtree(model)
+    export_small_model(model, dataset)
+    assert evaluate_on_workers([planned], InProcess())
 
 
 def resume(*jobs: EvaluationJob, scores: Path) -> tuple[list[EvaluationResult], int]:

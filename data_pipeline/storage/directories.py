@@ -19,7 +19,12 @@ def publish_directory(staged: Path, final: Path) -> Path | None:
     """
     fsync_directory(staged)
     replaced = _hide(final) if final.exists() else None
-    staged.rename(final)
+    try:
+        staged.rename(final)
+    except OSError:  # `staged` is gone: a newer process removes what older ones write
+        if replaced:
+            replaced.rename(final)
+        raise
     fsync_directory(final.parent)
     return replaced
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from data_pipeline.storage import directories
 from data_pipeline.storage.directories import publish_directory, remove_directory
 
 
@@ -24,6 +25,19 @@ def test_publishing_replaces_a_directory_and_returns_its_hidden_name(tmp_path: P
     assert replaced.name.startswith(".final.")
     assert replaced.name.endswith(".tmp")
     remove_directory(replaced)
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_a_directory_without_replacement_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removes the new one at the last moment."""
+    final = directory_with(tmp_path / "final", "first")
+    staged = directory_with(tmp_path / ".new.tmp", "second")
+    monkeypatch.setattr(directories, "fsync_directory", shutil.rmtree)
+    with pytest.raises(FileNotFoundError):
+        publish_directory(staged, final)
+    assert (final / "file").read_text() == "first"
     assert list(tmp_path.iterdir()) == [final]
 
 

@@ -61,7 +61,7 @@ class StagedDirectory:
             self._create()
             self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                if not try_lock(self._descriptor):
+                if not (try_lock(self._descriptor) and self._is_present()):
                     raise DataError(
                         f"{self.directory}: another process is writing here. Wait for it, or "
                         "choose another --out."
@@ -113,6 +113,9 @@ class StagedDirectory:
         moving = sorted(name for name in names if name != self.last)
         write_synced(self.path / _MOVING, json.dumps(moving).encode())
         fsync_directory(self.path)
+        # Of an earlier set, which this one replaces: it must not appear beside new files.
+        (self.directory / self.last).unlink(missing_ok=True)
+        fsync_directory(self.directory)
         for name in moving:
             (self.path / name).replace(self.directory / name)
         fsync_directory(self.directory)  # the other renames must be on disk before that of `last`
@@ -128,15 +131,24 @@ class StagedDirectory:
                 raise
             raise unwritable_error(self.directory, error) from error
 
+    def _is_present(self) -> bool:
+        """Whether the open directory still has its name: a process that had created it may have
+        removed it before it was locked here, and another one may have created it again."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self.directory.stat())
+        except FileNotFoundError:
+            return False
+
     def _undo_incomplete_publish(self) -> None:
         if self.path.is_symlink() or not self.path.is_dir():
             return
         if (self.directory / self.last).exists():
             shutil.rmtree(self.path)  # everything was published; the rest is not needed
             return
-        # Killed between the first rename and the last, so these files were staged here.
+        # Killed between the first rename and the last.
         for name in self._recorded_names():
-            if (self.directory / name).is_file():
+            # A file that is still staged was not moved: that in the target is of an earlier set.
+            if (self.directory / name).is_file() and not (self.path / name).exists():
                 (self.directory / name).replace(self.path / name)
         (self.path / _MOVING).unlink(missing_ok=True)
 

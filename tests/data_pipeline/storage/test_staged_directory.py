@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import ConfigError, DataError, UnfinishedError
+from data_pipeline.storage import staged_directory as module
 from data_pipeline.storage.atomic_files import write_synced
+from data_pipeline.storage.locks import try_lock
 from data_pipeline.storage.staged_directory import STAGING, StagedDirectory
 
 
@@ -69,6 +71,67 @@ def test_files_killed_between_their_moves_are_taken_back_by_the_next_claim(tmp_p
         assert [path.name for path in staged.stage(fresh=False).iterdir()] == ["a"]
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert victim.read_text() == "v"
+
+
+def test_a_kill_while_an_earlier_set_is_replaced_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a", "b", "last"]
+
+    def publish(text: str) -> None:
+        with StagedDirectory(tmp_path, last="last") as staged:
+            folder = staged.stage()
+            staged.keep_staging = True
+            for name in names:
+                write_synced(folder / name, text.encode())
+            staged.publish(names)
+
+    replace = Path.replace
+    for num_moves in range(3):
+        publish("first")
+        moves = []
+
+        def move(
+            path: Path, target: Path, moves: list[Path] = moves, limit: int = num_moves
+        ) -> Path:
+            if len(moves) == limit:
+                raise KeyboardInterrupt
+            moves.append(target)
+            return replace(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", move)
+            with pytest.raises(KeyboardInterrupt):
+                publish("second")
+        assert not (tmp_path / "last").exists()
+        with StagedDirectory(tmp_path, last="last") as staged:
+            assert staged.keep_staging
+            assert {name: (staged.path / name).read_text() for name in names} == dict.fromkeys(
+                names, "second"
+            )
+            staged.publish(names)
+        assert {name: (tmp_path / name).read_text() for name in names} == dict.fromkeys(
+            names, "second"
+        )
+
+
+def test_the_lock_of_a_directory_that_was_removed_meanwhile_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def remove_and_lock(descriptor: int) -> bool:
+        out.rmdir()  # the process that had created it ends with an error
+        out.mkdir()  # and another one begins
+        return try_lock(descriptor)
+
+    monkeypatch.setattr(module, "try_lock", remove_and_lock)
+    with (
+        pytest.raises(DataError, match="another process is writing here"),
+        StagedDirectory(out, last="last"),
+    ):
+        pass
+    assert out.is_dir()
 
 
 @pytest.mark.parametrize(

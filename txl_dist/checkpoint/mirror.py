@@ -29,6 +29,7 @@ from txl_dist.checkpoint.remote import (
     RUN_FILES,
     RemoteCheckpoints,
     abandoned_names,
+    local_names,
     remote_name,
     step_of,
 )
@@ -173,6 +174,8 @@ class CheckpointMirror:
 
     def _remove_all_but(self, present: dict[int, str | None]) -> None:
         abandoned = abandoned_names(self._checkpoints)
+        # Also of checkpoints since `present` was read: another rank may have uploaded its part.
+        local = {*present.values(), *local_names(self._checkpoints)}
         self._check_attempt()
         for name in self._remote.names():
             step = step_of(name)
@@ -180,7 +183,7 @@ class CheckpointMirror:
             is_old = step <= max(present) or name in abandoned
             # A local checkpoint that cannot be read is no reason to remove its copy.
             is_unreadable = step in present and present[step] is None
-            if is_old and not is_unreadable and name not in present.values():
+            if is_old and not is_unreadable and name not in local:
                 self._remote.remove(name)
 
     def _upload(self, step: int) -> str | None:

@@ -44,9 +44,18 @@ def remote_name(manifest: CheckpointManifest) -> str | None:
 
 def abandoned_names(checkpoints: CheckpointDirectory) -> set[str]:
     """Names of the copies of superseded checkpoints, from which no run may resume by itself."""
+    return _names_of(checkpoints.superseded())
+
+
+def local_names(checkpoints: CheckpointDirectory) -> set[str]:
+    """Names of the copies of the run's checkpoints."""
+    return _names_of([checkpoints.at(step) for step in checkpoints.steps()])
+
+
+def _names_of(paths: list[Path]) -> set[str]:
     names = set()
-    for path in checkpoints.superseded():
-        with suppress(CheckpointError):  # damaged: its copy cannot be identified
+    for path in paths:
+        with suppress(CheckpointError):  # damaged or removed: its copy cannot be identified
             names.add(remote_name(load_checkpoint_manifest(path)))
     return {name for name in names if name}
 

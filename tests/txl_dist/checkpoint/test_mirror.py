@@ -336,6 +336,38 @@ def test_updates_that_wait_for_a_slow_store_become_one(
     assert len(num_updates) == 2, "the one in progress, and one for all later ones"
 
 
+def test_a_slow_update_removes_nothing_of_a_checkpoint_saved_meanwhile(
+    tmp_path: Path,
+    bucket: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a rollback its step may be lower than those that the update has seen."""
+    local = CheckpointDirectory(tmp_path)
+    for step in (1, 3):
+        save(tmp_path, step=step)
+    first, second = (mirrored(tmp_path, rank=rank, num_ranks=2) for rank in (0, 1))
+    divide_files(first, second)
+    second.update()
+    upload = first._upload_run_files
+
+    def save_meanwhile() -> None:
+        upload()
+        if local.steps() == [1, 3]:
+            local.rewind(1)
+            save(tmp_path, step=2)
+            second.update()
+            assert second.wait(60)
+
+    monkeypatch.setattr(first, "_upload_run_files", save_meanwhile)
+    for _ in range(2):
+        first.update()
+        assert first.wait(60)
+        assert first.failure is None
+    assert [step_of(name) for name in REMOTE.complete()] == [1, 2]
+    first.close()
+    second.close()
+
+
 def test_a_rank_that_waits_for_a_save_also_waits_for_the_next_one(tmp_path: Path) -> None:
     mirror = mirrored(tmp_path, rank=1, num_ranks=2)
     published: dict[int, str] = {}

@@ -43,11 +43,13 @@ def run_rank(settings: dict[str, Any]) -> None:
     files = LaunchFiles(directory.path, job.launch_id)
     host = ray.util.get_node_ip_address()
     files.write_location(world.rank, RankLocation(node_id, host, os.getpid()))
-    os.environ |= _variables(world, host, ranks_on_node=context.get_local_world_size())
+    job = files.job_after_restart(job)
+    variables, resume = _agree(world, host, job.resume, context.get_local_world_size())
+    os.environ |= variables
     use_interface_of(host)
     try:
         train_rank(
-            files.job_after_restart(job),
+            job.model_copy(update={"resume": resume}),
             world,
             report_stop=partial(files.write_error, world.rank),
             open_workers=partial(_scoring_actor, settings["address"]),
@@ -69,20 +71,24 @@ def run_rank(settings: dict[str, Any]) -> None:
             raise
 
 
-def _variables(world: World, host: str, *, ranks_on_node: int) -> dict[str, str]:
-    """The variables of torchrun, which `World.join` and DeepSpeed read. Waits for all ranks."""
+def _agree(world: World, host: str, resume: str, ranks_on_node: int) -> tuple[dict[str, str], str]:
+    """Wait for all ranks. Returns the variables of torchrun, which `World.join` and DeepSpeed read,
+    and `resume` of rank 0: the ranks look for a checkpoint of this launch at different moments.
+    """
     from ray.train.collective import broadcast_from_rank_zero
 
     # Rank 0 listens at this port as soon as all ranks have it, so hardly anybody can take it.
-    address = broadcast_from_rank_zero((host, _free_port(host)) if world.is_rank_zero else None)
-    return {
+    own = (host, _free_port(host), resume) if world.is_rank_zero else None
+    main_host, port, resume = broadcast_from_rank_zero(own)
+    variables = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.num_ranks),
         "LOCAL_RANK": str(world.local_rank),
         "LOCAL_WORLD_SIZE": str(ranks_on_node),
-        "MASTER_ADDR": address[0],
-        "MASTER_PORT": str(address[1]),
+        "MASTER_ADDR": main_host,
+        "MASTER_PORT": str(port),
     }
+    return variables, resume
 
 
 def _free_port(host: str) -> int:

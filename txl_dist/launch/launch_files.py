@@ -15,8 +15,12 @@ from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file
 from data_pipeline.storage.locks import try_lock, wait_for_lock
+from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.training.job import TrainJob
+
+MAX_CHARS = 4000
+"""Of the error text of a rank."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,13 @@ class LaunchFiles:
 
     def job_after_restart(self, job: TrainJob) -> TrainJob:
         """The job of restarted ranks: this launch's checkpoints replace the command's --resume."""
-        return job.model_copy(update={"resume": "auto"}) if self.saved.exists() else job
+        has_begun = self.saved.exists()
+        if job.resume == "never" and not has_begun:
+            # An attempt is recorded after the check that there was no run. A rank that was killed
+            # before it created `saved` may have left a checkpoint.
+            newest = newest_record(self._base.parent / FOLDER)
+            has_begun = newest is not None and newest.launch_id == job.launch_id
+        return job.model_copy(update={"resume": "auto"}) if has_begun else job
 
     def write_location(self, rank: int, location: RankLocation) -> None:
         """Called by a rank when it starts."""
@@ -123,10 +133,9 @@ class LaunchFiles:
         self, errors: Mapping[int, Exception], *, died: tuple[int, ...], is_preemption: bool = False
     ) -> None:
         """Called in Ray Train's controller, on the launcher's node."""
-        texts = {rank: str(error) or repr(error) for rank, error in errors.items()}
+        texts = {rank: (str(error) or repr(error))[:MAX_CHARS] for rank, error in errors.items()}
         record = {"died": died, "errors": texts, "is_preemption": is_preemption}
         line = json.dumps(record) + "\n"
-        # One write to a file opened for appending: `new_failures` never reads half a line.
         descriptor = os.open(self._failures, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(descriptor, line.encode())
@@ -137,7 +146,9 @@ class LaunchFiles:
         """Failures that were appended since the last call."""
         if not self._failures.exists():
             return []
-        lines = self._failures.read_text().splitlines()[self._num_failures_read :]
+        # Without the last line while it is being written.
+        complete = self._failures.read_text().rpartition("\n")[0]
+        lines = complete.splitlines()[self._num_failures_read :]
         self._num_failures_read += len(lines)
         records = [json.loads(line) for line in lines]
         return [

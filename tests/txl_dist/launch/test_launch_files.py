@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import DataError
+from tests.support.training_runs import tiny_job
+from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord
 from txl_dist.launch.launch_files import LaunchFiles, RankLocation
 
 
@@ -53,6 +55,38 @@ def test_a_failure_is_read_once(files: LaunchFiles) -> None:
     assert failure.died == (1,)
     assert failure.errors == {0: "ValueError()", 1: "text"}
     assert files.new_failures() == []
+
+
+def test_a_failure_is_read_when_its_line_is_complete(files: LaunchFiles) -> None:
+    files.append_failure({0: ValueError("x" * 10**5)}, died=(1,))
+    (path,) = files.stop.parent.glob("*.failures")
+    line = path.read_bytes()
+    assert len(line) < 5000, "one page"
+    for num_written in (0, 1, len(line) - 1):
+        path.write_bytes(line[:num_written])
+        assert files.new_failures() == []
+    path.write_bytes(line + line[:9])
+    assert len(files.new_failures()) == 1
+    path.write_bytes(2 * line)
+    assert len(files.new_failures()) == 1
+
+
+@pytest.mark.parametrize("resume", ["never", "step-00000003"])
+def test_after_a_kill_in_the_first_save_never_means_no_earlier_launch(
+    tmp_path: Path, resume: str
+) -> None:
+    """Killed when the checkpoint was complete, but `saved` not there yet."""
+    job = tiny_job(tmp_path / "data", tmp_path).model_copy(update={"resume": resume})
+    files = LaunchFiles(tmp_path, "0123")
+    assert files.job_after_restart(job).resume == resume
+    for number, launch_id in enumerate(["4567", job.launch_id], start=1):
+        record = AttemptRecord.of_this_process(number=number, launch_id=launch_id)
+        Attempt(record, tmp_path / FOLDER).add()
+        own = launch_id == job.launch_id
+        expected = "auto" if own and resume == "never" else resume
+        assert files.job_after_restart(job).resume == expected
+    files.saved.touch()
+    assert files.job_after_restart(job).resume == "auto"
 
 
 def test_a_launch_removes_its_own_files_and_those_of_dead_launches(tmp_path: Path) -> None:

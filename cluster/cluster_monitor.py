@@ -15,6 +15,8 @@ from cluster.address import responds
 from cluster.placement import Placement
 
 POLL_SECONDS = 2.0
+SUSPENDED_SECONDS = 10.0
+"""A caller that has not asked for so long was suspended, with Ctrl-Z or with its machine."""
 _JOIN_SECONDS = 5.0
 
 
@@ -48,7 +50,7 @@ class ClusterMonitor:
         self.head = str(context.gcs_address)
         self.own_node_id = str(context.get_node_id())
         """The node of the launcher."""
-        self._last_response = time.monotonic()
+        self._last_response = self._last_question = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="cluster-monitor", daemon=True)
 
@@ -62,8 +64,14 @@ class ClusterMonitor:
 
     @property
     def silent_seconds(self) -> float:
-        """Time since the last response of the head node."""
-        return time.monotonic() - self._last_response
+        """Time since the last response of the head node. For callers that ask again and again: a
+        time for which the whole process was suspended does not count.
+        """
+        now = time.monotonic()
+        if now - self._last_question > SUSPENDED_SECONDS:
+            self._last_response = now
+        self._last_question = now
+        return now - self._last_response
 
     def describe_wait(self, num_ranks: int) -> str:
         """What the ranks are waiting for before they start. `num_ranks`: the fewest that may."""

@@ -1,4 +1,4 @@
-"""Text to token files: `txl prepare` beside what other training systems do with the same text.
+"""Text to token files: `txl prepare` compared with other training systems on the same text.
 
     python benchmarks/compare_preparation.py [--megabytes 30] [--python PYTHON]
 
@@ -11,7 +11,7 @@ The text is Python source code of this installation, one JSON line per file. Its
 - `datasets`: `map` in batches with `tokenizers`, then `save_to_disk`
 - `MDSWriter` of mosaicml-streaming with zstd: ids by `tokenizers`, as one array per document
 
-The rivals run with --python, in whose environment `datasets` and `mosaicml-streaming` may be
+The other tools run with --python, in whose environment `datasets` and `mosaicml-streaming` may be
 installed; a row whose library is missing says so. CPU seconds are those of the process and its
 children, imports included. Before the table, the ids of all documents by `txl prepare` are compared
 with those of Megatron's loop; exits with 1 if one differs.
@@ -46,7 +46,7 @@ def main() -> None:
     """Prepare the text in all ways; print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=30)
-    parser.add_argument("--python", default=sys.executable, help="interpreter of the rivals")
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the other tools")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="txl-compare-") as name:
         folder = Path(name)

@@ -4,7 +4,7 @@
 
 1. The same split is scored by one and by two worker processes with one thread each, alternately.
    The workers have already started and loaded the model, so the time is that of scoring.
-2. `txl eval --workers 2` runs again and again. At a random moment a worker or the command itself
+2. `txl eval --workers 2` runs repeatedly. At a random moment a worker or the command itself
    is killed by SIGKILL; a killed command is continued with `--resume`. Every score must equal that
    of an undisturbed evaluation to the last digit.
 

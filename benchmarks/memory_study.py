@@ -1,4 +1,4 @@
-"""Is the memory worth it? One small model with memory, without, and a vanilla Transformer.
+"""Benefit of the memory: one small model with memory, without, and a vanilla Transformer.
 
     python benchmarks/memory_study.py --out runs/memory-study
     python benchmarks/memory_study.py --out runs/memory-study --steps 20     # only to try it

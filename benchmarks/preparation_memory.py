@@ -51,7 +51,7 @@ def write_text(path: Path, num_bytes: int) -> None:
 
 
 def texts() -> Iterator[str]:
-    """All source files, again and again, each time with other words."""
+    """All source files, repeatedly, each time with other words."""
     letters = string.ascii_lowercase
     for repetition in count():
         shift = repetition % len(letters)

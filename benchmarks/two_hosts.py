@@ -10,7 +10,7 @@ model. Every run must have the losses of a run without a fault.
     lost        steps that were trained again
     goodput     the seconds of all steps in the run without a fault, divided by the wall seconds of
                 this run from its start to its end. (The goodput in metrics.jsonl counts a wait
-                inside a step as part of that step, so it is higher where a cut was sat out.)
+                inside a step as part of that step, so it is higher if a run waited through a cut.)
 
 The runs are short, so even without a fault half of the time is start-up. Compare the rows.
 """

@@ -23,6 +23,6 @@ bare_start.py         Ray alone, for `txl bench start`
 jobs.py               the client of the Ray Jobs API: the entry point for `txl job`
 job_driver.py         runs the txl command of a job on the cluster
 job_command.py        the process of that command
-drain_node.py         announces to Ray that this host will be taken away
+drain_node.py         tells Ray that this host will be preempted
 deploy/               files for `ray up`, Kubernetes, Slurm and containers
 """

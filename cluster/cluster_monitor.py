@@ -16,7 +16,7 @@ from cluster.placement import Placement
 
 POLL_SECONDS = 2.0
 SUSPENDED_SECONDS = 10.0
-"""A caller that has not asked for so long was suspended, with Ctrl-Z or with its machine."""
+"""A caller that has not asked for this long was suspended (Ctrl-Z, or the whole machine)."""
 _JOIN_SECONDS = 5.0
 
 
@@ -64,8 +64,8 @@ class ClusterMonitor:
 
     @property
     def silent_seconds(self) -> float:
-        """Time since the last response of the head node. For callers that ask again and again: a
-        time for which the whole process was suspended does not count.
+        """Time since the last response of the head node. For callers that poll: time for
+        which the whole process was suspended does not count.
         """
         now = time.monotonic()
         if now - self._last_question > SUSPENDED_SECONDS:

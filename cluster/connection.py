@@ -73,7 +73,7 @@ def ray_connection(
             _skip_grace_periods()
         ray.shutdown()
         if address is None:
-            kill_private_ray()  # agents of Ray's that end some time after it
+            kill_private_ray()  # Ray's agents, which end some time after Ray
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tell Ray in time that this host will be taken away, so that its ranks can save.
+"""Tell Ray in time that this host will be preempted, so that its ranks can save.
 
     python -m cluster.drain_node --deadline-seconds 110                        preStop hook of a pod
     python -m cluster.drain_node --deadline-seconds 100 --when-preempted aws   on a spot instance
@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import psutil
 
-MESSAGE = "the host will be taken away"
+MESSAGE = "the host will be preempted"
 POLL_SECONDS = 1.0
 METADATA_POLL_SECONDS = 5.0
 METADATA_TIMEOUT_SECONDS = 2.0

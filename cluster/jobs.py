@@ -35,7 +35,7 @@ SILENCE_SECONDS = 15.0
 HEAD_SECONDS = 30.0
 """How long the API may be unreachable while a job is followed."""
 NUM_LAST_LINES = 40
-"""Of the output of a job that failed."""
+"""Lines that are kept of the output of a failed job."""
 _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _LOGGERS = ("ray", "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk")
 """The last two set a level of their own, and report every connection."""
@@ -183,8 +183,8 @@ class RayJobs:
         except (RuntimeError, ValueError) as error:
             if "status code 404" in str(error):
                 raise ConfigError(
-                    f"{self.url}: {failure}: it knows no such job. A head that was started again "
-                    "has forgotten its jobs; submit the same command: a run resumes"
+                    f"{self.url}: {failure}: it knows no such job. After a restart of the head "
+                    "its jobs are unknown; submit the same command: a run resumes"
                 ) from None
             if "already exists" in str(error):
                 raise JobExistsError(f"{self.url}: {failure}: it exists already") from None

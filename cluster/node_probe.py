@@ -14,7 +14,7 @@ from txl_dist.doctor.request import DoctorRequest, check_this_machine
 from txl_dist.doctor.storage import SharedProbe, Sight, existing_parent
 
 NETWORK_SECONDS = 60.0
-"""Time limit for the nodes to meet, and for one collective."""
+"""Time limit for the rendezvous of the nodes, and for one collective."""
 
 
 class NodeProbe:

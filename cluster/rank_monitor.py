@@ -24,7 +24,7 @@ class RankMonitor:
         self.locations: dict[int, RankLocation] = {}
         """Filled once all ranks have started; empty again after they have ended."""
         self.has_failed = False
-        """Since the launch began."""
+        """Whether a rank has failed since the launch began."""
         self._files, self._counter = files, counter
         self._failure: tuple[float, RankFailure] | None = None
         """A failure that is not yet reported, and when it was read."""

@@ -29,7 +29,7 @@ class RankPlan:
     def __init__(self, ranks: RankRange, *, growth_interval_seconds: float) -> None:
         self.ranks = ranks
         self.num_ranks = 0
-        """Of the last start."""
+        """Number of ranks of the last start."""
         self._growth_interval_seconds = growth_interval_seconds
         self._started_at = self._waiting_since = time.monotonic()
         self._fits_since: float | None = None

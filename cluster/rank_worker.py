@@ -77,7 +77,7 @@ def _agree(world: World, host: str, resume: str, ranks_on_node: int) -> tuple[di
     """
     from ray.train.collective import broadcast_from_rank_zero
 
-    # Rank 0 listens at this port as soon as all ranks have it, so hardly anybody can take it.
+    # Rank 0 listens at this port as soon as all ranks have it: it is unlikely to be taken before.
     own = (host, _free_port(host), resume) if world.is_rank_zero else None
     main_host, port, resume = broadcast_from_rank_zero(own)
     variables = {
@@ -92,7 +92,7 @@ def _agree(world: World, host: str, resume: str, ranks_on_node: int) -> tuple[di
 
 
 def _free_port(host: str) -> int:
-    """A port of this node that nobody uses."""
+    """A free port of this node."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 NICENESS = 10
-"""Of the thread, so that training has the cores first. While the caller waits for a job, the thread
-has them: waiting takes no longer than with any other niceness."""
+"""Niceness of the thread: training gets the CPU cores first. While the caller waits for a job, the
+cores are free, so a high niceness does not make the wait longer."""
 
 
 class BackgroundQueue:

@@ -77,7 +77,7 @@ class InProcess:
             yield number, function(unit)
 
     def status(self) -> list[WorkerStatus]:
-        return []  # the progress of the work says it all
+        return []  # the progress display already shows it
 
     def missing(self) -> str:
         return ""

@@ -57,7 +57,7 @@ class FileFormat:
     """Whether `read` respects `start` and `stop` of the source and counts `lines`."""
     in_folders: bool = True
     """Whether "auto" reads these suffixes as this kind also in folders, not only by name or
-    pattern. Folders of source code have .csv and .tar files that are no corpora."""
+    pattern. Folders of source code have .csv and .tar files that are not corpora."""
 
 
 def _decode_raw(raw: bytes, _text_key: str, _ids: IdRules | None) -> str:

@@ -1,7 +1,7 @@
 """Token ids as documents: which integers are valid, and their form as text.
 
-A document of ids has a text like any other document: its ids as decimal numbers, with one blank
-between two, "60 62 64". Everything after the readers (hashes, deduplication, shuffling, resuming)
+A document of ids has a text like any other document: its ids as decimal numbers, separated by
+single spaces, "60 62 64". Everything after the readers (hashes, deduplication, shuffling, resuming)
 therefore treats both alike, and `tokenizers/ids.py` encodes this text to the same ids.
 
 The end-of-document id may be at the beginning and end of a document, as some programs write it.

@@ -6,7 +6,7 @@ at any frame. Compressed input files are opened by `storage/open_source.py` inst
 
 Two checks that zstandard does not make. It accepts any size that a frame declares (32 KB can
 declare 1 GiB), so sizes are limited and compared before decoding. It also accepts frames without a
-checksum, in which a flipped bit goes unnoticed, so every frame must have the expected checksum.
+checksum, in which a flipped bit is not detected, so every frame must have the expected checksum.
 
 Source: github.com/facebook/zstd, contrib/seekable_format; RFC 8878 for frames and checksums.
 """

@@ -65,7 +65,7 @@ def _read_local(path: Path, first: int, size: int) -> bytes:
 
 def _read_once(path: Path, first: int, size: int) -> bytes:
     # Opened for every read: a corpus may have more shards than a process may have open files.
-    # O_NONBLOCK: opening a FIFO would otherwise block until somebody writes to it.
+    # O_NONBLOCK: opening a FIFO would otherwise block until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return os.pread(descriptor, size, first)

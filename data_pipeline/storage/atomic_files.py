@@ -48,9 +48,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def publish_file(path: Path, data: bytes) -> None:
-    """`write_file` without a sync of the directory, which is not used after the file has its name.
+    """Like `write_file`, but does not sync the directory after the rename.
 
-    For a file at whose sight another process renames the directory, and syncs it before.
+    For a file whose appearance makes another process sync and rename the directory.
     """
     # In the same directory, because a rename is atomic within one file system only. The process id
     # keeps two writers of one path from sharing a temporary file.
@@ -67,8 +67,8 @@ def overwrite_page(path: Path, text: str) -> None:
 
     For files that are rewritten every few seconds. While other processes sync large files, a rename
     was measured to take up to 0.6 s, and this at most 1 ms. One page is one write, so a SIGKILL
-    leaves the old text or the new one. After a power failure the text may be old. A reader at the
-    same time may see a mixture. Raises ValueError if the text is longer than a page.
+    leaves the old text or the new one. After a power failure the text may be old. A concurrent
+    reader may see a mixture of both. Raises ValueError if the text is longer than a page.
     """
     data = text.encode().ljust(PAGE_BYTES)
     if len(data) > PAGE_BYTES:

@@ -1,7 +1,7 @@
 """Directories that appear and disappear in one step, by rename.
 
 A reader never sees a directory that is half written or half removed under its own name. Directories
-whose files are moved one by one into an existing directory are `staged_directory.py`'s.
+whose files are moved one by one into an existing directory are handled by `staged_directory.py`.
 """
 
 import shutil

@@ -114,9 +114,9 @@ class RemotePath:
 
         def fetch(system: Any) -> bytes:
             data: bytes = system.cat_file(self.url, start=first, end=first + size)
-            # A proxy may cut an answer and report the shorter length, so the client sees no error.
+            # A proxy may cut a response and report the shorter length: the client sees no error.
             if len(data) < size and first + len(data) < (system.info(self.url).get("size") or 0):
-                raise UnreachableError(f"the answer ended after {len(data):,} of {size:,} bytes")
+                raise UnreachableError(f"the response ended after {len(data):,} of {size:,} bytes")
             return data
 
         data = self._request(fetch)

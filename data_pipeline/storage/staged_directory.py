@@ -113,7 +113,7 @@ class StagedDirectory:
         moving = sorted(name for name in names if name != self.last)
         write_synced(self.path / _MOVING, json.dumps(moving).encode())
         fsync_directory(self.path)
-        # Of an earlier set, which this one replaces: it must not appear beside new files.
+        # Of an earlier set, which this one replaces: it must not appear next to new files.
         (self.directory / self.last).unlink(missing_ok=True)
         fsync_directory(self.directory)
         for name in moving:

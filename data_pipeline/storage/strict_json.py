@@ -8,7 +8,7 @@ from data_pipeline.errors import printable
 
 
 def canonical(content: object) -> str:
-    """The canonical JSON text of `content`: sorted keys, no blanks, ASCII only."""
+    """The canonical JSON text of `content`: sorted keys, no whitespace, ASCII only."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 

@@ -28,7 +28,7 @@ def scheme_of(address: str) -> str:
     scheme = address.partition("://")[0]
     if scheme.lower() not in SCHEMES:
         raise ConfigError(
-            f"{shown(address)}: URLs of scheme {printable(scheme)!r} are not supported; legal are "
+            f"{shown(address)}: URLs of scheme {printable(scheme)!r} are not supported; valid are "
             f"{', '.join(SCHEMES)}, and paths. Copy the data to one of these."
         )
     return scheme.lower()

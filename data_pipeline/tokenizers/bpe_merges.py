@@ -20,13 +20,13 @@ _NONE = -1
 _MAX_SYMBOLS = 2**20
 """Ids are below it, so a pair is one int64: left * _MAX_SYMBOLS + right."""
 _RARE_SHARE = 2**12
-"""At first, pairs are rare that are less than one in so many symbols of the text."""
+"""Initially, a pair is rare if it occurs less than once per this many symbols of the text."""
 _RARE_STEP = 32
-"""When only rare pairs are left, the limit falls to this fraction of it."""
+"""When only rare pairs are left, the limit is divided by this."""
 _PARTS = 16
-"""All pairs are counted in so many parts, by their left symbols: more take less memory."""
+"""All pairs are counted in this many parts, by their left symbols: more parts, less memory."""
 _FEW = 300
-"""Up to so many pairs, a loop takes less time than numpy's sorting."""
+"""Up to this many pairs, a loop takes less time than numpy's sorting."""
 
 
 def learn_merges(

@@ -1,6 +1,6 @@
 """Token ids that come from elsewhere (music, genomes, other tokenizers), written as text.
 
-The text of ids is their decimal numbers with one blank between two, "60 62 64": prompts are given
+The text of ids is their decimal numbers, separated by spaces, "60 62 64": prompts are given
 and generated ids are printed like this. With names (`id_names.py`), text is printed in names, and a
 prompt may have both.
 """
@@ -113,6 +113,6 @@ class IdTokenizer:
         names = f", and {len(self.names):,} of them have names" if self.names else ""
         return ConfigError(
             f"{printable(word)[:40]!r} is not a token id: the vocabulary has the ids 0 to "
-            f"{self.vocab_size - 1}{names}. This model was trained on ids: write them with blanks "
+            f"{self.vocab_size - 1}{names}. This model was trained on ids: write them with spaces "
             "between them, such as '60 62 64'; txl data inspect DATASET shows some."
         )

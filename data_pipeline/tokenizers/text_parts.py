@@ -3,7 +3,7 @@
 The tokenizer's `cuts` says where that is possible:
 
 - `anywhere`: after any `max_chars` characters.
-- `space`: before a blank, tab or line break that follows a character other than whitespace. No
+- `space`: before a space, tab or line break that follows a character other than whitespace. No
   word, and no token of byte-level BPE with GPT-2's pattern, crosses this position, and the
   tokenization before it does not depend on the text after it.
 - `line`: after a line break.
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from data_pipeline.tokenizers.interface import Cuts
 
-# tiktoken fails on a million blanks in a row, so this must be smaller. It decides the tokens of
+# tiktoken fails on a million spaces in a row, so this must be smaller. It decides the tokens of
 # texts that have no position to cut at: changing it changes datasets.
 MAX_PART_CHARS = 2**19
 # ASCII only: Python and the patterns of BPE disagree on other whitespace.

@@ -197,8 +197,8 @@ def damage_figure(text: BenchText, work: Path) -> Figure:
         try:
             unnoticed += not np.array_equal(_tokens(open_split(directory, "train")), expected)
         except DataError:
-            continue  # noticed
-    return Figure("random bit flips unnoticed", unnoticed, f"of {_FLIPS}", 0, at_most=True)
+            continue  # detected
+    return Figure("random bit flips not detected", unnoticed, f"of {_FLIPS}", 0, at_most=True)
 
 
 def _tokens(reader: SplitReader) -> np.ndarray:
@@ -207,7 +207,7 @@ def _tokens(reader: SplitReader) -> np.ndarray:
 
 
 def _cpu_seconds(run: Callable[[], object]) -> float:
-    # The garbage collector would search the objects of the measurements before, again and again.
+    # The garbage collector would repeatedly scan the objects of earlier measurements.
     gc.collect()
     gc.freeze()
     began = time.process_time()

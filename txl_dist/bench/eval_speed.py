@@ -6,11 +6,11 @@ For an attention length L, both paths score tokens of which each attends to abou
               every token attends to L tokens of memory and the earlier ones of its segment
     window    for every single token, the L tokens before it are read (window_path.py)
 
-The window path skips what a window does not need, so that the ratio is not won against a slow
-opponent. Each path runs with its fastest setting of a few, chosen before the measurement: the block
+The window path skips what a window does not need, so that the ratio is not against a slow
+baseline. Each path runs with its fastest setting of a few, chosen before the measurement: the block
 length (and on GPUs the number of windows) of the window path, the lanes of the reuse path.
 
-The figure to judge is the share of the FLOP ratio that the time ratio reaches:
+The figure to compare is the share of the FLOP ratio that the time ratio reaches:
 
     share = (window time / reuse time) / (window FLOPs / reuse FLOPs)
           = (FLOP/s of the reuse path) / (FLOP/s of the window path)
@@ -45,13 +45,13 @@ from txl_dist.runtime.allocation import keep_freed_memory
 
 LIMIT = 0.8
 MAX_SHARE = 1.25
-"""Above it the window path uses the machine worse than the other one, so the ratio is no proof."""
+"""Above it the window path reaches so few FLOP/s that the time ratio does not count."""
 PAPER_RATIOS = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
 """Attention length -> times slower per token than with state reuse; table 9 of the paper."""
 BLOCK_LENS = {"cpu": (64, 128, 256), "cuda": (512, 1024, 4096)}
 """Blocks of queries of the window path to choose from, by type of device."""
 WINDOWS = {"cpu": (1,), "cuda": (1, 4)}
-"""Windows per batch to choose from. On a CPU thread, one window fills it."""
+"""Windows per batch to choose from. One window is enough to keep a CPU thread busy."""
 LANES = {"cpu": (1, 4), "cuda": (1, 4, 16)}
 """Lanes of the reuse path to choose from."""
 REUSE_TOKENS = 256

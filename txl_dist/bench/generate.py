@@ -1,4 +1,4 @@
-"""`txl bench generate`: time per token, in growing texts, in batches, and against its products.
+"""`txl bench generate`: time per token by text length, in batches, and of its products alone.
 
 One decoder per length has read a text of that length. Every round draws the same number of tokens
 from each, so that other load on the machine affects all of them. A token attends to the memory and

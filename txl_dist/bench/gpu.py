@@ -108,7 +108,7 @@ def measured_peak(settings: Settings) -> float:
 
 
 def _row(name: str, model: BenchModel, form: str, settings: Settings, peak_flops: float) -> GpuRow:
-    """Measure, with half the lanes for as long as the memory does not suffice."""
+    """Measure; halve the number of lanes until the step fits in memory."""
     kernel = choose_attention(
         form,
         device=settings.device,
@@ -168,7 +168,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 class TrainingStep:
-    """A step of one model, to call again and again; `flops` are those of its products."""
+    """A training step that can be called repeatedly; `flops` are those of its products."""
 
     def __init__(self, model: BenchModel, form: str, settings: Settings) -> None:
         config = replace(model.config, attention=form)

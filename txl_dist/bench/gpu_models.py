@@ -76,7 +76,7 @@ MODELS = {
 """By name, in the order of the table."""
 
 DATA_SHEET_TFLOPS = {
-    # The most special name first: the name of a device contains one of these.
+    # The most specific name first: the name of a device contains one of these.
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
     "H100": 989.0,

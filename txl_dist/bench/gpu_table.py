@@ -14,7 +14,7 @@ HEADER = (
 
 
 def machine_line(device: torch.device, *, peak_flops: float, sheet_flops: float | None) -> str:
-    """What was measured on, in one line."""
+    """The device and the library versions, in one line."""
     sheet = "unknown" if sheet_flops is None else f"{sheet_flops / 1e12:.0f}"
     return (
         f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "

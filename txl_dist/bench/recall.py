@@ -7,13 +7,13 @@ Protocol. One sequence has `2 * span + max_distance` tokens, and ends with a spa
 
 Both are the same tokens, except that at distance d the span also occurs d tokens earlier, where the
 control has text. A model that uses the first occurrence predicts the second one better. The first
-`cue` tokens of the second span are not scored: nothing announces the repetition before them. The
+`cue` tokens of the second span are not scored: before them, nothing indicates a repetition. The
 loss of the other `span - cue` tokens is averaged over all sequences, at each distance and in the
 control; the gain is the difference, and its interval is a bootstrap over sequences.
 
 Text and spans are uniformly random token ids or, with a dataset, text of one split, where the span
-is text of another sampled place. Random tokens exclude every other help, but are unlike what the
-model was trained on; real text measures recall in its usual surroundings.
+is text of another sampled place. With random tokens nothing else helps the prediction, but they are
+unlike the training data; real text measures recall under realistic conditions.
 
 The model reads a sequence from an empty memory, in segments of `tgt_len` tokens with its memory, as
 in `txl eval`; the last segment ends with the last scored token (context/windows.py). It therefore

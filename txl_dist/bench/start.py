@@ -1,4 +1,4 @@
-"""`txl bench start`: how soon `txl train` trains, against the bare libraries, and how soon it ends.
+"""`txl bench start`: time to the first step, against bare libraries, and from the last step on.
 
     processes   txl train --on processes    torchrun, one step of DeepSpeed
     ray         txl train --on ray          Ray Train, one step of DeepSpeed; and actors, without it
@@ -47,15 +47,15 @@ USAGE_ERRORS = (
     ("prepare", "missing", "--out", "out"),
     ("data", "inspect", "missing"),
 )
-"""Commands that must fail before anything is imported that computes."""
+"""Commands that must fail before torch and other slow libraries are imported."""
 LIMITS = {"processes": 0.8, "ray": 0.7}
-"""Of the time of the bare libraries."""
+"""Limits, as fractions of the time of the bare libraries."""
 USAGE_SECONDS, FIRST_LINE_SECONDS, SILENT_SECONDS, END_SECONDS = 0.6, 2.0, 5.0, 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a command printed when, in seconds."""
+    """When a command printed its lines, in seconds."""
 
     began: float
     """On the monotonic clock; the others are differences."""

@@ -50,11 +50,11 @@ class AttemptRecord(StrictModel):
     id: str = Field(pattern=r"^[0-9a-f]{8}\z")
     host: str
     pid: int
-    """Of rank 0."""
+    """Process id of rank 0."""
     started: str
     """UTC, for people: `2026-11-22 11:15:03`."""
     launch_id: str
-    """Of `TrainJob`: the restarts of ranks by one launcher are attempts of one launch."""
+    """`TrainJob.launch_id`: restarts of the ranks by one launcher are attempts of one launch."""
 
     @classmethod
     def of_this_process(cls, *, number: int, launch_id: str) -> "AttemptRecord":

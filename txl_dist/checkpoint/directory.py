@@ -44,7 +44,7 @@ class CheckpointDirectory:
         self.run = run
         self.path = run / "checkpoints"
         self.attempt: Attempt | None = None
-        """Of a training process: changes raise FencedError once there is a newer attempt."""
+        """Set in a training process: changes raise FencedError once there is a newer attempt."""
 
     def require_newest_attempt(self) -> None:
         """Raise FencedError if a newer attempt of the run has started; called before a change."""

@@ -2,7 +2,7 @@
 
 The copies follow the local directory: every `update` uploads what the URL lacks, newest first, and
 removes the copies of checkpoints that do not exist locally any more. So a failed upload needs no
-record: the next update repeats it, and training never stops for a store that is away. Each rank
+record: the next update repeats it, and an unavailable store never stops training. Each rank
 uploads the files that it wrote; rank 0 uploads the metrics and the manifest, when the store has all
 other files, then LATEST. A run that was started again elsewhere has a newer attempt at the URL
 (`attempts.py`): then nothing is changed there any more.
@@ -37,7 +37,7 @@ from txl_dist.errors import CheckpointError, FencedError
 from txl_dist.runtime.fault_injection import fault_point
 
 POLL_SECONDS = 0.5
-"""Between two looks for a checkpoint or for the uploads of the other ranks."""
+"""Polling interval while waiting for a checkpoint or for the uploads of the other ranks."""
 _RANK = re.compile(r"-rank-(\d{5})\.")
 
 log = logging.getLogger(__name__)

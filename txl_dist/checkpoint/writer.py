@@ -45,7 +45,7 @@ from txl_dist.errors import CheckpointError, DivergedError, FencedError, TxlErro
 from txl_dist.runtime.fault_injection import fault_point
 
 _POLL_SECONDS = 0.02
-"""Between two looks for the parts of the other ranks."""
+"""Polling interval while waiting for the parts of the other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Save:
 
     directory: CheckpointDirectory
     save_id: str
-    """Unique among all saves: the parts of two saves never meet in one directory."""
+    """Unique among all saves: the parts of two saves are never in one directory."""
     state: Mapping[str, Any]
     """JSON with a `step`."""
     rank: int

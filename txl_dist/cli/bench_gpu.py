@@ -52,7 +52,7 @@ def gpu(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens/s, MFU and peak memory of training steps, with every form of attention.
+    """Tokens/s, MFU and peak memory of training steps, by attention implementation.
 
     MFU is against the data sheet and against the fastest matrix product measured here. Without a
     GPU it says so and ends with exit code 0.

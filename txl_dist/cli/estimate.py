@@ -18,10 +18,10 @@ def estimate(
     gpus_per_node: Annotated[int, typer.Option(min=1)] = 8,
     peak_tflops: Annotated[
         float | None,
-        typer.Option(min=1e-6, help="Of one GPU.", show_default="A100: 312 bf16, 19.5 fp32"),
+        typer.Option(min=1e-6, help="Peak of one GPU.", show_default="A100: 312 bf16, 19.5 fp32"),
     ] = None,
     utilisation: Annotated[
-        float, typer.Option(min=0.001, max=1.0, help="Of the peak, while a rank computes.")
+        float, typer.Option(min=0.001, max=1.0, help="Fraction of the peak, while computing.")
     ] = 0.3,
     link_gbit: Annotated[
         float, typer.Option(min=1e-6, help="Gbit/s between a node and the others.")
@@ -30,7 +30,7 @@ def estimate(
         float, typer.Option(min=1e-6, help="Gbit/s of a GPU within its node.")
     ] = 2400.0,
     link_latency_us: Annotated[
-        float, typer.Option(min=0, help="Of a message between nodes, in microseconds.")
+        float, typer.Option(min=0, help="Latency of a message between nodes in us.")
     ] = 20.0,
     storage_gbytes: Annotated[
         float, typer.Option(min=1e-6, help="GB/s at which all ranks together write checkpoints.")
@@ -39,7 +39,7 @@ def estimate(
         float, typer.Option(min=1e-3, help="Mean time between failures of one node.")
     ] = 6000.0,
     restart_seconds: Annotated[
-        float, typer.Option(min=0, help="From a failure to the next step.")
+        float, typer.Option(min=0, help="Seconds from a failure to the next step.")
     ] = 120.0,
     lanes_per_gpu: Annotated[
         int | None,
@@ -50,7 +50,7 @@ def estimate(
         ),
     ] = None,
     device: Annotated[
-        Literal["cuda", "cpu"], typer.Option(help="Which form of attention the ranks use.")
+        Literal["cuda", "cpu"], typer.Option(help="Device type of the ranks.")
     ] = "cuda",
     as_json: AsJson = False,
 ) -> None:

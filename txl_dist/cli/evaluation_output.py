@@ -139,7 +139,7 @@ def print_table(scored: Sequence[ScoredJob], swept: Sequence[str]) -> None:
             f"{result.overhead:.1%}{'  selected' if each.selected else ''}"
         )
     print(
-        f"data {scored[0].job.data}; context: more tokens that were read, because chunks are "
+        f"data {scored[0].job.data}; context: additional tokens read, because chunks are "
         "scored independently"
     )
     if swept:
@@ -171,11 +171,9 @@ def print_score(scored: ScoredJob) -> None:
     _print_interval(result)
     print(f"  {result.num_chunks} chunks, {result.overhead:.1%} more tokens read as context")
     if result.overhead > MAX_OVERHEAD:
-        print("  so many because the split is short and is cut for several workers nevertheless")
+        print("  so many because a short split is also cut into chunks for several workers")
     if settings.mode == "fast":
-        print(
-            "  fast: only one memory length of context per chunk; the exact score is slightly lower"
-        )
+        print("  fast: one memory length of context per chunk; the exact loss is usually lower")
     print(f"  protocol: {result.protocol}")
 
 

@@ -69,7 +69,7 @@ def submit(
         ),
     ] = None,
     working_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="Its files travel to the cluster: the configs.")
+        Path, typer.Option(metavar="DIR", help="Its files (configs) are sent to the cluster.")
     ] = Path(),
     exclude: Annotated[
         list[str] | None,
@@ -208,7 +208,7 @@ def stop(
 
 @app.command("list")
 def list_(address: Address = None, as_json: AsJson = False) -> None:
-    """List the txl jobs that the cluster knows, oldest first. A new head node knows none.
+    """List the txl jobs that the cluster knows, oldest first. A restarted head node lists none.
 
     Example: txl job list --address http://127.0.0.1:8265
     """
@@ -246,7 +246,7 @@ def _submit(client: "JobClient", request: "JobRequest", package: Path, *, attach
         job_id = next_attempt_id(request.name, attempts)
         try:
             client.submit(request, job_id, package)
-        except JobExistsError:  # somebody else was faster
+        except JobExistsError:  # another client submitted it first
             running = client.job(job_id)
         else:
             return client.job(job_id)
@@ -273,7 +273,7 @@ def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> i
             else client.wait(job_id)
         )
     except KeyboardInterrupt:
-        note(f"\n{job_id} goes on without this command. {next_commands(client, job_id)}")
+        note(f"\n{job_id} keeps running. {next_commands(client, job_id)}")
         return INTERRUPTED_EXIT_CODE
     if as_json:
         print(json.dumps(asdict(job)))
@@ -295,7 +295,7 @@ def _find(client: "JobClient", name: str) -> "Job":
         raise ConfigError(f"{name} are several runs: {', '.join(runs)}. Name one of them")
     raise ConfigError(
         f"{client.url} knows no job {name}: txl job list {address_option(client)} shows those that "
-        "it knows. A head that was started again has forgotten its jobs; submit the same command: "
+        "it knows. After a restart of the head its jobs are unknown; submit the same command: "
         "a run resumes"
     )
 

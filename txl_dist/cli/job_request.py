@@ -95,7 +95,7 @@ def _plan_training(
     _refuse_secrets_of(config)
     if not path.resolve().is_relative_to(working_dir.resolve()):
         raise ConfigError(
-            f"{path} is not in {working_dir.resolve()}, whose files travel to the cluster; give "
+            f"{path} is not in {working_dir.resolve()}, whose files are sent to the cluster; give "
             "its directory with --working-dir"
         )
     packed = path.resolve().relative_to(working_dir.resolve())

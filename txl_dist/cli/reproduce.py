@@ -45,8 +45,8 @@ def reproduce(
 ) -> None:
     """Prepare, train and evaluate one of the paper's experiments, and compare with its result.
 
-    If it is stopped, run it again to continue. With settings that differ from the config, for
-    example fewer steps, the score shows how far that gets.
+    If it is stopped, run it again to continue. Overrides of the config, for example
+    fewer steps, are listed with the score.
 
     Example: txl reproduce enwik8-base --data downloads/ --ranks 8
     """

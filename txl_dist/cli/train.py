@@ -68,7 +68,7 @@ def train(
         typer.Option(
             "--force-unlock",
             help="Start although the directory is locked by another run, for example on a host "
-            "that is lost. If that run lives, it stops at its next checkpoint.",
+            "that is lost. If that run is still alive, it stops at its next checkpoint.",
         ),
     ] = False,
     dry_run: Annotated[
@@ -189,7 +189,7 @@ def _train_as_rank(
     max_restarts: int | None,
     dry_run: bool,
 ) -> None:
-    """Train as the rank that torchrun made of this process. Rank 0 prints its log."""
+    """Train as the rank that torchrun assigned to this process. Rank 0 prints its log."""
     import logging
     import os
 

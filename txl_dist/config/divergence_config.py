@@ -25,7 +25,7 @@ class DivergenceConfig(Section):
     gradient_spike: float | None = Field(default=None, gt=0)
     """Threshold of the gradient norm before clipping, such as 20; null: none."""
     window_steps: int = Field(default=100, ge=5, le=10_000)
-    """Accepted steps that a spike is compared with. Nothing is a spike until there are so many."""
+    """Accepted steps that a spike is compared with. With fewer steps, nothing is a spike."""
     max_events: int = Field(default=10, ge=1)
     """Events that `skip` and `rollback` tolerate within `max_events_interval_steps`; the next one
     ends the run with exit code 5."""

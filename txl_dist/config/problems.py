@@ -1,6 +1,6 @@
 """Messages for invalid configs, made from the errors of pydantic.
 
-A message has the value and the legal values, or the nearest legal name. `config_file.py` adds its
+A message has the value and the valid values, or the nearest valid name. `config_file.py` adds its
 origin: the line of the file, or the override.
 """
 
@@ -75,7 +75,7 @@ def _nearest_key(path: KeyPath) -> str:
     same = [full for full, last in last_part.items() if name in (last, full)]
     if same:  # It is a key of another section, or was written as `a.b: value`.
         return f"did you mean {same[0]}?" + (" Sections are nested." if same[0] == name else "")
-    return f"legal here: {', '.join(siblings)}"
+    return f"valid here: {', '.join(siblings)}"
 
 
 def _legal_keys() -> list[tuple[str, ...]]:

@@ -135,7 +135,7 @@ def load_exported(
     """
     described = describe_exported(directory)
     path = directory / WEIGHTS_NAME
-    # All bytes are hashed first: safetensors does not notice a flipped bit inside a tensor.
+    # All bytes are hashed first: safetensors does not detect a flipped bit inside a tensor.
     try:
         if (digest := sha256_file(path)) != described.weights_sha256:
             raise CheckpointError(

@@ -38,7 +38,7 @@ class StoredModel:
     reset: Reset
     """`tgt_len` and `reset` as in training."""
     weights: Weights = "last"
-    """Of a checkpoint: the average over steps, or those of the last step."""
+    """Which weights of a checkpoint: the average over steps, or those of the last step."""
     load: Load
     """Returns the model on the CPU and its tokenizer. The config may differ from the stored one in
     fields without weights. Raises CheckpointError for damaged files."""

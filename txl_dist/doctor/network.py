@@ -21,7 +21,7 @@ from txl_dist.doctor.finding import Finding, ok, problem
 
 MEASURE_SECONDS = 0.2
 MAX_ROUNDS = 31
-"""More than 32 nodes: each is measured with so many others only."""
+"""With more than 32 nodes, each node is measured with only this many others."""
 _LATENCY_REPEATS = 20
 _MIN_BYTES, _MAX_BYTES = 2**18, 2**26
 _SLOW_BANDWIDTH_RATIO = 0.5
@@ -33,7 +33,7 @@ class LinkSpeed:
     """Speed of all-reduce over all ranks, or of messages between two."""
 
     latency_seconds: float
-    """Of the smallest message."""
+    """Latency of the smallest message."""
     bytes_per_second: float
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class NetworkSpeed:
     backend: str
     all_reduce: LinkSpeed
     pairs: Mapping[tuple[int, int], LinkSpeed]
-    """Of the pairs in which this rank is the lower one."""
+    """Speed of each pair in which this rank is the lower one."""
 
 
 def open_store(host: str, num_ranks: int, *, limit_seconds: float) -> dist.TCPStore:

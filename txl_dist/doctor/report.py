@@ -9,7 +9,7 @@ from txl_dist.doctor.finding import Finding
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _MAX_NODES = 4
-"""A line names at most so many nodes with the same finding."""
+"""A line names at most this many nodes with the same finding."""
 
 
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `txl doctor` shall check, and the checks of one node."""
+"""What `txl doctor` checks, and the checks of one node."""
 
 import socket
 from dataclasses import dataclass, field

@@ -17,21 +17,21 @@ class Assumptions:
 
     device: Device = "cuda"
     peak_tflops: float | None = None
-    """Of one GPU; None: `PEAK_TFLOPS` of the run's precision."""
+    """Peak of one GPU; None: `PEAK_TFLOPS` of the run's precision."""
     utilisation: float = 0.3
     """Share of the peak that a step reaches while it computes: MFU without communication."""
     kernel_seconds: float = 8e-6
-    """To start one operation. A small micro-batch takes this for each of its operations."""
+    """Time to launch one kernel. A small micro-batch takes this time for each of its kernels."""
     links: Links = field(default_factory=Links)
     storage_gbytes_per_second: float = 2.0
-    """At which all ranks together write checkpoints."""
+    """Rate at which all ranks together write checkpoints."""
     copy_gbytes_per_second: float = 10.0
-    """From a GPU to the memory of its host, for the copy for which a save stops training."""
+    """Copy rate from a GPU to host memory; a save stops training for this copy."""
     node_mtbf_hours: float = 6000.0
     """Mean time between failures of one node. Llama 3 had 419 unexpected interruptions in 54 days
     on 2,048 nodes: 6,300 hours (arXiv:2407.21783, section 3.3.4)."""
     restart_seconds: float = 120.0
-    """From a failure to the first step after it."""
+    """Time from a failure to the first step after it."""
     lanes_per_gpu: int | None = None
     """The batch grows with the GPUs; None: `data.num_lanes` is the same for all."""
 

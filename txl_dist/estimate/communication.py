@@ -34,7 +34,7 @@ from txl_dist.estimate.zero_settings import ZeroSettings
 CONTROL_MESSAGES = 2
 """All-reduces of a few numbers per step: loss sums and flags, and the gradient norm."""
 BACKWARD_SHARE = 2 / 3
-"""Of the operations of forward and backward."""
+"""Fraction of the operations of forward and backward that are in backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,24 +47,24 @@ class Links:
     intra_node_gbit: float = 2400.0
     """Gbit/s of one GPU's links within its node."""
     latency_seconds: float = 20e-6
-    """Of one message between nodes."""
+    """Latency of one message between nodes."""
     intra_node_latency_seconds: float = 3e-6
 
     def bytes_per_second(self, num_ranks: int) -> float:
-        """Of the slowest link of a ring over all ranks."""
+        """Bandwidth of the slowest link of a ring over all ranks."""
         gbit = self.intra_node_gbit
         if num_ranks > self.gpus_per_node:
             gbit = min(gbit, self.node_gbit)
         return gbit * 1e9 / 8
 
     def ring_latency_seconds(self, num_ranks: int) -> float:
-        """Of a message that goes once around, from the first rank to the last."""
+        """Latency of a message that goes around the ring once, from the first rank to the last."""
         between = math.ceil(num_ranks / self.gpus_per_node) - 1
         within = num_ranks - 1 - between
         return between * self.latency_seconds + within * self.intra_node_latency_seconds
 
     def tree_latency_seconds(self, num_ranks: int) -> float:
-        """From the root of a tree over all ranks to its leaves."""
+        """Latency from the root of a tree over all ranks to its leaves."""
         num_nodes = math.ceil(num_ranks / self.gpus_per_node)
         within = math.log2(min(num_ranks, self.gpus_per_node))
         between = math.log2(num_nodes)
@@ -77,18 +77,18 @@ class Collective:
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
     num_bytes: float
-    """Of the whole tensors, all messages together."""
+    """Size of the whole tensors, summed over all messages."""
     num_messages: int = 1
     overlaps: float = 0.0
     """Share of the step's computation during which it may run; 0: all ranks wait for it."""
 
     def bytes_sent(self, num_ranks: int) -> float:
-        """By each rank, in a ring."""
+        """Bytes that each rank sends in a ring."""
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * (num_ranks - 1) / num_ranks * self.num_bytes
 
     def seconds(self, num_ranks: int, links: Links) -> float:
-        """Until all messages have arrived, without waiting for slower ranks."""
+        """Time until all messages have arrived, without waiting for slower ranks."""
         if num_ranks == 1:
             return 0.0
         bandwidth = links.bytes_per_second(num_ranks)
@@ -119,7 +119,7 @@ def collectives_of_step(
 
 
 def _reductions(model: ModelNeeds, zero: ZeroSettings, micro_batches: int) -> Iterator[Collective]:
-    """Of the gradients. Stages 0 and 1 reduce once, with the last micro-batch."""
+    """Reductions of the gradients. Stages 0 and 1 reduce once, with the last micro-batch."""
     times = micro_batches if zero.stage >= 2 else 1
     bucket_size = zero.reduce_bucket_size if zero.stage else STAGE_0_BUCKET
     during = 0
@@ -165,9 +165,9 @@ class StepTime:
 
     compute: float
     communication: float
-    """Of all collectives, if nothing overlapped."""
+    """Time of all collectives if nothing overlapped."""
     exposed: float
-    """The part of `communication` for which the rank does not compute."""
+    """The part of `communication` that does not overlap with computation."""
 
     @property
     def total(self) -> float:
@@ -177,14 +177,14 @@ class StepTime:
 def step_time(
     collectives: list[Collective], *, compute_seconds: float, num_ranks: int, links: Links
 ) -> StepTime:
-    """Compute, plus all communication that does not overlap, plus what overlaps but is longer.
+    """Compute time plus the communication time that is not hidden by overlap.
 
     Overlapped collectives share the time of the compute; it does not become slower by them.
     """
     seconds = [(each.overlaps, each.seconds(num_ranks, links)) for each in collectives]
 
     def excess(share: float) -> float:
-        """Of the collectives that may run during at most this share of the compute."""
+        """Excess time of the collectives that may overlap with at most this share of compute."""
         return sum(time for other, time in seconds if other <= share) - share * compute_seconds
 
     return StepTime(

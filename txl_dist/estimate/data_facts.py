@@ -14,7 +14,7 @@ from txl_dist.training.data import Corpus, first_phase, open_corpora
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """Of the datasets of a config or, where they are not there, of the config alone."""
+    """Read from the datasets of a config or, if they do not exist, from the config alone."""
 
     vocab_size: int
     num_steps: int | None
@@ -22,7 +22,7 @@ class DataFacts:
     num_tokens: float | None = None
     """Length of the run in tokens of all lanes; None: unknown without the data."""
     compressed_bytes_per_token: float | None = None
-    """Of the training split's shards."""
+    """Compressed size of the training split's shards divided by its tokens."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:

@@ -102,7 +102,7 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
 
 
 def _bucket_size(config: RunConfig, device: Device) -> int:
-    """Of stages 1 to 3: the estimate shows them for a run at stage 0 too."""
+    """Bucket size of stages 1 to 3, which are also estimated for a run at stage 0."""
     stage = max(1, config.deepspeed.zero_stage)
     zero = ZeroSettings.of(config.deepspeed, num_ranks=1, on_gpu=device == "cuda", stage=stage)
     return zero.reduce_bucket_size
@@ -193,7 +193,7 @@ def _as_on_device(config: ModelConfig, device: Device) -> ModelConfig:
 
 @contextmanager
 def _paths_of(device: Device) -> Iterator[None]:
-    """For GPUs, let the tensors of this CPU take the kernels and forms that GPUs have."""
+    """For GPUs, make the fake tensors on this CPU take the code paths of GPUs."""
     if device == "cpu":
         yield
         return

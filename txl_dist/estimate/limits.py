@@ -12,15 +12,15 @@ from txl_dist.runtime.collective_watch import BEAT_SECONDS
 from txl_dist.runtime.heartbeat import NUM_READERS
 
 FILE_OPERATIONS_PER_SECOND = 1000.0
-"""What a shared file system's metadata server does without effort; an assumption."""
+"""Rate that a shared file system's metadata server handles easily; an assumption."""
 FILE_LATENCY_SECONDS = 0.5e-3
-"""Of one such operation; an assumption."""
+"""Latency of one such operation; an assumption."""
 JSON_BYTES_PER_SECOND = 20e6
-"""At which rank 0 parses and checks the parts of a manifest."""
+"""Rate at which rank 0 parses and checks the parts of a manifest."""
 POINTS_PER_LINE = 12
 """Numbers in a step line of metrics.jsonl, each a point in MLflow."""
 POINTS_PER_SECOND = 100.0
-"""That a tracking server takes without effort; an assumption."""
+"""Rate that a tracking server handles easily; an assumption."""
 LARGEST_SEARCHED = 2**20
 
 
@@ -93,7 +93,7 @@ def limits_of_run(
             unit="seconds",
             threshold=10.0,
             advice="in the background of a save; use ZeRO 1 or 2, or a faster file system",
-            # A look, and the file; its JSON holds about what the manifest holds of the rank.
+            # One poll and one read per rank; its JSON is about its part of the manifest.
             value=lambda ranks: (
                 2 * FILE_LATENCY_SECONDS * ranks + manifest_bytes(ranks) / JSON_BYTES_PER_SECOND
             ),

@@ -40,14 +40,14 @@ class MeasuredSteps:
 
     num_parameters: int
     peak_bytes: int
-    """Of all tensors: weights, optimizer state, buffers, activations. The smallest peak of the
-    steps after the first: reductions that happen to take longer keep their tensors."""
+    """Peak over all tensors: weights, optimizer state, buffers, activations. The smallest one of
+    the steps after the first, because slow reductions hold their tensors longer."""
     collective_bytes: dict[str, int]
-    """By kind: bytes of the whole tensors."""
+    """Kind -> bytes of the whole tensors."""
     num_messages: dict[str, int]
-    """By kind."""
+    """Kind -> number of messages."""
     step_seconds: list[float]
-    """Of every step, with counting if it was on."""
+    """Time of every step, including the counting if it was on."""
 
 
 def measure_steps(

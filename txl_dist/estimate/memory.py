@@ -55,9 +55,9 @@ class ActivationPeaks:
     """
 
     after_forward: int
-    """Stored for backward, not a peak."""
+    """Bytes stored for backward; not a peak."""
     before_gradients: int
-    """Until the first gradient of a parameter is complete."""
+    """Peak until the first gradient of a parameter is complete."""
     with_gradients: int
     """After that, if the gradients of all parameters are kept."""
     without_gradients: int
@@ -120,7 +120,7 @@ class MemoryUse:
     """Bytes of tensors on one rank at one moment."""
 
     weights: int
-    """With fp32 masters."""
+    """Weights and their fp32 masters."""
     optimizer: int
     """Optimizer state."""
     lanes: int
@@ -131,7 +131,7 @@ class MemoryUse:
     buffers: int
     """DeepSpeed's buckets, flat copies and gathered weights."""
     activations: int
-    """Of one micro-batch, with its gradients if they are kept."""
+    """Activations of one micro-batch, and its gradients if they are kept."""
 
     @property
     def device(self) -> int:
@@ -248,7 +248,7 @@ class RankMemory:
 
     def _partitioned_update(self) -> Iterator[Phase]:
         if self.zero.offload == "none":
-            gradients = self._partly_owned + self._part  # and a flat copy of the own part
+            gradients = self._partly_owned + self._part  # and a flat copy of this rank's part
             yield Phase(gradients, self._whole if self.model.has_muon else 0)
 
     def _stage_3(self) -> Iterator[Phase]:
@@ -286,12 +286,12 @@ class RankMemory:
 
     @property
     def _partly_owned(self) -> int:
-        """Of the parameters that this rank owns in part, stages 1 and 2."""
+        """Bytes of the parameters of which this rank owns a part, at stages 1 and 2."""
         return FP32_BYTES * self.model.num_partly_owned(self.num_ranks)
 
     @property
     def _outside_bucket(self) -> int:
-        """Of a gradient that is larger than the bucket and waits for it to be full."""
+        """Bytes of a gradient larger than the bucket, kept until the bucket is reduced."""
         layers = (each for each in self.model.parameters if not each.name.startswith("table."))
         largest = max((each.num_elements for each in layers), default=0)
         return FP32_BYTES * largest if largest > self.zero.reduce_bucket_size else 0
@@ -308,6 +308,6 @@ class RankMemory:
 
     @property
     def _flat_copy(self) -> int:
-        """Of the gradients in the bucket; a single rank reduces without one."""
+        """Flat copy of the gradients in the bucket; a single rank reduces without one."""
         size = min(self.model.num_parameters, self.zero.reduce_bucket_size)
         return FP32_BYTES * size if self.num_ranks > 1 else 0

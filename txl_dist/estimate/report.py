@@ -49,11 +49,11 @@ def lines_of(estimate: RunEstimate, assumptions: Assumptions, *, precision: str)
 def _world_sizes(estimate: RunEstimate, assumptions: Assumptions) -> Iterator[str]:
     lanes = estimate.max_ranks
     if lanes is None:
-        yield f"legal world sizes: any; {assumptions.lanes_per_gpu} lanes per GPU"
+        yield f"valid world sizes: any; {assumptions.lanes_per_gpu} lanes per GPU"
         return
     even = even_world_sizes(lanes)
     shown = ", ".join(map(str, even if len(even) <= 16 else [*even[:12], "...", *even[-3:]]))
-    yield f"legal world sizes: 1 to {lanes:,} (data.num_lanes); without padding: {shown}"
+    yield f"valid world sizes: 1 to {lanes:,} (data.num_lanes); without padding: {shown}"
 
 
 def _assumed(assumptions: Assumptions, precision: str) -> Iterator[str]:

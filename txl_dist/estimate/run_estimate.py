@@ -36,7 +36,7 @@ class StageEstimate:
 
     memory: MemoryUse
     bytes_sent: float
-    """Per step, in rings."""
+    """Bytes sent per step, with ring algorithms."""
     step: StepTime
 
 
@@ -46,10 +46,10 @@ class SavingEstimate:
 
     size: CheckpointSize
     save_seconds: float
-    """For which one save stops training."""
+    """Time for which one save stops training."""
     write_seconds: float
     interval_seconds: float
-    """Between two checkpoints, as configured."""
+    """Configured time between two checkpoints."""
     best_interval_steps: int
     mtbf_seconds: float
     """Mean time between failures of the whole run."""
@@ -65,7 +65,7 @@ class ScaleEstimate:
     gpus: int
     num_lanes: int
     num_steps: int | None
-    """Of the whole run; None: it depends on a dataset that is not there."""
+    """Steps of the whole run; None: they depend on a dataset that does not exist."""
     lanes_per_rank: int
     micro_batches: int
     padded_share: float
@@ -73,13 +73,13 @@ class ScaleEstimate:
     stages: dict[int, StageEstimate]
     """By ZeRO stage; without the stages that the optimizer does not support."""
     step_seconds: float
-    """At the run's stage."""
+    """Step time at the ZeRO stage of the run."""
     tokens_per_second: float
-    """Of all ranks."""
+    """Tokens per second, summed over all ranks."""
     days: float | None
-    """For the whole run, without failures."""
+    """Duration of the whole run without failures."""
     days_with_failures: float | None
-    """With the configured interval between checkpoints."""
+    """Duration with failures and the configured checkpoint interval."""
     data_bytes_per_second: float | None
     """Compressed shards that one rank reads."""
     saving: SavingEstimate

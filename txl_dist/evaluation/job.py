@@ -57,7 +57,7 @@ class EvaluationJob:
     num_threads: int = EXACT_THREADS
     """Threads of torch on the CPU of a worker."""
     digest: str = ""
-    """Of the model; set by `plan_job`. The path may have another model later."""
+    """Digest of the model, set by `plan_job`. Later the path may hold another model."""
 
     def model_config(self, trained: ModelConfig) -> ModelConfig:
         """The trained architecture with the memory options of this evaluation.

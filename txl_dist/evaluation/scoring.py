@@ -40,7 +40,7 @@ class _Segment(NamedTuple):
     """IGNORED in the context and in padding."""
     age_BT: Tensor
     position_BT: Tensor
-    """Of the target in the split."""
+    """Position of the target in the split."""
     document_age_BT: Tensor
     """Tokens from the start of the target's document to the target."""
 

@@ -65,11 +65,11 @@ class SweepResult:
     """The scores of one model."""
 
     candidates: list[EvaluationResult]
-    """Of each combination, on the first split."""
+    """Result of each combination on the first split."""
     best: int
     """The combination with the lowest loss; the first of equal ones."""
     reported: list[EvaluationResult]
-    """Of the best combination, on the other splits."""
+    """Results of the best combination on the other splits."""
 
 
 def evaluate_sweep(

@@ -196,7 +196,7 @@ class TransformerXLModel(TemplateLM):
                 f"{_name(request)}: the continuation {continuation!r} has no token after the "
                 f"context ...{context[-40:]!r} with this tokenizer, so it has no likelihood"
             )
-        # A context of blanks alone can have no token; the prefix token replaces it.
+        # A context of spaces alone can have no token; the prefix token replaces it.
         context_ids = context_ids or [self.prefix_token_id]
         if self.mode == "windowed":
             num_context = self.max_length + 1 - len(continuation_ids)

@@ -1,4 +1,4 @@
-"""The package of a job: the code and configs that travel to the cluster, as one zip file.
+"""The package of a job: the code and configs that are sent to the cluster, as one zip file.
 
     files of the working directory, without what is excluded
     + the packages of this project, as this process imports them, with their entry points

@@ -65,9 +65,9 @@ class Job:
     id: str
     state: JobState
     exit_code: int | None
-    """That of the txl command; None while it runs. 1 if it has none, for example a lost node."""
+    """Exit code of the txl command; None while it runs; 1 if unknown, as after a lost node."""
     message: str
-    """Of a failed job: the reason, with the last lines of its log."""
+    """Why a failed job failed, with the last lines of its log."""
     command: str
     """`txl ...`, as it runs on the cluster."""
     start_seconds: float | None
@@ -81,7 +81,7 @@ class Job:
 
 
 class JobExistsError(ConfigError):
-    """The id of a new job is taken: somebody has submitted the same run at the same time."""
+    """The id of a new job is taken: another client submitted the same run at the same time."""
 
 
 class JobClient(Protocol):

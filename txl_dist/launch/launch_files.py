@@ -20,7 +20,7 @@ from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.training.job import TrainJob
 
 MAX_CHARS = 4000
-"""Of the error text of a rank."""
+"""Longest error text of a rank that is stored."""
 
 
 @dataclass(frozen=True)

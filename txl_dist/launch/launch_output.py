@@ -4,7 +4,7 @@ Until the first step, a launch names its stages, and is never silent for long:
 
     2 ranks start          by the launcher        (on Ray: Ray starts, Ray is up after 9 s)
     rank 0 is up           by rank 0, which has imported its libraries
-    2 of 2 ranks are up    the ranks have met
+    2 of 2 ranks are up    the process group exists
     the model is built     with the optimizer
     first batch            then the first step begins
 

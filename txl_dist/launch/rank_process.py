@@ -19,7 +19,7 @@ from txl_dist.errors import TxlError, error_to_json
 from txl_dist.runtime.stop_request import exit_before_first_step
 
 MAX_MESSAGE_LENGTH = 30_000
-"""Of the error for the launcher. Fits into a pipe's buffer, so writing never blocks."""
+"""Longest error message sent to the launcher. It fits into a pipe's buffer, so no write blocks."""
 
 log = logging.getLogger("txl_dist.training")
 

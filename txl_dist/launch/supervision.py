@@ -17,10 +17,10 @@ from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.training.run_directory import RunDirectory
 
 LAST_BYTES = 8192
-"""Of a log, that are read for the reason why its process ended."""
+"""Bytes at the end of a log that are searched for the error that ended its process."""
 _TRACEBACK = "Traceback (most recent call last):"
 MAX_CHARS = 300
-"""Of that reason."""
+"""Longest excerpt of that error."""
 MAX_DELAY_SECONDS = 60.0
 """Longest wait between a failure and the restart."""
 
@@ -63,7 +63,7 @@ class RestartBudget:
 
 def restart_delay_seconds(num_failures: int) -> float:
     """How long to wait before a restart: 0 after one failure without a new checkpoint, then 1, 2,
-    4, ... up to MAX_DELAY_SECONDS. A file server or a network that is away may be back by then.
+    4, ... up to MAX_DELAY_SECONDS. A file server or network that failed may work again by then.
     """
     return 0.0 if num_failures <= 1 else min(MAX_DELAY_SECONDS, 2.0 ** (num_failures - 2))
 

@@ -1,4 +1,4 @@
-"""The model. It imports torch and this package only, so it can be tested and exported alone.
+"""The model. It imports torch, triton and this package only, so it can be tested alone.
 
     config.py, variants.py    the architecture, checked without torch
     transformer_xl.py         tokens and memory -> loss per token and the next memory

@@ -1,4 +1,4 @@
-"""How the host avoids to wait for a GPU: copies that go on behind it, and shapes known before."""
+"""How the host avoids waiting for a GPU: asynchronous copies, and shapes known in advance."""
 
 import torch
 from torch import Tensor

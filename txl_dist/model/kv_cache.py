@@ -19,7 +19,7 @@ from txl_dist.model.encodings import DistanceTerms
 _SPARE_TOKENS = 256
 """Least buffer length beyond the memory: tokens that can be read before the memory is moved."""
 _SPARE_SHARE = 4
-"""Of a long memory, the spare part is 1 / 4: reading a token costs at most moving 4 tokens."""
+"""The spare part is mem_len / 4 for a long memory: a token costs at most 4 moved tokens."""
 
 
 class LayerKVCache:

@@ -23,10 +23,10 @@ class Tiles(NamedTuple):
     """Size of the tiles of one kernel, and how it runs on a GPU."""
 
     num_rows: int
-    """Of a program: keys in `key_value_gradient_kernel`, queries in the others. Hopper's matrix
-    instructions need 64."""
+    """Rows of one program: keys in `key_value_gradient_kernel`, queries in the others. Hopper's
+    matrix instructions need 64."""
     num_columns: int
-    """Of one iteration of its loop: queries or keys."""
+    """Columns of one iteration of its loop: queries or keys."""
     num_warps: int
     num_stages: int
 

@@ -1,1 +1,1 @@
-"""Reports on a trained model: its attention by distance, as data and as plots."""
+"""Reports: attention by distance, the files and plots of an evaluation, the page of a run."""

@@ -20,7 +20,7 @@ PLOT_NAMES = ("attention.png", "attention.svg")
 MOST_COLUMNS = 3
 PANEL_INCHES = (5.0, 3.1)
 HEADS_PER_COLUMN = 22
-"""Of the legend, to the right of its panel."""
+"""Heads per column of the legend, to the right of its panel."""
 MIN_SHARE = 1e-4
 """The y axis is logarithmic and starts here; smaller shares are drawn at this value."""
 

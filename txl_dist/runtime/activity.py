@@ -5,8 +5,8 @@ seconds of all spans add up to the time since `reset`. The thread of `collective
 current activity for messages about ranks that are slow or do not respond.
 
 The times are those of the host, from the monotonic clock. GPU kernels run asynchronously: their
-time is in the span that waits for their results, which is `backward`, because the sum of the
-micro-batch's loss is read there.
+time is in the span that waits for their results. That is `optimizer`, where the loss and the
+gradient norm are read; with several ranks DeepSpeed also waits at the end of `backward`.
 """
 
 import time

@@ -1,6 +1,6 @@
 """Settings of the C library's allocator for training on CPUs.
 
-A training step frees and allocates the same few hundred MiB again and again. By default glibc
+A training step frees and allocates the same few hundred MiB repeatedly. By default glibc
 returns large blocks to the system and gets them again page by page, and the kernel zeroes each
 page: a tenth of a step or more (docs/experiments.md). GPU memory has its own allocator in torch.
 """

@@ -14,7 +14,7 @@ step itself is not wrapped and not slowed down. The thread
 
 After the time limit, `lost_rank_error` reads the collective's name from the traceback in the same
 way. Covered: calls of torch.distributed, waits for its asynchronous work inside DeepSpeed, and on
-GPUs, where a collective returns at once, the calls that wait for its result.
+GPUs, where a collective returns immediately, the calls that wait for its result.
 """
 
 import linecache

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Of NVIDIA, of NVIDIA under WSL, of AMD."""
+"""Device files of NVIDIA, of NVIDIA under WSL, and of AMD."""
 
 
 def num_gpus() -> int:

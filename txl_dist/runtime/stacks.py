@@ -11,7 +11,7 @@ from types import FrameType
 PACKAGES = ("txl_dist", "data_pipeline", "cluster")
 NUM_CALLS = 5
 MAX_CHARS = 200
-"""Of one call: a heartbeat has to fit into a page."""
+"""Longest text of one call: a heartbeat has to fit into a page."""
 
 StackFrames = list[tuple[str, int, str]]
 """(file, line, function) of each call, outermost first."""

@@ -14,7 +14,7 @@ NOTHING_TRAINED = "stopped on request before the first step; nothing is lost"
 
 
 def exit_before_first_step(_number: int) -> None:
-    """End at once with exit code 75: before the first step there is nothing to save."""
+    """End immediately with exit code 75: before the first step there is nothing to save."""
     print_unbuffered(NOTHING_TRAINED)
     end_now()
 

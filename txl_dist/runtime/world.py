@@ -58,7 +58,7 @@ class World:
     def join(self, *, timeout_seconds: float) -> None:
         """Create the process group, unless it exists. Returns when all ranks have joined.
 
-        Raises LostRankError if they cannot meet: the port is in use, or a rank has not started.
+        Raises LostRankError if the rendezvous fails: the port is in use, or a rank has not started.
         Raises ConfigError if two ranks would use the same GPU.
         """
         if self.device.type == "cuda":
@@ -82,7 +82,7 @@ class World:
             reason = str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
             address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
             raise LostRankError(
-                f"rank {self.rank} of {self.num_ranks} could not meet the other ranks at {address} "
+                f"rank {self.rank} of {self.num_ranks} could not reach other ranks at {address} "
                 f"({reason}). Another program uses that port, or a "
                 "rank did not start: see the logs of all ranks. Run the same command again; under "
                 "torchrun, with another --master-port"

@@ -4,7 +4,7 @@ A resumed sender first queries the points that the server has and sends only the
 timestamps of the journal. If a call failed, the server may still have executed it, so the points of
 its metrics are queried again.
 
-After delivery the curves of the MLflow run equal the journal. If a resume took back steps that the
+After delivery the curves of the MLflow run equal the journal. If a resume discarded steps that the
 MLflow run has, a new run gets the whole journal (docs/decisions/0013-mlflow-after-a-rollback.md).
 
 `pump` does one round of work; `sender.py` decides when to call it and for how long. Progress is not

@@ -144,7 +144,7 @@ class MetricsJournal:
 class JournalTail:
     """Reads the complete lines of a journal while it is written, from its beginning.
 
-    If `is_replaced` (a resume took back steps), `rewind` starts again with the new file.
+    If `is_replaced` (a resume discarded steps), `rewind` starts again with the new file.
     """
 
     def __init__(self, path: Path) -> None:

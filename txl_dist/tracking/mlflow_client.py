@@ -188,7 +188,7 @@ class MlflowStore:
 
 
 def clean_key(key: str) -> str:
-    """`key` with MLflow's legal characters only, and without `.` and `..` as path components."""
+    """`key` with the characters that MLflow allows, and without `.` and `..` as path components."""
     parts = [part for part in _ILLEGAL_IN_KEY.sub("_", key).split("/") if part.strip(".")]
     return "/".join(parts)[:MAX_KEY_LENGTH].rstrip("/") or "_"
 

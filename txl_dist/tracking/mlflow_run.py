@@ -1,7 +1,7 @@
 """MlflowRun: finds, creates, describes, ends and replaces the MLflow run of a run directory.
 
 A run is replaced by a new one if it was deleted, or after a rollback: MLflow cannot delete the
-points of steps that training has taken back (docs/decisions/0013-mlflow-after-a-rollback.md).
+points of steps that training has discarded (docs/decisions/0013-mlflow-after-a-rollback.md).
 RUN/tracking.json is written before every action that must not be repeated after a kill.
 """
 
@@ -96,7 +96,7 @@ class MlflowRun:
         self._replace(experiment_id=None, parent_run_id=self._state.run_id)
 
     def replace_abandoned(self, step: int) -> None:
-        """Continue in a new run, because this one has points from `step` on that are taken back."""
+        """Continue in a new run, because this one has points from `step` on that were discarded."""
         log.warning(
             "training resumed before step %d, which MLflow run %s has: a new run gets the whole "
             "journal, and the old one becomes its child",

@@ -41,7 +41,7 @@ class Tracker:
     """The tracking of one run. A context manager; its exit sends the final status to the sender.
 
     Start it after `MetricsJournal.truncate_after`, so that it does not send lines that a resume
-    takes back.
+    removes.
     """
 
     def __init__(self, run_dir: Path, request: TrackingRequest | None) -> None:

@@ -8,7 +8,7 @@ phases.py         changes of corpora and weights during a run
 same_job.py       verifies that all ranks have the same config, data and code
 loop.py           the order of events
 step.py           one step, in micro-batches
-divergence.py     judges whether a step has diverged, before it updates the weights
+divergence.py     decides whether a step has diverged, before it updates the weights
 recovery.py       what follows: stop, skip or rollback
 divergence_dump.py  losses and documents of the lanes of a step that has diverged
 engine/           DeepSpeed, one module per ZeRO stage

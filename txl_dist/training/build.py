@@ -66,7 +66,7 @@ def build_trainer(
 
     Collective. Files, locks and threads are closed with `stack`.
     """
-    # Before the ranks meet: wrong data or config must not cost a rendezvous.
+    # Before the rendezvous: wrong data or config must not cost one.
     data = TrainingData.open(job.config, num_ranks=world.num_ranks)
     written_config = job.config
     job = job.model_copy(update={"config": resolve_duration(job.config, data.plan)})

@@ -41,7 +41,7 @@ from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
 DATA_TIMEOUT_SHARE = 0.9
-"""Of training.rank_timeout_seconds: the limit for one read of the data."""
+"""Time limit for one read of the data, as a fraction of training.rank_timeout_seconds."""
 
 
 def build_step(rank: RankContext) -> TrainStep:

@@ -30,7 +30,7 @@ from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, Evalua
 from txl_dist.training.data import EvaluatedSplit
 
 POLL_SECONDS = 0.1
-"""Between two looks for a checkpoint that is being written."""
+"""Polling interval while waiting for a checkpoint that is being written."""
 MAX_FAILURES = 3
 """Checkpoints in a row that cannot be scored. After that no more are tried until the next start."""
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -91,9 +91,9 @@ class CheckpointScorer:
 
     @property
     def progress(self) -> str:
-        """`the score of step 500 (40 %), 1 more waits`."""
+        """`the score of step 500 (40 %), 1 more waiting`."""
         step, share = self._current, self._done / max(1, self._total)
-        return f"the score of step {step} ({share:.0%}), {len(self._waiting)} more wait"
+        return f"the score of step {step} ({share:.0%}), {len(self._waiting)} more waiting"
 
     @property
     def idle_seconds(self) -> float:

@@ -21,7 +21,7 @@ change a spike."""
 
 
 class DivergenceState(StrictModel):
-    """What the judgement and the response to earlier events depend on; part of TrainState."""
+    """State that the divergence check and the response to events need; part of TrainState."""
 
     losses: tuple[float, ...] = ()
     """Nats per token of the last accepted steps; empty unless `loss_spike` is set."""

@@ -30,7 +30,7 @@ def resolve_duration(config: RunConfig, plan: LanePlan) -> RunConfig:
     warmup_steps = optimizer.warmup_steps
     if optimizer.warmup_tokens is not None:
         warmup_steps = -(-optimizer.warmup_tokens // tokens_per_step)
-    # Not validated again: num_steps may stand next to the setting that it was computed from.
+    # Not validated again: num_steps may be set together with the setting that it was computed from.
     optimizer = optimizer.model_copy(update={"warmup_steps": warmup_steps})
     training = training.model_copy(update={"num_steps": num_steps})
     if problems := list(optimizer.problems_with(num_steps=num_steps)):

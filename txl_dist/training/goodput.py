@@ -14,7 +14,7 @@ UPDATE_SECONDS before the end of a killed process; the time after it counts as d
 process durations are from the monotonic clock (`Activity`). Only `down` is the difference of two
 wall clocks, because there is no other clock between processes; a negative one counts as 0.
 
-The times are those of rank 0. All ranks are in step, so a wait of any rank is a wait of rank 0.
+The times are those of rank 0. The ranks advance together, so when any rank waits, rank 0 waits too.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ class Goodput:
         self._step, self._is_complete = step, False
         self._restarts = self._lost_steps = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        """Of earlier processes, and corrections for steps of this one that were lost."""
+        """Seconds of earlier processes, corrected for lost steps of this process."""
         self._productive: dict[int, float] = {step: 0.0}
         with contextlib.suppress(OSError):
             remove_leftovers(path)

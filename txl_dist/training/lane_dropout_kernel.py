@@ -3,7 +3,7 @@
 Numpy draws 64-bit words 0, 1, 2, ... of a mask from the counters 1, 2, ...: it increments the
 counter first, and each one gives four words. Each word gives four levels of 16 bits, lowest first.
 So one counter gives 16 elements of a row, or one word of their bits. Counters are independent of
-each other: every program computes its own ones, and nothing is stored but the result.
+each other: every program computes its own counters, and only the result is stored.
 
 The tests run this with TRITON_INTERPRET=1 on a CPU, against numpy.
 """

@@ -25,6 +25,6 @@ class RankContext:
     written_config: RunConfig
     """The config of the job before `resolve_duration`."""
     run_id: str
-    """Of rank 0; stored in every checkpoint."""
+    """Id of the run, chosen by rank 0; stored in every checkpoint."""
     open_workers: OpenWorkers = scoring_process
     """Opens the worker of `evaluation.on: workers`."""

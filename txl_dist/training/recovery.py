@@ -6,8 +6,8 @@
 
 A loss is computed with the weights of the update before, so a rollback excludes two steps: the one
 that has diverged and the last update before it. For the same reason it uses no checkpoint of that
-update. Steps are excluded by number in `TrainState.divergence`, which the checkpoint that the run
-returns to gets at once: a kill does not bring them back.
+update. Steps are excluded by number in `TrainState.divergence`, which is written immediately to
+the checkpoint that the run returns to: they stay excluded after a kill.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ class Recovery:
     dump: DivergenceDump
     checkpoints: CheckpointDirectory
     last_step: int
-    """Of the trainer: the end of the run, or the step of the next change of settings."""
+    """Last step of the trainer: the end of the run, or the next change of settings."""
     restore: Callable[[ResumePoint], None]
     """Loads weights, optimizer state and memory."""
     state_at: Callable[[ResumePoint], TrainState]

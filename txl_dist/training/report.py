@@ -128,10 +128,10 @@ class RankZeroReport(Report):
         self._split = split
         self._journal, self._goodput = journal, goodput
         self._tokens_after = tokens_after
-        """Of the remaining steps, after a step."""
+        """Function: step -> tokens of all later steps."""
         self._stopwatch = Stopwatch(time.monotonic())
         self._seconds = self._excluded_seconds = 0.0
-        """Until the last line, since this process began to train."""
+        """From the start of training in this process to the last line."""
 
     def data_wait(self, seconds: float) -> None:
         if self._seconds == 0.0 and self._stopwatch.num_steps == 0:

@@ -15,7 +15,7 @@ from txl_dist.errors import ConfigError
 log = logging.getLogger(__name__)
 
 SECONDS_TO_END = 5.0
-"""In which the ranks of a killed launcher end, and release the lock."""
+"""Time for the ranks of a killed launcher to end and release the lock."""
 PROBE_BYTES = 64 * 1024
 """More than the config, the pointers and the first lines of the logs."""
 

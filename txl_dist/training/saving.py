@@ -40,7 +40,7 @@ from txl_dist.training.step import TrainStep
 NOTICEABLE_SECONDS = 0.05
 """A shorter wait for the previous save is not reported."""
 RETRY_SECONDS = 5.0
-"""Between two uploads at the end of a run, while the store fails."""
+"""Delay between two upload attempts at the end of a run, while the store fails."""
 CLOSE_TIMEOUT_SECONDS = 10.0
 """How long a save may take to complete after an error that ends the run."""
 

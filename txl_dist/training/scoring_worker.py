@@ -22,7 +22,7 @@ from txl_dist.runtime.fault_injection import fault_point
 OpenWorkers = Callable[[Path], AbstractContextManager[Workers]]
 """Opens the one worker of a run, whose output goes to a file; a launcher may have its own."""
 NICENESS = 5
-"""Of the worker, so that training has the cores first."""
+"""Niceness of the worker, so that training gets the CPU cores first."""
 
 U = TypeVar("U")
 R = TypeVar("R")
@@ -42,7 +42,7 @@ class OpenedWorkers(Workers, Protocol):
 
 
 class LoggedWorkers:
-    """`Workers` whose output goes to a file, with an error that fits to a training run."""
+    """`Workers` whose output goes to a file, with error messages that fit a training run."""
 
     def __init__(
         self, workers: OpenedWorkers, log: Path, *, device_index: int | None = None

@@ -147,7 +147,7 @@ class TrainState(StrictModel):
     """Targets trained on, over all lanes."""
     best: BestScore | None = None
     score: BestScore | None = None
-    """Of this step; None: it was not evaluated, or not yet."""
+    """Score of this step; None: it was not evaluated, or not yet."""
     unreported: tuple[float, Count, Count] = (0.0, 0, 0)
     """Nats, tokens and bytes since the last line of metrics.jsonl."""
     unreported_steps: Count = 0

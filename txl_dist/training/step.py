@@ -5,7 +5,7 @@ The loss is the sum of nats divided by the global number of targets, which is kn
 micro-batch. So the result does not depend on the number of ranks or the size of micro-batches,
 except for the order of floating-point sums.
 
-Before the optimizer step, all ranks judge the loss and the gradient norm of all ranks. A rejected
+Before the optimizer step, all ranks check the loss and the gradient norm of all ranks. A rejected
 step changes nothing: neither weights, nor optimizer state, nor memory.
 
 On a GPU the host waits when it reads these, and with several ranks DeepSpeed waits at the end of

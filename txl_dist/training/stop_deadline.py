@@ -2,10 +2,10 @@
 
 The training loop answers a request after its step, by saving. That can take too long: a slow disk,
 a step of minutes, a compilation, a collective that waits for a rank that is gone. Schedulers kill
-the process after a grace period (Slurm, Kubernetes), and then nobody learns what was lost. So a
+the process after a grace period (Slurm, Kubernetes), and then no message says what was lost. So a
 thread ends the process itself:
 
-    before this start has completed a step   at once; there is nothing to save
+    before this start has completed a step   immediately; there is nothing to save
     later                                    `grace_seconds` after the request
 
 A checkpoint that is being written then stays incomplete, and is never chosen; the one before it

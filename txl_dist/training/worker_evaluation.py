@@ -78,7 +78,7 @@ class WorkerEvaluation:
 
 
 def build_worker_evaluation(rank: RankContext) -> WorkerEvaluation:
-    """Without effect if the run has no evaluation, or does it on its ranks."""
+    """Has no effect if the run has no evaluation, or evaluates on its ranks."""
     config, data, world = rank.config, rank.data, rank.world
     scorer = None
     if world.is_rank_zero and data.evaluation is not None and config.evaluation.on == "workers":

@@ -103,7 +103,7 @@ def test_a_format_that_is_asked_for_takes_the_files_it_can_be(tree: Path) -> Non
 @pytest.mark.fault_row(22)
 @pytest.mark.parametrize("url", ["ftp://host/x", "simplecache::s3://b/k", "hf://datasets/x"])
 def test_a_url_of_another_scheme_is_refused_by_name_with_the_legal_ones(url: str) -> None:
-    with pytest.raises(ConfigError, match="legal are file, s3, gs, http, https"):
+    with pytest.raises(ConfigError, match="valid are file, s3, gs, http, https"):
         names(url)
 
 

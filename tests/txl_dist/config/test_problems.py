@@ -57,7 +57,7 @@ def test_an_alias_bomb_is_refused(load: Any) -> None:
     [
         ("model.n_layers=3", "unknown key model.n_layers; did you mean model.n_layer?"),
         ("n_layer=3", "unknown key n_layer; did you mean model.n_layer?"),
-        ("zzz=3", "unknown key zzz; legal here: directory, seed"),
+        ("zzz=3", "unknown key zzz; valid here: directory, seed"),
         ("data.reset=documnt", "'document' or 'stream'; did you mean document?"),
         ("tracking.enabled=yes", 'tracking.enabled is "yes"; it should be a valid boolean; write'),
         ("training.num_steps=1e2", "training.num_steps is 100.0; it should be a valid integer"),

@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
     """Whether a step updates the weights."""
 
     gradient_norm: float
-    """The norm that was judged, before clipping."""
+    """The norm that was checked, before clipping."""
     is_accepted: bool
 
 

@@ -5,7 +5,7 @@
     w         w - lr * (|w| / |update|) * update         the ratio is 1 if one of the norms is 0
 
 The norms are those of whole parameters. ZeRO cuts parameters at the ends of ranks' partitions, so
-LAMB runs at stage 0 only (config/run_config.py refuses the others).
+LAMB runs at stage 0 only (config/optimizer_config.py refuses the others).
 
 Source: You et al. 2020, arXiv:1904.00962, algorithm 2.
 """

@@ -37,7 +37,7 @@ class FlatMatrices:
 
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
-    """Of each matrix in the whole flat tensor."""
+    """Offset of each matrix in the whole flat tensor."""
     rank: int
     all_gather: Callable[[Tensor], Tensor]
     """The parts of all ranks, in one flat tensor."""

@@ -13,7 +13,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, tiny_job
 from tests.txl_dist.checkpoint.saving import save
 from tests.txl_dist.training.test_saving import train_changed, unchanged
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.reader import verify_checkpoint
 
 
@@ -64,7 +64,7 @@ def test_a_busy_checkpoint_is_a_warning_and_is_removed_at_the_next_start(
         save(tmp_path, step=step)
     directory = CheckpointDirectory(tmp_path)
     with small_disk(directory.at(1) / "busy", kilobytes=100), caplog.at_level(logging.WARNING):
-        directory.prune(keep=2, best_step=None)
+        directory.prune(Retention(keep=2), best_step=None)
     assert "cannot be removed" in caplog.text
     assert directory.steps() == [2, 3]
     directory.open()

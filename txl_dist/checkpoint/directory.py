@@ -5,6 +5,7 @@ numbers in their names, never by file times. LATEST and BEST are pointers for pe
 `--resume auto` does not read them.
 
     step-NNNNNNNN              a complete checkpoint
+    step-NNNNNNNN.ID           the same, copied from a URL by other tools; the next start renames it
     superseded-step-NNNNNNNN   of a trajectory that the run has abandoned; read only by its name
     .*.tmp                     being written or removed; the next start removes what a killed
                                process has left
@@ -17,8 +18,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import fsync_directory, remove_leftovers, write_file
@@ -28,10 +30,29 @@ from txl_dist.checkpoint.attempts import Attempt
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
 from txl_dist.errors import CheckpointError, FencedError
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(\.[0-9a-f]{8,64})?")
 _SUPERSEDED = re.compile(r"superseded-step-\d{8,}(-2)?")
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which checkpoints a run keeps, in its directory and at its URL."""
+
+    keep: int
+    """How many of the newest."""
+    keep_interval_steps: int | None = None
+    """Also the steps that are multiples of this."""
+
+    def removed(self, steps: Sequence[int], *, kept: Collection[int | None] = ()) -> list[int]:
+        """Those of `steps`, in ascending order, that are not kept, nor in `kept`."""
+        multiple = self.keep_interval_steps
+        return [
+            step
+            for step in steps[: -self.keep]
+            if step not in kept and not (multiple and step % multiple == 0)
+        ]
 
 
 class CheckpointDirectory:
@@ -58,15 +79,35 @@ class CheckpointDirectory:
 
     def at(self, step: int) -> Path:
         """Path of the checkpoint of a step."""
-        return self.path / f"step-{step:08d}"
+        path = self.path / f"step-{step:08d}"
+        return path if path.exists() else self._copies().get(step, path)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, in ascending order."""
+        # Not from LATEST, which a kill may have left one checkpoint behind.
+        names = {int(match[1]) for match in self._names() if not match[2]}
+        return sorted(names | self._copies().keys())
+
+    def rename_copies(self) -> None:
+        """Give copies from a URL (`step-NNNNNNNN.ID`) the names of checkpoints."""
+        for step, copy in self._copies().items():
+            if self.at(step) == copy:
+                copy.rename(self.path / f"step-{step:08d}")
+
+    def _copies(self) -> dict[int, Path]:
+        """Copies from a URL by step; if there are two of a step, that which LATEST names."""
+        # An upload that was interrupted has no manifest.
+        names = [match[0] for match in self._names() if match[2]]
+        names = [name for name in names if (self.path / name / MANIFEST_NAME).is_file()]
+        latest = self._pointed_name("LATEST") if names else None
+        names.sort(key=lambda name: (name == latest, name))
+        return {int(name[5:].partition(".")[0]): self.path / name for name in names}
+
+    def _names(self) -> list[re.Match[str]]:
         if not self.path.is_dir():
             return []
-        # Not from LATEST, which a kill may have left one checkpoint behind.
         matches = (_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
-        return sorted(int(match[1]) for match in matches if match)
+        return [match for match in matches if match]
 
     def superseded(self) -> list[Path]:
         """The checkpoints of the trajectory that the run has abandoned."""
@@ -77,6 +118,13 @@ class CheckpointDirectory:
     def newest_step(self) -> int | None:
         """Step of the newest complete checkpoint, if there is one."""
         return max(self.steps(), default=None)
+
+    def run_id(self) -> str | None:
+        """The id of the run in its newest readable checkpoint; None without one."""
+        for step in reversed(self.steps()):
+            with suppress(CheckpointError):
+                return load_checkpoint_manifest(self.at(step)).run_id
+        return None
 
     def open(self) -> None:
         """Create the directory and remove leftovers of killed processes; at the start of a run."""
@@ -97,12 +145,14 @@ class CheckpointDirectory:
 
     def pointer(self, name: str) -> int | None:
         """The step that RUN/LATEST or RUN/BEST names; None without one, or if it is damaged."""
+        match = _NAME.fullmatch(self._pointed_name(name) or "")
+        return int(match[1]) if match else None
+
+    def _pointed_name(self, pointer: str) -> str | None:
         try:
-            text = (self.run / name).read_text(errors="replace")
+            return _pointed_name((self.run / pointer).read_text(errors="replace"))
         except OSError:
             return None
-        match = _NAME.fullmatch(_pointed_name(text))
-        return int(match[1]) if match else None
 
     def begin(self, save_id: str) -> Path:
         """The staging directory of a save; every rank calls this.
@@ -173,22 +223,19 @@ class CheckpointDirectory:
 
     def prune(
         self,
+        retention: Retention,
         *,
-        keep: int,
         best_step: int | None,
-        keep_interval_steps: int | None = None,
         unscored_steps: Collection[int] = (),
     ) -> None:
-        """Remove all checkpoints except the newest `keep`, the best, and those being read.
+        """Remove the checkpoints that are not kept, except the best, and those being read.
 
-        Steps that are multiples of `keep_interval_steps` are kept too, and `unscored_steps`, which
-        wait for their evaluation. A checkpoint that is being read is removed by a later call.
+        `unscored_steps`, which wait for their evaluation, stay too. A checkpoint that is being read
+        is removed by a later call.
         """
         self.require_newest_attempt()
-        for step in self.steps()[:-keep]:
-            is_multiple = keep_interval_steps is not None and step % keep_interval_steps == 0
-            if step != best_step and not is_multiple and step not in unscored_steps:
-                _remove_unless_read(self.at(step))
+        for step in retention.removed(self.steps(), kept={best_step, *unscored_steps}):
+            _remove_unless_read(self.at(step))
 
     def _point_or_remove(self, name: str, step: int | None) -> None:
         if step is None:

@@ -107,7 +107,8 @@ class CheckpointManifest(StrictModel):
     written_by: str
     """Version of txl and digest of its sources."""
     state: dict[str, Any]
-    """Progress of the run, as defined in `txl_dist/training/state.py`. Only `step` is read here."""
+    """Progress of the run, as defined in `txl_dist/training/state.py`. Only two entries are read
+    here."""
     model: dict[str, Any]
     """Fields of ModelConfig."""
     run: dict[str, Any]
@@ -143,6 +144,13 @@ class CheckpointManifest(StrictModel):
         """Optimizer steps done when the checkpoint was written."""
         step: int = self.state["step"]
         return step
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the best score of the run so far, if there is one."""
+        best = self.state.get("best")
+        step = best.get("step") if isinstance(best, dict) else None
+        return step if isinstance(step, int) else None
 
     @property
     def architecture(self) -> ModelConfig:

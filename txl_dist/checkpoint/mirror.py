@@ -1,8 +1,9 @@
 """CheckpointMirror: copies the checkpoints of a run to a URL, in a background thread of each rank.
 
-The copies follow the local directory: every `update` uploads what the URL lacks, newest first, and
-removes the copies of checkpoints that do not exist locally any more. So a failed upload needs no
-record: the next update repeats it, and an unavailable store never stops training. Each rank
+Every `update` uploads the local checkpoints that the URL lacks, newest first. So a failed upload
+needs no record: the next update repeats it, and an unavailable store never stops training. Copies
+are removed by the rule for local checkpoints (`Retention`), not because they are missing locally: a
+run that has moved to an empty disk keeps its older copies. Each rank
 uploads the files that it wrote; rank 0 uploads the metrics and the manifest, when the store has all
 other files, then LATEST. A run that was started again elsewhere has a newer attempt at the URL
 (`attempts.py`): then nothing is changed there any more.
@@ -12,6 +13,7 @@ import logging
 import re
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +21,7 @@ from data_pipeline.errors import printable
 from data_pipeline.processes.background_queue import BackgroundQueue
 from data_pipeline.storage.remote_path import RemotePath
 from txl_dist.checkpoint.attempts import Attempt
-from txl_dist.checkpoint.directory import CheckpointDirectory, reading
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention, reading
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointManifest,
@@ -54,10 +56,12 @@ class CheckpointMirror:
         rank: int,
         num_ranks: int,
         timeout_seconds: float,
+        retention: Retention,
         attempt: Attempt | None = None,
     ) -> None:
         self._remote, self._checkpoints = RemoteCheckpoints(RemotePath(url)), checkpoints
         self._rank, self._num_ranks, self._timeout_seconds = rank, num_ranks, timeout_seconds
+        self._retention = retention
         self._sent_manifests: dict[str, bytes] = {}
         self._expected: tuple[int, str] | None = None
         self._num_updates = 0
@@ -123,7 +127,7 @@ class CheckpointMirror:
             return
         try:
             self._wait_for_publication()
-            self._update()
+            self._update(number)
             self.failure = None
         except FencedError as error:
             self._fenced = error
@@ -154,9 +158,11 @@ class CheckpointMirror:
         except CheckpointError:
             return False
 
-    def _update(self) -> None:
+    def _update(self, number: int) -> None:
         present: dict[int, str | None] = {}
         for step in reversed(self._checkpoints.steps()):
+            if present and number < self._num_updates:
+                return  # a later update begins with a newer checkpoint
             try:
                 present[step] = self._upload(step)
             except CheckpointError as error:
@@ -170,21 +176,32 @@ class CheckpointMirror:
         if newest:
             (self._remote.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
         self._upload_run_files()
-        self._remove_all_but(present)
+        self._prune(present)
 
-    def _remove_all_but(self, present: dict[int, str | None]) -> None:
+    def _prune(self, present: dict[int, str | None]) -> None:
+        """Remove copies, given the remote names of the local checkpoints (None: unreadable)."""
         abandoned = abandoned_names(self._checkpoints)
         # Also of checkpoints since `present` was read: another rank may have uploaded its part.
         local = {*present.values(), *local_names(self._checkpoints)}
         self._check_attempt()
-        for name in self._remote.names():
+        names, newest = self._remote.names(), max(present)
+        # Another rank may already be uploading a newer checkpoint than those in `present`.
+        steps = sorted({step_of(name) for name in names if step_of(name) <= newest})
+        obsolete = self._retention.removed(steps, kept={self._best_step()})
+        for name in names:
             step = step_of(name)
-            # Another rank may already be uploading a newer checkpoint than those in `present`.
-            is_old = step <= max(present) or name in abandoned
             # A local checkpoint that cannot be read is no reason to remove its copy.
-            is_unreadable = step in present and present[step] is None
-            if is_old and not is_unreadable and name not in local:
+            is_replaced = present.get(step) is not None
+            is_obsolete = step in obsolete and step not in present
+            if name not in local and (is_replaced or is_obsolete or name in abandoned):
                 self._remote.remove(name)
+
+    def _best_step(self) -> int | None:
+        step = self._checkpoints.newest_step()
+        with suppress(CheckpointError):
+            if step is not None:
+                return load_checkpoint_manifest(self._checkpoints.at(step)).best_step
+        return None
 
     def _upload(self, step: int) -> str | None:
         """Upload this rank's files of a checkpoint, and on rank 0 the manifest; its remote name."""

@@ -13,7 +13,9 @@ import hashlib
 import logging
 import os
 import re
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,15 +46,16 @@ def remote_name(manifest: CheckpointManifest) -> str | None:
 
 def abandoned_names(checkpoints: CheckpointDirectory) -> set[str]:
     """Names of the copies of superseded checkpoints, from which no run may resume by itself."""
-    return _names_of(checkpoints.superseded())
+    return names_of(checkpoints.superseded())
 
 
 def local_names(checkpoints: CheckpointDirectory) -> set[str]:
     """Names of the copies of the run's checkpoints."""
-    return _names_of([checkpoints.at(step) for step in checkpoints.steps()])
+    return names_of([checkpoints.at(step) for step in checkpoints.steps()])
 
 
-def _names_of(paths: list[Path]) -> set[str]:
+def names_of(paths: Iterable[Path]) -> set[str]:
+    """Names of the copies of checkpoints, of those with a readable manifest."""
     names = set()
     for path in paths:
         with suppress(CheckpointError):  # damaged or removed: its copy cannot be identified
@@ -95,22 +98,38 @@ class RemoteCheckpoints:
         (self.at(name) / MANIFEST_NAME).remove()
         self.at(name).remove()
 
+    def newest_manifest(self, names: Sequence[str]) -> tuple[str, CheckpointManifest]:
+        """The last of `names` whose manifest is readable, and this manifest.
+
+        Raises CheckpointError if there is none.
+        """
+        problems = []
+        for name in reversed(names):
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    return name, self._download_manifest(name, Path(folder))
+            except CheckpointError as error:
+                problems.append(str(error))
+        raise all_damaged(self, problems)
+
     def require_run(self, run_id: str) -> None:
-        """Raise ConfigError if the copies are those of another run, which would remove them."""
+        """Raise ConfigError if the copies are those of another run, which would remove them.
+
+        Raises CheckpointError if no manifest says which run that is.
+        """
         if not (names := self.complete()):
             return
-        # Only compared with the id of a run, so it needs no further validation.
-        text = (self.at(names[-1]) / MANIFEST_NAME).read_bytes()
-        match = re.search(rb'"run_id": "([0-9a-f]+)"', text)
-        if match and match[1].decode() != run_id:
+        name, manifest = self.newest_manifest(names)
+        if manifest.run_id not in (run_id, None):
             raise ConfigError(
-                f"training.checkpoint_url={self.url} has checkpoints of another run ({names[-1]}). "
-                "Use another URL for this run, or remove them with the tools of the store"
+                f"training.checkpoint_url={self.url} has checkpoints of another run "
+                f"({name}). Use another URL for this run, or remove them with the tools of the "
+                "store"
             )
 
     def download(self, name: str, checkpoints: CheckpointDirectory) -> Path:
-        """Copy a complete checkpoint, and the best one up to its step, to the run's directory;
-        returns the path of the first.
+        """Copy a complete checkpoint, the best one up to its step, and the files of the run to the
+        run's directory; returns the path of the first.
 
         Each file is verified before the checkpoint gets its final name. Raises CheckpointError for
         a damaged copy. A damaged copy of the best one is logged.
@@ -120,6 +139,7 @@ class RemoteCheckpoints:
         try:
             manifest = self._download_files(name, staging)
             # First: once the newer checkpoint is there, the next start downloads nothing.
+            self._download_run_files(checkpoints.run)
             self._download_best(manifest, checkpoints)
             path = checkpoints.finish(save_id, manifest.step)
             checkpoints.set_pointer("LATEST", manifest.step)
@@ -129,9 +149,8 @@ class RemoteCheckpoints:
         return path
 
     def _download_best(self, newer: CheckpointManifest, checkpoints: CheckpointDirectory) -> None:
-        best = newer.state.get("best")
-        step = best.get("step") if isinstance(best, dict) else None
-        if not isinstance(step, int) or step in (newer.step, *checkpoints.steps()):
+        step = newer.best_step
+        if step is None or step in (newer.step, *checkpoints.steps()):
             return
         for name in reversed([name for name in self.complete() if step_of(name) == step]):
             save_id = name.partition(".")[2]
@@ -147,15 +166,22 @@ class RemoteCheckpoints:
                 raise
 
     def _download_files(self, name: str, staging: Path) -> CheckpointManifest:
-        write_synced(staging / MANIFEST_NAME, (self.at(name) / MANIFEST_NAME).read_bytes())
-        manifest = load_checkpoint_manifest(staging)
-        if remote_name(manifest) != name:
-            raise CheckpointError(f"{self.at(name)} has the manifest of {remote_name(manifest)}")
+        manifest = self._download_manifest(name, staging)
         for file_name, entry in manifest.files.items():
-            _download(self.at(name) / file_name, staging / file_name, entry)
+            with _explain_missing(self.at(name) / file_name):
+                _download(self.at(name) / file_name, staging / file_name, entry)
         return manifest
 
-    def download_run_files(self, run: Path) -> None:
+    def _download_manifest(self, name: str, folder: Path) -> CheckpointManifest:
+        source = self.at(name) / MANIFEST_NAME
+        with _explain_missing(source):
+            write_synced(folder / MANIFEST_NAME, source.read_bytes())
+        manifest = load_checkpoint_manifest(folder)
+        if remote_name(manifest) != name:
+            raise CheckpointError(f"{self.at(name)} has the manifest of {remote_name(manifest)}")
+        return manifest
+
+    def _download_run_files(self, run: Path) -> None:
         """Copy the metrics and the tracking state to the run directory, if there are copies."""
         for name in RUN_FILES:
             with suppress(FileNotFoundError):  # tracking may be off
@@ -167,6 +193,24 @@ def step_of(name: str) -> int:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1])
+
+
+def all_damaged(remote: RemoteCheckpoints, problems: Iterable[str]) -> CheckpointError:
+    """The error of a start that finds only damaged copies, and would replace them."""
+    return CheckpointError(
+        f"all checkpoints at training.checkpoint_url={remote.url} are damaged: "
+        f"{'; '.join(problems)}. Nothing was changed. Restore one from a backup; or begin again "
+        "with another URL, or with training.checkpoint_url=null"
+    )
+
+
+@contextmanager
+def _explain_missing(source: RemotePath) -> Iterator[None]:
+    """Raise CheckpointError if an object does not exist: other errors may end by themselves."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{source} is missing") from None
 
 
 def _download(source: RemotePath, target: Path, entry: FileEntry) -> None:

@@ -73,11 +73,7 @@ def build_trainer(
     world.join(timeout_seconds=job.config.training.rank_timeout_seconds)
     log.info("%d of %d ranks are up", world.num_ranks, world.num_ranks)
     require_same_job(job.config, data, world)
-    world.run_on_rank_zero(
-        lambda: stack.enter_context(
-            directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
-        )
-    )
+    world.run_on_rank_zero(lambda: _lock(job, directory, stack))
     # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
     # in the run directory, so the run continues even if its URL cannot be reached.
     is_new_attempt = directory.checkpoints.attempt is None
@@ -146,3 +142,10 @@ def build_trainer(
         recovery=recovery,
         profiler=build_profiler(rank),
     )
+
+
+def _lock(job: TrainJob, directory: RunDirectory, stack: ExitStack) -> None:
+    stack.enter_context(
+        directory.locked(timeout_seconds=LOCK_TIMEOUT_SECONDS, force=job.force_unlock)
+    )
+    directory.checkpoints.rename_copies()

@@ -35,7 +35,7 @@ from txl_dist.training.recovery import Recovery
 from txl_dist.training.replay import replay, segments_to_replay
 from txl_dist.training.report import Report
 from txl_dist.training.resume_point import ResumePoint, restore
-from txl_dist.training.saving import RunSaver
+from txl_dist.training.saving import RunSaver, retention_of
 from txl_dist.training.start_state import initial_state
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
@@ -200,6 +200,7 @@ def _create_mirror(rank: RankContext, *, is_new_attempt: bool) -> CheckpointMirr
         rank=world.rank,
         num_ranks=world.num_ranks,
         timeout_seconds=config.rank_timeout_seconds,
+        retention=retention_of(config),
         attempt=rank.directory.checkpoints.attempt,
     )
     if is_new_attempt:

@@ -7,10 +7,10 @@ for which the checkpoint's weights or position would be wrong; they cannot chang
 """
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from data_pipeline.shards.manifest import ShardManifest
+from data_pipeline.storage.remote_path import DatasetPath
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.config.config_file import default_settings, flatten_config
@@ -80,7 +80,7 @@ _BEFORE = {"optimizer.weight_decay_parameters": "all"}
 def require_compatible(
     manifest: CheckpointManifest,
     state: TrainState,
-    path: Path,
+    path: DatasetPath,
     *,
     job: TrainJob,
     data: TrainingData,

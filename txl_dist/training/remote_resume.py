@@ -1,26 +1,35 @@
-"""Downloads the newest checkpoint of `training.checkpoint_url` before a run resumes.
+"""Downloads checkpoints of `training.checkpoint_url` before a run resumes.
 
-So a run continues on a machine with an empty disk. The checkpoint is then one of the run directory
-like any other.
+The newest one, so that a run continues on a machine with an empty disk, and those whose local files
+are damaged. A downloaded checkpoint is one of the run directory like any other.
 """
 
 import json
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 from data_pipeline.processes.background_queue import BackgroundQueue
 from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.storage.urls import shown
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import MANIFEST_NAME
 from txl_dist.checkpoint.mirror import unreachable
-from txl_dist.checkpoint.remote import RemoteCheckpoints, abandoned_names, step_of
+from txl_dist.checkpoint.remote import (
+    RemoteCheckpoints,
+    abandoned_names,
+    all_damaged,
+    names_of,
+    step_of,
+)
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.runtime.background_wait import wait_for_queues
 from txl_dist.runtime.world import World
+from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
 from txl_dist.training.given_checkpoint import named_checkpoint
 from txl_dist.training.job import TrainJob
-from txl_dist.training.state import GivenCheckpoint
+from txl_dist.training.state import GivenCheckpoint, load_state
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +40,54 @@ def download_newest(job: TrainJob, data: TrainingData, world: World) -> None:
     With `--resume PATH` one of the trajectory that this command began at PATH, or else PATH itself,
     if it is a checkpoint of this run.
 
-    Raises ConfigError if `--resume never` finds checkpoints at the URL, CheckpointError if the URL
-    cannot be read or, with `--strict`, if its newest checkpoint is damaged.
+    Nothing in the run directory changes if the copies belong to another run or do not fit the job.
+
+    Raises ConfigError if they belong to another run than the local checkpoints, or if `--resume
+    never` finds any; CheckpointError or DataError if the job cannot continue from them;
+    CheckpointError if the URL cannot be read, if all copies are damaged, or with `--strict` the
+    newest one.
     """
-    url = job.config.training.checkpoint_url
+    if url := job.config.training.checkpoint_url:
+        remote = RemoteCheckpoints(RemotePath(url))
+        _in_thread_of_rank_zero(lambda: _download_newest(job, data, remote), world)
+
+
+def replace_by_copy(step: int, job: TrainJob, world: World) -> bool:
+    """Replace the damaged checkpoint of a step by its copy; False without one. Collective."""
+    url, replaced = job.config.training.checkpoint_url, []
     if url is None:
-        return
-    # In a thread: the other ranks wait longer than the limit of a collective, if it takes longer.
+        return False
+
+    def download() -> None:
+        try:
+            replaced.append(_replace_by_copy(step, job, RemoteCheckpoints(RemotePath(url))))
+        except (CheckpointError, OSError) as error:
+            log.warning("the copy of step %d at %s cannot be used: %s", step, shown(url), error)
+
+    _in_thread_of_rank_zero(download, world)
+    return world.broadcast(any(replaced))
+
+
+def _in_thread_of_rank_zero(function: Callable[[], None], world: World) -> None:
+    """Call it, while the other ranks wait longer than the limit of a collective if need be."""
     queue = BackgroundQueue("download")
     try:
         if world.is_rank_zero:
-            queue.submit(lambda: _download_newest(job, data, RemoteCheckpoints(RemotePath(url))))
+            queue.submit(function)
         wait_for_queues(world, queue)
     finally:
         queue.close(timeout_seconds=0)
+
+
+def _replace_by_copy(step: int, job: TrainJob, remote: RemoteCheckpoints) -> bool:
+    checkpoints = CheckpointDirectory(job.run_path)
+    names = [name for name in remote.complete() if step_of(name) == step]
+    # Unless its manifest is damaged, only the copy of this save: others are not of this trajectory.
+    own = names_of([checkpoints.at(step)])
+    for name in names if not own else [name for name in names if name in own]:
+        remote.download(name, checkpoints)
+        return True
+    return False
 
 
 def _download_newest(job: TrainJob, data: TrainingData, remote: RemoteCheckpoints) -> None:
@@ -61,18 +104,21 @@ def _download_newest(job: TrainJob, data: TrainingData, remote: RemoteCheckpoint
     checkpoints = CheckpointDirectory(job.run_path)
     checkpoints.path.mkdir(parents=True, exist_ok=True)
     local, abandoned = checkpoints.steps(), abandoned_names(checkpoints)
-    for name in reversed(_wanted(names, checkpoints, remote, job=job, data=data)):
+    wanted = _wanted(names, checkpoints, remote, job=job, data=data)
+    if wanted:
+        _require_own(wanted, checkpoints, remote, job=job, data=data)
+    damage = []
+    for name in reversed(wanted):
         if local and step_of(name) <= local[-1]:
             return
         if name in abandoned:  # by a rollback, which a kill or the store kept from removing it
             continue
         try:
-            # First: once the checkpoint is there, the next start downloads nothing.
-            remote.download_run_files(checkpoints.run)
             path = remote.download(name, checkpoints)
         except CheckpointError as error:
             if job.strict:
                 raise
+            damage.append(str(error))
             log.warning("%s. An older checkpoint is used instead", error)
             continue
         except OSError as error:  # the store or the disk fails: this says nothing about the copy
@@ -83,6 +129,25 @@ def _download_newest(job: TrainJob, data: TrainingData, remote: RemoteCheckpoint
             ) from error
         log.info("downloaded %s from %s", path, remote.at(name))
         return
+    if damage and not local:  # a new run would replace them
+        raise all_damaged(remote, damage)
+
+
+def _require_own(
+    names: list[str],
+    checkpoints: CheckpointDirectory,
+    remote: RemoteCheckpoints,
+    *,
+    job: TrainJob,
+    data: TrainingData,
+) -> None:
+    """Raise an error if the copies belong to another run, as far as that can be known."""
+    if run_id := checkpoints.run_id():
+        remote.require_run(run_id)
+    elif not checkpoints.steps():
+        name, manifest = remote.newest_manifest(names)
+        path = remote.at(name)
+        require_compatible(manifest, load_state(path, manifest), path, job=job, data=data)
 
 
 def _wanted(

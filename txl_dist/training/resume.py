@@ -16,6 +16,7 @@ from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
 from txl_dist.training.given_checkpoint import changed_settings, named_checkpoint
 from txl_dist.training.job import TrainJob
+from txl_dist.training.remote_resume import replace_by_copy
 from txl_dist.training.resume_point import ResumePoint, state_at, verify_point
 from txl_dist.training.state import GivenCheckpoint, TrainState, load_state
 
@@ -146,15 +147,15 @@ def _steps_since(begin: GivenCheckpoint | None, directory: CheckpointDirectory) 
 
 def _require_checkpoints(job: TrainJob, directory: CheckpointDirectory, world: World) -> None:
     """Raise CheckpointError if the run had checkpoints, which are gone."""
+    latest = directory.run / "LATEST"
     is_empty = not directory.steps()
-    newest, superseded = world.broadcast(
-        (directory.pointer("LATEST"), directory.superseded()) if is_empty else (None, [])
+    has_latest, superseded = world.broadcast(
+        (latest.exists(), directory.superseded()) if is_empty else (False, [])
     )
     # A start with --resume PATH that was killed before it had saved a checkpoint may leave only
     # superseded ones; the same command goes there again.
-    if not (newest or superseded) or (superseded and job.resume != "auto"):
+    if not (has_latest or superseded) or (superseded and job.resume != "auto"):
         return
-    latest = directory.run / "LATEST"
     if superseded:
         raise CheckpointError(
             f"{directory.path} has only superseded-* checkpoints: a start with --resume PATH was "
@@ -162,9 +163,9 @@ def _require_checkpoints(job: TrainJob, directory: CheckpointDirectory, world: W
             f"{max(superseded)}"
         )
     raise CheckpointError(
-        f"{latest} names the checkpoint of step {newest}, but {directory.path} has none: it was "
-        "moved or removed, or its storage is not mounted. Bring it back and run the same command "
-        f"again. To lose that run and begin again: rm {latest}"
+        f"{latest} says that this run has checkpoints, but {directory.path} has none: they were "
+        "moved or removed, or their storage is not mounted. Bring them back and run the same "
+        f"command again. To lose that run and begin again: rm {latest}"
     )
 
 
@@ -181,7 +182,7 @@ def _newest_intact(
     damage: list[str] = []
     for step in reversed(steps):
         try:
-            point = verify_point(directory.at(step), world)
+            point = _verified(step, job, directory, world)
         except CheckpointError as error:
             if job.strict:
                 raise _strict_error(str(error), directory) from None
@@ -200,6 +201,19 @@ def _newest_intact(
         f"all checkpoints of {directory.run}{since} are damaged: {'; '.join(damage)}. Restore one "
         "from a backup, or start a new run in another directory"
     )
+
+
+def _verified(
+    step: int, job: TrainJob, directory: CheckpointDirectory, world: World
+) -> ResumePoint:
+    """The checkpoint of a step, or its copy at `training.checkpoint_url` if it is damaged."""
+    try:
+        return verify_point(directory.at(step), world)
+    except CheckpointError as error:
+        if not replace_by_copy(step, job, world):
+            raise
+        log.warning("%s. It was replaced by its copy", error)
+    return verify_point(directory.at(step), world)
 
 
 def _strict_error(damage: str, directory: CheckpointDirectory) -> CheckpointError:

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from data_pipeline.processes.background_queue import BackgroundQueue
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
@@ -45,6 +45,11 @@ CLOSE_TIMEOUT_SECONDS = 10.0
 """How long a save may take to complete after an error that ends the run."""
 
 log = logging.getLogger(__name__)
+
+
+def retention_of(config: TrainingConfig) -> Retention:
+    """Which checkpoints a run keeps by its settings."""
+    return Retention(keep=config.keep_checkpoints, keep_interval_steps=config.keep_interval_steps)
 
 
 class RunSaver:
@@ -304,9 +309,8 @@ class RunSaver:
     def _prune(self, state: TrainState) -> None:
         with explain_failed_save(self._checkpoints, rank=0):
             self._checkpoints.prune(
-                keep=self._config.keep_checkpoints,
+                retention_of(self._config),
                 best_step=state.best.step if state.best else None,
-                keep_interval_steps=self._config.keep_interval_steps,
                 unscored_steps=state.unscored_steps,
             )
 

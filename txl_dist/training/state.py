@@ -7,11 +7,11 @@ masks follow from seed, step and lane (`lane_dropout.py`), the order of tokens f
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, JsonValue, ValidationError
 
+from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.storage.strict_model import StrictModel, first_problem
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import tokens_per_epoch
@@ -220,7 +220,7 @@ class TrainState(StrictModel):
         )
 
 
-def load_state(path: Path, manifest: CheckpointManifest) -> TrainState:
+def load_state(path: DatasetPath, manifest: CheckpointManifest) -> TrainState:
     """The state in the manifest of checkpoint `path`. Raises CheckpointError if it is invalid."""
     try:
         # From JSON text: in strict mode only JSON input may give a tuple as a list.

@@ -18,7 +18,7 @@ from txl_dist.checkpoint.attempts import (
     newest_number,
     newest_record,
 )
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import FencedError, error_from_json, error_to_json
@@ -76,7 +76,7 @@ CHANGES: dict[str, Callable[[CheckpointDirectory], object]] = {
     "finish": lambda directory: directory.finish("0123abcd", 3),
     "latest": lambda directory: directory.set_pointer("LATEST", 1),
     "rewind": lambda directory: directory.rewind(1),
-    "prune": lambda directory: directory.prune(keep=1, best_step=None),
+    "prune": lambda directory: directory.prune(Retention(keep=1), best_step=None),
     "score": lambda directory: update_state(directory, 2, {"position": 1}),
 }
 

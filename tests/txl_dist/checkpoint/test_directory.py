@@ -14,6 +14,7 @@ from data_pipeline.storage.locks import try_lock
 from tests.txl_dist.checkpoint.saving import BEST, save
 from txl_dist.checkpoint.directory import (
     CheckpointDirectory,
+    Retention,
     divergence_advice,
     reading,
     resolve_checkpoint,
@@ -36,12 +37,12 @@ def directory(tmp_path: Path) -> CheckpointDirectory:
 
 
 def test_pruning_keeps_the_newest_and_the_best(directory: CheckpointDirectory) -> None:
-    directory.prune(keep=2, best_step=3)
+    directory.prune(Retention(keep=2), best_step=3)
     assert names(directory) == ["step-00000003", "step-00000005", "step-00000006"]
 
 
 def test_multiples_of_an_interval_are_kept(directory: CheckpointDirectory) -> None:
-    directory.prune(keep=1, best_step=5, keep_interval_steps=2)
+    directory.prune(Retention(keep=1, keep_interval_steps=2), best_step=5)
     assert directory.steps() == [2, 4, 5, 6]
 
 
@@ -61,12 +62,12 @@ def test_a_checkpoint_that_is_read_is_removed_later(directory: CheckpointDirecto
     assert reader.stdout is not None
     assert reader.stdout.readline() == "reading\n"
     with reading(directory.at(2)):  # any number of readers
-        directory.prune(keep=2, best_step=None)
+        directory.prune(Retention(keep=2), best_step=None)
     assert directory.steps() == [2, 5, 6]
-    directory.prune(keep=2, best_step=None)
+    directory.prune(Retention(keep=2), best_step=None)
     assert directory.steps() == [2, 5, 6], "the other reader still reads"
     reader.communicate("\n", timeout=60)
-    directory.prune(keep=2, best_step=None)
+    directory.prune(Retention(keep=2), best_step=None)
     assert directory.steps() == [5, 6]
     with pytest.raises(CheckpointError, match=r"step-00000002 cannot be read"):
         verify_checkpoint(directory.at(2))
@@ -100,7 +101,7 @@ def test_a_directory_that_cannot_be_removed_is_a_warning_and_not_a_checkpoint(
 
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", busy)
-        directory.prune(keep=5, best_step=None)
+        directory.prune(Retention(keep=5), best_step=None)
     assert "cannot be removed (Device or resource busy)" in caplog.text
     assert directory.steps() == [2, 3, 4, 5, 6]
     assert len(names(directory)) == 6
@@ -119,7 +120,7 @@ def test_what_cannot_be_renamed_is_a_warning_and_stays_a_checkpoint(
 
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
-        directory.prune(keep=5, best_step=None)
+        directory.prune(Retention(keep=5), best_step=None)
     assert "cannot be removed (Permission denied)" in caplog.text
     assert directory.steps() == [1, 2, 3, 4, 5, 6]
 

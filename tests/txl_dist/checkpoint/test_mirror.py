@@ -19,12 +19,14 @@ from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
 from tests.txl_dist.checkpoint.test_attempts import attempt
 from txl_dist.checkpoint.attempts import Attempt, newest_number
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.checkpoint.remote import RemoteCheckpoints, step_of
 from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, ConfigError, FencedError
+from txl_dist.training import remote_resume
 from txl_dist.training.remote_resume import download_newest
 
 URL = "s3://me:CANARY@bucket/run"
@@ -32,12 +34,19 @@ REMOTE = RemoteCheckpoints(RemotePath("s3://bucket/run"))
 
 
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _simple(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits between requests; no dataset and no settings to compare with the copies."""
     monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(remote_resume, "require_compatible", lambda *_, **__: None)
 
 
 def mirrored(
-    run: Path, *, rank: int = 0, num_ranks: int = 1, attempt: Attempt | None = None
+    run: Path,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    retention: Retention = Retention(keep=2),  # noqa: B008 - frozen
+    attempt: Attempt | None = None,
 ) -> CheckpointMirror:
     return CheckpointMirror(
         REMOTE.url.url,
@@ -45,6 +54,7 @@ def mirrored(
         rank=rank,
         num_ranks=num_ranks,
         timeout_seconds=60,
+        retention=retention,
         attempt=attempt,
     )
 
@@ -81,19 +91,36 @@ def test_copies_follow_the_local_checkpoints(mirror: CheckpointMirror, tmp_path:
     (REMOTE.at(newer) / "memory-rank-00001.safetensors").write_bytes(b"x")
     assert updated(mirror) == [1, 2]
     assert newer in REMOTE.names()
-    save(local.run, step=3)
-    local.prune(keep=2, best_step=None)
-    update_state(local, 3, {"position": 99})
-    assert updated(mirror) == [2, 3]
-    shutil.rmtree(local.at(3))
-    save(local.run, step=3)  # trained again
-    assert updated(mirror) == [2, 3]
+    for step in (3, 4):
+        save(local.run, step=step)
+    local.prune(Retention(keep=2), best_step=1)
+    update_state(local, 4, {"position": 99})
+    assert updated(mirror) == [1, 3, 4], "1 is the best in the state of all of them"
+    shutil.rmtree(local.at(4))
+    save(local.run, step=4)  # trained again
+    assert updated(mirror) == [1, 3, 4]
 
     other = CheckpointDirectory(tmp_path / "other")
     other.open()
     path = REMOTE.download(REMOTE.complete()[-1], other)
-    assert verify_checkpoint(path) == verify_checkpoint(local.at(3))
-    assert other.pointer("LATEST") == 3
+    assert verify_checkpoint(path) == verify_checkpoint(local.at(4))
+    assert other.pointer("LATEST") == 4
+
+
+def test_a_run_that_moved_to_an_empty_disk_keeps_its_older_copies(
+    mirror: CheckpointMirror, tmp_path: Path
+) -> None:
+    for step in (3, 4, 5):
+        save(tmp_path / "run", step=step)
+    assert updated(mirror) == [1, 2, 3, 4, 5]
+    new = CheckpointDirectory(tmp_path / "new")
+    download_to(new)
+    resumed = mirrored(new.run, retention=Retention(keep=2, keep_interval_steps=3))
+    resumed.open()
+    assert updated(resumed) == [1, 3, 4, 5], "the best, a multiple of 3, the newest two"
+    save(new.run, step=6)
+    assert updated(resumed) == [1, 3, 5, 6]
+    resumed.close()
 
 
 def divide_files(first: CheckpointMirror, second: CheckpointMirror) -> None:
@@ -139,17 +166,11 @@ def test_the_manifest_comes_after_the_files_of_all_ranks(tmp_path: Path, bucket:
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
 def test_a_damaged_copy_is_refused_by_name_and_leaves_nothing(
-    mirror: CheckpointMirror,
-    bucket: Any,  # noqa: F811
-    tmp_path: Path,
-    file: str,
+    mirror: CheckpointMirror, tmp_path: Path, file: str
 ) -> None:
     updated(mirror)
     name = REMOTE.complete()[-1]
-    place = f"bucket/run/checkpoints/{name}/{file}"
-    content = bytearray(bucket.cat(place))
-    content[len(content) // 2] ^= 4
-    bucket.pipe(place, bytes(content))
+    spoil(REMOTE.at(name) / file, "damage")
     other = CheckpointDirectory(tmp_path / "other")
     other.open()
     with pytest.raises(CheckpointError, match=file):
@@ -160,14 +181,79 @@ def test_a_damaged_copy_is_refused_by_name_and_leaves_nothing(
 def test_the_checkpoints_of_another_run_are_never_removed(mirror: CheckpointMirror) -> None:
     updated(mirror)
     names = REMOTE.names()
-    manifest = (REMOTE.at(names[-1]) / "manifest.json").read_bytes()
-    assert b'"run_id": null' in manifest
-    owned = manifest.replace(b'"run_id": null', b'"run_id": "abc"')
-    (REMOTE.at(names[-1]) / "manifest.json").write_bytes(owned)
+    REMOTE.require_run("abd")  # written before runs had ids
+    set_run_id(names[-1], "abc")
     REMOTE.require_run("abc")
     with pytest.raises(ConfigError, match="has checkpoints of another run"):
         REMOTE.require_run("abd")
+    for name in names:
+        (REMOTE.at(name) / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"all checkpoints at .* are damaged"):
+        REMOTE.require_run("abc")
     assert REMOTE.names() == names
+
+
+def set_run_id(name: str, run_id: str) -> None:
+    _, manifest = REMOTE.newest_manifest([name])
+    owned = manifest.model_copy(update={"run_id": run_id})
+    (REMOTE.at(name) / "manifest.json").write_bytes(owned.to_json())
+
+
+def test_a_url_of_another_run_changes_nothing_in_the_run_directory(
+    mirror: CheckpointMirror, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
+    updated(mirror)
+    set_run_id(REMOTE.names()[-1], "abc")
+    other = CheckpointDirectory(tmp_path / "other")
+    path = save(other.run, step=1)
+    owned = load_checkpoint_manifest(path).model_copy(update={"run_id": "abd"})
+    (path / "manifest.json").write_bytes(owned.to_json())
+    (other.run / "metrics.jsonl").write_bytes(b"mine\n")
+    with pytest.raises(ConfigError, match="has checkpoints of another run"):
+        download_to(other)
+    assert other.steps() == [1]
+    assert (other.run / "metrics.jsonl").read_bytes() == b"mine\n"
+
+
+@pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("change", ["damage", "remove"])
+def test_a_copy_with_a_bad_file_is_left_for_an_older_one(
+    mirror: CheckpointMirror,
+    tmp_path: Path,
+    file: str,
+    change: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    updated(mirror)
+    names = REMOTE.complete()
+    spoil(REMOTE.at(names[-1]) / file, change)
+    new = CheckpointDirectory(tmp_path / "new")
+    download_to(new)
+    assert new.steps() == [1]
+    is_listed = (file, change) != ("manifest.json", "remove")  # without one it is no copy
+    assert ("An older checkpoint is used instead" in caplog.text) == is_listed
+
+    spoil(REMOTE.at(names[0]) / file, change)
+    before = REMOTE.names()
+    empty = CheckpointDirectory(tmp_path / "empty")
+    if is_listed:
+        with pytest.raises(CheckpointError, match=r"all checkpoints at .* are damaged"):
+            download_to(empty)
+    else:
+        download_to(empty)
+    assert empty.steps() == []
+    assert REMOTE.names() == before, "nothing is removed"
+
+
+def spoil(path: RemotePath, change: str) -> None:
+    """Remove an object, or change one bit of it."""
+    if change == "remove":
+        path.remove()
+        return
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(bytes(content))
 
 
 @pytest.mark.slow
@@ -190,7 +276,7 @@ def test_a_run_that_was_continued_elsewhere_changes_no_copy(
 
     for step in (2, 3):
         save(runs[0], step=step)
-    CheckpointDirectory(runs[0]).prune(keep=1, best_step=None)
+    CheckpointDirectory(runs[0]).prune(Retention(keep=1), best_step=None)
     assert updated(older) == [1, 2]
     assert older.is_fenced
     with pytest.raises(FencedError, match=r"attempt 2 \(host .* has continued this run"):
@@ -297,7 +383,7 @@ def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
     for step in (3, 4):
         save(tmp_path / "run", step=step)
     old = CheckpointDirectory(tmp_path / "run")
-    old.prune(keep=2, best_step=1)
+    old.prune(Retention(keep=2), best_step=1)
     assert updated(mirror) == [1, 3, 4], "1 is the best in the state of all of them"
     new = CheckpointDirectory(tmp_path / "new")
     publish, steps = CheckpointDirectory.finish, []
@@ -312,7 +398,7 @@ def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
     assert steps == [1, 4], "the newest last: with it, the download counts as complete"
     assert verify_checkpoint(new.at(1)) == verify_checkpoint(old.at(1))
     resumed = mirrored(new.run)
-    assert updated(resumed) == [1, 4]
+    assert updated(resumed) == [1, 3, 4]
     resumed.close()
 
 
@@ -321,7 +407,7 @@ def test_updates_that_wait_for_a_slow_store_become_one(
 ) -> None:
     has_begun, may_end, num_updates = threading.Event(), threading.Event(), []
 
-    def upload_slowly() -> None:
+    def upload_slowly(_: int) -> None:
         num_updates.append(1)
         has_begun.set()
         assert may_end.wait(60)
@@ -379,7 +465,7 @@ def test_a_rank_that_waits_for_a_save_also_waits_for_the_next_one(tmp_path: Path
 
     mirror._is_published = is_published  # type: ignore[method-assign]
     seen: list[set[int]] = []
-    mirror._update = lambda: seen.append(set(published))  # type: ignore[method-assign]
+    mirror._update = lambda _: seen.append(set(published))  # type: ignore[method-assign]
     mirror.update(published=(1, "a"))
     assert is_waiting.wait(60)
     mirror.update(published=(2, "b"))

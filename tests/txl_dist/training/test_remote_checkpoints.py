@@ -22,7 +22,7 @@ from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtu
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_job, train
 from tests.txl_dist.training.test_saving import train_changed
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.remote import remote_name
 from txl_dist.errors import DataError
@@ -363,4 +363,60 @@ def test_a_run_goes_back_on_an_empty_disk_although_it_has_not_saved_since(
         shutil.rmtree(tmp_path / directory)
     (tmp_path / "LATEST").unlink()
     assert ranks(1).run(in_cloud, aws, train, back) == [0]
-    assert remote_steps(bucket) == [10, 15, 20]
+    assert remote_steps(bucket) == [5, 10, 15, 20]
+
+
+def test_a_run_that_was_copied_from_the_store_by_other_tools_resumes(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    """Or is repaired from the store, if a local file is damaged."""
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    assert ranks(1).run(train, tiny_job(dataset, straight, NO_EVALUATION)) == [0]
+    job = tiny_job(dataset, run, *SETTINGS)
+    assert ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)[0][0] == 3
+    shutil.rmtree(run)
+    bucket.get("bucket/runs/one", str(run), recursive=True)
+    assert [path.name.count(".") for path in (run / "checkpoints").iterdir()] == [1, 1]
+    assert resolve_checkpoint(run) == CheckpointDirectory(run).at(10)
+    assert resolve_checkpoint(run / "LATEST").name.startswith("step-00000010.")
+    local = tiny_job(dataset, run, NO_EVALUATION, *SETTINGS[2:])
+    assert ranks(1).run(train_changed, local, die_after, 12)[0][0] == 3
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        "step-00000005",
+        "step-00000010",
+    }
+
+    spoil(run / "checkpoints" / "step-00000010" / "weights-rank-00000.safetensors")
+    assert ranks(1).run(in_cloud, aws, train, job) == [0]
+    assert "It was replaced by its copy" in (run / "logs" / "rank-0.log").read_text()
+    assert "resuming at step 10" in (run / "logs" / "rank-0.log").read_text()
+    assert losses(run) == losses(straight)
+
+
+def test_a_job_that_does_not_fit_the_copies_gets_none_of_their_files(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    """A mistyped URL is that of another run: the directory must stay usable with the right one."""
+    job = tiny_job(dataset, tmp_path / "first", *SETTINGS)
+    assert ranks(1).run(in_cloud, aws, train_changed, job, die_after, 8)[0][0] == 3
+    other = tiny_job(dataset, tmp_path / "second", *SETTINGS, "seed=7")
+    assert ranks(1).run(in_cloud, aws, train, other) == [4]
+    assert "seed: checkpoint 3, now 7" in refusal(other.run_path)
+    assert not (other.run_path / "metrics.jsonl").exists()
+    assert CheckpointDirectory(other.run_path).steps() == []
+    assert not (other.run_path / "LATEST").exists()
+    assert remote_steps(bucket) == [5]
+
+
+def spoil(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(bytes(content))

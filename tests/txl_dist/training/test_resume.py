@@ -321,7 +321,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
     given = {"resume": str(finished / "checkpoints" / "step-00000005")}
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, **given)) == [4, 4]
     assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [4, 4]
-    assert "names the checkpoint of step 20, but" in refusal(run)
+    assert "LATEST says that this run has checkpoints, but" in refusal(run)
     assert len(losses(run)) == 20
     (run / "checkpoints").symlink_to("nowhere")  # a volume that is not mounted
     assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [4]

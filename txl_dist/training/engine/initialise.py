@@ -20,11 +20,12 @@ def initialise_deepspeed(
     settings: dict[str, Any],
     *,
     extra: Mapping[str, Any],
-    local_rank: int,
+    device: torch.device,
 ) -> Any:
     """A DeepSpeed engine. Raises ConfigError if DeepSpeed refuses a key of `extra`."""
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))  # DeepSpeed requires it
-    if not torch.cuda.is_available():
+    # For DeepSpeed the number of the GPU, also where a launcher makes only one visible to a rank.
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with explain_refusals(extra):
         with _without_mlflow(), _without_compiler():

@@ -74,7 +74,7 @@ class Engine(ABC):
             self._optimizer,
             settings,
             extra=config.deepspeed.extra,
-            local_rank=world.local_rank,
+            device=world.device,
         )
         # DeepSpeed has created process groups, with torch's timeout of 30 minutes.
         world.set_timeouts(timeout_seconds=config.training.rank_timeout_seconds)

@@ -45,6 +45,8 @@ def deepspeed_settings(
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,  # never: training has its own step line
         "wall_clock_breakdown": False,
+        # Its throughput timer waits for the GPU before every micro-batch and after each step.
+        "timers": {"throughput": {"enabled": False}},
         **extra,
     }
 

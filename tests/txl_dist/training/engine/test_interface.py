@@ -61,3 +61,22 @@ def test_a_rank_does_not_load_mlflow(ranks: RankGroups, dataset: Path, tmp_path:
     """DeepSpeed's autotuner would import it, which takes longer than any import except torch."""
     settings = (NO_EVALUATION, "training.num_steps=1", "optimizer.warmup_steps=0")
     assert ranks(1).run(trains_without_mlflow, tiny_job(dataset, tmp_path, *settings)) == [True]
+
+
+def count_waits(world: World, job: TrainJob) -> int:
+    from deepspeed.accelerator import get_accelerator
+
+    waits = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_accelerator(), "synchronize", lambda *_: waits.append(1))
+        assert train(world, job) == 0
+    return len(waits)
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+def test_deepspeed_does_not_wait_for_the_device(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
+) -> None:
+    """Its throughput timer did, before every micro-batch and after every step."""
+    settings = (NO_EVALUATION, "training.micro_batch_lanes=2", "training.num_steps=6")
+    assert ranks(1).run(count_waits, tiny_job(dataset, tmp_path, *settings, *ZERO[stage])) == [0]

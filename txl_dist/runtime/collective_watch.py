@@ -54,7 +54,11 @@ _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _DEEPSPEED = "/deepspeed/"
 _WRAPPER = "wrapped_fn"
 """Name of DeepSpeed's profiling decorator, which wraps most of its functions."""
-_WAITS_FOR_GPU = re.compile(r"\.(item|tolist|cpu|copy_|synchronize)\(")
+_WAITS_FOR_GPU = re.compile(
+    r"\.(item|tolist|cpu|copy_|_?(cuda_)?synchronize)\("
+    # Copies of a number to the GPU, where DeepSpeed checks a norm (deepspeed/runtime/utils.py).
+    r"|torch\.tensor\(.*device="
+)
 _TIMED_OUT = re.compile(r"timed out|time-?out", re.IGNORECASE)
 _DISCONNECTED = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|unhandled system error",

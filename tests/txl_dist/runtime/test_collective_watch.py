@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,16 @@ def test_an_error_outside_a_collective_is_not_a_lost_rank() -> None:
 def test_on_a_gpu_a_call_that_waits_for_a_result_counts_as_a_collective(tmp_path: Path) -> None:
     source = tmp_path / "step.py"
     source.write_text("loss = nats.sum().item()\nx = load()\n")
-    for line, name in ((1, GPU_WAIT), (2, None)):
-        frames = [("loop.py", 1, "_train"), (str(source), line, "step")]
+    deepspeed = Path(find_spec("deepspeed").origin).parent / "runtime" / "utils.py"
+    for path, text, name in (
+        (source, ".item()", GPU_WAIT),
+        (source, "load()", None),
+        (Path(torch.cuda.__file__), "return torch._C._cuda_synchronize()", GPU_WAIT),
+        (deepspeed, "err = torch.tensor(-1.0, device=device", GPU_WAIT),
+    ):
+        lines = path.read_text().splitlines()
+        number = next(n for n, line in enumerate(lines, start=1) if text in line)
+        frames = [("loop.py", 1, "_train"), (str(path), number, "step")]
         assert collective_name(frames, on_gpu=True) == name
         assert collective_name(frames) is None
 

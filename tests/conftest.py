@@ -29,8 +29,12 @@ MODULES = ("abc.py", "bisect.py", "colorsys.py", "copy.py", "heapq.py", "keyword
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not (num_gpus() or gpu_tests.ON_CPU):
+    if not item.get_closest_marker("gpu") or gpu_tests.ON_CPU:
+        return
+    if not num_gpus():
         pytest.skip("no GPU: torch finds none, or is built without CUDA (see `txl doctor`)")
+    if os.environ["TRITON_INTERPRET"] == "1":
+        pytest.fail("TRITON_INTERPRET=1 would not test the kernels: `make gpu`, or set it to 0")
 
 
 @pytest.fixture(scope="session")

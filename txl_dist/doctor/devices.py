@@ -43,7 +43,7 @@ def check_gpus(listed: list[str]) -> list[Finding]:
     """Whether torch can use the GPUs that the driver lists."""
     import torch
 
-    from txl_dist.model.attention import reason_without_triton
+    from txl_dist.model.triton_support import triton_unavailable_reason
 
     summary = f"{len(listed)} GPUs ({'; '.join(sorted(set(listed)))}), torch {torch.__version__}"
     if torch.version.cuda is None:
@@ -82,7 +82,7 @@ def check_gpus(listed: list[str]) -> list[Finding]:
                 advice="install a build of torch for this GPU, or exclude the node",
             )
         )
-    if reason := reason_without_triton(torch.device("cuda")):
+    if reason := triton_unavailable_reason(torch.device("cuda")):
         findings.append(
             note(
                 f"{summary}: triton's kernels cannot run: {reason}",

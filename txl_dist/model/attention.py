@@ -10,12 +10,9 @@ All forms are an `AttentionFunction` with the same result:
 Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pkgutil import resolve_name
-from shutil import which
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from txl_dist.model.dropout import Dropout, DropoutMasks, KeepBits
 from txl_dist.model.encodings import Biases, DistanceTerms, apply_rotary, encoding_class
 from txl_dist.model.kv_cache import LayerKVCache
 from txl_dist.model.reference_attention import reference_weights
+from txl_dist.model.triton_support import has_triton
 from txl_dist.model.variants import ATTENTION_FORMS, AttentionForm
 from txl_dist.model.visibility import Visibility
 
@@ -80,27 +78,6 @@ def choose_form(
         and (candidate.has_fast_cpu_gradient or not is_cpu_training)
         and (device.type != "cpu" or not candidate.needs_triton)
     )
-
-
-def has_triton(device: torch.device) -> bool:
-    """Whether triton can run on the device. On CPUs that is its interpreter, for tests."""
-    return not reason_without_triton(device)
-
-
-def reason_without_triton(device: torch.device) -> str:
-    """Why triton cannot run on the device; "" if it can."""
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
-    if device.type != "cuda":
-        return "" if os.environ.get("TRITON_INTERPRET") == "1" else "the ranks have no GPU"
-    if not torch.cuda.is_available():  # torch's fake tensors can be on a GPU that is not there
-        return ""
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} has a compute capability below 8.0"
-    # triton compiles a small library when its first kernel is loaded.
-    if not (os.environ.get("CC") or which("gcc") or which("clang")):
-        return "no C compiler is installed, which triton needs (gcc and libc6-dev)"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import flatten_config
 from txl_dist.errors import ConfigError
-from txl_dist.model.attention import reason_without_triton
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.triton_support import triton_unavailable_reason
 from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.runtime.source_digest import code_description
@@ -79,7 +79,7 @@ def build_step(rank: RankContext) -> TrainStep:
 def _require_attention(config: ModelConfig, device: torch.device) -> None:
     """Evaluation and generation replace a form that cannot run; training was asked for it."""
     form = ATTENTION_FORMS.get(config.attention)
-    reason = reason_without_triton(device)
+    reason = triton_unavailable_reason(device)
     if form is None or not form.needs_triton or not reason:
         return
     raise ConfigError(

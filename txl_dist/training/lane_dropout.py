@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl_dist.model.attention import has_triton
 from txl_dist.model.dropout import KeepBits, Place
 from txl_dist.model.host_copies import to_device
+from txl_dist.model.triton_support import has_triton
 
 _PLACES = {place: number for number, place in enumerate(get_args(Place))}
 _ALL_LANES = 2**32 - 1

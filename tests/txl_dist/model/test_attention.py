@@ -13,9 +13,11 @@ from tests.support.attention_forms import SLOW_IN_TRITON, TORCH_FORMS
 from tests.support.attention_inputs import TERMS, Inputs
 from tests.support.small_models import random_text, small_model
 from txl_dist.model import attention as attention_module
-from txl_dist.model.attention import choose_attention, choose_form, reason_without_triton
+from txl_dist.model import triton_support
+from txl_dist.model.attention import choose_attention, choose_form
 from txl_dist.model.reference_attention import reference_attention, reference_scores
 from txl_dist.model.sdpa_attention import _efficient_attention
+from txl_dist.model.triton_support import triton_unavailable_reason
 from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS
 
 DIFFERENT_SIZES = st.lists(st.integers(1, 7), min_size=5, max_size=5, unique=True)
@@ -98,19 +100,22 @@ def test_triton_needs_a_new_gpu_and_a_compiler(
 ) -> None:
     for name in ("CC", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
-    assert "no GPU" in reason_without_triton(CPU)
+    assert "no GPU" in triton_unavailable_reason(CPU)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "C compiler" in reason_without_triton(GPU)
+    assert "C compiler" in triton_unavailable_reason(GPU)
     chosen = choose_form("triton", device=GPU, with_dropout=False, d_head=8)
     assert chosen is not ATTENTION_FORMS["triton"]
     compiler = tmp_path / "gcc"
     compiler.touch(mode=0o755)
-    assert reason_without_triton(GPU) == ""
+    monkeypatch.setattr(triton_support, "python_include", lambda: tmp_path)
+    assert "Python.h is missing" in triton_unavailable_reason(GPU)
+    (tmp_path / "Python.h").touch()
+    assert triton_unavailable_reason(GPU) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    assert "V100 has a compute capability below 8.0" in reason_without_triton(GPU)
+    assert "V100 has a compute capability below 8.0" in triton_unavailable_reason(GPU)
 
 
 @pytest.mark.parametrize(("with_dropout", "expected"), [(False, "biased"), (True, "fused")])

@@ -11,6 +11,7 @@ against two peaks: that of the data sheet, and the fastest square product measur
 machine in the same dtype. The whole module also runs on a CPU, for its tests.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,8 +39,6 @@ WARM_UP_STEPS = 5
 """Kernels are compiled, and the allocator takes its memory."""
 PROFILED_STEPS = 3
 PROFILE_ROWS = 15
-NO_FORM = (RuntimeError, NotImplementedError, ImportError, ValueError)
-"""Raised by a form that does not support a model, device or installation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +125,7 @@ def _row(name: str, model: BenchModel, form: str, settings: Settings, peak_flops
             if row.num_lanes == 1:
                 return replace(row, note="out of memory")
             row = replace(row, num_lanes=row.num_lanes // 2, note="fewer lanes: out of memory")
-        except NO_FORM as error:
+        except Exception as error:  # of torch, triton or a compiler: the other rows may still run
             reason = str(error).partition("\n")[0]
             return replace(row, note=f"cannot run: {type(error).__name__}: {reason}")
 
@@ -134,6 +133,7 @@ def _row(name: str, model: BenchModel, form: str, settings: Settings, peak_flops
 def _measured(row: GpuRow, model: BenchModel, settings: Settings, peak_flops: float) -> GpuRow:
     is_gpu = settings.device.type == "cuda"
     if is_gpu:
+        gc.collect()  # compiled models are in reference cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(settings.device)
     step = TrainingStep(replace(model, num_lanes=row.num_lanes), row.form, settings)

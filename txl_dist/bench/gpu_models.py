@@ -28,8 +28,8 @@ _WT103_CUTOFFS = (20_000, 40_000, 200_000)
 MODELS = {
     "nvidia-base": BenchModel(
         config=ModelConfig(
-            vocab_size=267_735, cutoffs=_WT103_CUTOFFS, n_layer=16, d_model=512, n_head=8,
-            d_head=64, d_inner=2048, mem_len=192, dropout=0.1,
+            vocab_size=267_735, cutoffs=(19_997, 39_997, 199_997), n_layer=16, d_model=512,
+            n_head=8, d_head=64, d_inner=2048, mem_len=192, dropout=0.1,
         ),
         tgt_len=192,
         num_lanes=32,
@@ -76,21 +76,31 @@ MODELS = {
 """By name, in the order of the table."""
 
 DATA_SHEET_TFLOPS = {
-    # The most specific name first: the name of a device contains one of these.
+    # The most specific name first: the words of a device's name contain all words of one of these.
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
     "H100": 989.0,
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "A100": 312.0,
     "A10G": 70.0,
     "L40S": 362.0,
+    "L40": 181.0,
     "L4": 121.0,
 }
 """Dense bf16 products of one GPU, from NVIDIA's data sheets (without sparsity)."""
 
 
 def data_sheet_flops(device_name: str) -> float | None:
-    """Peak FLOP/s in bf16; None for a GPU that is not in the table."""
+    """Peak FLOP/s in bf16; None for a GPU that is not in the table, and for a part of one (MIG)."""
+    words = set(device_name.replace("-", " ").split())
+    if "MIG" in words:
+        return None
     return next(
-        (tflops * 1e12 for name, tflops in DATA_SHEET_TFLOPS.items() if name in device_name), None
+        (
+            tflops * 1e12
+            for name, tflops in DATA_SHEET_TFLOPS.items()
+            if words.issuperset(name.split())
+        ),
+        None,
     )

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -99,7 +99,7 @@ def run(
     as_json: bool,
 ) -> None:
     """Measure on `settings.device`, print every row when it is known, and write `out`."""
-    from txl_dist.bench.gpu import bench_gpu, measured_peak, profile_step
+    from txl_dist.bench.gpu import bench_gpu, measured_peak
     from txl_dist.bench.gpu_table import HEADER, device_name, machine_line, markdown, table_row
 
     peak_flops = measured_peak(settings)
@@ -115,10 +115,7 @@ def run(
             print(table_row(row), flush=True)
         if row.note:
             print(f"{row.model}, {row.form}: {row.note}", file=sys.stderr)
-    table = None
-    if profile:
-        name, model = next(iter(models.items()))
-        table = f"{name}, auto\n{profile_step(model, 'auto', settings)}"
+    table = _profile(rows[0], models[rows[0].model], settings) if profile else None
     if out is not None:
         title = f"{datetime.now(UTC):%Y-%m-%d}: training steps on {device_name(settings.device)}"
         out.write_text(markdown(title, machine, rows, table))
@@ -135,6 +132,17 @@ def run(
         print(json.dumps(result, allow_nan=False))
     elif table:
         print(f"\n{table}")
+
+
+def _profile(row: "GpuRow", model: "BenchModel", settings: "Settings") -> str:
+    """A profile of the row's model with `auto`, or why there is none."""
+    from txl_dist.bench.gpu import profile_step
+
+    try:
+        table = profile_step(replace(model, num_lanes=row.num_lanes), "auto", settings)
+    except Exception as error:  # the rows are measured: they must not be lost
+        table = f"no profile: {type(error).__name__}: {error}"
+    return f"{row.model}, auto\n{table}"
 
 
 def _chosen(option: str, given: str | None, known: list[str]) -> list[str]:

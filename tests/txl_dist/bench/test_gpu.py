@@ -1,6 +1,7 @@
 """`txl bench gpu` at a small size on the CPU: its figures belong together. Speed is not checked."""
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,13 +104,39 @@ def test_too_little_memory_halves_the_lanes(monkeypatch: pytest.MonkeyPatch) -> 
     assert row.tokens_per_second is not None
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), NotImplementedError("no kernel")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(),
+        NotImplementedError("no kernel"),
+        subprocess.CalledProcessError(1, "gcc, no kernel"),
+    ],
+)
 def test_a_form_that_cannot_run_is_a_note(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     row = only_row(monkeypatch, Failing(error, from_lanes=1))
     assert row.step_ms is None
     assert "out of memory" in row.note or "no kernel" in row.note
+
+
+def test_rows_are_written_although_the_profile_needs_too_much_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lanes = []
+
+    def profile_step(model: BenchModel, *_: object) -> str:
+        lanes.append(model.num_lanes)
+        raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(gpu, "TrainingStep", Failing(torch.OutOfMemoryError(), from_lanes=2))
+    monkeypatch.setattr(gpu, "profile_step", profile_step)
+    out = tmp_path / "gpu.md"
+    command.run({"small": SMALL}, ["fused"], SETTINGS, profile=True, out=out, as_json=False)
+    assert lanes == [1], "those of the row"
+    text = out.read_text()
+    assert "| small | fused" in text
+    assert "no profile: OutOfMemoryError: too large" in text
 
 
 def test_the_table_the_file_and_the_json_have_the_same_figures(
@@ -144,5 +171,8 @@ def test_the_data_sheet_is_found_by_the_name_of_the_device() -> None:
     assert data_sheet_flops("NVIDIA H100 PCIe") == 756e12
     assert data_sheet_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert data_sheet_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert data_sheet_flops("NVIDIA L40") == 181e12
+    assert data_sheet_flops("NVIDIA L40S") == 362e12
+    assert data_sheet_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     assert data_sheet_flops("unknown") is None
     assert all(value > 0 for value in gpu_models.DATA_SHEET_TFLOPS.values())

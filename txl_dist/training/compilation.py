@@ -17,11 +17,12 @@ import torch
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_form
-from txl_dist.model.dropout import Dropout
+from txl_dist.model.dropout import Dropout, DropoutMasks
 from txl_dist.model.layers import Layer
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 from txl_dist.runtime.world import World
+from txl_dist.training.device_dropout import DeviceDropoutMasks
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 
 
@@ -52,7 +53,7 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
             # On CPUs numpy draws the masks; compiled code would be made again for every layer.
             for name in ("draw", "draw_bits"):
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
-    # dynamic=False: all segments have one shape, except the last one of an epoch.
+    # dynamic=False: all segments have one shape.
     model.compute_layer = torch.compile(model.compute_layer, dynamic=False)
 
 
@@ -69,11 +70,15 @@ def _run_once(
 ) -> None:
     """A forward and backward of zeros, with the shapes and the precision of training."""
     shape = (len(lanes), config.data.tgt_len)
-    zeros_BT = torch.zeros(shape, dtype=torch.int64, device=device)
+    # The types of training, or the first step would compile again.
+    token_BT = torch.zeros(shape, dtype=torch.int64, device=device)
+    age_BT = torch.zeros(shape, dtype=torch.int32, device=device)
     memory = model.empty_memory(len(lanes))
-    masks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
+    masks: DropoutMasks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
+    if config.training.dropout_rng == "device":
+        masks = DeviceDropoutMasks(seed=config.seed, step=0, rank=0, micro_batch=0)
     with autocast(config.precision, device):
-        nats_BT, _ = model(zeros_BT, zeros_BT, zeros_BT, memory, masks)
+        nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks)
     nats_BT.sum().backward()
     model.zero_grad(set_to_none=True)
 

@@ -50,8 +50,11 @@ def test_a_machine_without_a_compiler_is_refused_before_training(
 
 def train_and_count_graphs(world: World, job: TrainJob) -> tuple[int, int]:
     """Compiled graphs when the first step begins, and at the end."""
+    from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
+    reset()  # this process may have compiled for another test
+    counters.clear()
     at_start: list[int] = []
     first = loop.Trainer.run
 
@@ -67,12 +70,24 @@ def train_and_count_graphs(world: World, job: TrainJob) -> tuple[int, int]:
     return at_start[0], counters["stats"]["unique_graphs"]
 
 
+NINE_LAYERS = "model.n_layer=9"
+"""More than torch compiles variants of one function."""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        (NINE_LAYERS, *DROPOUT),
+        (*DROPOUT, "training.dropout_rng=device"),
+        (NINE_LAYERS, "model.attention=triton", "training.num_steps=5"),
+    ],
+    ids=str,
+)
 def test_compiled_layers_have_the_same_trajectory_and_are_compiled_before_the_first_step(
-    ranks: RankGroups, dataset: Path, tmp_path: Path
+    ranks: RankGroups, dataset: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """Nine layers: more than torch compiles variants of one function."""
-    settings = (NO_EVALUATION, *DROPOUT, "model.n_layer=9", "training.num_steps=12")
+    settings = (NO_EVALUATION, "training.num_steps=12", *options)
     eager, compiled = tmp_path / "eager", tmp_path / "compiled"
     assert ranks(1).run(train, tiny_job(dataset, eager, *settings)) == [0]
     job = tiny_job(dataset, compiled, *settings, COMPILE)

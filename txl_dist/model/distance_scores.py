@@ -20,12 +20,12 @@ def cast_like(x: Tensor | None, q_HBTK: Tensor) -> Tensor | None:
 
 
 def pad_channels(x: Tensor) -> Tensor:
-    """`x` with its last dimension padded by zeros to a multiple of 8.
+    """`x` with its last dimension padded by zeros to a multiple of 16.
 
-    Rows of a multiple of 16 bytes are what GPUs load in one instruction, and what some of torch's
-    kernels require. The paper's models have a d_head of 41.
+    Then rows are multiples of 16 bytes in every dtype. GPUs load those asynchronously and in few
+    instructions, and some of torch's kernels require them. The paper's base has a d_head of 41.
     """
-    return pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x
+    return pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else x
 
 
 def scaled_query(q_HBTK: Tensor, bias_HK: Tensor | None) -> Tensor:

@@ -10,6 +10,8 @@ On GPUs torch's memory-efficient kernel runs, in training and in evaluation. Wit
 would prefer cuDNN, which has open bugs for masks (pytorch#196678, pytorch#191612).
 """
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -54,6 +56,11 @@ def biased_attention(
     return mixed_HBTK.permute(1, 2, 0, 3)
 
 
+def gpu_kernels() -> AbstractContextManager[None]:
+    """Inside the context, scaled_dot_product_attention on a GPU takes one of the kernels above."""
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 def _efficient_attention(
     q_HBTK: Tensor, k_HBSK: Tensor, v_HBSK: Tensor, bias_HBTS: Tensor
 ) -> Tensor:
@@ -64,7 +71,7 @@ def _efficient_attention(
     d_head = q_HBTK.shape[-1]
     bias_HBTS = bias_HBTS.expand(*q_HBTK.shape[:3], k_HBSK.shape[2])
     q, k, v = pad_channels(q_HBTK), pad_channels(k_HBSK), pad_channels(v_HBSK)
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+    with gpu_kernels():
         mixed_HBTK = scaled_dot_product_attention(q, k, v, attn_mask=bias_HBTS, scale=d_head**-0.5)
     return mixed_HBTK[..., :d_head]
 

@@ -14,6 +14,7 @@ Gradients, dropout and models without memory are not supported.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +26,7 @@ from txl_dist.model.distance_scores import cast_like
 from txl_dist.model.encodings import DistanceTerms, apply_rotary
 from txl_dist.model.kv_cache import KVCache, LayerKVCache
 from txl_dist.model.layers import Layer
+from txl_dist.model.sdpa_attention import gpu_kernels
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
 
@@ -52,12 +54,12 @@ class TokenStep:
             make = partial(layer.attention.distances, prepared, shared)
             terms = layer_cache.terms(cache.mem_len + 1, make)
             self._layers.append(_LayerStep(layer, layer_cache, terms))
-        full_mask_B1S = self._compute_mask([cache.mem_len], like)
-        # Without other scores to add, a mask of zeros makes scaled_dot_product_attention take the
-        # same kernel as in segments.
-        is_needed = full_mask_B1S.any() or not config.encoding.multiplies_distances
-        self._full_mask_B1S = full_mask_B1S if is_needed else None
+        # A full memory hides a key only with `same_length`. Without other scores to add, a mask of
+        # zeros makes scaled_dot_product_attention take the same kernel as in segments.
+        is_needed = config.same_length or not config.encoding.multiplies_distances
+        self._full_mask_B1S = self._compute_mask([cache.mem_len], like) if is_needed else None
         """The mask with a full memory; None if it hides nothing."""
+        self._kernels = gpu_kernels if like.device.type == "cuda" else nullcontext
 
     @staticmethod
     def supports(model: TransformerXL) -> bool:
@@ -70,8 +72,9 @@ class TokenStep:
             mask_B1S = self._full_mask_B1S
         else:
             mask_B1S = self._compute_mask(ages, x_BD)
-        for layer in self._layers:
-            x_BD = layer(x_BD, mask_B1S)
+        with self._kernels():
+            for layer in self._layers:
+                x_BD = layer(x_BD, mask_B1S)
         return x_BD
 
     def _compute_mask(self, ages: Sequence[int], like: Tensor) -> Tensor:

@@ -36,14 +36,14 @@ def triton_attention(
     """Weighted sums of the values, [B, T, H, K]."""
     reach_BT = visibility.reach_BT.expand(q_HBTK.shape[1], -1).to(torch.int32).contiguous()
     mixed_BTHK, _ = torch.ops.txl_dist.relative_attention(
-        scaled_query(q_HBTK, cast_like(terms.content_bias_HK, q_HBTK)),
-        k_HBSK,
-        v_HBSK,
+        pad_channels(scaled_query(q_HBTK, cast_like(terms.content_bias_HK, q_HBTK))),
+        pad_channels(k_HBSK),
+        pad_channels(v_HBSK),
         _distance_scores(q_HBTK, terms),
         reach_BT,
         *(keep or (None, 0.0)),
     )
-    return mixed_BTHK
+    return mixed_BTHK[..., : q_HBTK.shape[-1]]
 
 
 def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:

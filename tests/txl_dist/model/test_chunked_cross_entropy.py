@@ -1,12 +1,15 @@
 """The cross-entropy in chunks equals the plain one, in values and in all gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.testing import assert_close
 
-from txl_dist.model import adaptive_softmax
+from tests.support.small_models import random_text, small_model
+from txl_dist.model import adaptive_softmax, host_copies
 from txl_dist.model.chunked_cross_entropy import chunked_cross_entropy
 from txl_dist.model.cluster_targets import IGNORED, ROW_MULTIPLE, copy_targets, select_targets
 
@@ -88,3 +91,30 @@ def test_rows_found_on_the_host_are_those_of_the_device(targets: str) -> None:
         assert (padded_row_R[num_rows:] == 0).all()
         assert (padded_target_R[num_rows:] == IGNORED).all()
     assert adaptive_softmax.IGNORED == IGNORED
+
+
+@pytest.mark.parametrize("max_logits", [20, 2**27])
+@pytest.mark.parametrize("options", [{}, {"div_val": 2, "tie_projs": (False, True, True)}])
+def test_a_model_computes_the_same_as_on_a_gpu(
+    options: dict[str, Any], max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embedding and softmax on GPUs have other operations: run them on the CPU."""
+    model = small_model(cutoffs=(4, 9), **options)
+    assert (4 + 2) % adaptive_softmax.HEAD_MULTIPLE, "the head is padded"
+    text_BN = random_text(3, 9)
+    text_BN[1, 5] = IGNORED
+
+    def results() -> list[Tensor]:
+        input_BT, age_BT = text_BN[:, :-1].clamp(min=0), torch.arange(8).expand(3, 8)
+        memory = model.empty_memory(3)
+        nats_BT, memory = model(input_BT, text_BN[:, 1:], age_BT, memory)
+        gradients = torch.autograd.grad(nats_BT.square().sum(), [*model.parameters()])
+        hidden_BTD, _ = model.hidden(input_BT, age_BT, memory)
+        return [nats_BT, model.logits(hidden_BTD), *gradients]
+
+    expected = results()
+    monkeypatch.setattr(host_copies, "host_waits_for", lambda _: True)
+    monkeypatch.setattr(host_copies, "to_device", lambda x, _: x)
+    monkeypatch.setattr(adaptive_softmax, "MAX_LOGITS", max_logits)
+    for actual, of_the_cpu in zip(results(), expected, strict=True):
+        assert_close(actual, of_the_cpu, rtol=1e-12, atol=1e-12)

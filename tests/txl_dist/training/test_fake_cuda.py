@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import (
 from data_pipeline.streams.segments import Segment
 from tests.support.fake_cuda import CUDA, backward, fake_cuda, to_fake_cuda
 from tests.support.small_models import VOCAB_SIZE, small_model
+from txl_dist.model import token_step
 from txl_dist.model.memory import Memory
+from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import Precision, autocast
 from txl_dist.runtime.world import World
@@ -156,6 +158,33 @@ def test_evaluation_and_generation(
         logits_BTV = model.logits(hidden_BTD)
     assert (nats_BT.device, nats_BT.shape) == (CUDA, (LANES, TGT_LEN))
     assert (logits_BTV.device, logits_BTV.shape) == (CUDA, (1, 1, VOCAB_SIZE))
+
+
+@every_precision
+@pytest.mark.parametrize("encoding", ["sinusoidal", "shaw", "rotary", "alibi"])
+@torch.no_grad()
+def test_generation_of_a_token(
+    encoding: str, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a memory that is not full, and with a full one. cuDNN is never allowed."""
+    model = build(encoding, "adaptive", {}).float()
+    is_cudnn_allowed = []
+
+    def attend(query: Tensor, *inputs: Tensor, **options: Any) -> Tensor:
+        is_cudnn_allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return torch.nn.functional.scaled_dot_product_attention(query, *inputs, **options)
+
+    monkeypatch.setattr(token_step, "scaled_dot_product_attention", attend)
+    with fake_cuda(), autocast(precision, CUDA):
+        to_fake_cuda(model)
+        cache = model.empty_kv_cache(LANES)
+        step = TokenStep(model, cache)
+        token_B = torch.zeros(LANES, dtype=torch.int64, device=CUDA)
+        for age in (0, cache.mem_len):
+            hidden_BD = step(token_B, [age, 1 + age])
+            logits_BTV = model.logits(hidden_BD[:, None])
+    assert (logits_BTV.device, logits_BTV.shape) == (CUDA, (LANES, 1, VOCAB_SIZE))
+    assert is_cudnn_allowed == [False, False]
 
 
 def test_autocast_is_on() -> None:

@@ -5,7 +5,7 @@ the rank's share of the weights, optimizer states and lane memories; writing it 
 copy.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +23,21 @@ _BLOCK_ELEMENTS = 2**16
 class Snapshot:
     """The tensors that one rank writes. Later changes of the originals do not affect it."""
 
-    def __init__(self, fragments: Iterable[Fragment], memory_of_lane: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, fragments: Iterable[Fragment], memory_of_lanes: Iterable[tuple[int, Sequence[Tensor]]]
+    ) -> None:
+        """Copy the fragments, and of each lane its memory: a tensor [M, D] per layer."""
         self._slices: dict[str, PartSlice] = {}
-        self._lanes = tuple(sorted(memory_of_lane))
         self._tensors: dict[Kind, dict[str, np.ndarray]] = {
             "weights": {},
             "optimizer": {},
-            "memory": {lane_key(lane): _copy(memory_of_lane[lane]) for lane in self._lanes},
+            "memory": {},
         }
+        lanes = []
+        for lane, layers in memory_of_lanes:
+            lanes.append(lane)
+            self._tensors["memory"][lane_key(lane)] = _copy_all(layers)
+        self._lanes = tuple(sorted(lanes))
         for each in fragments:
             self._slices[each.name] = PartSlice(
                 shape=each.shape, start=each.start, stop=each.stop, states=tuple(each.states)
@@ -77,3 +84,11 @@ def _is_finite(array: np.ndarray) -> bool:
 
 def _copy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
+
+
+def _copy_all(tensors: Sequence[Tensor]) -> np.ndarray:
+    """Tensors of one shape, stacked; in fp32, in which bf16 is exact."""
+    stacked = torch.empty(len(tensors), *tensors[0].shape)
+    for target, tensor in zip(stacked, tensors, strict=True):
+        target.copy_(tensor)
+    return stacked.numpy()

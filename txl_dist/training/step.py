@@ -9,11 +9,12 @@ Before the optimizer step, all ranks check the loss and the gradient norm of all
 step changes nothing: neither weights, nor optimizer state, nor memory.
 
 On a GPU the host waits when it reads these, and with several ranks DeepSpeed waits at the end of
-backward (docs/decisions/0039). Micro-batches have no operation whose result the host needs: what
-depends on tokens and ages is computed from the segment's arrays on the host.
+backward; docs/decisions/0039 lists what else waits at each ZeRO stage. Micro-batches have no
+operation whose result the host needs: what depends on tokens and ages is computed from the
+segment's arrays on the host.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -259,12 +260,10 @@ class TrainStep:
         ages = [segment.age[row, 0] for row, lane in enumerate(self.lane_of_row) if lane != NO_LANE]
         return sum(min(int(age), mem_len) for age in ages), mem_len * len(ages)
 
-    def memory_of_lanes(self) -> dict[int, Tensor]:
-        """Lane -> its memory [L, M, D], for the checkpoint: fp32, in which bf16 is exact."""
-        return {
-            lane: torch.stack([layer[row] for layer in self.memories[index].layers]).float()
-            for index, row, lane in self._rows_with_lanes()
-        }
+    def memory_of_lanes(self) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        """Each lane and its memory: per layer a view [M, D], in the dtype of the memory."""
+        for index, row, lane in self._rows_with_lanes():
+            yield lane, [layer[row] for layer in self.memories[index].layers]
 
     def load_memory(self, memory_of_lane: dict[int, Tensor]) -> None:
         """Copy the memory [L, M, D] of each of this rank's lanes from a checkpoint.

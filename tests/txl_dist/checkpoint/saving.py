@@ -80,7 +80,7 @@ def snapshot(step: int, *, change: Callable[[str, torch.Tensor], None] = leave) 
     change("weights", fragments[1].master)
     change("optimizer", fragments[1].states["exp_avg_sq"])
     change("memory", memory_of_lane[1])
-    return Snapshot(fragments, memory_of_lane)
+    return Snapshot(fragments, memory_of_lane.items())
 
 
 def model(step: int) -> TransformerXL:

@@ -171,7 +171,7 @@ def test_rank_0_may_publish_as_soon_as_it_finds_the_last_part(
     CheckpointDirectory(tmp_path).open()
     first, second = (one_of_two(tmp_path, rank, "d" * 8) for rank in (0, 1))
     fragments = [whole(name, p.detach()) for name, p in model(2).named_parameters()]
-    first.write_part(Snapshot(fragments, {lane: memory(2, lane) for lane in (0, 2)}))
+    first.write_part(Snapshot(fragments, [(lane, memory(2, lane)) for lane in (0, 2)]))
     replace = Path.replace
     published = []
 
@@ -182,7 +182,7 @@ def test_rank_0_may_publish_as_soon_as_it_finds_the_last_part(
         return moved
 
     monkeypatch.setattr(Path, "replace", replace_and_publish)
-    second.write_part(Snapshot([], {1: memory(2, 1)}))
+    second.write_part(Snapshot([], [(1, memory(2, 1))]))
     assert published == [CheckpointDirectory(tmp_path).at(2)]
     assert verify_checkpoint(published[0]).rank_of_lane == (0, 1, 0)
 
@@ -190,7 +190,7 @@ def test_rank_0_may_publish_as_soon_as_it_finds_the_last_part(
 def test_a_snapshot_does_not_change_with_its_originals(tmp_path: Path) -> None:
     memory_of_lane = {lane: memory(3, lane) for lane in range(NUM_LANES)}
     fragments = [whole(name, p.detach()) for name, p in model(3).named_parameters()]
-    copy = Snapshot(fragments, memory_of_lane)
+    copy = Snapshot(fragments, memory_of_lane.items())
     for fragment in fragments:
         for tensor in (fragment.master, *fragment.states.values()):
             tensor.zero_()

@@ -71,7 +71,7 @@ def save_sliced(run: Path, model: torch.nn.Module, *, num_ranks: int, num_lanes:
         one_rank = Save(
             directory=directory, save_id="a" * 8, state={"step": 1}, rank=rank, num_ranks=num_ranks
         )
-        one_rank.write_part(Snapshot(fragments, {lane: saving.memory(1, lane) for lane in lanes}))
+        one_rank.write_part(Snapshot(fragments, [(lane, saving.memory(1, lane)) for lane in lanes]))
     header = replace(saving.HEADER, num_lanes=num_lanes)
     return one_rank.publish(header, mlflow_run_id=None, timeout_seconds=10)
 

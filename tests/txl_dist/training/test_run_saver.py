@@ -61,7 +61,7 @@ def on_two_ranks(run: Path, work: Callable[[RunSaver], Any], **settings: Any) ->
         step: Any = SimpleNamespace(
             world=world,
             engine=SimpleNamespace(fragments=lambda: fragments[rank::2]),
-            memory_of_lanes=lambda: {n: memory(1, n) for n in range(rank, NUM_LANES, 2)},
+            memory_of_lanes=lambda: [(n, memory(1, n)) for n in range(rank, NUM_LANES, 2)],
         )
         saver = RunSaver(
             CheckpointDirectory(run),

@@ -78,7 +78,7 @@ def snapshot(trainer: Trainer) -> list[Tensor]:
         *(fragment.master.clone() for fragment in fragments),
         *(state.clone() for fragment in fragments for state in fragment.states.values()),
         *(state["step"].clone() for state in engine._optimizer.state.values()),
-        *(memory for _, memory in sorted(trainer.step.memory_of_lanes().items())),
+        *(torch.stack([*layers]) for _, layers in sorted(trainer.step.memory_of_lanes())),
     ]
 
 

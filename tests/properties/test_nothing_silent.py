@@ -5,7 +5,6 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tok
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.verify import verify_dataset
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
+from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import (
@@ -231,7 +231,10 @@ def test_every_flipped_bit_is_noticed_before_use(tmp_path: Path) -> None:
 @pytest.mark.fault_row(24)
 @pytest.mark.parametrize("kind", ["manifest.json", "weights", "optimizer", "memory", "tokenizer"])
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
-def test_every_missing_or_shortened_file_is_named(tmp_path: Path, kind: str, damage: str) -> None:
+def test_every_missing_or_shortened_file_is_named_and_the_previous_checkpoint_is_used(
+    tmp_path: Path, kind: str, damage: str
+) -> None:
+    save(tmp_path, step=2)
     directory = save(tmp_path, step=3)
     (path,) = [path for path in directory.iterdir() if path.name.startswith(kind)]
     if damage == "missing":
@@ -241,6 +244,7 @@ def test_every_missing_or_shortened_file_is_named(tmp_path: Path, kind: str, dam
         path.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
     with pytest.raises(CheckpointError, match=path.name):
         verify_checkpoint(directory)
+    assert newest_intact(tmp_path) == 2
 
 
 def byte_ranges(path: Path) -> dict[str, range]:
@@ -262,13 +266,14 @@ def byte_ranges(path: Path) -> dict[str, range]:
 
 def newest_intact(run: Path) -> int:
     """Step of the checkpoint that a run would resume from."""
-    job: Any = SimpleNamespace(strict=False)
+    job = tiny_job(Path("no-data"), run)
     point = _newest_intact(job, CheckpointDirectory(run), World(0, 1))
     assert point is not None
     return point.state.step
 
 
 @pytest.mark.slow
+@pytest.mark.fault_row(24)
 def test_damage_in_every_range_of_every_file_makes_the_previous_checkpoint_the_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,6 +298,7 @@ def test_damage_in_every_range_of_every_file_makes_the_previous_checkpoint_the_n
     assert newest_intact(tmp_path) == 3
 
 
+@pytest.mark.fault_row(24)
 @pytest.mark.parametrize("kind", ["weights", "optimizer", "memory", "manifest.json"])
 def test_a_file_swapped_between_two_checkpoints_is_refused_by_name_in_both(
     tmp_path: Path, kind: str

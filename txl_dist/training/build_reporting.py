@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file
+from txl_dist.model.attention import choose_attention
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
@@ -123,9 +124,14 @@ def describe_start(
     # From the shapes: at stage 3 the model itself holds empty parameters.
     num_parameters = sum(map(math.prod, step.engine.shapes.values()))
     start = f"resuming at step {state.step} from {point.path}" if point else "a new run"
+    model = config.model
+    attention = choose_attention(
+        model.attention, device=world.device, with_dropout=model.dropatt > 0, d_head=model.d_head
+    )
     return (
         f"{start} | {num_parameters:,} parameters | {world.num_ranks} ranks on "
         f"{world.device.type} | ZeRO stage {config.deepspeed.zero_stage} | {config.precision} | "
+        f"{attention.__name__} | "
         f"{config.data.num_lanes} lanes of {rank.data.plan.lane_tokens:,} tokens per epoch | "
         f"{remaining}"
     )

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-NICENESS = 10
+NICENESS = 14
 """Niceness of the thread: training gets the CPU cores first. While the caller waits for a job, the
 cores are free, so a high niceness does not make the wait longer."""
 

@@ -10,17 +10,15 @@ Source: https://github.com/huggingface/safetensors#format
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from data_pipeline.storage.direct_file import DirectFile
 from txl_dist.checkpoint.manifest import FileEntry
 
 BLOCK_BYTES = 8 * 2**20
-SYNC_BYTES = 4 * BLOCK_BYTES
 _ALIGNMENT = 8
 """The header is padded with spaces, so that the tensors are aligned in a memory map."""
 
@@ -33,29 +31,14 @@ def write_tensors(
     Calls `before_block` before each block of a tensor; an exception it raises ends the writing. The
     file is not atomic: write it into a staging directory.
     """
-    sha256, num_bytes, num_synced = hashlib.sha256(), 0, 0
-    with path.open("wb") as file:
+    sha256, num_bytes = hashlib.sha256(), 0
+    with DirectFile(path) as file:
         for block in _blocks(arrays):
             before_block()
             file.write(block)
             sha256.update(block)
             num_bytes += len(block)
-            if num_bytes - num_synced >= SYNC_BYTES:
-                _sync_and_drop(file)
-                num_synced = num_bytes
-        _sync_and_drop(file)
     return FileEntry(bytes=num_bytes, sha256=sha256.hexdigest())
-
-
-def _sync_and_drop(file: BinaryIO) -> None:
-    """Wait until the data are on disk, then remove them from the system's page cache.
-
-    New pages for a whole checkpoint would take memory, and on virtual machines time, from training.
-    """
-    file.flush()
-    os.fsync(file.fileno())
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:

@@ -26,6 +26,7 @@ from tests.support.training_runs import (
     train,
 )
 from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import LostRankError
 from txl_dist.runtime.collective_watch import CollectiveWatch
 from txl_dist.runtime.world import World
@@ -77,6 +78,22 @@ def test_a_stopped_rank_is_named_with_the_collective(dataset: Path, tmp_path: Pa
     assert "in _train" in text
 
 
+@pytest.mark.fault_row(7)
+def test_a_rank_that_hangs_while_the_engine_is_built_ends_the_run(
+    dataset: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed creates process groups there, with a time limit of 30 minutes by default."""
+    process = start_txl(
+        "train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION,
+        "tracking.enabled=false", f"training.rank_timeout_seconds={LIMIT_OF_PROCESSES_SECONDS}",
+        "--on", "processes", "--ranks", 2, environment={"TXL_FAULT": "engine:stop:1:1"},
+    )  # fmt: skip
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "rank 1 hung and was killed" in output
+    assert re.search(r"rank 0 waited .* for the other ranks in \w+ \(start-up\)", output), output
+
+
 def stall_in_backward(world: World, job: TrainJob) -> str | None:
     """Rank 1 does not join the reduction of step 3; returns the error of this rank."""
     original = TrainStep._micro_batches
@@ -112,40 +129,56 @@ def test_the_limit_reaches_the_gradients_at_every_stage(
     assert "(step 3)" in message
 
 
-def train_slowly(world: World, job: TrainJob, *, save: bool) -> int:
-    """Rank 1 needs 4 s for the data of step 3, or for each checkpoint."""
+def train_slowly(world: World, job: TrainJob, *, slow: str) -> int:
+    """Rank 1 needs 4 s for data of step 3 or to copy a checkpoint, or rank 0 8 s to write it."""
+    write = Save.write_part
     segment_pipeline = build_computation.segment_pipeline
 
     def slow_segments(*args: Any) -> Iterator[Segment]:
         for number, segment in enumerate(segment_pipeline(*args), start=1):
-            time.sleep(4 if number == 3 and world.rank == 1 and not save else 0)
+            time.sleep(4 if number == 3 and world.rank == 1 and slow == "data" else 0)
             yield segment
 
     def slow_snapshot(*args: Any) -> Snapshot:
-        time.sleep(4 if world.rank == 1 and save else 0)
+        time.sleep(4 if world.rank == 1 and slow == "save" else 0)
         return Snapshot(*args)
+
+    def slow_write(save: Save, snapshot: Snapshot) -> None:
+        time.sleep(8 if world.rank == 0 and slow == "write" else 0)
+        write(save, snapshot)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_computation, "segment_pipeline", slow_segments)
         patch.setattr("txl_dist.training.saving.Snapshot", slow_snapshot)
+        patch.setattr(Save, "write_part", slow_write)
         patch.setattr(rank, "CollectiveWatch", partial(CollectiveWatch, notice_seconds=1.0))
         return train(world, job)
 
 
 @pytest.mark.parametrize(
-    ("save", "place"),
-    [(False, r"step 3, data wait for \d s: "), (True, r"checkpoint of step 6, save wait for \d s")],
-    ids=["data", "save"],
+    ("slow", "place"),
+    [
+        ("data", r"step 3, data wait for \d s: "),
+        ("save", r"checkpoint of step 6, save wait for \d s"),
+        ("write", None),
+    ],
 )
 def test_a_slow_rank_is_named_and_nothing_ends(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, save: bool, place: str
+    ranks: RankGroups, dataset: Path, tmp_path: Path, slow: str, place: str | None
 ) -> None:
-    plain, slow = tmp_path / "plain", tmp_path / "slow"
-    settings = (NO_EVALUATION, "training.num_steps=6")
+    """Ranks that wait for a file to be written are not slow, and nothing waits for them."""
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    # Stacks would be written after 4.8 s.
+    settings = (NO_EVALUATION, "training.num_steps=6", "training.rank_timeout_seconds=6")
     assert ranks(2).run(train, tiny_job(dataset, plain, *settings)) == [0, 0]
-    assert ranks(2).run(train_slowly, tiny_job(dataset, slow, *settings), save=save) == [0, 0]
-    assert losses(slow) == losses(plain)
-    log = (slow / "logs" / "rank-0.log").read_text()
-    assert re.search(rf"rank 0 has waited .*rank 1 \(host \S+, pid \d+\) has been in {place}", log)
+    assert ranks(2).run(train_slowly, tiny_job(dataset, run, *settings), slow=slow) == [0, 0]
+    assert losses(run) == losses(plain)
+    log = (run / "logs" / "rank-0.log").read_text()
+    waits = re.findall(r"rank 0 has waited .*", log)
+    if place is None:
+        assert not waits
+    else:
+        name = rf"rank 1 \(host \S+, pid \d+\) has been in {place}"
+        assert re.search(name, "\n".join(waits)), log
     assert "has not responded" not in log
-    assert not list((slow / "logs").glob("stacks-*"))
+    assert not list((run / "logs").glob("stacks-*"))

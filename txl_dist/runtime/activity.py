@@ -47,6 +47,8 @@ class Activity:
     span: Span = Span.START_UP
     num_steps: int = 0
     """Steps that this process has done since `reset`."""
+    num_collectives: int = 0
+    """Collectives of `World` that this process has begun."""
     _seconds: dict[Span, float] = field(default_factory=_zeros, repr=False)
     _since: float = field(default_factory=time.monotonic, repr=False)
 

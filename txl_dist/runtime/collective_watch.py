@@ -152,8 +152,9 @@ class CollectiveWatch:
             frame = sys._current_frames().get(self._watched)
             frames = frames_of(frame)
             name = collective_name(frames, on_gpu=self._on_gpu)
-            # The frame differs between two short waits in the same collective.
-            place = id(frame) if name else 0
+            # Between two short waits in the same collective, World counts; DeepSpeed's differ by
+            # frame. A frame alone would not do: the next call may get the same address.
+            place = (self._activity.num_collectives, id(frame)) if name else None
             del frame  # it references the tensors of that call
             current = (self._activity.name, self._activity.span, name, place)
             if current != previous:

@@ -7,7 +7,8 @@ immediately.
 
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self, TypeVar
@@ -88,17 +89,25 @@ class World:
                 "torchrun, with another --master-port"
             ) from error
 
-    def set_timeouts(self, *, timeout_seconds: float) -> None:
-        """Set the time limit of all existing process groups.
+    @contextmanager
+    def timeouts(self, *, timeout_seconds: float) -> Iterator[None]:
+        """Set the time limit of all process groups, and of those that are created in the context.
 
         Groups that a library creates (DeepSpeed's for gradients) have torch's default limit of 30
-        minutes; if a link is cut, the run would hang that long.
+        minutes. If a link is cut or a rank hangs, the run would hang that long, also while the
+        groups are created.
         """
-        limit = timedelta(seconds=timeout_seconds)
-        # Private functions of the pinned torch: there is no public way to change the limit of an
-        # existing group.
-        for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+        limit, c10d = timedelta(seconds=timeout_seconds), dist.distributed_c10d
+        # Private names of the pinned torch: `new_group` is called by DeepSpeed, and there is no
+        # public way to change the limit of an existing group.
+        before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit
+        try:
+            yield
+        finally:
+            c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(limit, group)
 
     def leave(self) -> None:
         """Destroy the process group, if it exists."""
@@ -108,6 +117,7 @@ class World:
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce: the elementwise sum over ranks, in place. `values` may be on any device."""
         if self.num_ranks > 1:
+            self.activity.num_collectives += 1
             shared = values.to(self.device)
             dist.all_reduce(shared)
             values.copy_(shared)
@@ -117,6 +127,7 @@ class World:
         """All-gather: the tensors [N] of all ranks, one after the other in rank order."""
         if self.num_ranks == 1:
             return part_N
+        self.activity.num_collectives += 1
         shared = part_N.to(self.device)
         whole = shared.new_empty(self.num_ranks * shared.numel())
         dist.all_gather_into_tensor(whole, shared)
@@ -126,6 +137,7 @@ class World:
         """All-gather: the `value` of every rank, in rank order, on every rank."""
         if self.num_ranks == 1:
             return [value]
+        self.activity.num_collectives += 1
         gathered: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(gathered, value)
         return gathered
@@ -162,6 +174,7 @@ class World:
         """The `value` of rank 0, on every rank."""
         if self.num_ranks == 1:
             return value
+        self.activity.num_collectives += 1
         box = [value]  # pickled: for settings and results, not for large tensors
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]

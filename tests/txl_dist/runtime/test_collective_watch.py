@@ -89,7 +89,8 @@ def test_a_long_wait_is_logged_with_its_collective_and_the_late_rank(
 def stop_answering(world: World, limit_seconds: float) -> str | None:
     """Rank 1 does not enter a collective of a second group; returns rank 0's error message."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=600))
-    world.set_timeouts(timeout_seconds=limit_seconds)
+    with world.timeouts(timeout_seconds=limit_seconds):
+        pass
     message = None
     if world.rank == 0:
         try:
@@ -101,7 +102,8 @@ def stop_answering(world: World, limit_seconds: float) -> str | None:
             message = str(lost)
     else:
         time.sleep(3 * limit_seconds)
-    world.set_timeouts(timeout_seconds=60)
+    with world.timeouts(timeout_seconds=60):
+        pass
     return message
 
 

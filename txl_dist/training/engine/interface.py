@@ -69,15 +69,14 @@ class Engine(ABC):
         self._averaging = WeightAveraging.of(config.optimizer)
         self._num_updates = 0
         """The optimizer's step count, for which a GPU need not be read."""
-        self._engine = initialise_deepspeed(
-            model,
-            self._optimizer,
-            settings,
-            extra=config.deepspeed.extra,
-            device=world.device,
-        )
-        # DeepSpeed has created process groups, with torch's timeout of 30 minutes.
-        world.set_timeouts(timeout_seconds=config.training.rank_timeout_seconds)
+        with world.timeouts(timeout_seconds=config.training.rank_timeout_seconds):
+            self._engine = initialise_deepspeed(
+                model,
+                self._optimizer,
+                settings,
+                extra=config.deepspeed.extra,
+                device=world.device,
+            )
         self._create_optimizer_state()
 
     @property

@@ -25,6 +25,7 @@ from cluster.ray_log import ray_log
 from cluster.supervisor import Supervisor
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
+from txl_dist.launch.hang_watch import MARGIN_SECONDS
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.rank_range import RankRange
@@ -50,6 +51,9 @@ def train_on_ray(
     # Raises if another run uses the directory, before Ray starts.
     with directory.locked(timeout_seconds=SECONDS_TO_END, force=job.force_unlock):
         pass
+    # For runs of one rank, and if all hang: else the ranks that wait name the one that hangs.
+    limit_seconds = job.config.training.rank_timeout_seconds + MARGIN_SECONDS
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", f"{limit_seconds:g}")
     files = LaunchFiles(directory.path, job.launch_id)
     job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
     supervisor = Supervisor(

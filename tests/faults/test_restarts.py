@@ -6,11 +6,13 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.commands import children_of, num_lines, start_txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
+from txl_dist.runtime.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.fault
 
@@ -22,9 +24,11 @@ SETTINGS = (
 )
 
 
-def start(dataset: Path, run: Path, *words: object) -> subprocess.Popen[str]:
+def start(
+    dataset: Path, run: Path, *words: object, num_ranks: int = 2, launcher: str = "processes"
+) -> subprocess.Popen[str]:
     overrides = (f"data.path={dataset}", f"directory={run}", *SETTINGS)
-    return start_txl("train", TINY, *overrides, *words, "--on", "processes", "--ranks", 2)
+    return start_txl("train", TINY, *overrides, *words, "--on", launcher, "--ranks", num_ranks)
 
 
 def kill_one(process: subprocess.Popen[str], run: Path, *, at_line: int, number: int) -> None:
@@ -74,6 +78,27 @@ def test_killed_and_hung_ranks_are_restarted_with_the_same_losses(
     assert "Traceback" not in output, "a lost rank is one line"
     assert losses(tmp_path) == losses(straight)
     assert not list(tmp_path.glob(".launch-*"))
+
+
+@pytest.mark.fault_row(7)
+@pytest.mark.parametrize("launcher", ["processes", "ray"])
+def test_the_only_rank_of_a_run_is_restarted_when_it_hangs(
+    dataset: Path, straight: Path, tmp_path: Path, launcher: str
+) -> None:
+    """No other rank waits for it."""
+    process = start(dataset, tmp_path, "--max-restarts", 1, num_ranks=1, launcher=launcher)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 50)
+    beat = Heartbeat.model_validate_json((tmp_path / ".heartbeats" / "rank-0.json").read_bytes())
+    os.kill(beat.pid, signal.SIGSTOP)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    if launcher == "processes":
+        assert re.search(r"no rank has responded for \d+ s .*; last seen: rank 0 \(host", output)
+        assert "rank 0 hung and was killed; restart 1 of at most 1" in output
+    else:
+        assert f"pid {beat.pid}) failed (A worker health check has been hanging" in output
+    assert losses(tmp_path) == pytest.approx(losses(straight), rel=2e-6)
+    assert not psutil.pid_exists(beat.pid)
 
 
 def test_failures_before_the_first_step_exhaust_the_restarts(dataset: Path, tmp_path: Path) -> None:

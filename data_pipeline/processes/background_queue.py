@@ -22,6 +22,8 @@ class BackgroundQueue:
         self._condition = threading.Condition()
         self._jobs: deque[Callable[[], object]] = deque()
         self._is_running = self._is_closed = False
+        self.progress = 0
+        """Increased by long jobs, so that a job that is slow and one that hangs look different."""
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

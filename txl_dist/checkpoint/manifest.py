@@ -33,11 +33,18 @@ FileName = Annotated[
 ]
 SaveId = Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}\z")]
 Kind = Literal["weights", "optimizer", "memory"]
+_RANK = re.compile(r"-rank-(\d{5})\.")
 
 
 def file_name(kind: Kind, rank: int) -> str:
     """Name of the file with the weights, optimizer state or memory that `rank` wrote."""
     return f"{kind}-rank-{rank:05d}.safetensors"
+
+
+def rank_of(file: str) -> int:
+    """The rank that writes a file of a checkpoint; 0 for files that belong to no rank."""
+    match = _RANK.search(file)
+    return int(match[1]) if match else 0
 
 
 def lane_key(lane: int) -> str:

@@ -10,7 +10,6 @@ other files, then LATEST. A run that was started again elsewhere has a newer att
 """
 
 import logging
-import re
 import threading
 import time
 from contextlib import suppress
@@ -26,6 +25,7 @@ from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointManifest,
     load_checkpoint_manifest,
+    rank_of,
 )
 from txl_dist.checkpoint.remote import (
     RUN_FILES,
@@ -40,7 +40,6 @@ from txl_dist.runtime.fault_injection import fault_point
 
 POLL_SECONDS = 0.5
 """Polling interval while waiting for a checkpoint or for the uploads of the other ranks."""
-_RANK = re.compile(r"-rank-(\d{5})\.")
 
 log = logging.getLogger(__name__)
 
@@ -241,8 +240,7 @@ class CheckpointMirror:
 
     def _is_own(self, file: str) -> bool:
         # Modulo: an older checkpoint may have been written by more ranks than there are now.
-        match = _RANK.search(file)
-        return (int(match[1]) if match else 0) % self._num_ranks == self._rank
+        return rank_of(file) % self._num_ranks == self._rank
 
     def _wait_for_files(self, target: RemotePath, manifest: CheckpointManifest) -> None:
         """Wait until the store has all files, also those that other ranks upload."""

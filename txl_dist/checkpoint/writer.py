@@ -39,11 +39,14 @@ from txl_dist.checkpoint.manifest import (
     RankPart,
     Slice,
     load_checkpoint_manifest,
+    rank_of,
 )
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.errors import CheckpointError, DivergedError, FencedError, TxlError
+from txl_dist.errors import CheckpointError, DivergedError, FencedError, LostRankError, TxlError
 from txl_dist.runtime.fault_injection import fault_point
 
+_LOOK_SECONDS = 1.0
+"""Between two looks at the sizes of the other ranks' files."""
 _POLL_SECONDS = 0.02
 """Polling interval while waiting for the parts of the other ranks."""
 
@@ -122,15 +125,17 @@ class Save:
 
     def _wait_for_parts(self, staging: Path, timeout_seconds: float) -> None:
         missing = set(range(self.num_ranks))
-        deadline = time.monotonic() + timeout_seconds
+        num_bytes, deadline, next_look = 0, time.monotonic() + timeout_seconds, 0.0
         while missing := {rank for rank in missing if not (staging / _part_name(rank)).exists()}:
             self.require_useful()
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"the files of {_ranks(missing)} are missing after "
-                    f"training.rank_timeout_seconds={timeout_seconds:g}: the disk is very slow, or "
-                    "the ranks do not share the run directory; the logs of these ranks say more"
-                )
+            now = time.monotonic()
+            # Not at every poll: a network file system is asked for each file.
+            if now >= next_look:
+                next_look, size = now + _LOOK_SECONDS, _written_bytes(staging, missing)
+                if size != num_bytes:
+                    num_bytes, deadline = size, now + timeout_seconds
+            if now > deadline:
+                raise _stalled(missing, timeout_seconds, has_begun=num_bytes > 0)
             time.sleep(_POLL_SECONDS)
 
     def _write_manifest(
@@ -187,7 +192,7 @@ def explain_failed_save(directory: CheckpointDirectory, *, rank: int) -> Iterato
     """
     try:
         yield
-    except (DivergedError, FencedError):
+    except (DivergedError, FencedError, LostRankError):
         raise
     except Exception as error:
         # A newer attempt removes the files that older ones are writing.
@@ -199,6 +204,27 @@ def explain_failed_save(directory: CheckpointDirectory, *, rank: int) -> Iterato
             "some space, raise a limit of file sizes, or repair the directory. "
             f"{resume_advice(directory.run)}"
         ) from error
+
+
+def _written_bytes(staging: Path, ranks: set[int]) -> int:
+    """Bytes of the unfinished files of some ranks."""
+    with suppress(OSError):  # a file that is renamed now
+        sizes = ((rank_of(path.name), path.stat().st_size) for path in staging.iterdir())
+        return sum(size for rank, size in sizes if rank in ranks)
+    return 0
+
+
+def _stalled(ranks: set[int], seconds: float, *, has_begun: bool) -> TxlError:
+    limit = f"training.rank_timeout_seconds={seconds:g}"
+    if has_begun:  # a restart may help
+        return LostRankError(
+            f"the checkpoint files of {_ranks(ranks)} have not grown for {limit}: the storage does "
+            "not respond, or is very slow"
+        )
+    return CheckpointError(
+        f"the files of {_ranks(ranks)} are missing after {limit}: the disk is very slow, or the "
+        "ranks do not share the run directory; the logs of these ranks say more"
+    )
 
 
 def _part_name(rank: int) -> str:

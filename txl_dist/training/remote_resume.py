@@ -74,7 +74,7 @@ def _in_thread_of_rank_zero(function: Callable[[], None], world: World) -> None:
     try:
         if world.is_rank_zero:
             queue.submit(function)
-        wait_for_queues(world, queue)
+        wait_for_queues(world, queue, name="the download of a checkpoint")
     finally:
         queue.close(timeout_seconds=0)
 

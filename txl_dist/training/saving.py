@@ -164,7 +164,13 @@ class RunSaver:
 
         Raises CheckpointError or DivergedError on every rank if the thread of any rank has failed.
         """
-        wait_for_queues(self._step.world, self._queue, on_error=self._give_up)
+        wait_for_queues(
+            self._step.world,
+            self._queue,
+            name="checkpoint files",
+            limit_seconds=self._config.rank_timeout_seconds,
+            on_error=self._give_up,
+        )
         if self._mirror is not None:
             self._step.world.run_on_all(self._mirror.require_newest_attempt)
 
@@ -265,6 +271,7 @@ class RunSaver:
     # --- in the background thread ---------------------------------------------------------------
 
     def _require_useful(self) -> None:
+        self._queue.progress += 1
         if time.monotonic() > self._deadline:
             raise TxlError("given up, because the save has failed on another rank")
 

@@ -7,6 +7,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,14 @@ from tests.txl_dist.checkpoint.saving import (
     snapshot,
     whole,
 )
+from txl_dist.checkpoint import writer
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import (
     verify_checkpoint,
 )
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import Save, update_state
-from txl_dist.errors import CheckpointError, DivergedError
+from txl_dist.errors import CheckpointError, DivergedError, LostRankError
 
 
 @pytest.mark.fault
@@ -162,6 +165,31 @@ def test_a_missing_rank_is_named_and_its_files_of_another_save_do_not_count(tmp_
     with pytest.raises(CheckpointError, match=r"files of rank 1 are missing after .*=0\.1"):
         first.publish(HEADER, mlflow_run_id=None, timeout_seconds=0.1)
     assert CheckpointDirectory(tmp_path).steps() == [1]
+
+
+def test_a_slow_rank_is_waited_for_as_long_as_its_files_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, step=1)
+    monkeypatch.setattr(writer, "_LOOK_SECONDS", 0.05)
+    tensors = snapshot(2)
+    first, slow = one_of_two(tmp_path, 0, "b" * 8), one_of_two(tmp_path, 1, "b" * 8)
+    first.write_part(tensors)
+    growing = first.directory.staging(first.save_id) / "weights-rank-00001.safetensors"
+
+    def grow() -> None:
+        for _ in range(12):
+            time.sleep(0.1)
+            with growing.open("ab") as file:
+                file.write(b"x" * 100)
+
+    started, thread = time.monotonic(), threading.Thread(target=grow)
+    thread.start()
+    with pytest.raises(LostRankError, match=r"files of rank 1 have not grown for .*=0\.5"):
+        first.publish(HEADER, mlflow_run_id=None, timeout_seconds=0.5)
+    thread.join()
+    assert time.monotonic() - started > 1.2 + 0.5
+    assert slow.directory.steps() == [1]
 
 
 def test_rank_0_may_publish_as_soon_as_it_finds_the_last_part(

@@ -18,8 +18,11 @@ import pytest
 from tests.txl_dist.checkpoint.saving import HEADER, NUM_LANES, memory, model, whole
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.writer import Save
 from txl_dist.config.training_config import TrainingConfig
-from txl_dist.errors import CheckpointError, DivergedError
+from txl_dist.errors import CheckpointError, DivergedError, LostRankError, TxlError
+from txl_dist.runtime import background_wait
 from txl_dist.runtime.world import World
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.state import BestScore, TrainState
@@ -69,13 +72,13 @@ def on_two_ranks(run: Path, work: Callable[[RunSaver], Any], **settings: Any) ->
             step=step,
             tracker=None,
             mirror=None,
-            config=TrainingConfig(num_steps=20, rank_timeout_seconds=60, **settings),
+            config=TrainingConfig(**{"num_steps": 20, "rank_timeout_seconds": 60, **settings}),
             saved_file=run / "saved",
             saved_step=None,
         )
         try:
             return work(saver)
-        except (CheckpointError, DivergedError) as error:
+        except TxlError as error:
             return error
         finally:
             saver.close()
@@ -222,3 +225,33 @@ def test_the_next_save_waits_for_the_one_before_and_says_so(
         assert on_two_ranks(tmp_path, work) == [(True, [1])] * 2
     assert "checkpoint at step 2 | waited " in caplog.text
     assert "until that of step 1 was written" in caplog.text
+
+
+def test_a_write_that_hangs_is_announced_and_ends_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(background_wait, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(background_wait, "NOTICE_SECONDS", 0.2)
+    hangs, write = threading.Event(), Save.write_part
+
+    def write_or_hang(save: Save, snapshot: Snapshot) -> None:
+        if save.rank == 0:
+            hangs.wait(60)
+        write(save, snapshot)
+
+    monkeypatch.setattr(Save, "write_part", write_or_hang)
+
+    def work(saver: RunSaver) -> None:
+        saver.save(state(1))
+        try:
+            saver.wait()
+        finally:
+            hangs.set()
+
+    errors = on_two_ranks(tmp_path, work, rank_timeout_seconds=1)
+    for error in errors:
+        assert isinstance(error, LostRankError)
+        assert "checkpoint files of rank" in str(error)
+        assert "made no progress for training.rank_timeout_seconds=1" in str(error)
+    assert "for checkpoint files of ranks 0, 1" in caplog.text or "of rank 0" in caplog.text

@@ -46,6 +46,8 @@ class FailureCounter:
     def add(self, event: str, *, node_ids: frozenset[str]) -> None:
         """A failure of ranks that ran on these nodes; `event` says what failed."""
         newest_step = self._directory.checkpoints.newest_step()
+        self._budget.begin_at(newest_step)
+        self._begin_losses_at(newest_step)
         self._uncounted.append(_Uncounted(event, node_ids, newest_step))
 
     @property
@@ -64,7 +66,7 @@ class FailureCounter:
         undecided = []
         for failure in self._uncounted:
             if live_node_ids is not None and not failure.node_ids <= live_node_ids:
-                if self._is_loss_too_many(failure):
+                if self._is_loss_too_many():
                     return TxlError(
                         f"{failure.event}, with its node; {self._num_losses} nodes were lost since "
                         "the last checkpoint, so the run may be what ends them (memory: see dmesg "
@@ -78,9 +80,10 @@ class FailureCounter:
         self._uncounted = undecided
         return None
 
-    def _is_loss_too_many(self, failure: _Uncounted) -> bool:
-        newest_step = -1 if failure.newest_step is None else failure.newest_step
-        if newest_step > self._newest_step:
+    def _begin_losses_at(self, newest_step: int | None) -> None:
+        if newest_step is not None and newest_step > self._newest_step:
             self._num_losses, self._newest_step = 0, newest_step
+
+    def _is_loss_too_many(self) -> bool:
         self._num_losses += 1
         return self._num_losses > MAX_NODE_LOSSES

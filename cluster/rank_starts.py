@@ -141,7 +141,10 @@ class RankStarts:
         self._files.reset()
         self._ranks.begin(is_change=self._is_change)
         self._plan.end()
-        self.begin_wait()
+        if end is RanksEnd.NOT_STARTED:  # still the same wait, which has a limit
+            self._output.print("Ray gave up this start, because the resources are not free")
+        else:
+            self.begin_wait()
         self._is_running, self._end, self.change = False, None, None
         delay_seconds = self._counter.delay_seconds
         self._restart_at = time.monotonic() + delay_seconds

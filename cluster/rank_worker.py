@@ -12,6 +12,7 @@ import torch
 from cluster.network import use_interface_of
 from cluster.placement import num_threads
 from cluster.workers import RayWorkers
+from data_pipeline.processes.stop_signals import blocked_signals
 from txl_dist.checkpoint.attempts import FOLDER, newest_record
 from txl_dist.errors import DivergedError, FencedError, LostRankError, PreemptedError, TxlError
 from txl_dist.launch.launch_files import LaunchFiles, RankLocation
@@ -48,12 +49,14 @@ def run_rank(settings: dict[str, Any]) -> None:
     os.environ |= variables
     use_interface_of(host)
     try:
-        train_rank(
-            job.model_copy(update={"resume": resume}),
-            world,
-            report_stop=partial(files.write_error, world.rank),
-            open_workers=partial(_scoring_actor, settings["address"]),
-        )
+        # A private Ray blocks stop signals in its workers. One that reaches only this one counts.
+        with blocked_signals(files.stop.touch):
+            train_rank(
+                job.model_copy(update={"resume": resume}),
+                world,
+                report_stop=partial(files.write_error, world.rank),
+                open_workers=partial(_scoring_actor, settings["address"]),
+            )
     except LostRankError:
         raise  # caused by another rank; a restart can help
     except FencedError as error:

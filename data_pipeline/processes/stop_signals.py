@@ -1,32 +1,37 @@
-"""Stop signals: the only module that changes how this process handles SIGTERM, SIGINT and SIGUSR1.
+"""Stop signals: the only module that changes how this process handles SIGTERM, SIGINT, SIGUSR1 and
+SIGHUP.
 
     StopSignals               training: all signals of one request count once, also in native code
     sigterm_interrupts        preparation: SIGTERM raises KeyboardInterrupt, as Ctrl-C does
     ignore_interrupts         worker processes: only their parent reacts to Ctrl-C
     block_stop_signals        a thread whose child processes must survive a signal to the whole job
+    blocked_signals           such a child process, which is to stop if it alone is signalled
 
 Kubernetes, Slurm, systemd and terminals signal every process of a job, and launchers forward what
 they receive, so one request reaches a process several times. SIGUSR1 is the notice that Slurm sends
-before a time limit (sbatch --signal). What a request means for a training run is defined in
-`txl_dist/runtime/stop_request.py`.
+before a time limit (sbatch --signal). SIGHUP says that the terminal or connection is gone. What a
+request means for a training run is defined in `txl_dist/runtime/stop_request.py`.
 
 Imports only the standard library: a command installs it before its first slow import.
 """
 
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: stopped on request, the same command resumes the work."""
 REPEAT_SECONDS = 3.0
 """Longer than a launcher takes to forward a signal, shorter than a person waits to repeat one."""
+_WAIT_SECONDS = 1.0
 _END_OF_LISTENER = 0
 """Written to the wake-up pipe to end the listener; 0 is not the number of any signal."""
 
@@ -77,7 +82,9 @@ class StopSignals:
         self._listener.start()
         # Python's C handler writes the number of a signal here, whatever the threads are doing.
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self._previous = {n: signal.signal(n, _ignore_in_main_thread) for n in STOP_SIGNALS}
+        # nohup ignores SIGHUP, and means it.
+        caught = [n for n in STOP_SIGNALS if n != signal.SIGHUP or not _is_ignored(n)]
+        self._previous = {n: signal.signal(n, _ignore_in_main_thread) for n in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,6 +115,8 @@ class StopSignals:
                     self._handle(number)
 
     def _handle(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
         is_request = not self._first_seen
         if number not in self._first_seen:
             # Another signal than the first is not a repeat: Slurm warns with SIGUSR1 and sends
@@ -117,6 +126,19 @@ class StopSignals:
             self.on_repeat()
         if is_request:
             self.on_request(number)
+
+
+def _leave_terminal() -> None:
+    """Write to nowhere instead of the terminal, which is gone: every write would be an error."""
+    with Path(os.devnull).open("r+b", buffering=0) as nowhere:
+        for descriptor in range(3):
+            with suppress(OSError):  # closed
+                if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                    os.dup2(nowhere.fileno(), descriptor)
+
+
+def _is_ignored(number: int) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def _ignore_in_main_thread(_number: int, _frame: FrameType | None) -> None:
@@ -151,3 +173,28 @@ def block_stop_signals() -> None:
     The other threads of this process still receive them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+@contextmanager
+def blocked_signals(on_request: Callable[[], None]) -> Iterator[None]:
+    """Call `on_request` in a thread once a stop signal reaches this process, which blocks them.
+
+    Has no effect in a process that does not block them.
+    """
+    if signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        yield
+        return
+    closed = threading.Event()
+
+    def wait() -> None:
+        while not closed.is_set():
+            if signal.sigtimedwait(STOP_SIGNALS, _WAIT_SECONDS):
+                on_request()
+                return
+
+    thread = threading.Thread(target=wait, name="blocked-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        closed.set()

@@ -34,6 +34,18 @@ def test_a_new_checkpoint_resets_the_count(tmp_path: Path) -> None:
         assert failures.check(NODES) is None
 
 
+def test_the_first_failure_after_a_checkpoint_is_restarted_without_a_wait(tmp_path: Path) -> None:
+    """Also while it is not decided whether a node has died."""
+    failures = counter(tmp_path, max_restarts=9)
+    for _ in range(6):
+        failures.add("rank 0 died", node_ids=NODES)
+        assert failures.check(NODES) is None
+    assert failures.delay_seconds > 10
+    RunDirectory(tmp_path).checkpoints.at(5).mkdir(parents=True)
+    failures.add("rank 0 died", node_ids=NODES)
+    assert failures.delay_seconds == 0
+
+
 def test_the_loss_of_a_node_does_not_count(tmp_path: Path) -> None:
     failures = counter(tmp_path, max_restarts=0)
     failures.add("rank 1 died", node_ids=NODES)

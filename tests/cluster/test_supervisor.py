@@ -5,6 +5,7 @@ too often or do not stop. Without Ray itself.
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -288,3 +289,16 @@ def test_ranks_that_die_after_a_stop_request_are_not_success(tmp_path: Path) -> 
 
     with pytest.raises(PreemptedError, match="before the ranks had saved"):
         launch.run(die, launch.finish)
+
+
+def test_starts_that_ray_gives_up_do_not_extend_the_time_limit(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, ranks="1:2")
+    launch.supervisor._start_timeout_seconds = 0.5
+
+    def give_up(_: int) -> RanksEnd:
+        time.sleep(0.2)
+        return RanksEnd.NOT_STARTED
+
+    with pytest.raises(TxlError, match=r"did not start within 0\.5 s"):
+        launch.run(*[give_up] * 20)
+    assert "Ray gave up this start, because the resources are not free" in launch.lines

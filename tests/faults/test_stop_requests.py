@@ -1,15 +1,19 @@
 """FAULTS 5 and 6: stop requests, as schedulers and people send them."""
 
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from data_pipeline.processes.stop_signals import STOP_SIGNALS
 from tests.support.commands import (
     ENVIRONMENT,
     children_of,
@@ -20,6 +24,7 @@ from tests.support.commands import (
     wait_until,
 )
 from tests.support.training_runs import TINY, losses, metrics
+from txl_dist.runtime.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.fault
 
@@ -44,7 +49,7 @@ def assert_saved_where_it_stopped(run: Path) -> None:
 
 
 @pytest.mark.fault_row(5)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_to_every_process_of_a_job_is_one_request(
     dataset: Path, tmp_path: Path, number: int
 ) -> None:
@@ -57,6 +62,39 @@ def test_a_signal_to_every_process_of_a_job_is_one_request(
     assert process.returncode == 75, output
     # Not what the launcher says when it passes the request on: the ranks may have ended before.
     assert "stopped on request after step" in output
+    assert_saved_where_it_stopped(tmp_path)
+
+
+@pytest.mark.fault_row(5)
+@pytest.mark.parametrize("launcher", ["processes", "ray"])
+def test_a_closed_terminal_is_a_request(dataset: Path, tmp_path: Path, launcher: str) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = [sys.executable, "-m", "txl_dist", *map(str, words(dataset, tmp_path))]
+        os.execve(sys.executable, [*command, "--on", launcher], ENVIRONMENT)
+    reader = threading.Thread(target=read_all, args=(terminal,), daemon=True)
+    reader.start()
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=180)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
+    assert_saved_where_it_stopped(tmp_path)
+
+
+def read_all(terminal: int) -> None:
+    with suppress(OSError):  # closed
+        while os.read(terminal, 4096):
+            pass
+
+
+@pytest.mark.fault_row(5)
+def test_a_signal_to_one_rank_under_ray_is_a_request(dataset: Path, tmp_path: Path) -> None:
+    process = start_txl(*words(dataset, tmp_path), "--on", "ray", "--ranks", 2)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20, timeout_seconds=180)
+    beat = Heartbeat.model_validate_json((tmp_path / ".heartbeats" / "rank-1.json").read_bytes())
+    os.kill(beat.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
     assert_saved_where_it_stopped(tmp_path)
 
 

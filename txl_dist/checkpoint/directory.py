@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import fsync_directory, remove_leftovers, write_file
@@ -31,7 +32,7 @@ from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
 from txl_dist.errors import CheckpointError, FencedError
 
 _NAME = re.compile(r"step-(\d{8,})(\.[0-9a-f]{8,64})?")
-_SUPERSEDED = re.compile(r"superseded-step-\d{8,}(-2)?")
+_SUPERSEDED = re.compile(r"superseded-step-\d{8,}(-\d+)?")
 
 log = logging.getLogger(__name__)
 
@@ -212,9 +213,11 @@ class CheckpointDirectory:
                 if not (source and entry.samefile(source)):
                     _remove_unless_read(entry)
             for other in later:
-                target = self.path / f"superseded-{self.at(other).name}"
-                # Only `source` may still have that name.
-                self.at(other).rename(f"{target}-2" if target.exists() else target)
+                name = f"superseded-{self.at(other).name}"
+                # `source`, or one that is being read, may still have that name.
+                names = chain([name], (f"{name}-{number}" for number in count(2)))
+                paths = (self.path / each for each in names)
+                self.at(other).rename(next(path for path in paths if not path.exists()))
             fsync_directory(self.path)
         remaining = self.steps()
         self._point_or_remove("LATEST", remaining[-1] if remaining else None)

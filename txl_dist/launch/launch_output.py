@@ -61,7 +61,10 @@ class LaunchOutput:
     def print(self, line: str) -> None:
         with self._lock:  # the log of rank 0 is followed in another thread
             self._last_print = time.monotonic()
-            self._on_line(line)
+            try:
+                self._on_line(line)
+            except OSError:  # the terminal or the reader of a pipe is gone; training goes on
+                self._on_line = lambda line: None
 
     def print_record(self, line: str) -> None:
         """A line of rank 0's log, if it is not part of a traceback."""

@@ -41,10 +41,14 @@ class RestartBudget:
 
     def allows_restart(self, *, newest_step: int | None) -> bool:
         """Count a failure; `newest_step` is that of the newest complete checkpoint, if any."""
-        if newest_step is not None and newest_step > self._newest_step:
-            self._newest_step, self.num_failures = newest_step, 0
+        self.begin_at(newest_step)
         self.num_failures += 1
         return self.num_failures <= self.max_restarts
+
+    def begin_at(self, newest_step: int | None) -> None:
+        """Forget the failures before this checkpoint, if it is later than all before."""
+        if newest_step is not None and newest_step > self._newest_step:
+            self._newest_step, self.num_failures = newest_step, 0
 
     def exhausted_error(self, event: str, directory: RunDirectory) -> TxlError:
         """The error after a failure that the budget does not allow; `event` says what failed."""

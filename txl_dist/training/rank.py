@@ -73,7 +73,6 @@ def train_rank(
             state, is_finished = _train(job, world, directory, stop, deadline, open_workers)
             while not is_finished:
                 # Settings change after this step (`training.changes`): resume from its checkpoint.
-                deadline.begin_start_up()
                 gc.collect()  # frees the old engine before the new one is built
                 job = job.model_copy(update={"resume": "auto"})
                 state, is_finished = _train(job, world, directory, stop, deadline, open_workers)

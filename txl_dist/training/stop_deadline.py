@@ -50,7 +50,6 @@ class StopDeadline:
     ) -> None:
         self._stop, self._activity, self._run = stop, activity, run
         self._grace_seconds, self._announce, self._report = grace_seconds, announce, report
-        self._first_step: int | None = None
         self._current_step: Callable[[], int] = lambda: 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stop-deadline", daemon=True)
@@ -65,11 +64,7 @@ class StopDeadline:
 
     def begin_steps(self, current_step: Callable[[], int]) -> None:
         """Start-up is over. `current_step` returns the number of the last completed step."""
-        self._current_step, self._first_step = current_step, current_step()
-
-    def begin_start_up(self) -> None:
-        """Everything is saved, and the run starts again with other settings."""
-        self._current_step, self._first_step = lambda: 0, None
+        self._current_step = current_step
 
     def _watch(self) -> None:
         while not self._stop:
@@ -77,7 +72,7 @@ class StopDeadline:
                 return
         # Only this rank may have received the signal; the others may be in a long evaluation.
         self._stop.share()
-        if self._first_step is None or self._current_step() == self._first_step:
+        if not self._activity.num_steps:
             self._end(lambda: f"{NOTHING_TRAINED}. {resume_advice(self._run)}")
             return
         if self._announce:

@@ -37,6 +37,44 @@ def test_a_signal_is_a_request_and_the_old_handler_is_restored(number: int) -> N
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_nohup_keeps_its_meaning() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGUSR1)
+            wait_until(lambda: bool(signals))
+            assert list(signals._first_seen) == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+BLOCKED = """
+import os, signal, sys, time
+from data_pipeline.processes.stop_signals import block_stop_signals, blocked_signals
+if sys.argv[1] == "blocked":
+    block_stop_signals()
+with blocked_signals(lambda: print("requested", flush=True)):
+    print("ready", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)
+print("lives")
+"""
+
+
+@pytest.mark.parametrize(
+    ("mask", "code", "output"),
+    [("blocked", 0, ["ready", "requested", "lives"]), ("open", -signal.SIGTERM, ["ready"])],
+)
+def test_a_signal_to_a_process_that_blocks_it_is_a_request(
+    mask: str, code: int, output: list[str]
+) -> None:
+    command = [sys.executable, "-c", BLOCKED, mask]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (result.returncode, result.stdout.split()) == (code, output), result.stderr
+
+
 def test_copies_of_one_request_are_one_request() -> None:
     calls = Calls()
     with StopSignals(calls.requests.append, calls.repeat) as signals:

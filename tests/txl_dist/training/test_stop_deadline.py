@@ -31,10 +31,11 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     return Ends(monkeypatch)
 
 
-def deadline(run: Path, ends: Ends, *, grace_seconds: float) -> StopDeadline:
+def deadline(run: Path, ends: Ends, *, grace_seconds: float, num_steps: int = 0) -> StopDeadline:
+    """Of a process that has done `num_steps` steps."""
     return StopDeadline(
         StopRequest(stop_file=run / "stop"),
-        Activity("checkpoint of step 9"),
+        Activity("checkpoint of step 9", num_steps=num_steps),
         run=run,
         grace_seconds=grace_seconds,
         report=ends.errors.append,
@@ -57,10 +58,9 @@ def test_later_it_ends_the_process_after_the_grace_period_and_says_what_is_lost(
     tmp_path: Path, ends: Ends
 ) -> None:
     CheckpointDirectory(tmp_path).at(4).mkdir(parents=True)
-    step = 0
-    with deadline(tmp_path, ends, grace_seconds=0.05) as watched:
-        watched.begin_steps(lambda: step)
-        step = 9
+    # Resumed at step 9, went back to an earlier one, and is at step 9 again.
+    with deadline(tmp_path, ends, grace_seconds=0.05, num_steps=12) as watched:
+        watched.begin_steps(lambda: 9)
         (tmp_path / "stop").touch()
         assert ends.ended.wait(5)
     message = str(ends.errors[0])
@@ -72,10 +72,8 @@ def test_later_it_ends_the_process_after_the_grace_period_and_says_what_is_lost(
 
 
 def test_a_run_that_stops_in_time_is_left_alone(tmp_path: Path, ends: Ends) -> None:
-    step = 0
-    with deadline(tmp_path, ends, grace_seconds=LONG_SECONDS) as watched:
-        watched.begin_steps(lambda: step)
-        step = 1
+    with deadline(tmp_path, ends, grace_seconds=LONG_SECONDS, num_steps=1) as watched:
+        watched.begin_steps(lambda: 1)
         (tmp_path / "stop").touch()
         wait_until(lambda: bool(watched._stop))
     assert not ends.ended.is_set()

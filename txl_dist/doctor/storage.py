@@ -37,6 +37,7 @@ def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
     name = f"{directory}" if directory == Path(run) else f"{directory} (for {run})"
     findings = list(_use(directory, name))
     findings += _space(directory, name, min_free_bytes=min_free_bytes)
+    findings += _nfs(directory, name, Path("/proc/self/mounts"))
     return findings or [ok(f"{name}: write, sync, rename and lock work; {_free_text(directory)}")]
 
 
@@ -97,6 +98,33 @@ def _space(directory: Path, name: str, *, min_free_bytes: int) -> Iterator[Findi
             expected=f"at least {MIN_FREE_INODES:,}",
             advice="remove files there, or choose another run directory",
         )
+
+
+def _nfs(directory: Path, name: str, mounts: Path) -> Iterator[Finding]:
+    """NFS clients remember for up to a minute that a file does not exist (nfs(5), lookupcache)."""
+    kind, options = mount_of(directory, mounts)
+    if kind.startswith("nfs") and not {"lookupcache=positive", "lookupcache=pos"} & options:
+        yield note(
+            f"{name}: NFS, mounted without lookupcache=positive",
+            expected="other hosts see stop requests and parts of checkpoints within seconds",
+            advice="mount with lookupcache=positive,acdirmin=1,acdirmax=5",
+        )
+
+
+def mount_of(directory: Path, mounts: Path) -> tuple[str, set[str]]:
+    """Type and options of the file system of a directory, by a file like /proc/self/mounts."""
+    found: tuple[int, str, set[str]] = (-1, "", set())
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, place, kind, options, *_ = line.split()
+        point = Path(place.replace(r"\040", " "))
+        # The last one, if several are mounted at one place.
+        if directory.resolve().is_relative_to(point) and len(point.parts) >= found[0]:
+            found = len(point.parts), kind, set(options.split(","))
+    return found[1], found[2]
 
 
 def _free_text(directory: Path) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from txl_dist.doctor import storage
 from txl_dist.doctor.finding import Finding
-from txl_dist.doctor.storage import SharedProbe, check_run_directory
+from txl_dist.doctor.storage import SharedProbe, check_run_directory, mount_of
 
 Mount = Callable[[str], Path]
 
@@ -88,3 +89,19 @@ def test_files_and_locks_that_are_not_shared_are_noticed(
     # A copy of the file has no lock: as if locks were valid on one node only.
     (tmp_path / "other" / names["a"]).write_text(names["a"])
     assert second.sights(names) == {"a": "lock not seen", "b": "seen"}
+
+
+def test_an_nfs_mount_that_hides_new_files_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    run = tmp_path / "a b" / "run"
+    run.mkdir(parents=True)
+    place = str(run.parent).replace(" ", r"\040")
+    for options, expected in (("rw,hard", 1), ("rw,lookupcache=pos,acdirmin=1", 0)):
+        mounts.write_text(f"/dev/x / ext4 rw 0 0\nhost:/x {place} nfs4 {options} 0 0\n")
+        assert mount_of(run, mounts) == ("nfs4", set(options.split(",")))
+        findings = list(storage._nfs(run, "run", mounts))
+        assert len(findings) == expected
+        assert all("lookupcache=positive" in finding.advice for finding in findings)
+    assert mount_of(tmp_path, mounts) == ("ext4", {"rw"})

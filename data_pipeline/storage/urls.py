@@ -11,6 +11,7 @@ from data_pipeline.storage.source_errors import SourceError, UnreachableError
 SCHEMES = ("file", "s3", "gs", "http", "https")
 _EXTRAS = {"s3": "s3", "gs": "gcs", "http": "http", "https": "http"}
 _MAX_ATTEMPTS = 3
+_S3_ATTEMPTS = 2
 _FIRST_WAIT_SECONDS = 0.5
 _T = TypeVar("_T")
 
@@ -58,12 +59,17 @@ def file_system(url: str) -> Any:
 
     scheme = scheme_of(url)
     try:
-        return fsspec.filesystem(scheme)
+        system = fsspec.filesystem(scheme)
     except ImportError as error:
         raise ConfigError(
             f"{shown(url)}: reading {scheme}:// needs a package that is not installed ({error}). "
             f"Install it: pip install 'txl-dist[{_EXTRAS[scheme]}]'"
         ) from error
+    if scheme == "s3":
+        # s3fs repeats what botocore has repeated, with 15 s per attempt: a store that accepts
+        # connections and never responds took 20 minutes to be reported.
+        system.retries = min(system.retries, _S3_ATTEMPTS)
+    return system
 
 
 def retry_request(request: Callable[[], _T]) -> _T:

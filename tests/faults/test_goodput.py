@@ -18,12 +18,13 @@ def test_a_killed_and_resumed_run_counts_all_of_its_time(dataset: Path, tmp_path
     words = (
         "train", TINY, f"data.path={dataset}", f"directory={tmp_path}", NO_EVALUATION,
         "tracking.enabled=false", "training.num_steps=300",
-        "training.checkpoint_interval_steps=50", "--on", "processes", "--ranks", 2,
+        "training.checkpoint_interval_steps=50", "training.log_interval_steps=20",
+        "--on", "processes", "--ranks", 2,
     )  # fmt: skip
     process = start_txl(*words)
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 0, timeout_seconds=180)
     began = time.monotonic()
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 120)
+    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 7)
     ranks = children_of(process.pid)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
@@ -36,9 +37,8 @@ def test_a_killed_and_resumed_run_counts_all_of_its_time(dataset: Path, tmp_path
     seconds_at_least = time.monotonic() - began
     assert finished.returncode == 0, finished.stderr + finished.stdout
     resumed_at = int(re.findall(r"resuming at step (\d+)", finished.stdout)[0])
-    # Also those that goodput.json does not have yet: metrics.jsonl has every step.
-    lost = last - resumed_at
-    assert lost >= stored["step"] - resumed_at
+    # goodput.json is written every two seconds, metrics.jsonl every 20 steps.
+    lost = max(last, stored["step"]) - resumed_at
     assert f"summary | 1 restart, {lost} steps lost | goodput " in finished.stdout
     assert {line["restarts"] for line in metrics(tmp_path)} == {0, 1}
     assert metrics(tmp_path)[-1]["lost_steps"] == lost

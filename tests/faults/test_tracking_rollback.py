@@ -71,3 +71,42 @@ def test_after_a_sigkill_and_a_resume_the_curves_are_the_journal(
     assert _recorded(run, second.run_id) == _journalled(run)
     abandoned = {step for _, step, _ in _recorded(run, first.run_id)}
     assert max(abandoned) == journalled
+
+
+def _status(run: Path) -> tuple[str, str]:
+    """Status and `txl.status` of the MLflow run of a run directory."""
+    state = _state(run)
+    assert state is not None
+    with sqlite3.connect(run.parent / "mlflow.db") as connection:
+        (status,) = connection.execute(
+            "SELECT status FROM runs WHERE run_uuid = ?", (state.run_id,)
+        ).fetchone()
+        (tag,) = connection.execute(
+            "SELECT value FROM tags WHERE run_uuid = ? AND key = 'txl.status'", (state.run_id,)
+        ).fetchone()
+    return status, tag
+
+
+@pytest.mark.fault
+def test_a_run_that_fails_at_a_change_of_settings_is_not_finished(
+    dataset: Path, tmp_path: Path
+) -> None:
+    """Its engine is built a second time, for other lanes, and does not fit in memory, say."""
+    run = tmp_path / "run"
+    change = "training.changes=[{step: 30, num_lanes: 3}]"
+    settings = (f"data.path={dataset}", f"directory={run}", *SETTINGS, change)
+    command = ("train", TINY, *settings, "training.num_steps=60", "--on", "processes")
+    failed = txl(*command, environment={"TXL_FAULT": "engine:raise:2"})
+    assert failed.returncode == 1, failed.stderr + failed.stdout
+    wait_until(lambda: (s := _state(run)) is not None and s.delivered)
+    first = _state(run)
+    assert _status(run) == ("FAILED", "failed")
+
+    finished = txl(*command)
+    assert finished.returncode == 0, finished.stderr + finished.stdout
+    wait_until(lambda: _status(run) == ("FINISHED", "finished"))
+    second = _state(run)
+    assert first is not None
+    assert second is not None
+    assert second.run_id == first.run_id
+    assert _recorded(run, second.run_id or "") == _journalled(run)

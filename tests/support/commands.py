@@ -19,7 +19,10 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 def txl(
-    *words: object, timeout_seconds: float = 120, cwd: Path | None = None
+    *words: object,
+    timeout_seconds: float = 120,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] = {},
 ) -> subprocess.CompletedProcess[str]:
     """Run one command to its end. The result holds its output as text."""
     command = [sys.executable, "-m", "txl_dist", *map(str, words)]
@@ -29,7 +32,7 @@ def txl(
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **environment},
         cwd=cwd,
     )
 

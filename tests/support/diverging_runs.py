@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import pytest
 from torch import nn
 
 from txl_dist.errors import DataError, TxlError
@@ -12,6 +13,7 @@ from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.interface import Accept
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
+from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.state import TrainState
 
@@ -35,6 +37,24 @@ def train_with(world: World, job: TrainJob, *faults: Fault) -> tuple[int, str, l
         except TxlError as error:
             return error.exit_code, str(error), events
     return 0, "", events
+
+
+def train_all_with(world: World, job: TrainJob, *faults: Fault) -> int:
+    """Run a job to its end, also over changes of settings, with faults; returns the exit code."""
+
+    def build(*arguments: Any, **options: Any) -> Trainer:
+        trainer = build_trainer(*arguments, **options)
+        for fault in faults:
+            fault(trainer)
+        return trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("txl_dist.training.rank.build_trainer", build)
+        try:
+            train_rank(job, world)
+        except TxlError as error:
+            return error.exit_code
+    return 0
 
 
 class NanHidden:
@@ -72,16 +92,17 @@ class NanWeight:
 
 
 class HighRate:
-    """The learning rate of one step is a thousand times too high, whenever it is computed."""
+    """The learning rate of one step is `factor` times too high, whenever it is computed."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, *, factor: float = 1e3) -> None:
+        self.step, self.factor = step, factor
 
     def __call__(self, trainer: Trainer) -> None:
         update = trainer.step.engine.step
 
         def too_high(lr: float, accept: Accept) -> float:
-            return update(lr * 1000 if trainer.state.step + 1 == self.step else lr, accept)
+            is_high = trainer.state.step + 1 == self.step
+            return update(lr * self.factor if is_high else lr, accept)
 
         trainer.step.engine.step = too_high  # type: ignore[method-assign]
 

@@ -49,6 +49,8 @@ class Activity:
     """Steps that this process has done since `reset`."""
     num_collectives: int = 0
     """Collectives of `World` that this process has begun."""
+    unfinished_seconds: float = 0.0
+    """Of the step in progress, in STEP_SPANS."""
     _seconds: dict[Span, float] = field(default_factory=_zeros, repr=False)
     _since: float = field(default_factory=time.monotonic, repr=False)
 
@@ -56,17 +58,21 @@ class Activity:
         """Begin with the start-up of a run, at 0 seconds."""
         self.name, self.span, self.num_steps = "start-up", Span.START_UP, 0
         self._seconds, self._since = _zeros(), time.monotonic()
+        self.unfinished_seconds = 0.0
 
     def enter(self, span: Span) -> Span:
         """End the current span and begin `span`; returns the one that has ended."""
         now = time.monotonic()
         self._seconds[self.span] += now - self._since
+        if self.span in STEP_SPANS:
+            self.unfinished_seconds += now - self._since
         previous, self.span, self._since = self.span, span, now
         return previous
 
     def end_step(self) -> None:
         """Call at the end of each step. The first one belongs to the start-up."""
         self.enter(Span.OTHER)
+        self.unfinished_seconds = 0.0
         self.num_steps += 1
         if self.num_steps == 1:
             for span in STEP_SPANS:

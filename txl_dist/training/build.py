@@ -15,6 +15,7 @@ from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import last_trained_step
+from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.begin_attempt import begin_attempt
 from txl_dist.training.build_computation import (
     build_recovery,
@@ -60,11 +61,14 @@ def build_trainer(
     stack: ExitStack,
     stop: StopRequest | None = None,
     *,
+    run_stack: ExitStack | None = None,
+    tracker: Tracker | None = None,
     open_workers: OpenWorkers = scoring_process,
 ) -> Trainer:
     """Open the data, join the ranks, resume or initialise, and build all parts of the run.
 
-    Collective. Files, locks and threads are closed with `stack`.
+    Collective. Files, locks and threads are closed with `stack`; the tracker with `run_stack`, if
+    it is given, and used again as `tracker` after a change of settings.
     """
     # Before the rendezvous: wrong data or config must not cost one.
     data = TrainingData.open(job.config, num_ranks=world.num_ranks)
@@ -107,7 +111,7 @@ def build_trainer(
     world.run_on_rank_zero(lambda: open_run(rank, state, point))
     # Measured before the tracking process starts and competes for the processor.
     utilisation = measure_utilisation(rank)
-    tracker = start_tracker(rank, new_run=point is None)
+    tracker = tracker or start_tracker(rank, run_stack or stack, new_run=point is None)
     report = build_report(
         rank, utilisation, state, point, reached_step=reached_step, is_new_attempt=is_new_attempt
     )
@@ -117,8 +121,7 @@ def build_trainer(
     report.evaluation_plan(config.evaluation, data)
     if config.optimizer.averaging and data.evaluation:
         report.event("evaluation | scores the %s", describe_average(config.optimizer))
-    if len(state.phases) > 1 or len(data.corpora) > 1:
-        report.phase(state, is_new=state.phases[-1].position == state.position)
+    report.phase(state)
     stop = StopRequest() if stop is None else stop
     if point is not None and (num_tokens := refill_memory(rank, step, point, state)):
         report.event("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
@@ -134,6 +137,7 @@ def build_trainer(
         report=report,
         stop=stop,
         saver=saver,
+        tracker=tracker,
         evaluate=build_evaluator(config, data, step.engine, world),
         worker_evaluation=build_worker_evaluation(rank),
         evaluated_data=data.evaluation.corpus.manifest.digest if data.evaluation else None,

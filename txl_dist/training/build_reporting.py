@@ -4,7 +4,7 @@ Called by `build.py`. `measure_utilisation` is collective.
 """
 
 import math
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file
@@ -34,7 +34,7 @@ def measure_utilisation(rank: RankContext) -> Utilisation:
     return Utilisation(rank.world, TORCH_DTYPE[rank.config.precision], flops_per_step=flops)
 
 
-def start_tracker(rank: RankContext, *, new_run: bool) -> Tracker | None:
+def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> Tracker | None:
     """Start sending metrics to MLflow. The status of the run depends on how `stack` is closed."""
     # Rank 0 only: MLflow would record one copy per rank.
     if not (rank.world.is_rank_zero and rank.config.tracking.enabled):
@@ -47,7 +47,7 @@ def start_tracker(rank: RankContext, *, new_run: bool) -> Tracker | None:
     tracker = Tracker.start(
         rank.directory.path, rank.job.config, data_manifest=manifest, tags=tags, new_run=new_run
     )
-    return rank.stack.enter_context(tracker)
+    return stack.enter_context(tracker)
 
 
 def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:

@@ -5,7 +5,8 @@ Productive are the seconds of the steps that are part of the final trajectory. T
     start-up     from the start of a rank to the end of its first step: imports of libraries, data,
                  resume, compilation
     data wait, save wait, evaluation     the time for which the training loop was blocked by them
-    lost steps   steps that were trained again, because the process ended before the next checkpoint
+    lost steps   steps that were trained again, because the process ended before the next
+                 checkpoint, and a step that never ended, such as one in which a rank hung
     down         between the end of a process and the start of the next one
     other        the rest of the loop, such as logging
 
@@ -114,9 +115,15 @@ class Goodput:
         self._step, self._is_complete = earlier.step, earlier.is_complete
         if is_restart and not earlier.is_complete:
             self._restarts += 1
-            process_seconds = sum(self._activity.seconds().values())
-            self._seconds[DOWN] += max(0.0, time.time() - process_seconds - earlier.updated)
+            self._seconds[DOWN] += self._seconds_since(earlier)
+        elif not is_restart:  # the old parts of the run were closed
+            self._seconds[Span.START_UP.value] += self._seconds_since(earlier)
         self.rewind(step)
+
+    def _seconds_since(self, earlier: GoodputFile) -> float:
+        """From the last update to the start of `activity`."""
+        process_seconds = sum(self._activity.seconds().values())
+        return max(0.0, time.time() - process_seconds - earlier.updated)
 
     @property
     def seconds(self) -> defaultdict[str, float]:
@@ -124,6 +131,9 @@ class Goodput:
         seconds = self._seconds.copy()
         for span, spent in self._activity.seconds().items():
             seconds[STEPS if span in STEP_SPANS else span.value] += spent
+        unfinished = self._activity.unfinished_seconds
+        seconds[STEPS] -= unfinished
+        seconds[LOST if self._activity.num_steps else Span.START_UP.value] += unfinished
         return seconds
 
     def values(self) -> dict[str, float]:
@@ -146,7 +156,7 @@ class Goodput:
         self._step = step
 
     def update(self, step: int) -> None:
-        """After each line of metrics; writes the file if the last update is old enough."""
+        """After each step; writes the file if the last update is old enough."""
         self._step, self._is_complete = step, False
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
             self._write(sync=False)

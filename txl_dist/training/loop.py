@@ -3,6 +3,7 @@
     segment -> step (diverged? -> skip or rollback) -> state -> report -> checkpoint -> stop?
             -> evaluation -> score
 
+A rollback abandons the rest of the events, and the loop continues at the older step.
 With `evaluation.on: workers`, the evaluation is a request, and its score is taken after a later
 step.
 
@@ -14,7 +15,7 @@ launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` write
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
@@ -26,14 +27,24 @@ from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.tracking.tracker import Tracker
+from txl_dist.training.advance import after_step
 from txl_dist.training.profiler import StepProfiler
-from txl_dist.training.recovery import Recovery
+from txl_dist.training.recovery import Recovery, Rollback
 from txl_dist.training.report import Report
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.schedule import lr_at
 from txl_dist.training.state import BestScore, TrainState
 from txl_dist.training.step import StepResult, TrainStep
 from txl_dist.training.worker_evaluation import WorkerEvaluation
+
+
+class RolledBackError(Exception):
+    """Leaves the events of a step that a rollback has abandoned. Never leaves the loop."""
+
+    def __init__(self, rollback: Rollback) -> None:
+        super().__init__(rollback)
+        self.rollback = rollback
 
 
 class Evaluate(Protocol):
@@ -59,6 +70,7 @@ class Trainer:
     report: Report
     stop: StopRequest
     saver: RunSaver
+    tracker: Tracker | None
     evaluate: Evaluate | None
     worker_evaluation: WorkerEvaluation
     """At most one of the two scores the validation split."""
@@ -69,8 +81,11 @@ class Trainer:
     """Where `run` returns: the last step of the run, or that of a change of settings."""
     recovery: Recovery
     profiler: StepProfiler | None = None
-    _last_update: tuple[StepResult, float] | None = field(default=None, init=False)
-    """Result and learning rate of the last step of this process that updated the weights."""
+    _is_resuming: bool = field(default=True, init=False)
+    """Whether evaluations may be missing in the checkpoint."""
+    _is_done: bool = field(default=False, init=False)
+    _must_rebuild: bool = field(default=False, init=False)
+    """A rollback has returned to a checkpoint of other settings."""
 
     def run(self) -> TrainState:
         """Train to `last_step`, save, and return the final state.
@@ -102,36 +117,45 @@ class Trainer:
         return self.evaluated_data is not None
 
     def _train(self) -> TrainState:
-        self._resume_evaluation()
-        while self.state.step < self.last_step:
-            if self.profiler is not None:
-                self.profiler.before_step(self.state.step + 1)
-            segment = self._next_segment()
-            result, lr = self._step(segment)
-            if "save_failed" in result.raised:
-                self.saver.wait()  # raises the error on every rank
-            if result.event is not None and self._rolls_back(segment, result):
-                continue
-            if result.is_update:
-                # The step was accepted, so the checkpoint written after the previous one is usable.
-                self.saver.confirm(self.state)
-                self._last_update = result, lr
-            self._advance(segment, result)
-            if self._is_due(self.config.training.log_interval_steps):
-                self._report()
-            self.report.statistics(self.state, result.statistics)
-            if "scores_ready" in result.raised:
-                self._take_scores()
-            # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
-            if self._save_is_due(result):
-                self._save()
-            # Agreed on by all ranks in the step's collective, so all stop after the same step.
-            if "stop" in result.raised and not self._is_finished:
-                self._stop()
-            if self.state.evaluation_pending:
-                self._evaluate()
-        self._finish()
+        while not (self._is_done or self._must_rebuild):
+            try:
+                if self._is_resuming:
+                    self._resume_evaluation()
+                elif self.state.step < self.last_step:
+                    self._train_step()
+                else:
+                    self._finish()
+            except RolledBackError as event:
+                self._continue_from(event.rollback)
         return self.state
+
+    def _train_step(self) -> None:
+        if self.profiler is not None:
+            self.profiler.before_step(self.state.step + 1)
+        segment = self._next_segment()
+        result = self._step(segment)
+        if "save_failed" in result.raised:
+            self.saver.wait()  # raises the error on every rank
+        if result.event is not None:
+            self._respond(segment, result)
+        if result.is_update:
+            # The step was accepted, so the checkpoint written after the previous one is usable.
+            self.saver.confirm(self.state)
+        self._advance(segment, result)
+        self.report.end_step(self.state, is_computed=result.is_update or result.event is not None)
+        if self._is_due(self.config.training.log_interval_steps):
+            self._report(result)
+        self.report.statistics(self.state, result.statistics)
+        if "scores_ready" in result.raised:
+            self._take_scores()
+        # Before the evaluation, which may take minutes: a preemption would lose the checkpoint.
+        if self._save_is_due(result):
+            self._save()
+        # Agreed on by all ranks in the step's collective, so all stop after the same step.
+        if "stop" in result.raised and not self._is_finished:
+            self._stop()
+        if self.state.evaluation_pending:
+            self._evaluate()
 
     def _finish(self) -> None:
         """Save what is not saved at the end of the run, or before a change of settings."""
@@ -141,6 +165,7 @@ class Trainer:
         elif self.saver.saved_step != self.state.step:
             self._save()  # the run continues from here with other settings
         self._finish_saving(require_copies=self.state.step == self.config.num_steps)
+        self._is_done = True
 
     def _save_is_due(self, result: StepResult) -> bool:
         is_due = self._is_due(self.config.training.checkpoint_interval_steps)
@@ -168,9 +193,8 @@ class Trainer:
         self.report.data_wait(time.monotonic() - start)
         return segment
 
-    def _step(self, segment: Segment) -> tuple[StepResult, float]:
+    def _step(self, segment: Segment) -> StepResult:
         number = self.state.step + 1
-        lr = lr_at(number, self.config.optimizer, num_steps=self.config.num_steps)
         flags = {
             "stop": bool(self.stop),
             "measure_peak": self.report.peak_is_due,
@@ -181,18 +205,21 @@ class Trainer:
         }
         if number in self.state.divergence.skip_steps:
             self.report.event("step %d is skipped: a rollback has excluded it", number)
-            return self.step.skip(step=number, flags=flags), lr
+            return self.step.skip(step=number, flags=flags)
         result = self.step(
             segment,
             step=number,
             num_targets=self.plan.targets_in_step(segment.position),
-            lr=lr,
+            lr=self._lr_at(number),
             judge=self._judge,
             contiguous_from=self.state.contiguous_from,
             flags=flags,
         )
         self._activity.end_step()
-        return result, lr
+        return result
+
+    def _lr_at(self, step: int) -> float:
+        return lr_at(step, self.config.optimizer, num_steps=self.config.num_steps)
 
     def _judge(self, sums: LossSums, gradient_norm: float) -> str | None:
         return self.state.divergence.find_event(
@@ -202,59 +229,37 @@ class Trainer:
             gradient_norm=gradient_norm,
         )
 
-    def _rolls_back(self, segment: Segment, result: StepResult) -> bool:
-        """Respond to a step that has diverged; returns whether the run is at an older step now."""
+    def _respond(self, segment: Segment, result: StepResult) -> None:
+        """Respond to a step that has diverged. Raises RolledBackError after a rollback."""
         self.state = self.recovery.record(self.state, segment, result)
-        if self.config.divergence.policy != "rollback":
-            return False
-        self.state, self.plan, self.segments = self.recovery.roll_back(self.state)
-        self._last_update = None  # a step of the abandoned trajectory
-        self._resume_evaluation()
-        return True
+        if self.config.divergence.policy == "rollback":
+            raise RolledBackError(self.recovery.roll_back_step(self.state))
+
+    def _continue_from(self, rollback: Rollback) -> None:
+        self._activity.enter(Span.OTHER)
+        self.state, self._is_resuming = rollback.state, True
+        if rollback.reading is None:
+            self._must_rebuild = True
+        else:
+            self.plan, self.segments = rollback.reading
 
     def _advance(self, segment: Segment, result: StepResult) -> None:
-        self.state = self.state.model_copy(
-            update={
-                "step": self.state.step + 1,
-                "position": segment.next_position,
-                "score": None,
-                **(self._trained(result) if result.is_update else self._skipped(segment)),
-            }
-        )
+        self.state = after_step(self.state, segment, result, self.config.divergence)
         if self._is_evaluated and self._is_due(self.config.evaluation.interval_steps):
             self.state = self.state.with_missing_score(self.config.evaluation.on)
 
-    def _trained(self, result: StepResult) -> dict[str, Any]:
-        unreported = LossSums(*self.state.unreported) + result.sums
-        divergence = self.state.divergence.with_accepted(
-            self.config.divergence, sums=result.sums, gradient_norm=result.gradient_norm
-        )
-        return {
-            "tokens": self.state.tokens + result.sums.num_tokens,
-            "unreported": (unreported.nats, unreported.num_tokens, unreported.num_bytes),
-            "unreported_steps": self.state.unreported_steps + 1,
-            "divergence": divergence,
-        }
-
-    def _skipped(self, segment: Segment) -> dict[str, Any]:
-        # The memory is that of the tokens before this segment: the next one must not attend to it.
-        return {
-            "skipped_steps": self.state.skipped_steps + 1,
-            "contiguous_from": segment.next_position,
-        }
-
-    def _report(self) -> None:
+    def _report(self, result: StepResult) -> None:
         # Without trained targets (skipped steps, a segment of one token), the next line covers
         # this step too.
-        if not self.state.unreported[1] or self._last_update is None:
+        last = self.state.last_update
+        if not self.state.unreported[1] or last is None:
             self.report.without_loss(self.state)
             return
-        result, lr = self._last_update
         self.report.step(
             self.state,
-            lr=lr,
-            gradient_norm=result.gradient_norm,
-            memory_valid=result.memory_valid,
+            lr=self._lr_at(last.step),
+            gradient_norm=last.gradient_norm,
+            memory_valid=last.memory_valid,
         )
         if "measure_peak" in result.raised:
             self.report.measure_peak()
@@ -271,6 +276,7 @@ class Trainer:
         if self.state.is_unscored and self.saver.saved_step != self.state.step:
             self._save()  # resumed from a checkpoint of another run
         self.worker_evaluation.restart(self.state)
+        self._is_resuming = False
 
     def _evaluate(self) -> None:
         """Score the validation split, and save the score with the checkpoint of this step."""
@@ -282,8 +288,8 @@ class Trainer:
         self._activity.enter(previous)
         if result is None:
             self._stop()
+        self.report.evaluation_wait(time.monotonic() - start)
         score = self._take_score(result, step=self.state.step, tokens=self.state.tokens)
-        self.report.exclude(time.monotonic() - start)
         if self.saver.saved_step == self.state.step:
             self._save_score(score)
         elif self.state.best == score:  # without a checkpoint at its step: save only the best ones
@@ -293,7 +299,8 @@ class Trainer:
         """Take what the worker has finished, and save the scores with their checkpoints."""
         for outcome in self.worker_evaluation.take():
             if outcome.has_diverged:
-                raise DivergedError(f"after step {outcome.step}, {outcome.reason}")
+                error = DivergedError(f"after step {outcome.step}, {outcome.reason}")
+                self._give_up_weights(error, outcome.step)
             if outcome.result is None:
                 self.state = self.state.without_score(outcome.step)
                 self.report.no_score(outcome.step, outcome.reason)
@@ -301,6 +308,10 @@ class Trainer:
                 self._save_score(
                     self._take_score(outcome.result, step=outcome.step, tokens=outcome.tokens)
                 )
+
+    def _give_up_weights(self, error: DivergedError, step: int) -> NoReturn:
+        """Respond to weights that cannot be evaluated. Raises `error`, or RolledBackError."""
+        raise RolledBackError(self.recovery.roll_back_evaluation(self.state, error, step))
 
     def _wait_for_scores(self) -> None:
         if not self.state.unscored_steps:
@@ -314,8 +325,14 @@ class Trainer:
         self._activity.enter(previous)
 
     def _take_score(self, result: EvaluationResult, *, step: int, tokens: int) -> BestScore:
-        """Update the state with the score of a step, and report it. Raises DivergedError."""
-        score = BestScore.of(result, step=step, data_digest=self.evaluated_data)
+        """Update the state with the score of a step, and report it.
+
+        Raises DivergedError or RolledBackError if it is not finite.
+        """
+        try:
+            score = BestScore.of(result, step=step, data_digest=self.evaluated_data)
+        except DivergedError as error:
+            self._give_up_weights(error, step)
         self.state = self.state.with_score(score)
         improved = self.state.best == score
         self.report.evaluation(result, step=step, tokens=tokens, improved=improved)

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from data_pipeline.processes.stop_signals import StopSignals
@@ -17,6 +18,7 @@ from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
+from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
 from txl_dist.training.state import TrainState
@@ -70,12 +72,7 @@ def train_rank(
     ):
         try:
             log.info("rank %d is up", world.rank)
-            state, is_finished = _train(job, world, directory, stop, deadline, open_workers)
-            while not is_finished:
-                # Settings change after this step (`training.changes`): resume from its checkpoint.
-                gc.collect()  # frees the old engine before the new one is built
-                job = job.model_copy(update={"resume": "auto"})
-                state, is_finished = _train(job, world, directory, stop, deadline, open_workers)
+            state = _train(job, world, directory, stop, deadline, open_workers)
             log.info("finished at step %d", state.step)
             return state
         except PreemptedError as request:
@@ -109,14 +106,37 @@ def _train(
     stop: StopRequest,
     deadline: StopDeadline,
     open_workers: OpenWorkers,
-) -> tuple[TrainState, bool]:
-    """Build all parts of the run and train to a change of settings, or to its end (True)."""
-    world.activity.reset()
-    with ExitStack() as stack:
-        trainer = build_trainer(job, world, directory, stack, stop, open_workers=open_workers)
-        deadline.begin_steps(lambda: trainer.state.step)
-        state = trainer.run()
-        return state, state.step >= trainer.config.num_steps
+) -> TrainState:
+    """Build all parts of the run and train, once for each change of settings, to its end."""
+    with ExitStack() as run_stack:
+        tracker = None
+        while True:
+            world.activity.reset()
+            with ExitStack() as stack:
+                trainer = build_trainer(
+                    job,
+                    world,
+                    directory,
+                    stack,
+                    stop,
+                    run_stack=run_stack,
+                    tracker=tracker,
+                    open_workers=open_workers,
+                )
+                deadline.begin_steps(partial(_step_of, trainer))
+                state, num_steps = trainer.run(), trainer.config.num_steps
+                tracker = trainer.tracker
+            if state.step >= num_steps:
+                return state
+            # Settings change after this step (`training.changes`): resume from its checkpoint.
+            deadline.begin_steps(lambda: 0)  # until the next first step nothing can be lost
+            del trainer
+            gc.collect()  # frees the old engine before the new one is built
+            job = job.model_copy(update={"resume": "auto"})
+
+
+def _step_of(trainer: Trainer) -> int:
+    return trainer.state.step
 
 
 @contextmanager

@@ -6,12 +6,14 @@
 
 A loss is computed with the weights of the update before, so a rollback excludes two steps: the one
 that has diverged and the last update before it. For the same reason it uses no checkpoint of that
-update. Steps are excluded by number in `TrainState.divergence`, which is written immediately to
+update. After an evaluation whose loss is not finite, it excludes the update that was evaluated.
+Steps are excluded by number in `TrainState.divergence`, which is written immediately to
 the checkpoint that the run returns to: they stay excluded after a kill.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
@@ -26,9 +28,18 @@ from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult, TrainStep
 
 
+class Rollback(NamedTuple):
+    """Where a run continues."""
+
+    state: TrainState
+    reading: tuple[LanePlan, Iterator[Segment]] | None
+    """What is read from there. None: other settings hold there (`training.changes`), so all parts
+    of the run must be built again, from the newest checkpoint."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """Responds to events on one rank. `roll_back` is collective."""
+    """Responds to events on one rank. Rollbacks are collective."""
 
     config: RunConfig
     step: TrainStep
@@ -56,10 +67,13 @@ class Recovery:
             f"{list(self.step.lanes)}); no rank has changed its weights. Losses and documents of "
             f"all lanes: {files}"
         )
+        return self._with_event(state, facts, step=state.step + 1)
+
+    def _with_event(self, state: TrainState, facts: str, *, step: int) -> TrainState:
         config = self.config.divergence
         if config.policy == "stop":
             raise DivergedError(facts)
-        divergence = state.divergence.with_event(config, step=state.step + 1)
+        divergence = state.divergence.with_event(config, step=step)
         number = len(divergence.event_steps)
         if number > config.max_events:
             raise DivergedError(
@@ -75,35 +89,54 @@ class Recovery:
         )
         return state.model_copy(update={"divergence": divergence})
 
-    def roll_back(self, state: TrainState) -> tuple[TrainState, LanePlan, Iterator[Segment]]:
-        """Continue from the newest good checkpoint before `state`. Collective.
+    def roll_back_step(self, state: TrainState) -> Rollback:
+        """Continue from the newest good checkpoint, after the step after `state` has diverged.
 
-        Raises DivergedError if there is none.
+        Collective. Raises DivergedError if there is none.
         """
-        step, world = state.step + 1, self.step.world
-        world.activity.name = f"rollback after step {step}"
+        step, last_update = state.step + 1, state.divergence.last_update(state.step)
+        return self._roll_back(
+            state,
+            f"step {step} has diverged",
+            last_update=last_update,
+            excluded={last_update, step},
+        )
+
+    def roll_back_evaluation(self, state: TrainState, error: DivergedError, step: int) -> Rollback:
+        """The same after the evaluation of `step`, which is `state`'s or an earlier one.
+
+        Raises `error` if the policy is not `rollback`.
+        """
+        if self.config.divergence.policy != "rollback":
+            raise error
+        last_update = state.divergence.last_update(step)
+        state = self._with_event(state, str(error), step=step)
+        return self._roll_back(state, str(error), last_update=last_update, excluded={last_update})
+
+    def _roll_back(
+        self, state: TrainState, cause: str, *, last_update: int, excluded: set[int]
+    ) -> Rollback:
+        world = self.step.world
+        world.activity.name = f"rollback after step {state.step}"
         self.saver.wait()  # for a checkpoint that is being written
-        last_update = state.divergence.last_update(state.step)
         point = newest_before(last_update, self.checkpoints, world)
         if point is None:
             raise DivergedError(
-                f"step {step} has diverged, and divergence.policy=rollback finds no checkpoint of "
-                f"a step before {last_update}, the last update of the weights. A lower "
+                f"{cause}, and divergence.policy=rollback finds no checkpoint of a step before "
+                f"{last_update}, the last update of the weights. A lower "
                 "training.checkpoint_interval_steps would leave one"
             )
-        if self.config.last_step_with(point.settings_step) != self.last_step:
-            raise DivergedError(
-                f"step {step} has diverged, and the newest checkpoint before it, {point.path}, is "
-                "from before a change of settings (training.changes). divergence.policy=rollback "
-                "does not return to other settings: resume from it with a lower optimizer.lr"
-            )
-        self.restore(point)
-        restored = self.state_at(point)
+        has_these_settings = self.config.last_step_with(point.settings_step) == self.last_step
+        if has_these_settings:
+            self.restore(point)
+        restored = self.state_at(point) if has_these_settings else point.state
         divergence = restored.divergence.model_copy(
             update={
                 "event_steps": state.divergence.event_steps,
-                "skip_steps": _joined(
-                    restored.divergence.skip_steps, state.divergence.skip_steps, (last_update, step)
+                "skip_steps": tuple(
+                    sorted(
+                        {*restored.divergence.skip_steps, *state.divergence.skip_steps, *excluded}
+                    )
                 ),
                 "num_rollbacks": state.divergence.num_rollbacks + 1,
             }
@@ -114,15 +147,14 @@ class Recovery:
         self.saver.rewind(restored)
         world.run_on_rank_zero(lambda: self.report.rewind(restored, abandoned_step=state.step))
         self.report.event(
-            "returned from step %d to the checkpoint of step %d; the run continues without steps "
-            "%d and %d",
+            "returned from step %d to the checkpoint of step %d; the run continues without step%s",
             state.step,
             restored.step,
-            last_update,
-            step,
+            f"s {' and '.join(map(str, sorted(excluded)))}"
+            if len(excluded) > 1
+            else f" {last_update}",
         )
-        return restored, *self.read_from(restored)
-
-
-def _joined(*steps: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted({step for group in steps for step in group}))
+        if not has_these_settings:
+            return Rollback(restored, None)
+        self.report.phase(restored)  # its metrics have the number of the next step
+        return Rollback(restored, self.read_from(restored))

@@ -53,13 +53,19 @@ class Report:
             self.event("stragglers | %s", line)
 
     def data_wait(self, seconds: float) -> None:
-        """Called once per step: seconds until its segment was available."""
+        """Called before each step: seconds until its segment was available."""
+
+    def end_step(self, state: TrainState, *, is_computed: bool) -> None:
+        """Called after each step. `is_computed`: False if a rollback has excluded it."""
+
+    def evaluation_wait(self, seconds: float) -> None:
+        """Called after each evaluation: seconds for which it blocked the loop."""
 
     def save_wait(self, state: TrainState, seconds: float) -> None:
         """Called after each checkpoint: seconds for which it blocked the loop."""
 
     def exclude(self, seconds: float) -> None:
-        """Exclude time (evaluation, checkpoints) from the training speed."""
+        """Exclude other time than that of evaluations and saves from the training speed."""
 
     def step(
         self, state: TrainState, *, lr: float, gradient_norm: float, memory_valid: float
@@ -86,8 +92,10 @@ class Report:
     def evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
         """Log which split is scored and when; a warning if the data has none."""
 
-    def phase(self, state: TrainState, *, is_new: bool) -> None:
-        """Log the corpora of the current phase; for a new phase, write their shares as metrics."""
+    def phase(self, state: TrainState) -> None:
+        """Log the corpora of the phase; if it begins now, write their shares as metrics. Does
+        nothing for a run that has only ever read one corpus.
+        """
 
     def event(self, message: str, *values: Any) -> None:
         """Write a line to the log."""
@@ -105,10 +113,11 @@ class Stopwatch:
 
     start: float
     num_steps: int = 0
-    """On the first line after a resume, fewer than the steps of the loss sums."""
+    """Steps that were computed. After a resume, fewer than those of the loss sums."""
     data_wait_seconds: float = 0.0
     excluded_seconds: float = 0.0
     save_wait_seconds: float = 0.0
+    evaluation_wait_seconds: float = 0.0
 
 
 class RankZeroReport(Report):
@@ -137,8 +146,15 @@ class RankZeroReport(Report):
         if self._seconds == 0.0 and self._stopwatch.num_steps == 0:
             # What preceded the first step, such as an evaluation, is not expected again.
             self._stopwatch = Stopwatch(time.monotonic() - seconds)
-        self._stopwatch.num_steps += 1
         self._stopwatch.data_wait_seconds += seconds
+
+    def end_step(self, state: TrainState, *, is_computed: bool) -> None:
+        self._stopwatch.num_steps += is_computed
+        self._goodput.update(state.step)
+
+    def evaluation_wait(self, seconds: float) -> None:
+        self._stopwatch.evaluation_wait_seconds += seconds
+        self._stopwatch.excluded_seconds += seconds
 
     def save_wait(self, state: TrainState, seconds: float) -> None:
         self._stopwatch.save_wait_seconds += seconds
@@ -159,7 +175,7 @@ class RankZeroReport(Report):
         tokens_per_step = sums.num_tokens / state.unreported_steps
         # A clock of coarse resolution may show no time at all between two short steps.
         seconds = max(1e-9, end - stopwatch.start - stopwatch.excluded_seconds)
-        steps_per_second = stopwatch.num_steps / seconds
+        steps_per_second = max(1, stopwatch.num_steps) / seconds
         values = {
             "loss": sums.nats_per_token,
             "perplexity": sums.perplexity,
@@ -171,13 +187,13 @@ class RankZeroReport(Report):
             "peak_flops": self._utilisation.peak_flops,
             "memory_valid": memory_valid,
             "data_wait": stopwatch.data_wait_seconds / seconds,
-            # Of all the time, because saving is excluded from `seconds`.
+            # Of all the time, because they are excluded from `seconds`.
             "save_wait": stopwatch.save_wait_seconds / max(1e-9, end - stopwatch.start),
+            "evaluation_wait": stopwatch.evaluation_wait_seconds / max(1e-9, end - stopwatch.start),
             **self._goodput.values(),
             **_counters(state),
         }
         self._write(state, values)
-        self._goodput.update(state.step)
         self._seconds += end - stopwatch.start
         self._excluded_seconds += stopwatch.excluded_seconds
         # Evaluations and saves are expected to take the same share of time as until now.
@@ -241,10 +257,13 @@ class RankZeroReport(Report):
         else:
             log.info("evaluation | %s", evaluation_line(config, data.evaluation))
 
-    def phase(self, state: TrainState, *, is_new: bool) -> None:
-        shares = realised_shares(state.phases[-1])
+    def phase(self, state: TrainState) -> None:
+        phase = state.phases[-1]
+        if len(state.phases) == len(phase.corpora) == 1:
+            return
+        shares = realised_shares(phase)
         log.info("mixture | %s", " | ".join(share.line for share in shares))
-        if is_new:
+        if phase.position == state.position:
             values = {f"mixture/{share.name}": share.share for share in shares}
             # With the number of the next step: a resume from here removes that step's lines and
             # writes them again. Without `tokens`, which MLflow stores once per step: those of the

@@ -7,7 +7,7 @@ from txl_dist.config.config_file import dump_run_config
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.phases import phases_from
 from txl_dist.training.rank_context import RankContext
-from txl_dist.training.replay import context_segments
+from txl_dist.training.replay import context_segments, segments_to_replay
 from txl_dist.training.report import redone_metrics
 from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.state import Phase, TrainState
@@ -30,7 +30,11 @@ def initial_state(rank: RankContext, point: ResumePoint | None) -> TrainState:
         # The checkpoints of its earlier steps are those of another run.
         unscored = tuple(step for step in state.unscored_steps if step == state.step)
         state = state.model_copy(update={"unscored_steps": unscored})
-    return state.model_copy(update={"phases": phases})
+    state = state.model_copy(update={"phases": phases})
+    if point is not None and segments_to_replay(rank.config, point, state):
+        # The memory is replayed, so it has no gap any more.
+        state = state.model_copy(update={"contiguous_from": 0})
+    return state
 
 
 def phases_of(rank: RankContext, point: ResumePoint) -> tuple[Phase, ...]:

@@ -134,6 +134,14 @@ class GivenCheckpoint(StrictModel):
     """Those that change the trajectory, and the data (`given_checkpoint.py`)."""
 
 
+class LastUpdate(StrictModel):
+    """What the step line says about the last step that updated the weights."""
+
+    step: Count
+    gradient_norm: float
+    memory_valid: float
+
+
 class TrainState(StrictModel):
     """The progress of a run after a step."""
 
@@ -151,6 +159,8 @@ class TrainState(StrictModel):
     unreported: tuple[float, Count, Count] = (0.0, 0, 0)
     """Nats, tokens and bytes since the last line of metrics.jsonl."""
     unreported_steps: Count = 0
+    last_update: LastUpdate | None = None
+    """None before the first one, and in a checkpoint of an older version."""
     phases: tuple[Phase, ...] = ()
     """All phases in order; the last one is the current one."""
     evaluation_pending: bool = False

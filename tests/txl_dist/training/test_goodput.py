@@ -132,14 +132,26 @@ def test_a_change_of_settings_is_no_restart_unless_the_process_is_killed(
     began, path = clocks.wall, tmp_path / "goodput.json"
     process = Process(tmp_path, clocks).train(5)
     process.end()
+    clocks.wait(2)  # the parts of the run are closed
     process.activity.reset()
-    clocks.wait(3)  # the parts of the run are built again
+    clocks.wait(3)  # and built again
     changed = Goodput(path, process.activity, step=5, is_restart=False)
     assert changed.values()["restarts"] == 0
+    assert changed.seconds["start-up"] == START_UP_SECONDS + 2 + 3
     assert sum(changed.seconds.values()) == pytest.approx(clocks.wall - began)
     clocks.wait(4)
     killed = Process(tmp_path, clocks, step=5).goodput
     assert (killed.values()["restarts"], killed.seconds["down"]) == (1, 4)
+
+
+def test_a_step_that_never_ended_is_not_productive(tmp_path: Path, clocks: Clocks) -> None:
+    """A rank hung in it until the time limit."""
+    process = Process(tmp_path, clocks).train(5)
+    process.activity.enter(Span.BACKWARD)
+    clocks.wait(300)
+    assert process.end().startswith("summary | 0 restarts, 0 steps lost | goodput 2.5% of 0:05:16")
+    stored = json.loads((tmp_path / "goodput.json").read_text())["seconds"]
+    assert (stored["steps"], stored["lost steps"]) == (4 * STEP_SECONDS, 300)
 
 
 def test_the_time_after_the_last_update_is_down_time(tmp_path: Path, clocks: Clocks) -> None:

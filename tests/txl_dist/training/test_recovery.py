@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from data_pipeline.processes.workers import InProcess
 from tests.support.diverging_runs import (
     FailAt,
     HighRate,
@@ -14,11 +16,14 @@ from tests.support.diverging_runs import (
     SkipSteps,
     StopAfter,
     final_state,
+    train_all_with,
     train_with,
 )
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.training import report
+from txl_dist.training.loop import Trainer
 
 # As in tests/properties/test_one_trajectory.py: another number of ranks sums in another order.
 TOLERANCE = 2e-6
@@ -268,3 +273,133 @@ def test_the_same_command_continues_after_a_rollback_to_or_past_its_checkpoint(
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert f"it continues from step {returned_to}" in log
     assert counters(tmp_path)[12] == (2, 1)
+
+
+@pytest.mark.parametrize("scorer", ["ranks", pytest.param("workers", marks=pytest.mark.slow)])
+def test_weights_that_cannot_be_evaluated_are_given_up(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, scorer: str
+) -> None:
+    """The update of step 8 is too large; the evaluation of step 8 shows it before the next loss."""
+    settings = (
+        "training.num_steps=12", "training.checkpoint_interval_steps=3", ROLLBACK,
+        "evaluation.interval_steps=4", "evaluation.max_tokens=200", f"evaluation.on={scorer}",
+    )  # fmt: skip
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    for path, fault in ((run, HighRate(8, factor=1e30)), (reference, SkipSteps(8))):
+        faults = (fault, score_in_process) if scorer == "workers" else (fault,)
+        (end,) = ranks(1).run(train_with, tiny_job(dataset, path, *settings), *faults)
+        assert end[0] == 0, end[1]
+    if scorer == "ranks":  # a worker may have scored later
+        assert losses(run) == losses(reference)
+        assert scores(run) == scores(reference)
+        assert counters(run) == {7: (0, 1), **dict.fromkeys(range(8, 13), (1, 1))}
+    assert 8 not in losses(run)
+    assert set(scores(run)) == {4, 8, 12}
+
+
+def score_in_process(trainer: Trainer) -> None:
+    """Processes of a group of ranks can have no children."""
+    if trainer.worker_evaluation.scorer is not None:
+        trainer.worker_evaluation.scorer._open_workers = InProcess
+
+
+def scores(run: Path) -> dict[int, float]:
+    return {line["step"]: line["valid/loss"] for line in metrics(run) if "valid/loss" in line}
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rollback_returns_to_settings_from_before_a_change(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    """Step 7 is the first one with other lanes; its loss comes from the update of step 6."""
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    change = "training.changes=[{step: 6, num_lanes: 3, mem_len: 4}]"
+    for path, fault in ((run, NanHidden(rank=0, steps=(7,))), (reference, SkipSteps(6, 7))):
+        job = tiny_job(dataset, path, *SETTINGS, ROLLBACK, change)
+        assert ranks(num_ranks).run(train_all_with, job, fault) == [0] * num_ranks
+    assert losses(run) == losses(reference)
+    assert [*losses(run)] == [1, 2, 3, 4, 5, *range(8, 13)]
+    log = (run / "logs" / "rank-0.log").read_text()
+    assert "returned from step 6 to the checkpoint of step 3" in log
+    assert "resuming at step 3 from" in log
+
+
+def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """Step 6 has a line, and is skipped by the process that resumes after step 5."""
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    settings = (*SETTINGS, SKIP, "training.log_interval_steps=2")
+    fault = NanHidden(rank=0, steps=(6,))
+    for run, faults in (
+        (straight, (fault,)),
+        (resumed, (fault, StopAfter(5))),
+        (resumed, (fault,)),
+    ):
+        ranks(1).run(train_with, tiny_job(dataset, run, *settings), *faults)
+    names = ("step", "loss", "lr", "gradient_norm", "memory_valid", "skipped_steps")
+    lines = [
+        [{name: line.get(name) for name in names} for line in metrics(run)]
+        for run in (straight, resumed)
+    ]
+    assert lines[0] == lines[1]
+    assert [line["step"] for line in lines[0]] == [2, 4, 6, 8, 10, 12]
+
+
+class SlowSteps:
+    """Each computed step takes a second, by a clock of its own."""
+
+    def __call__(self, trainer: Any) -> None:
+        now = [0.0]
+        trainer.report._stopwatch = report.Stopwatch(0.0)
+        report.time.monotonic = lambda: now[0]
+        step = trainer.step.engine.step
+
+        def slow(*arguments: Any) -> Any:
+            now[0] += 1.0
+            return step(*arguments)
+
+        trainer.step.engine.step = slow
+
+
+def train_slowly(world: Any, job: Any, *faults: Any) -> Any:
+    clock = report.time
+    report.time = SimpleNamespace(time=clock.time, monotonic=clock.monotonic)  # type: ignore[assignment]
+    try:
+        return train_with(world, job, SlowSteps(), *faults)
+    finally:
+        report.time = clock
+
+
+def test_steps_that_a_rollback_excludes_do_not_count_as_speed(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    settings = (NO_EVALUATION, "training.num_steps=12", "training.log_interval_steps=4")
+    job = tiny_job(dataset, tmp_path, *settings)
+    (end,) = ranks(1).run(train_slowly, job, SkipSteps(6, 7))
+    assert end[0] == 0
+    speeds = [line["tokens_per_second"] for line in metrics(tmp_path)]
+    assert speeds[1:] == pytest.approx([15, 15], rel=0.01)
+
+
+@pytest.mark.slow
+def test_after_a_rollback_to_a_new_phase_its_shares_are_written_again(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """And a replayed memory has no gap."""
+    change = "training.changes=[{step: 6, num_lanes: 3}]"
+    job = tiny_job(dataset, tmp_path, *SETTINGS, ROLLBACK, "data.reset=stream", change)
+    fault = NanHidden(rank=0, steps=(8,))
+    assert ranks(2).run(train_all_with, job, fault) == [0, 0]
+    shares = [line["step"] for line in metrics(tmp_path) if any("mixture" in k for k in line)]
+    assert shares == [7]
+
+
+def test_a_memory_that_was_replayed_has_no_gap(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    change = "training.changes=[{step: 6, num_lanes: 3}]"
+    job = tiny_job(dataset, tmp_path, *SETTINGS, SKIP, "data.reset=stream", change)
+    assert ranks(1).run(train_all_with, job, NanHidden(rank=0, steps=(6,))) == [0]
+    valid = {line["step"]: line.get("memory_valid") for line in metrics(tmp_path)}
+    assert valid[7] == 1.0

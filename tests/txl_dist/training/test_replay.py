@@ -50,11 +50,15 @@ def test_the_context_gives_the_memory_of_the_whole_epoch_before(reset: str) -> N
 def test_a_longer_memory_is_what_it_would_be_if_it_had_always_been_longer(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
-    """Also a shorter one. With constant weights the losses of all other runs are comparable."""
-    settings = (NO_EVALUATION, *CONSTANT_WEIGHTS, "training.checkpoint_interval_steps=5")
+    """With constant weights the losses of the runs are comparable. With `init_std` attention and
+    memory matter: a memory that was not replayed changes losses by 1 %.
+    """
+    settings = (
+        NO_EVALUATION, *CONSTANT_WEIGHTS, "training.checkpoint_interval_steps=5",
+        "model.init_std=0.3",
+    )  # fmt: skip
     for name, mem_len, num_steps in [
-        ("long", 10, 15), ("short", 4, 15),
-        ("changed", 4, 5), ("changed", 10, 10), ("changed", 4, 15),
+        ("long", 10, 10), ("short", 4, 10), ("changed", 4, 5), ("changed", 10, 10),
     ]:  # fmt: skip
         job = tiny_job(
             dataset, tmp_path / name, *settings,
@@ -63,11 +67,11 @@ def test_a_longer_memory_is_what_it_would_be_if_it_had_always_been_longer(
         )  # fmt: skip
         assert ranks(1).run(train, job) == [0]
     changed = losses(tmp_path / "changed")
-    for name, steps in [("short", range(1, 6)), ("long", range(6, 11)), ("short", range(11, 16))]:
+    for name, steps in [("short", range(1, 6)), ("long", range(6, 11))]:
         expected = losses(tmp_path / name)
         for step in steps:
             assert changed[step] == pytest.approx(expected[step], rel=1e-6), (name, step)
-    assert losses(tmp_path / "long")[8] != pytest.approx(losses(tmp_path / "short")[8], rel=1e-6)
+    assert losses(tmp_path / "long")[6] != pytest.approx(losses(tmp_path / "short")[6], rel=1e-3)
 
 
 def test_lanes_change_in_mid_run_and_the_log_counts_the_tokens(

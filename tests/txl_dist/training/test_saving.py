@@ -21,7 +21,9 @@ from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.state import BestScore, TrainState, load_state
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
-CLOCK = ("time", "tokens_per_second", "mfu", "data_wait", "save_wait", "goodput")
+CLOCK = (
+    "time", "tokens_per_second", "mfu", "data_wait", "save_wait", "evaluation_wait", "goodput",
+)  # fmt: skip
 """Metrics that depend on the machine and differ between any two runs."""
 RESUMES = ("restarts", "lost_steps")
 """Metrics that tell a resumed run from an uninterrupted one."""

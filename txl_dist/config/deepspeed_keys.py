@@ -24,11 +24,19 @@ DECIDED_BY = {
     "torch_autocast": "precision",
     "checkpoint": "training",
     "zero_force_ds_cpu_optimizer": "deepspeed.offload",
+    "activation_checkpointing": "training.activation_checkpointing",
 }
 """Keys that are refused, because a setting of RunConfig decides their value."""
 
+UNUSABLE_ZERO_KEYS = {
+    "round_robin_gradients": "DeepSpeed 0.19.8 then mixes up which part of the optimizer state "
+    "belongs to which parameter, so checkpoints would be wrong",
+    "zenflow": "it has another optimizer state, which checkpoints do not contain",
+}
+"""Keys of `zero_optimization` that are refused, and why."""
+
 READ_BY_DEEPSPEED = frozenset({
-    "activation_checkpointing", "aio", "amp", "autotuning", "comet", "comms_logger",
+    "aio", "amp", "autotuning", "comet", "comms_logger",
     "communication_data_type", "compile", "compression_training", "csv_monitor",
     "curriculum_learning", "data_efficiency", "dataloader_drop_last", "datastates_ckpt",
     "disable_allgather", "disable_python_gc", "dump_state", "eigenvalue", "elasticity",
@@ -59,6 +67,12 @@ def refused_keys(extra: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(zero, dict):
         yield f"extra.zero_optimization={zero!r} must be a mapping"
     else:
+        for key in sorted(UNUSABLE_ZERO_KEYS.keys() & zero.keys()):
+            if zero[key]:
+                yield (
+                    f"extra.zero_optimization.{key} is not supported: {UNUSABLE_ZERO_KEYS[key]}; "
+                    "remove it"
+                )
         if "stage" in zero:
             yield "extra.zero_optimization.stage would contradict deepspeed.zero_stage; remove it"
         for key in sorted(key for key in zero if key.startswith("offload_")):

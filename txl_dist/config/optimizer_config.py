@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
     ema_decay: float = Field(default=0.999, gt=0, lt=1)
     """`ema` only: weight of the previous average at each step."""
     averaging_start_step: int = Field(default=1, ge=1)
-    """The average begins with the weights after this step."""
+    """The average begins with the weights after this update; skipped steps do not count."""
     schedule: Literal["cosine", "inverse_sqrt", "constant", "linear", "wsd"] = "cosine"
     """Learning rate after the warm-up. `cosine`: half a period down to `min_lr`. `linear`: a line
     down to `min_lr`. `inverse_sqrt`: `lr` x sqrt(warm-up steps / step). `constant`: `lr`. `wsd`:
@@ -79,6 +79,11 @@ class OptimizerConfig(Section):
             yield (
                 f"optimizer.warmup_steps={warmup} and optimizer.decay_steps={decay} are together "
                 f"longer than training.num_steps={num_steps}; lower one"
+            )
+        if self.averaging and self.averaging_start_step > num_steps:
+            yield (
+                f"optimizer.averaging_start_step={self.averaging_start_step} is after the end of "
+                f"the run (training.num_steps={num_steps}), which would have no average; lower it"
             )
 
     def problems_at_stage(self, zero_stage: int) -> Iterator[str]:

@@ -82,11 +82,22 @@ class RunConfig(Section):
             problems.append(
                 f"training.micro_batch_lanes={micro} is above data.num_lanes={lanes}; use null"
             )
+        if self.training.changes and self.optimizer.warmup_tokens is not None:
+            problems.append(
+                f"optimizer.warmup_tokens={self.optimizer.warmup_tokens} and training.changes: "
+                "tokens per step change during the run; use optimizer.warmup_steps"
+            )
         for change in self.training.changes:
             try:
                 self.after_step(change.step)
             except ValueError as error:
                 problems.append(f"training.changes, step {change.step}: {error}")
+        profile = self.training.profile_steps
+        if profile is not None and steps is not None and profile[0] > steps:
+            problems.append(
+                f"training.profile_steps={list(profile)} begins after the end of the run "
+                f"(training.num_steps={steps})"
+            )
         if self.training.compile and self.deepspeed.zero_stage == 3:
             problems.append(
                 "training.compile=true is not supported at deepspeed.zero_stage=3: there DeepSpeed "

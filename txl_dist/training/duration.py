@@ -6,6 +6,7 @@ steps; RUN/config.yaml keeps what the user wrote.
 """
 
 import math
+from fractions import Fraction
 
 from data_pipeline.streams.lanes import LanePlan
 from txl_dist.config.run_config import RunConfig
@@ -25,7 +26,9 @@ def resolve_duration(config: RunConfig, plan: LanePlan) -> RunConfig:
         num_steps = -(-training.num_tokens // tokens_per_step)
     elif training.num_epochs is not None:
         # Of one lane: the last tokens of an epoch, fewer than lanes, are not read.
-        num_steps = max(1, math.ceil(training.num_epochs * plan.lane_tokens / plan.tgt_len))
+        # As the decimal number that was written: 0.07 of 100 tokens are 7, not 7.000000000000001.
+        lane_tokens = Fraction(str(training.num_epochs)) * plan.lane_tokens
+        num_steps = max(1, math.ceil(lane_tokens / plan.tgt_len))
     assert num_steps is not None
     warmup_steps = optimizer.warmup_steps
     if optimizer.warmup_tokens is not None:

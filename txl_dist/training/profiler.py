@@ -1,6 +1,7 @@
 """`training.profile_steps`: a trace of some steps by torch.profiler, in RUN/profile.
 
-    rank-0-step-100.json   for chrome://tracing or https://ui.perfetto.dev
+    rank-0-step-100.json   for chrome://tracing or https://ui.perfetto.dev; one file for each part
+                           of a range that a resume or a change of settings divides
     rank-0-step-100.txt    the operations that took most of the time
 
 A trace covers everything the rank does from the first of these steps to the last one: data, step,
@@ -25,14 +26,16 @@ class StepProfiler:
     """Call `before_step` before every step of the run, and `close` after the last one."""
 
     def __init__(self, directory: Path, *, rank: int, first_step: int, last_step: int) -> None:
-        self._path = directory / f"rank-{rank}-step-{first_step}.json"
+        self._directory, self._rank = directory, rank
         self._first_step, self._last_step = first_step, last_step
+        self._path = directory
         self._profile: profile | None = None
 
     def before_step(self, step: int) -> None:
         """Start before the first step of the range; write the files after the last one."""
         is_inside = self._first_step <= step <= self._last_step
         if is_inside and self._profile is None:
+            self._path = self._directory / f"rank-{self._rank}-step-{step}.json"
             self._profile = profile(activities=_activities())
             self._profile.start()
         elif not is_inside:

@@ -92,13 +92,18 @@ def test_a_bomb_is_refused_before_it_is_decoded() -> None:
 
 @pytest.mark.fault_row(20)
 def test_a_window_over_the_limit_is_refused() -> None:
+    """The header declares 128 MiB, although the content is small."""
     parameters = zstandard.ZstdCompressionParameters(
-        window_log=27, write_checksum=True, write_content_size=True
+        window_log=27, write_checksum=True, write_content_size=False
     )
     stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    data = stream.compress(b"x" * 5000) + stream.flush()
-    with pytest.raises(FrameError):
-        decode_frame(data, frame_of(data, raw_size=5000))
+    data = bytearray(stream.compress(b"x" * 5000) + stream.flush())
+    data[4] |= 0x40  # with a content size of two bytes, RFC 8878, section 3.1.1
+    data[6:6] = (5000 - 256).to_bytes(2, "little")
+    declared = zstandard.get_frame_parameters(bytes(data))
+    assert (declared.window_size, declared.content_size) == (2**27, 5000)
+    with pytest.raises(FrameError, match="needs a window of"):
+        decode_frame(bytes(data), frame_of(bytes(data), raw_size=5000))
 
 
 def test_a_frame_without_a_checksum_is_refused() -> None:

@@ -18,7 +18,7 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import training_flops
 from txl_dist.model.variants import ATTENTION_FORMS
 
-PAPER = Path(__file__).parents[3] / "configs" / "paper"
+CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = BenchModel(
     config=ModelConfig(
         vocab_size=40, cutoffs=(10,), n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=16,
@@ -39,11 +39,12 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "SECONDS_PER_SIZE", 0.0)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "nvidia-base"])
-def test_the_models_are_those_of_the_paper(name: str) -> None:
-    paper, model = load_run_config(PAPER / f"{name}.yaml"), MODELS[name]
-    assert replace(model.config, vocab_size=0) == replace(paper.model, vocab_size=0)
-    assert model.tgt_len == paper.data.tgt_len
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_are_those_of_the_configs(name: str) -> None:
+    path = f"paper/{name}.yaml" if name != "nvidia-base" else "baselines/wt103-nvidia-base.yaml"
+    config, model = load_run_config(CONFIGS / path), MODELS[name]
+    assert replace(model.config, vocab_size=0) == replace(config.model, vocab_size=0)
+    assert model.tgt_len == config.data.tgt_len
 
 
 @pytest.mark.parametrize(

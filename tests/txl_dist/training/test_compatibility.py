@@ -125,3 +125,13 @@ def test_a_length_in_tokens_is_refused_when_the_lanes_change(key: str) -> None:
     check_config(old, old, allowed=allowed, checkpoint="RUN")
     with pytest.raises(CheckpointError, match=rf"{key}=15: .*data.num_lanes.*in steps"):
         check_config(old, {**old, "data.num_lanes": 10}, allowed=allowed, checkpoint="RUN")
+
+
+def test_options_of_deepspeed_are_free_unless_they_change_numbers() -> None:
+    old, prefix = default_settings(), "deepspeed.extra."
+    changed = {**old, f"{prefix}zero_optimization.reduce_bucket_size": 1000}
+    check_config(old, changed, allowed=(), checkpoint="RUN")
+    key = f"{prefix}communication_data_type"
+    with pytest.raises(CheckpointError, match=f"--allow-change {key}"):
+        check_config(old, {**old, key: "bf16"}, allowed=(), checkpoint="RUN")
+    check_config(old, {**old, key: "bf16"}, allowed=(key,), checkpoint="RUN")

@@ -79,3 +79,23 @@ def test_a_run_in_tokens_is_the_run_in_steps_and_resumes_as_either(
     longer = (*short, "training.num_steps=null", "training.num_tokens=91")
     assert ranks(1).run(train, tiny_job(dataset, run, *longer)) == [4]
     assert "training.num_steps: checkpoint 6, now 7 -> --allow-change" in refusal(run)
+
+
+def test_epochs_are_the_decimal_number_that_was_written() -> None:
+    """0.07 * 100 is 7.000000000000001 in floating point, which would be a step more."""
+    plan = LanePlan(num_tokens=504, num_lanes=5, tgt_len=1)
+    assert plan.lane_tokens == 100
+    written = config(*ALL_UNSET, "optimizer.warmup_steps=0", "training.num_epochs=0.07")
+    assert resolve_duration(written, plan).num_steps == 7
+
+
+def test_a_warm_up_in_tokens_is_refused_where_tokens_per_step_change() -> None:
+    change = "training.changes=[{step: 10, num_lanes: 10}]"
+    with pytest.raises(ConfigError, match=r"warmup_tokens=46 and training\.changes: tokens per"):
+        config("optimizer.warmup_steps=0", "optimizer.warmup_tokens=46", change)
+
+
+def test_an_average_that_would_never_begin_is_refused() -> None:
+    average = ("optimizer.averaging=asgd", "optimizer.averaging_start_step=99")
+    with pytest.raises(ConfigError, match="is after the end of the run"):
+        config(*average, "training.num_steps=20")

@@ -28,3 +28,22 @@ def test_a_trace_has_the_steps_that_were_asked_for(
 def test_steps_that_do_not_exist_are_refused(dataset: Path, tmp_path: Path, steps: str) -> None:
     with pytest.raises(ConfigError, match="first and the last step"):
         tiny_job(dataset, tmp_path, f"training.profile_steps={steps}")
+
+
+def test_a_range_that_a_change_divides_has_a_file_for_each_part(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(
+        dataset, tmp_path, NO_EVALUATION, "training.num_steps=6", "optimizer.warmup_steps=0",
+        "training.profile_steps=[3, 6]", "training.changes=[{step: 4, num_lanes: 3}]",
+    )  # fmt: skip
+    assert ranks(1).run(train, job) == [0]
+    assert sorted(path.name for path in (tmp_path / "profile").glob("*.json")) == [
+        "rank-0-step-3.json",
+        "rank-0-step-5.json",
+    ]
+
+
+def test_a_trace_after_the_end_of_the_run_is_refused(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="begins after the end of the run"):
+        tiny_job(dataset, tmp_path, "training.num_steps=5", "training.profile_steps=[6, 7]")

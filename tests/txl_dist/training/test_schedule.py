@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_dist.config.config_file import load_run_config
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.training.schedule import lr_at
 
@@ -162,14 +160,6 @@ def test_every_rate_of_a_short_run_is_that_of_the_paper_s_script(
         schedule, lr=0.8, warmup=warmup, num_steps=12, min_lr=0.1, updates=list(range(1, 13))
     )
     assert rates(config, 12) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_config_of_the_paper_uses_the_schedule_of_its_script() -> None:
-    path = Path(__file__).parents[3] / "configs" / "paper" / "wt103-base.yaml"
-    config = load_run_config(path)
-    assert (config.optimizer.warmup_steps, config.num_steps) == PUBLISHED["wt103 base"]
-    assert config.optimizer.schedule_of_paper_code
-    assert config.optimizer.lr == 2.5e-4
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.errors import ConfigError
 from txl_dist.training.engine.interface import Accept, Engine, Verdict, replaced_method
 from txl_dist.training.engine.muon import FlatMatrices, Muon
 
@@ -68,6 +69,23 @@ class Stage12Engine(Engine):
         # Link each parameter to its slice of the state that now exists.
         self._engine.optimizer._hp_optimizer_states_linked = False
         self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self._require_own_slices()
+
+    def _require_own_slices(self) -> None:
+        """Raise ConfigError unless the fragments are slices of their parameters.
+
+        Some options of DeepSpeed order its flat tensors in another way than its mapping says. Then
+        training is right, and every checkpoint wrong.
+        """
+        parameters = dict(self.model.named_parameters())
+        for each in self.fragments():
+            own = parameters[each.name].detach().reshape(-1)[each.start : each.stop]
+            if not torch.equal(own.to(each.master.device), each.master):
+                raise ConfigError(
+                    f"DeepSpeed maps other numbers than those of {each.name} to it, so checkpoints "
+                    "would be wrong. Remove the options in deepspeed.extra that change the order "
+                    "of its partitions"
+                )
 
     def _flat_matrices(self) -> dict[int, FlatMatrices]:
         """Where the matrices of Muon's groups are in DeepSpeed's flat tensors."""

@@ -14,6 +14,7 @@ from txl_dist.config.deepspeed_config import DeepSpeedConfig
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.config.training_config import TrainingConfig
+from txl_dist.errors import ConfigError
 from txl_dist.training.engine.settings import deepspeed_settings
 
 SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}
@@ -195,3 +196,25 @@ def test_what_deepspeed_itself_refuses_is_a_config_error_that_names_the_field(
     message = refusal(tmp_path)
     for part in expected:
         assert part in message
+
+
+@pytest.mark.parametrize("key", ["round_robin_gradients", "zenflow"])
+def test_options_with_which_checkpoints_would_be_wrong_are_refused(
+    dataset: Path, tmp_path: Path, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"zero_optimization.{key} is not supported"):
+        tiny_job(dataset, tmp_path, f"deepspeed.extra={{zero_optimization: {{{key}: true}}}}")
+    tiny_job(dataset, tmp_path, f"deepspeed.extra={{zero_optimization: {{{key}: false}}}}")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_wrong_mapping_of_deepspeed_is_noticed_before_training(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, stage: int
+) -> None:
+    """Any other option that has the effect of `round_robin_gradients`."""
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION)
+    extra = {"zero_optimization": {"round_robin_gradients": True}}
+    deepspeed = job.config.deepspeed.model_copy(update={"extra": extra, "zero_stage": stage})
+    config = job.config.model_copy(update={"deepspeed": deepspeed})
+    assert ranks(2).run(train, job.model_copy(update={"config": config})) == [2, 2]
+    assert "DeepSpeed maps other numbers than those of" in refusal(tmp_path)

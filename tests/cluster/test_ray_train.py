@@ -25,7 +25,7 @@ def test_a_run_on_ray_has_the_losses_of_plain_processes(
 
 @pytest.mark.fault_row(1)
 @pytest.mark.fault
-def test_a_killed_rank_is_restarted_and_the_losses_do_not_notice(
+def test_a_killed_rank_is_restarted_with_the_same_losses(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"

@@ -78,7 +78,7 @@ def score(checkpoint: Path, dataset: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cut_seconds", [5.0, CUT_SECONDS])
-def test_a_partition_shorter_than_the_time_limit_is_sat_out(
+def test_a_partition_shorter_than_the_time_limit_ends_without_a_restart(
     ranks: RankGroups, dataset: Path, tmp_path: Path, cut_seconds: float
 ) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"

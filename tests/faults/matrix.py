@@ -4,8 +4,8 @@
     python -m tests.faults.matrix --write    # write docs/faults.md, after a test was added
     make faults                              # --run: run the tests, print the table with results
 
-A test belongs to a row by `@pytest.mark.fault_row(N)`, wherever it is; a row of `EXCEPTIONS` says
-what is not applicable, or missing. The tests are found in the source, without importing them.
+A test belongs to a row by `@pytest.mark.fault_row(N)`, wherever it is. The tests are found in the
+source, without importing them. With `--run` the status of a row is that of its tests.
 """
 
 import argparse
@@ -60,7 +60,7 @@ FAULTS = (
     "clock jumps",
     "two runs in one directory",
     "resume while the old run lives",
-    "port in use, ranks that do not meet",
+    "port in use, rendezvous that times out",
     "a rank with other code, config or data",
     "uneven numbers of batches on the ranks",
     "a data worker is killed",
@@ -77,16 +77,14 @@ FAULTS = (
 )
 assert len(FAULTS) == NUM_ROWS
 
-Status = Literal["holds", "in part", "not applicable", "open"]
-EXCEPTIONS: Mapping[int, tuple[Status, str]] = {
-    30: ("not applicable", "fp16 is refused, with `precision: bf16` as advice: no loss scale"),
-    40: (
-        "holds",
-        "training reads shards in a thread of each rank, so there is no worker to lose; the row is "
-        "about the workers of `txl prepare`",
-    ),
+Status = Literal["tested", "not applicable", "no test", "FAILED", "not shown"]
+NOT_APPLICABLE = {30: "fp16 is refused, with `precision: bf16` as advice: no loss scale"}
+REMARKS = {
+    29: "no option resets the memory: after a rollback no token attends across the gap",
+    40: "training reads shards in a thread of each rank, so there is no worker to lose; the row is "
+    "about the workers of `txl prepare`",
 }  # fmt: skip
-"""Row -> its status, if that does not follow from its tests, and the reason."""
+"""Row -> what its tests do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +123,28 @@ def _rows_of(function: ast.FunctionDef) -> tuple[int, ...]:
     )
 
 
-def status_of(row: int, tests: list[RowTest]) -> tuple[Status, str]:
-    """The status of a row and the reason, "" if the tests say it all."""
-    if row in EXCEPTIONS:
-        return EXCEPTIONS[row]
-    return ("holds", "") if any(row in test.rows for test in tests) else ("open", "no test yet")
+def status_of(row: int, num_tests: int, outcomes: Counter[str] | None = None) -> Status:
+    """The status of a row with `num_tests` tests, by their outcomes if they were run."""
+    if row in NOT_APPLICABLE:
+        return "not applicable"
+    if not num_tests:
+        return "no test"
+    if outcomes is None:
+        return "tested"
+    if outcomes["failed"]:
+        return "FAILED"
+    return "tested" if outcomes["passed"] else "not shown"
+
+
+def remark_on(row: int) -> str:
+    return NOT_APPLICABLE.get(row) or REMARKS.get(row, "")
 
 
 def page() -> str:
     """The text of docs/faults.md."""
     tests = find_tests()
     rows = range(1, NUM_ROWS + 1)
-    counts = Counter(status_of(row, tests)[0] for row in rows)
+    counts = Counter(status_of(row, _num_tests(row, tests)) for row in rows)
     lines = [
         "# Faults",
         "",
@@ -150,17 +158,21 @@ def page() -> str:
         "set `TXL_FAULT`",
         "([`fault_injection.py`](../txl_dist/runtime/fault_injection.py)).",
         "",
-        ", ".join(f"{counts[status]} {status}" for status in counts) + f"; {NUM_ROWS} in all.",
+        ", ".join(f"{counts[status]} {status}" for status in counts) + f"; {NUM_ROWS} in total.",
         "",
         "| # | fault | status | tests |",
         "|--|--|--|--|",
     ]
     for row in rows:
-        status, reason = status_of(row, tests)
+        status, remark = status_of(row, _num_tests(row, tests)), remark_on(row)
         links = [_link(test) for test in tests if row in test.rows]
-        cell = f"{status}: {reason}" if reason else status
+        cell = f"{status}: {remark}" if remark else status
         lines.append(f"| {row} | {FAULTS[row - 1]} | {cell} | {'; '.join(links)} |")
     return "\n".join(lines) + "\n"
+
+
+def _num_tests(row: int, tests: list[RowTest]) -> int:
+    return sum(row in test.rows for test in tests)
 
 
 def _link(test: RowTest) -> str:
@@ -184,16 +196,15 @@ def print_table(outcomes: Mapping[str, Counter[str]] | None = None) -> None:
     """One line per row; with `outcomes`, how many of its tests passed, failed and were skipped."""
     tests = find_tests()
     for row in range(1, NUM_ROWS + 1):
-        status, reason = status_of(row, tests)
-        of_row = [test for test in tests if row in test.rows]
-        if outcomes is None:
-            result = f"{len(of_row)} tests"
-        else:
+        of_row, total = [test for test in tests if row in test.rows], None
+        result = f"{len(of_row)} tests"
+        if outcomes is not None:
             total = sum((outcomes.get(test.node_id, Counter()) for test in of_row), Counter())
             result = ", ".join(f"{n} {outcome}" for outcome, n in total.items()) or "not run"
+        status = status_of(row, len(of_row), total)
         print(f"{row:>2}  {FAULTS[row - 1]:<58} {status:<14} {result}")
-        if reason:
-            print(f"      {reason}")
+        if remark := remark_on(row):
+            print(f"      {remark}")
 
 
 def main() -> int:

@@ -73,7 +73,7 @@ def proxy(
 
 @pytest.mark.fault_row(19)
 @pytest.mark.parametrize("cut", [b".tar.zst", b".index.safetensors", b"tokenizer.json", b"GET /"])
-def test_verify_calls_cut_answers_of_a_store_unread(
+def test_verify_reports_truncated_responses_as_unread(
     proxy: CuttingProxy,
     dataset: tuple[Path, ShardManifest],  # noqa: F811
     txl: Callable[..., Any],  # noqa: F811

@@ -109,7 +109,7 @@ def _points(run: Path, run_id: str) -> list[tuple[str, int, float]]:
 
 @pytest.mark.fault_row(28)
 @pytest.mark.fault
-def test_after_a_rollback_mlflow_and_the_journal_tell_the_same_story(
+def test_after_a_rollback_the_curves_equal_the_journal(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     """A real sender and a real SQLite database; each point once, and none of a step taken back."""

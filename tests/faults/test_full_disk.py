@@ -1,6 +1,7 @@
-"""FAULTS 10: a full disk ends a run with its reason, although nothing can be written about it."""
+"""A full or read-only disk ends a run with its reason, although nothing can be written about it."""
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -53,7 +54,8 @@ def test_a_disk_that_fills_up_ends_the_run_with_4_and_the_reason(
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 4, output
     assert "CheckpointError" in output
-    assert "disk full" in output
+    assert re.search(r"disk full: rank \d needs [\d,]+ bytes, 0 are free", output)
+    assert str(run / "checkpoints") in output
 
 
 @pytest.mark.fault_row(12)
@@ -65,3 +67,14 @@ def test_a_disk_full_from_the_start_is_refused_before_the_first_step(
     done = txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
     assert done.returncode == 2, done.stderr
     assert "No space left on device" in done.stderr
+
+
+@pytest.mark.fault_row(12)
+def test_a_read_only_disk_is_refused_before_the_first_step(dataset: Path, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    run = small_disk / "run"
+    done = txl("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes")
+    assert done.returncode == 2, done.stderr
+    assert "Read-only file system" in done.stderr
+    assert str(run) in done.stderr
+    assert "directory=PATH" in done.stderr

@@ -9,6 +9,8 @@ import pytest
 from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import TINY, losses, metrics, tiny_job, train
+from tests.txl_dist.tracking.conftest import run_id_of, status_of, tags_of
+from txl_dist.tracking.state import TrackingState
 
 NUM_STEPS = 200
 SETTINGS = (
@@ -55,7 +57,7 @@ def kill_and_resume(dataset: Path, run: Path, *, victim: str) -> None:
 @pytest.mark.fault_row(1, 2)
 @pytest.mark.fault
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
-def test_losses_after_a_sigkill_are_those_of_a_straight_run(
+def test_losses_after_a_sigkill_are_those_of_an_uninterrupted_run(
     dataset: Path, straight: Path, tmp_path: Path, victim: str
 ) -> None:
     kill_and_resume(dataset, tmp_path, victim=victim)
@@ -70,15 +72,28 @@ def test_losses_after_a_sigkill_are_those_of_a_straight_run(
 def test_sigterm_saves_and_exits_75_and_the_run_goes_on(
     dataset: Path, straight: Path, tmp_path: Path
 ) -> None:
-    process = start_txl(*command(dataset, tmp_path))
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
+    run = tmp_path / "run"
+    words = (*command(dataset, run), "tracking.enabled=true", "tracking.experiment=tests")
+    process = start_txl(*words)
+    wait_until(lambda: num_lines(run / "metrics.jsonl") > 20)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    stopped_at = metrics(tmp_path)[-1]["step"]
-    assert (tmp_path / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
+    stopped_at = metrics(run)[-1]["step"]
+    assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").exists()
+    wait_until(lambda: _mlflow_status(run) == ("KILLED", "preempted"), poll_seconds=0.25)
 
-    finished = txl(*command(dataset, tmp_path))
+    finished = txl(*words)
     assert finished.returncode == 0, finished.stderr
     assert f"resuming at step {stopped_at}" in finished.stdout
-    assert losses(tmp_path) == losses(straight)
+    assert losses(run) == losses(straight)
+    wait_until(lambda: _mlflow_status(run) == ("FINISHED", "finished"), poll_seconds=0.25)
+
+
+def _mlflow_status(run: Path) -> tuple[str, str]:
+    """The delivered status of a run, in MLflow's words and in ours; empty before a delivery."""
+    state = TrackingState.load(run / "tracking.json")
+    if state is None or not state.delivered:
+        return "", ""
+    database, run_id = run.parent / "mlflow.db", run_id_of(run)
+    return status_of(database, run_id), tags_of(database, run_id).get("txl.status", "")

@@ -1,8 +1,11 @@
 """docs/faults.md is the table of the tests in the source, with all 50 faults."""
 
 import re
+from collections import Counter
 
-from tests.faults.matrix import EXCEPTIONS, NUM_ROWS, PAGE, find_tests, page
+import pytest
+
+from tests.faults.matrix import NOT_APPLICABLE, NUM_ROWS, PAGE, Status, find_tests, page, status_of
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -14,4 +17,20 @@ def test_every_row_has_a_test_or_a_reason() -> None:
     rows = {row for test in find_tests() for row in test.rows}
     assert rows <= set(range(1, NUM_ROWS + 1))
     assert len(re.findall(r"^\| \d+ \|", page(), flags=re.MULTILINE)) == NUM_ROWS
-    assert set(range(1, NUM_ROWS + 1)) - rows - EXCEPTIONS.keys() == set()
+    assert set(range(1, NUM_ROWS + 1)) - rows - NOT_APPLICABLE.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status"),
+    [
+        ({"passed": 2}, "tested"),
+        ({"passed": 2, "failed": 1}, "FAILED"),
+        ({"skipped": 2}, "not shown"),
+        ({}, "not shown"),
+    ],
+)
+def test_a_row_is_tested_only_if_a_test_passed_and_none_failed(
+    outcomes: dict[str, int], status: Status
+) -> None:
+    assert status_of(1, 2, Counter(outcomes)) == status
+    assert status_of(1, 0, Counter(outcomes)) == "no test"

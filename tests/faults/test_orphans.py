@@ -36,6 +36,6 @@ def test_nothing_is_left_running_after_ctrl_c(
     for _ in range(num_presses):
         os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
-    assert process.returncode != 0
+    assert process.returncode == 75
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive

@@ -43,7 +43,7 @@ def _journalled(run: Path) -> list[tuple[str, int, float]]:
 
 @pytest.mark.fault_row(2)
 @pytest.mark.fault
-def test_after_a_sigkill_and_a_resume_the_curves_are_the_journal(
+def test_after_a_sigkill_and_a_resume_the_curves_equal_the_journal(
     dataset: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

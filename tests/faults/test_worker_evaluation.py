@@ -56,7 +56,7 @@ def assert_same(run: Path, expected: Path) -> None:
 
 @pytest.mark.fault_row(49)
 @pytest.mark.parametrize("on", ["processes", "ray"])
-def test_the_scores_of_killed_workers_are_those_of_a_straight_run(
+def test_the_scores_of_killed_workers_are_those_of_an_uninterrupted_run(
     dataset: Path, straight: Path, tmp_path: Path, on: str
 ) -> None:
     # Every worker is killed at its third batch, so each score needs several of them.

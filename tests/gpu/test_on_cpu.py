@@ -12,7 +12,7 @@ FILES = sorted(Path(__file__).parent.glob("test_*_on_gpu.py"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_they_pass(path: Path) -> None:
+def test_the_gpu_tests_pass_on_the_cpu(path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", path]
     environment = os.environ | {"GPU_TESTS_ON": "cpu"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -16,6 +16,7 @@ from pyarrow import parquet
 from data_pipeline.readers import IdRules, Record, Reject
 from tests.data_pipeline.readers.id_inputs import RULES, megatron_index, separated
 from tests.data_pipeline.readers.reading import one_file, read
+from tests.support.hostile_pickle import Hostile
 
 GOOD = [1, 2, 3]
 
@@ -157,6 +158,18 @@ def test_a_bad_file_is_rejected_by_name(
     assert reason in rejects[0].reason
     good = [record.text for record in records if isinstance(record, Record)]
     assert set(good) <= {"1 2 3", "1", "4", "7 500"}
+
+
+@pytest.mark.fault_row(22)
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_an_array_with_code_is_rejected_before_it_runs(tmp_path: Path, suffix: str) -> None:
+    ran = tmp_path / "ran"
+    array = npy(np.array([Hostile(ran)], dtype=object), allow_pickle=True)
+    (tmp_path / f"in.{suffix}").write_bytes(array if suffix == "npy" else npz(a=array))
+    (reject,) = read(one_file(tmp_path / f"in.{suffix}", "ids", RULES), text_key="ids")
+    assert isinstance(reject, Reject)
+    assert "never loaded" in reject.reason
+    assert not ran.exists()
 
 
 def test_a_good_document_beside_a_bad_one_is_kept(tmp_path: Path) -> None:

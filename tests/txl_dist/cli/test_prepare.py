@@ -18,7 +18,7 @@ Txl = Callable[..., Any]
 
 
 @pytest.mark.fault_row(47)
-def test_every_character_is_kept_but_the_byte_order_mark_of_a_file(
+def test_every_character_is_kept_except_the_byte_order_mark_of_a_file(
     txl: Txl, tmp_path: Path
 ) -> None:
     text = "\ufeff" + "a\r\nb\x85c\u2028d\x0ce\x00f <|endoftext|> \ufeff 😀"

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -128,3 +129,25 @@ def test_a_server_that_is_down_does_not_delay_training_and_gets_everything_later
     assert recorded_steps(server.database, tracker.run_id or "") == list(range(1, 1101))
     assert status_of(server.database, tracker.run_id or "") == "FAILED"
     assert len(caplog.records) == 1
+
+
+@pytest.mark.fault_row(32)
+def test_a_server_that_never_responds_delays_neither_training_nor_its_end(
+    run_dir: Path, server: MlflowServer
+) -> None:
+    """It accepts connections. Each call waits for 20 s, in the process of the sender."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", server.port))
+        silent.listen()
+        began = time.monotonic()
+        tracker = Tracker.start(run_dir, tracking_config(run_dir, server.uri))
+        write_steps(run_dir, range(1, 1001))
+        assert time.monotonic() - began < 1.0
+        connection, _ = silent.accept()  # the sender waits now
+        tracker.close("finished", timeout_seconds=0.5)
+        assert time.monotonic() - began < 20
+        connection.close()
+    server.open()
+    wait_until(lambda: senders_of(run_dir) == [])
+    assert recorded_steps(server.database, tracker.run_id or "") == list(range(1, 1001))
+    assert status_of(server.database, tracker.run_id or "") == "FINISHED"

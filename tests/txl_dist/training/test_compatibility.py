@@ -112,7 +112,9 @@ def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
     job = tiny_job(other, tmp_path / "run", *settings, allow_data_change=True)
     [message] = ranks(1).run(refusal_of, job)
     for directory in (data, other):
-        assert load_manifest(directory).tokenizer_digest in message
+        manifest = load_manifest(directory)
+        assert f"{manifest.tokenizer_digest} ({manifest.vocab_size} ids)" in message
+    assert ranks(1).run(train, job) == [4]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,24 @@ def test_other_data_under_the_same_path_is_refused_by_rank(
     assert ranks(2).run(train_in, same, tiny_job(Path("data"), tmp_path, *SHORT)) == [0, 0]
 
 
+def train_with_own_seed(world: World, job: TrainJob, directory: Path) -> int:
+    """Train with another seed on each rank."""
+    seed = f"seed={world.rank}"
+    return train(world, tiny_job(Path(job.config.data.path), directory, *SHORT, seed))
+
+
+@pytest.mark.fault_row(38)
+def test_another_config_on_one_rank_is_refused(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SHORT)
+    assert ranks(2).run(train_with_own_seed, job, tmp_path) == [2, 2]
+    message = refusal(tmp_path)
+    assert "  config: rank 0 " in message
+    assert "sources" not in message
+    assert "same command" in message
+
+
 @pytest.mark.fault_row(38)
 def test_other_sources_on_one_rank_are_refused(
     ranks: RankGroups, dataset: Path, tmp_path: Path

@@ -164,7 +164,7 @@ def poison_before_save(trainer: Trainer, step: int, rank: int, kind: str) -> Non
     ("stage", "kind"),
     [("0", "weights"), ("1", "optimizer"), ("2", "memory"), ("3-all-spread", "weights")],
 )
-def test_a_number_that_is_not_finite_on_one_rank_is_saved_by_none(
+def test_a_non_finite_number_on_one_rank_prevents_the_save_on_all(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str, kind: str
 ) -> None:
     settings = (NO_EVALUATION, *SETTINGS, "training.keep_checkpoints=1", *ZERO[stage])

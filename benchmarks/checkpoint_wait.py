@@ -132,12 +132,17 @@ class Timing:
             f"{statistics.median(end - begin for begin, end in self.writes):.2f} s; steps with "
             "a write: " + ", ".join(f"{seconds:.2f} ({part:.2f})" for seconds, part in rows if part)
         )
-        share = blocked / (interval_steps * step)
-        # One of the two limits has to hold.
-        limit = max(MAX_SHARE, MAX_SECONDS / (interval_steps * step))
+        interval = interval_steps * step
         return [
-            Figure("loop blocked by a save", blocked, "s", MAX_SECONDS, at_most=True),
-            Figure("loop blocked, share of the interval", share, "", limit, at_most=True),
+            Figure(
+                "loop blocked by a save",
+                blocked,
+                "s",
+                # One of the two limits has to hold.
+                max(MAX_SECONDS, MAX_SHARE * interval),
+                at_most=True,
+                note=f"{blocked / interval:.1%} of the interval",
+            ),
             Figure(
                 "steps while writing, relative to others",
                 writing / (writing - longer),

@@ -33,6 +33,16 @@ OPTIONS: dict[str, list[str]] = {
     "memory in bf16": ["training.memory_dtype=bf16"],
     "memory on the host": ["training.memory_device=cpu"],
     "optimizer on the host": ["deepspeed.offload=optimizer"],
+    "stage 2": ["deepspeed.zero_stage=2"],
+    "stage 2, optimizer on the host": ["deepspeed.zero_stage=2", "deepspeed.offload=optimizer"],
+    "stage 3": ["deepspeed.zero_stage=3"],
+    "stage 3, optimizer on the host": ["deepspeed.zero_stage=3", "deepspeed.offload=optimizer"],
+    "stage 3, parameters on the host": [
+        "deepspeed.zero_stage=3",
+        "deepspeed.offload=parameters",
+    ],
+    "statistics in every step": ["training.statistics_interval_steps=1"],
+    "profiler in every step": ["training.profile_steps=[1,1000000]"],
     "bf16": ["precision=bf16"],
     "bf16, activation checkpointing": ["precision=bf16", "training.activation_checkpointing=true"],
 }

@@ -3,6 +3,7 @@
 Called by `build.py`. `measure_utilisation` is collective.
 """
 
+import logging
 import math
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -26,6 +27,8 @@ from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 from txl_dist.training.stragglers import StragglerCheck
 from txl_dist.training.utilisation import Utilisation
+
+log = logging.getLogger(__name__)
 
 
 def measure_utilisation(rank: RankContext) -> Utilisation:
@@ -98,8 +101,17 @@ def build_report(
 
 
 def build_profiler(rank: RankContext) -> StepProfiler | None:
-    training = rank.config.training
-    if training.profile_steps is None or rank.world.rank not in training.profile_ranks:
+    training, world = rank.config.training, rank.world
+    if training.profile_steps is None:
+        return None
+    absent = [number for number in training.profile_ranks if number >= world.num_ranks]
+    if absent and world.rank == 0:  # not refused: the number of ranks may change at every start
+        log.warning(
+            "training.profile_ranks has %s, but the ranks are 0 to %d: no trace of these",
+            ", ".join(map(str, absent)),
+            world.num_ranks - 1,
+        )
+    if world.rank not in training.profile_ranks:
         return None
     first_step, last_step = training.profile_steps
     profiler = StepProfiler(

@@ -20,7 +20,7 @@ from txl_dist.doctor.comparison import (
     ALL_NODES,
     ClockReading,
     compare_clocks,
-    compare_sights,
+    compare_probes,
     compare_values,
 )
 from txl_dist.doctor.connections import judge_connections
@@ -188,10 +188,12 @@ def _check_shared_files(nodes: _Nodes, request: DoctorRequest) -> None:
     writers = list(able.nodes)
     names = able.call("storage", lambda node: node.actor.place_file.remote(directory), **limit)
     able.keep(names)
-    sights = able.call("storage", lambda node: node.actor.sights.remote(directory, names), **limit)
+    results = able.call(
+        "storage", lambda node: node.actor.read_probes.remote(directory, names), **limit
+    )
     able.nodes = writers
     able.call("storage", lambda node: node.actor.remove_file.remote(), **limit)
-    able.add("storage", compare_sights(directory, sights))
+    able.add("storage", compare_probes(directory, results))
     nodes.findings += able.findings
 
 

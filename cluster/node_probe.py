@@ -11,7 +11,7 @@ from txl_dist.doctor.connections import ConnectionServer, unreachable
 from txl_dist.doctor.finding import Finding
 from txl_dist.doctor.network import NetworkSpeed, connect_store, measure_network, open_store
 from txl_dist.doctor.request import DoctorRequest, check_this_machine
-from txl_dist.doctor.storage import SharedProbe, Sight, existing_parent
+from txl_dist.doctor.storage import ProbeResult, SharedProbe, existing_parent
 
 NETWORK_SECONDS = 60.0
 """Time limit for the rendezvous of the nodes, and for one collective."""
@@ -42,9 +42,9 @@ class NodeProbe:
         self._probe = SharedProbe(directory)
         return self._probe.place()
 
-    def sights(self, directory: str, names: Mapping[str, str]) -> dict[str, Sight]:
+    def read_probes(self, directory: str, names: Mapping[str, str]) -> dict[str, ProbeResult]:
         """How this node sees the files that the nodes have written."""
-        return SharedProbe(directory).sights(names)
+        return SharedProbe(directory).read(names)
 
     def remove_file(self) -> None:
         """Remove what `place_file` wrote."""

@@ -28,7 +28,7 @@ _END = 0
 """A number of ranks that tells Ray's thread to disconnect."""
 
 
-class RanksEnd(Enum):
+class StartOutcome(Enum):
     """How the ranks of one start have ended, as Ray Train reports it."""
 
     RETURNED = auto()
@@ -53,7 +53,7 @@ class RankStarts:
         self._directory, self._files, self._plan = directory, files, plan
         self._ranks, self._counter, self._output = ranks, counter, output
         self._numbers: queue.Queue[int] = queue.Queue()
-        self._end: RanksEnd | None = None
+        self._end: StartOutcome | None = None
         self._is_running = self._is_over = False
         self._is_change = False
         """Whether the last ranks have ended for a change."""
@@ -69,7 +69,7 @@ class RankStarts:
         """Wait until ranks may start; returns how many, or None if the launch ends."""
         return self._numbers.get() or None
 
-    def end(self, end: RanksEnd) -> None:
+    def end(self, end: StartOutcome) -> None:
         """The ranks have ended."""
         self._end = end
 
@@ -126,13 +126,13 @@ class RankStarts:
             self._files.stop.touch()
             self._output.print(f"{self.change}: the ranks save, and start again")
 
-    def _after_ranks(self, end: RanksEnd) -> None:
+    def _after_ranks(self, end: StartOutcome) -> None:
         """Decide whether other ranks start."""
         self._is_change = self.change is not None
         self._ranks.read(self._plan.num_ranks, is_stopping=self._is_change)
         error = self._files.error()
         if error is None:
-            is_over = end is RanksEnd.RETURNED  # they have trained to the end; else they have died
+            is_over = end is StartOutcome.RETURNED  # trained to the end; else they have died
         else:
             is_over = not (self._is_change and isinstance(error, PreemptedError))
         if is_over:
@@ -141,7 +141,7 @@ class RankStarts:
         self._files.reset()
         self._ranks.begin(is_change=self._is_change)
         self._plan.end()
-        if end is RanksEnd.NOT_STARTED:  # still the same wait, which has a limit
+        if end is StartOutcome.NOT_STARTED:  # still the same wait, which has a limit
             self._output.print("Ray gave up this start, because the resources are not free")
         else:
             self.begin_wait()

@@ -20,7 +20,7 @@ from cluster.cluster_monitor import ClusterMonitor
 from cluster.connection import ray_connection
 from cluster.placement import Placement, place_ranks
 from cluster.rank_plan import RankPlan
-from cluster.rank_starts import RanksEnd
+from cluster.rank_starts import StartOutcome
 from cluster.ray_log import ray_log
 from cluster.supervisor import Supervisor
 from txl_dist.checkpoint.directory import resume_advice
@@ -81,7 +81,7 @@ def train_on_ray(
                     use_gpu=placement.use_gpu, placement=placement
                 ) as supervisor.monitor,
             ):
-                end = RanksEnd.NOT_STARTED
+                end = StartOutcome.NOT_STARTED
                 while num_ranks := supervisor.starts.wait():
                     end = _fit(
                         job,
@@ -91,7 +91,7 @@ def train_on_ray(
                         is_elastic=ranks.is_elastic,
                     )
                     supervisor.starts.end(end)
-                has_returned = end is RanksEnd.RETURNED
+                has_returned = end is StartOutcome.RETURNED
                 supervisor.set_ended(None if has_returned else TxlError("the ranks failed"))
 
     with files.held():
@@ -110,7 +110,7 @@ def _fit(
     address: str | None,
     placement: Placement,
     is_elastic: bool,
-) -> RanksEnd:
+) -> StartOutcome:
     """Run Ray Train until the ranks have ended; returns how. Raises TxlError if a restart cannot
     help.
 
@@ -148,11 +148,11 @@ def _fit(
         trainer.fit()
     except ControllerError as error:
         if isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
-            return RanksEnd.NOT_STARTED
+            return StartOutcome.NOT_STARTED
         raise TxlError(
             f"Ray Train ended the run: {error}. Logs of all ranks: "
             f"{RunDirectory(job.run_path).logs}. {resume_advice(job.run_path)}"
         ) from error
     except TrainingFailedError:  # of ranks; FailureCallback has recorded it
-        return RanksEnd.FAILED
-    return RanksEnd.RETURNED
+        return StartOutcome.FAILED
+    return StartOutcome.RETURNED

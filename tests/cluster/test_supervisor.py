@@ -17,7 +17,7 @@ from cluster import rank_monitor, rank_plan
 from cluster import supervisor as module
 from cluster.cluster_monitor import ClusterState
 from cluster.rank_plan import RankPlan
-from cluster.rank_starts import RanksEnd
+from cluster.rank_starts import StartOutcome
 from cluster.supervisor import Supervisor
 from tests.support.commands import wait_until
 from txl_dist.errors import DataError, PreemptedError, TxlError
@@ -68,12 +68,12 @@ class Launch:
         )
         self.supervisor.monitor = cluster
 
-    def run(self, *starts: Callable[[int], RanksEnd]) -> list[int]:
+    def run(self, *starts: Callable[[int], StartOutcome]) -> list[int]:
         """Run the launch: each function is one start, given its number of ranks; those numbers."""
         numbers: list[int] = []
 
         def run_ray() -> None:
-            end = RanksEnd.NOT_STARTED
+            end = StartOutcome.NOT_STARTED
             for start in starts:
                 number = self.supervisor.starts.wait()
                 if number is None:
@@ -83,7 +83,7 @@ class Launch:
                 self.supervisor.starts.end(end)
             else:
                 assert self.supervisor.starts.wait() is None
-            self.supervisor.set_ended(None if end is RanksEnd.RETURNED else TxlError("failed"))
+            self.supervisor.set_ended(None if end is StartOutcome.RETURNED else TxlError("failed"))
 
         try:
             self.supervisor.run(run_ray)
@@ -102,24 +102,24 @@ class Launch:
         wait_until(lambda: ranks.are_running or self.is_over.is_set(), timeout_seconds=30)
         wait_until(lambda: any(f" step {step} " in line for line in self.lines))
 
-    def fail(self, num_ranks: int) -> RanksEnd:
+    def fail(self, num_ranks: int) -> StartOutcome:
         """Ray Train reports that rank 1 died."""
         self.train(num_ranks, step=7)
         self.files.append_failure({1: RuntimeError("gone")}, died=(1,))
-        return RanksEnd.FAILED
+        return StartOutcome.FAILED
 
-    def save_on_request(self, num_ranks: int, *, step: int) -> RanksEnd:
+    def save_on_request(self, num_ranks: int, *, step: int) -> StartOutcome:
         """The ranks train until they are asked to stop, then they save."""
         self.train(num_ranks, step=step)
         wait_until(self.files.stop.exists, timeout_seconds=10)
         self.directory.checkpoints.at(step).mkdir(parents=True)
         for rank in range(num_ranks):
             self.files.write_error(rank, PreemptedError("saved"))
-        return RanksEnd.RETURNED
+        return StartOutcome.RETURNED
 
-    def finish(self, num_ranks: int) -> RanksEnd:
+    def finish(self, num_ranks: int) -> StartOutcome:
         self.train(num_ranks, step=20)
-        return RanksEnd.RETURNED
+        return StartOutcome.RETURNED
 
 
 @pytest.fixture(autouse=True)
@@ -155,11 +155,11 @@ def test_too_many_failures_end_the_launch_with_the_last_one(tmp_path: Path) -> N
 def test_an_error_of_a_rank_is_not_repeated(tmp_path: Path) -> None:
     launch = Launch(tmp_path, max_restarts=5)
 
-    def fail(num_ranks: int) -> RanksEnd:
+    def fail(num_ranks: int) -> StartOutcome:
         launch.train(num_ranks)
         launch.files.write_error(1, DataError("a bad shard"))
         launch.files.append_failure({1: DataError("a bad shard")}, died=())
-        return RanksEnd.FAILED
+        return StartOutcome.FAILED
 
     with pytest.raises(DataError, match="a bad shard"):
         launch.run(fail, launch.finish)
@@ -169,7 +169,7 @@ def test_an_error_of_a_rank_is_not_repeated(tmp_path: Path) -> None:
 def test_a_preemption_saves_first_and_does_not_count(ranks: str, tmp_path: Path) -> None:
     launch = Launch(tmp_path, ranks=ranks)
 
-    def preempt(num_ranks: int) -> RanksEnd:
+    def preempt(num_ranks: int) -> StartOutcome:
         launch.see(free=0, draining="b")
         end = launch.save_on_request(num_ranks, step=9)
         launch.see(free=1, alive="a")
@@ -185,14 +185,14 @@ def test_a_preemption_saves_first_and_does_not_count(ranks: str, tmp_path: Path)
 def test_a_preemption_that_comes_too_fast_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     launch = Launch(tmp_path)  # without restarts: the failure does not count
 
-    def die(num_ranks: int) -> RanksEnd:
+    def die(num_ranks: int) -> StartOutcome:
         launch.see(free=0, draining="b")
         launch.train(num_ranks, step=9)
         wait_until(launch.files.stop.exists, timeout_seconds=10)
         launch.files.append_failure({1: RuntimeError("gone")}, died=(1,))
         launch.is_over.wait(0.1)
         launch.see(free=1)
-        return RanksEnd.FAILED
+        return StartOutcome.FAILED
 
     assert launch.run(die, launch.finish) == [2, 2]
     expected = "continuing with 2 ranks from the beginning; at least 9 steps are lost"
@@ -202,13 +202,13 @@ def test_a_preemption_that_comes_too_fast_goes_on_from_the_last_checkpoint(tmp_p
 def test_ranks_that_end_at_their_grace_period_are_not_reported_as_failed(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
 
-    def end(num_ranks: int) -> RanksEnd:
+    def end(num_ranks: int) -> StartOutcome:
         launch.see(free=0, draining="b")
         launch.save_on_request(num_ranks, step=9)
         launch.files.append_failure({1: RuntimeError("gone")}, died=(1,))
-        return RanksEnd.FAILED
+        return StartOutcome.FAILED
 
-    def finish(num_ranks: int) -> RanksEnd:
+    def finish(num_ranks: int) -> StartOutcome:
         launch.is_over.wait(0.2)
         assert not launch.files.stop.exists(), "the node of the last ranks drains, not of these"
         launch.see(free=0)
@@ -221,12 +221,12 @@ def test_ranks_that_end_at_their_grace_period_are_not_reported_as_failed(tmp_pat
 def test_a_run_shrinks_after_a_loss_and_grows_when_there_is_room(tmp_path: Path) -> None:
     launch = Launch(tmp_path, max_restarts=1, ranks="1:2")
 
-    def lose(num_ranks: int) -> RanksEnd:
+    def lose(num_ranks: int) -> StartOutcome:
         end = launch.fail(num_ranks)
         launch.see(free=1, alive="a")
         return end
 
-    def grow(num_ranks: int) -> RanksEnd:
+    def grow(num_ranks: int) -> StartOutcome:
         launch.see(free=1)
         end = launch.save_on_request(num_ranks, step=12)
         launch.see(free=2)
@@ -244,7 +244,7 @@ def test_a_run_shrinks_after_a_loss_and_grows_when_there_is_room(tmp_path: Path)
 def test_a_run_that_ends_during_a_change_is_finished(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
 
-    def finish(num_ranks: int) -> RanksEnd:
+    def finish(num_ranks: int) -> StartOutcome:
         launch.see(free=0, draining="b")
         return launch.finish(num_ranks)
 
@@ -254,7 +254,7 @@ def test_a_run_that_ends_during_a_change_is_finished(tmp_path: Path) -> None:
 def test_the_preemption_of_the_launchers_own_node_ends_the_launch(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
 
-    def preempt(num_ranks: int) -> RanksEnd:
+    def preempt(num_ranks: int) -> StartOutcome:
         launch.train(num_ranks)
         launch.see(free=0, draining="a")
         return launch.save_on_request(num_ranks, step=9)
@@ -267,11 +267,11 @@ def test_the_preemption_of_the_launchers_own_node_ends_the_launch(tmp_path: Path
 def test_ranks_that_do_not_stop_are_given_up_after_the_grace_period(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
 
-    def hang(num_ranks: int) -> RanksEnd:
+    def hang(num_ranks: int) -> StartOutcome:
         launch.train(num_ranks)
         os.kill(os.getpid(), signal.SIGTERM)
         launch.is_over.wait(30)
-        return RanksEnd.FAILED
+        return StartOutcome.FAILED
 
     with pytest.raises(PreemptedError, match=r"did not end within training\.grace_seconds=0\.3"):
         launch.run(hang)
@@ -281,11 +281,11 @@ def test_ranks_that_do_not_stop_are_given_up_after_the_grace_period(tmp_path: Pa
 def test_ranks_that_die_after_a_stop_request_are_not_success(tmp_path: Path) -> None:
     launch = Launch(tmp_path, max_restarts=3)
 
-    def die(num_ranks: int) -> RanksEnd:
+    def die(num_ranks: int) -> StartOutcome:
         launch.train(num_ranks)
         os.kill(os.getpid(), signal.SIGTERM)
         launch.is_over.wait(0.1)
-        return RanksEnd.FAILED
+        return StartOutcome.FAILED
 
     with pytest.raises(PreemptedError, match="before the ranks had saved"):
         launch.run(die, launch.finish)
@@ -295,9 +295,9 @@ def test_starts_that_ray_gives_up_do_not_extend_the_time_limit(tmp_path: Path) -
     launch = Launch(tmp_path, ranks="1:2")
     launch.supervisor._start_timeout_seconds = 0.5
 
-    def give_up(_: int) -> RanksEnd:
+    def give_up(_: int) -> StartOutcome:
         time.sleep(0.2)
-        return RanksEnd.NOT_STARTED
+        return StartOutcome.NOT_STARTED
 
     with pytest.raises(TxlError, match=r"did not start within 0\.5 s"):
         launch.run(*[give_up] * 20)

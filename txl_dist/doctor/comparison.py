@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from txl_dist.doctor.finding import Finding, note, ok, problem
-from txl_dist.doctor.storage import Sight
+from txl_dist.doctor.storage import UNSEEN, ProbeResult
 
 ALL_NODES = "all nodes"
 MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
@@ -74,11 +74,13 @@ def compare_clocks(readings: Mapping[str, ClockReading]) -> list[Finding]:
     return findings or [replace(fine, node=ALL_NODES)]
 
 
-def compare_sights(directory: str, sights: Mapping[str, Mapping[str, Sight]]) -> list[Finding]:
-    """Whether the nodes see one directory; `sights` is node -> node that wrote -> what it saw."""
+def compare_probes(
+    directory: str, results: Mapping[str, Mapping[str, ProbeResult]]
+) -> list[Finding]:
+    """Whether the nodes see one directory; `results` is node -> node that wrote -> what it saw."""
     unseen = {
-        node: [writer for writer, sight in seen.items() if sight in ("missing", "other content")]
-        for node, seen in sights.items()
+        node: [writer for writer, result in seen.items() if result in UNSEEN]
+        for node, seen in results.items()
     }
     findings = [
         replace(
@@ -95,7 +97,7 @@ def compare_sights(directory: str, sights: Mapping[str, Mapping[str, Sight]]) ->
     ]
     if findings:
         return findings
-    if any(sight == "lock not seen" for seen in sights.values() for sight in seen.values()):
+    if any(result == "lock not seen" for seen in results.values() for result in seen.values()):
         lockless = note(
             f"{directory}: a lock of one node is not seen by others",
             expected="locks that are valid on all nodes, which refuse a second run",
@@ -103,7 +105,7 @@ def compare_sights(directory: str, sights: Mapping[str, Mapping[str, Sight]]) ->
             "sure that no directory is used by two runs",
         )
         return [replace(lockless, node=ALL_NODES)]
-    if len(sights) < 2:
+    if len(results) < 2:
         return []
     return [replace(ok(f"{directory}: every node sees the files of the others"), node=ALL_NODES)]
 

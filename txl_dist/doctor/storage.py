@@ -27,8 +27,9 @@ SHARED_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _PREFIX = ".txl-doctor-"
 
-Sight = Literal["seen", "missing", "other content", "lock not seen"]
+ProbeResult = Literal["seen", "missing", "other content", "lock not seen"]
 """How one node sees the probe of another."""
+UNSEEN: frozenset[ProbeResult] = frozenset({"missing", "other content"})
 
 
 def check_run_directory(run: str, *, min_free_bytes: int) -> list[Finding]:
@@ -150,18 +151,17 @@ class SharedProbe:
         try_lock(self._file.fileno())
         return self.name
 
-    def sights(self, names: Mapping[str, str]) -> dict[str, Sight]:
+    def read(self, names: Mapping[str, str]) -> dict[str, ProbeResult]:
         """Node -> how this node sees the file of that node; `names` are those of the files."""
         deadline = time.monotonic() + SHARED_WAIT_SECONDS
         while True:
-            sights = {node: self._sight(name) for node, name in names.items()}
-            waiting = [sight for sight in sights.values() if sight in ("missing", "other content")]
-            if not waiting or time.monotonic() > deadline:
-                return sights
+            results = {node: self._read_one(name) for node, name in names.items()}
+            if not UNSEEN & set(results.values()) or time.monotonic() > deadline:
+                return results
             time.sleep(_POLL_SECONDS)
             os.scandir(self.directory).close()  # makes an NFS client read the directory again
 
-    def _sight(self, name: str) -> Sight:
+    def _read_one(self, name: str) -> ProbeResult:
         try:
             with (self.directory / name).open("rb+") as file:
                 if file.read() != name.encode():

@@ -119,7 +119,7 @@ def _measure(config: RunConfig, world: World, live: _LiveStep, num_steps: int) -
         live.num_bytes.clear()
         live.num_messages.clear()
         start = time.perf_counter()
-        step(segment, step=number, num_targets=num_targets, lr=1e-3, judge=lambda *_: None)
+        step(segment, step=number, num_targets=num_targets, lr=1e-3, check=lambda *_: None)
         seconds.append(time.perf_counter() - start)
         peaks.append(live.peak_bytes)
     return MeasuredSteps(

@@ -211,7 +211,7 @@ class Trainer:
             step=number,
             num_targets=self.plan.targets_in_step(segment.position),
             lr=self._lr_at(number),
-            judge=self._judge,
+            check=self._check,
             contiguous_from=self.state.contiguous_from,
             flags=flags,
         )
@@ -221,7 +221,7 @@ class Trainer:
     def _lr_at(self, step: int) -> float:
         return lr_at(step, self.config.optimizer, num_steps=self.config.num_steps)
 
-    def _judge(self, sums: LossSums, gradient_norm: float) -> str | None:
+    def _check(self, sums: LossSums, gradient_norm: float) -> str | None:
         return self.state.divergence.find_event(
             self.config.divergence,
             step=self.state.step + 1,

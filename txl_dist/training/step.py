@@ -35,7 +35,7 @@ from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
 from txl_dist.training.device_dropout import DeviceDropoutMasks
 from txl_dist.training.device_segments import DeviceSegment
-from txl_dist.training.engine import Engine, Verdict
+from txl_dist.training.engine import Decision, Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 from txl_dist.training.statistics import WeightStatistics
 
@@ -69,7 +69,7 @@ class StepResult:
 DropoutRng = Literal["lane", "device"]
 """Where dropout masks come from (`training.dropout_rng`)."""
 
-Judge = Callable[[LossSums, float], str | None]
+DivergenceCheck = Callable[[LossSums, float], str | None]
 """From the loss sums and the gradient norm over all ranks: why the step has diverged, or None."""
 
 
@@ -106,12 +106,12 @@ class TrainStep:
         ]
 
     def __call__(
-        self, segment: Segment, *, step: int, num_targets: int, lr: float, judge: Judge,
+        self, segment: Segment, *, step: int, num_targets: int, lr: float, check: DivergenceCheck,
         contiguous_from: int = 0, flags: Mapping[str, bool] = MappingProxyType({}),
     ) -> StepResult:  # fmt: skip
         """Step number `step` (from 1). `num_targets` counts the targets of all ranks' lanes.
 
-        `judge` must decide the same on every rank. No token attends to tokens before lane position
+        `check` must decide the same on every rank. No token attends to tokens before lane position
         `contiguous_from`.
 
         `flags` are local to the rank, with the same names on all ranks: the ranks agree on them in
@@ -129,7 +129,7 @@ class TrainStep:
         sums, memory_valid, raised = LossSums(), 0.0, frozenset[str]()
         event: str | None = None
 
-        def accept(norm: Tensor) -> Verdict:
+        def accept(norm: Tensor) -> Decision:
             nonlocal sums, memory_valid, raised, event
             norm_1 = norm.to(agreed).reshape(1)
             # Our only operation of a step that waits for a GPU.
@@ -138,8 +138,8 @@ class TrainStep:
             ).tolist()
             sums = LossSums(nats, int(num_tokens), int(num_bytes))
             memory_valid, raised = visible / size if size else 0.0, _raised(flags, counts)
-            event = judge(sums, gradient_norm)
-            return Verdict(gradient_norm, is_accepted=event is None)
+            event = check(sums, gradient_norm)
+            return Decision(gradient_norm, is_accepted=event is None)
 
         statistics = self.statistics if self.statistics and self.statistics.is_due(step) else None
         if statistics is not None:

@@ -6,7 +6,7 @@ from itertools import combinations
 from txl_dist.doctor.comparison import (
     ClockReading,
     compare_clocks,
-    compare_sights,
+    compare_probes,
     compare_values,
 )
 from txl_dist.doctor.finding import Finding, ok
@@ -41,14 +41,14 @@ def test_the_node_whose_clock_differs_is_named_also_if_it_is_the_driver() -> Non
 
 def test_the_node_that_does_not_see_the_shared_directory_is_named() -> None:
     everyone = {"a": "seen", "b": "seen", "c": "seen"}
-    (finding,) = compare_sights("/runs", {"a": everyone, "b": everyone, "c": everyone})
+    (finding,) = compare_probes("/runs", {"a": everyone, "b": everyone, "c": everyone})
     assert (finding.status, finding.node) == ("ok", "all nodes")
     alone = {"a": "missing", "b": "missing", "c": "seen"}
     others = {"a": "seen", "b": "seen", "c": "missing"}
-    findings = compare_sights("/runs", {"a": others, "b": others, "c": alone})
+    findings = compare_probes("/runs", {"a": others, "b": others, "c": alone})
     assert [finding.node for finding in findings] == ["a", "b", "c"]
     assert "files that a, b wrote are not seen" in findings[2].found
-    (finding,) = compare_sights("/runs", {"a": everyone, "b": {**everyone, "a": "lock not seen"}})
+    (finding,) = compare_probes("/runs", {"a": everyone, "b": {**everyone, "a": "lock not seen"}})
     assert (finding.status, finding.node) == ("note", "all nodes")
 
 

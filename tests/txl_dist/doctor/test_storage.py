@@ -70,7 +70,7 @@ def test_a_read_only_file_system_is_a_problem(mount: Mount) -> None:
 def test_nodes_that_share_a_directory_see_files_and_locks(tmp_path: Path) -> None:
     first, second = SharedProbe(str(tmp_path)), SharedProbe(str(tmp_path))
     names = {"a": first.place(), "b": second.place()}
-    assert second.sights(names) == {"a": "seen", "b": "seen"}
+    assert second.read(names) == {"a": "seen", "b": "seen"}
     first.remove()
     second.remove()
     assert list(tmp_path.iterdir()) == []
@@ -84,11 +84,11 @@ def test_files_and_locks_that_are_not_shared_are_noticed(
     first, second = SharedProbe(str(tmp_path)), SharedProbe(str(tmp_path / "other"))
     names = {"a": first.place(), "b": second.place()}
     (tmp_path / names["b"]).write_text("of another file system")
-    assert first.sights(names) == {"a": "seen", "b": "other content"}
-    assert second.sights(names) == {"a": "missing", "b": "seen"}
+    assert first.read(names) == {"a": "seen", "b": "other content"}
+    assert second.read(names) == {"a": "missing", "b": "seen"}
     # A copy of the file has no lock: as if locks were valid on one node only.
     (tmp_path / "other" / names["a"]).write_text(names["a"])
-    assert second.sights(names) == {"a": "lock not seen", "b": "seen"}
+    assert second.read(names) == {"a": "lock not seen", "b": "seen"}
 
 
 def test_an_nfs_mount_that_hides_new_files_is_a_note(

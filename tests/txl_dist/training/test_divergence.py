@@ -13,7 +13,7 @@ from txl_dist.training.state import TrainState
 
 
 def judged(config: DivergenceConfig, losses: list[float], norms: list[float]) -> list[str | None]:
-    """The verdict of each step; only accepted steps enter the window."""
+    """Whether each step was accepted; only accepted steps enter the window."""
     state, verdicts = DivergenceState(), []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         sums = LossSums(nats=4 * loss, num_tokens=4)

@@ -88,7 +88,7 @@ def compute(trainer: Trainer, segment: Segment, step: int, *, is_accepted: bool 
         step=step,
         num_targets=trainer.plan.targets_in_step(segment.position),
         lr=0.01,
-        judge=lambda sums, norm: None if is_accepted else "rejected",
+        check=lambda sums, norm: None if is_accepted else "rejected",
     )
     assert result.event == (None if is_accepted else "rejected")
 
@@ -157,7 +157,7 @@ def loss_with_memory(
         step=5,
         num_targets=trainer.plan.targets_in_step(segment.position),
         lr=0.01,
-        judge=lambda sums, norm: "rejected",
+        check=lambda sums, norm: "rejected",
         contiguous_from=contiguous_from,
     )
     return result.sums.nats, result.memory_valid

@@ -17,12 +17,12 @@ docs/decisions/0003-deepspeed-by-its-fragments.md.
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.interface import Engine, Verdict
+from txl_dist.training.engine.interface import Decision, Engine
 from txl_dist.training.engine.stage_0 import Stage0Engine
 from txl_dist.training.engine.stage_1_2 import Stage12Engine
 from txl_dist.training.engine.stage_3 import Stage3Engine
 
-__all__ = ["Engine", "Verdict", "create_engine"]
+__all__ = ["Decision", "Engine", "create_engine"]
 
 _ENGINES: dict[int, type[Engine]] = {
     0: Stage0Engine,

@@ -26,7 +26,7 @@ from txl_dist.training.engine.parameter_groups import states_by_name
 from txl_dist.training.engine.settings import deepspeed_settings
 
 
-class Verdict(NamedTuple):
+class Decision(NamedTuple):
     """Whether a step updates the weights."""
 
     gradient_norm: float
@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
     is_accepted: bool
 
 
-Accept = Callable[[Tensor], Verdict]
+Accept = Callable[[Tensor], Decision]
 """Reads the global gradient norm, a tensor without dimensions, and decides whether the weights are
 updated. Must reject a norm that is not finite, and decide the same on every rank. An engine calls
 it once per step: on a GPU, the host waits for the norm there."""
@@ -137,11 +137,11 @@ class Engine(ABC):
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        verdict = self._update(accept)
-        if verdict.is_accepted:
+        decision = self._update(accept)
+        if decision.is_accepted:
             self._num_updates += 1
             self._update_averages()
-        return verdict.gradient_norm
+        return decision.gradient_norm
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
@@ -166,7 +166,7 @@ class Engine(ABC):
         self._refresh_weights()
 
     @abstractmethod
-    def _update(self, accept: Accept) -> Verdict:
+    def _update(self, accept: Accept) -> Decision:
         """Clip and update if the gradient norm is accepted, else clear gradients."""
 
     def _refresh_weights(self) -> None:  # noqa: B027 - stage 0 loads into the weights themselves

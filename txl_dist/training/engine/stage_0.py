@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from txl_dist.checkpoint.fragments import Fragment
-from txl_dist.training.engine.interface import Accept, Engine, Verdict
+from txl_dist.training.engine.interface import Accept, Decision, Engine
 
 
 class Stage0Engine(Engine):
     """Data parallel training without sharding."""
 
-    def _update(self, accept: Accept) -> Verdict:
+    def _update(self, accept: Accept) -> Decision:
         # Gradients are whole and reduced on every rank; DeepSpeed computes no norm at this stage.
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        verdict = accept(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-        if verdict.is_accepted:
+        decision = accept(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        if decision.is_accepted:
             self._engine.step()
         else:
             self._engine.zero_grad()
-        return verdict
+        return decision
 
     def fragments(self) -> Iterator[Fragment]:
         """1/num_ranks of each parameter: all ranks hold the same, so they share the writing."""

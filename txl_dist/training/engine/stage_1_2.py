@@ -12,7 +12,7 @@ from torch import Tensor
 
 from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.errors import ConfigError
-from txl_dist.training.engine.interface import Accept, Engine, Verdict, replaced_method
+from txl_dist.training.engine.interface import Accept, Decision, Engine, replaced_method
 from txl_dist.training.engine.muon import FlatMatrices, Muon
 
 
@@ -32,24 +32,24 @@ class Stage12Engine(Engine):
                 start = mapping.lp_fragment_address.start
                 yield Fragment(name, tuple(parameter.shape), start, master, states)
 
-    def _update(self, accept: Accept) -> Verdict:
+    def _update(self, accept: Accept) -> Decision:
         # DeepSpeed discards a step with an infinite norm. So its own function for the norm asks
         # `accept`, and returns infinity for a norm that is rejected (docs/decisions/0018).
         zero = self._engine.optimizer
-        verdict: Verdict | None = None
+        decision: Decision | None = None
 
         def judged_norm() -> Tensor:
-            nonlocal verdict
+            nonlocal decision
             norm = type(zero).scaled_global_norm(zero)
-            verdict = accept(norm)
+            decision = accept(norm)
             # On the host: DeepSpeed reads it several times, and would wait for a GPU each time.
-            value = verdict.gradient_norm if verdict.is_accepted else torch.inf
+            value = decision.gradient_norm if decision.is_accepted else torch.inf
             return torch.tensor(value, dtype=norm.dtype)
 
         with replaced_method(zero, "scaled_global_norm", judged_norm):
             self._engine.step()
-        assert verdict is not None
-        return verdict
+        assert decision is not None
+        return decision
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The partitions to which DeepSpeed has reduced the gradients."""

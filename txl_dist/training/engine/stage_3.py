@@ -17,7 +17,7 @@ from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.interface import Accept, Engine, Verdict, replaced_method
+from txl_dist.training.engine.interface import Accept, Decision, Engine, replaced_method
 
 
 class Stage3Engine(Engine):
@@ -61,23 +61,23 @@ class Stage3Engine(Engine):
         states = {key: self._owned_view(parameter, key)[owned] for key in self._states[name]}
         return Fragment(name, self.shapes[name], start, part[owned], states)
 
-    def _update(self, accept: Accept) -> Verdict:
+    def _update(self, accept: Accept) -> Decision:
         # As at stages 1 and 2. DeepSpeed combines the norms of its groups after this function.
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         zero = self._engine.optimizer
-        verdict: Verdict | None = None
+        decision: Decision | None = None
 
         def judged_norms() -> list[Tensor]:
-            nonlocal verdict
+            nonlocal decision
             norms = type(zero)._get_norm_groups(zero)
-            verdict = accept(combine_grad_norm_groups(norms))
-            return norms if verdict.is_accepted else [torch.tensor(torch.inf)]
+            decision = accept(combine_grad_norm_groups(norms))
+            return norms if decision.is_accepted else [torch.tensor(torch.inf)]
 
         with replaced_method(zero, "_get_norm_groups", judged_norms):
             self._engine.step()
-        assert verdict is not None
-        return verdict
+        assert decision is not None
+        return decision
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The rank-th parts of the gradients, without the padding at the end."""

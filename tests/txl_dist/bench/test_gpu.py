@@ -41,7 +41,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_models_are_those_of_the_configs(name: str) -> None:
-    path = f"paper/{name}.yaml" if name != "nvidia-base" else "baselines/wt103-nvidia-base.yaml"
+    path = f"paper/{name}.yaml" if name != "nvidia-base" else "nvidia/wt103-base.yaml"
     config, model = load_run_config(CONFIGS / path), MODELS[name]
     assert replace(model.config, vocab_size=0) == replace(config.model, vocab_size=0)
     assert model.tgt_len == config.data.tgt_len

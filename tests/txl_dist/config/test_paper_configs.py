@@ -93,7 +93,7 @@ def test_the_settings_are_the_published_ones(name: str) -> None:
 
 
 def test_nvidia_s_variant() -> None:
-    config = load_run_config(CONFIGS / "baselines" / "wt103-nvidia-base.yaml")
+    config = load_run_config(CONFIGS / "nvidia" / "wt103-base.yaml")
     lengths = (64, 640, 400)
     assert settings_of(config, lengths) == Published(
         16, 512, 8, 64, 2048, 0.1, 0.0, 1_000, 40_000, 192, 192, 256, lengths,

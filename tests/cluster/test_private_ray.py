@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def launcher(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 def start(title: str, token: Path) -> subprocess.Popen[bytes]:
     """A process called `title` that was started with `token`."""
     return subprocess.Popen(
-        ["bash", "-c", f"exec -a {title} sleep 600"],
+        [title, "600"],
+        executable=shutil.which("sleep"),
         env={**ENVIRONMENT, TOKEN_VARIABLE: str(token)},
     )
 

@@ -33,9 +33,9 @@ cluster-tests: setup  ## real Slurm, PostgreSQL, Ray nodes and network namespace
 	$(BIN)/python -m pytest -m cluster -rs
 
 gpu: setup       ## on a machine with a GPU: its tests, then speed and utilisation of the published models
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu -rs
 	mkdir -p runs
-	$(BIN)/python -m txl_dist bench gpu --out runs/gpu.md
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu -rs; tests=$$?; \
+	$(BIN)/python -m txl_dist bench gpu --out runs/gpu.md && exit $$tests
 
 N ?= 100
 chaos: setup     ## kill random processes of training runs N times and compare with a quiet run

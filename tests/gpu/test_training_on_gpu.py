@@ -60,6 +60,17 @@ def test_offload_has_the_same_losses(
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
 
 
+def test_compiled_layers_have_the_same_losses(dataset: Path, tmp_path: Path) -> None:
+    """With parameters of odd sizes, which DeepSpeed does not keep at aligned addresses."""
+    settings = (*DROPOUT, "deepspeed.zero_stage=1", "model.d_model=18", "model.d_inner=30")
+    for name, compiles in (("eager", "false"), ("compiled", "true")):
+        train_command(
+            dataset, tmp_path / name, NO_EVALUATION, *settings, f"training.compile={compiles}"
+        )
+    expected = pytest.approx(losses(tmp_path / "eager"), rel=TOLERANCE)
+    assert losses(tmp_path / "compiled") == expected
+
+
 def txl_with(environment: dict[str, str], *words: object) -> str:
     """The output of a command that must succeed."""
     result = subprocess.run(

@@ -79,10 +79,9 @@ def backward(loss: Tensor) -> dict[Tensor, Tensor]:
         if hasattr(node, "variable"):  # a leaf
             leaves[node.variable] = outputs[0]
             continue
-        results = _apply(node, outputs) if outputs else [None] * len(node.next_functions)
-        for (child, index), gradient in zip(node.next_functions, results, strict=False):
-            if child is None:
-                continue
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        results = _apply(node, outputs) if outputs else [None] * len(edges)
+        for (child, index), gradient in zip(edges, results, strict=True):
             if gradient is not None:
                 _add(gradients.setdefault(child, {}), index, gradient, child)
             missing[child] -= 1
@@ -92,7 +91,7 @@ def backward(loss: Tensor) -> dict[Tensor, Tensor]:
 
 
 def _apply(node: Any, outputs: dict[int, Tensor]) -> list[Tensor | None]:
-    """The gradients of a node's inputs from those of its outputs."""
+    """The gradients of the inputs that have edges from those of a node's outputs."""
     arguments = [outputs.get(index) for index in range(len(node._input_metadata))]
     if hasattr(node, "apply"):  # an autograd.Function, which gets zeros instead of None
         arguments = [
@@ -100,9 +99,12 @@ def _apply(node: Any, outputs: dict[int, Tensor]) -> list[Tensor | None]:
             for x, of in zip(arguments, node._input_metadata, strict=True)
         ]
         results = node.apply(*arguments)
+        has_edge = node.needs_input_grad  # arguments that are no tensors have no place among edges
     else:
         results = node(*arguments)
-    return list(results) if isinstance(results, tuple) else [results]
+        has_edge = [child is not None for child, _ in node.next_functions]
+    results = results if isinstance(results, tuple) else (results,)
+    return [result for result, is_wanted in zip(results, has_edge, strict=True) if is_wanted]
 
 
 def _add(sums: dict[int, Tensor], index: int, gradient: Tensor, node: Any) -> None:

@@ -175,6 +175,8 @@ class TrainingStep:
         self._settings, self._lanes = settings, range(model.num_lanes)
         self._model = TransformerXL(config).to(settings.device)
         if settings.compile:
+            # All rows share one function, of which torch compiles 8 variants and no more.
+            torch.compiler.reset()
             compile_model(self._model, settings.device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._memory = self._model.empty_memory(model.num_lanes)

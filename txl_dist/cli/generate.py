@@ -98,11 +98,14 @@ def generate(
     options = _options(prompt, temperature, top_k, top_p, max_tokens, stop, stop_token)
     lines = read_prompts(prompts) if prompts else []
     with running(f"loading {checkpoint}", quiet=False):
+        from torch import cuda
+
         from txl_dist.convert.stored_model import find_model
         from txl_dist.generation.generate import generate_texts
 
         stored = find_model(checkpoint)
         model, tokenizer = stored.load_with_tokenizer()
+        model = model.to("cuda" if cuda.is_available() else "cpu")
     _check(options, prompt, prompts, lines, tokenizer)
     options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
     texts = generate_texts(

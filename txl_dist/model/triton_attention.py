@@ -53,7 +53,8 @@ def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:
     if terms.distance_HSK is None:
         if b_HS is None:
             return None
-        return b_HS[:, None, None].expand(num_heads, num_lanes, num_queries, -1)
+        rows = b_HS.contiguous()[:, None, None]
+        return rows.expand(num_heads, num_lanes, num_queries, -1)
     q_v = pad_channels(scaled_query(q_HBTK, cast_like(terms.distance_bias_HK, q_HBTK)))
     r_HSK = pad_channels(terms.distance_HSK.to(q_HBTK.dtype))
     score_HXS = torch.bmm(q_v.flatten(1, 2), r_HSK.transpose(1, 2))

@@ -128,8 +128,8 @@ class _Call(NamedTuple):
         keep_factor: float,
     ) -> "_Call":
         num_heads, num_lanes, num_queries, d_head = q_HBTK.shape
-        for matrix in (k_HBSK, v_HBSK):
-            assert matrix.stride(-1) == 1
+        for matrix in (k_HBSK, v_HBSK, distance_HBTS):
+            assert matrix is None or matrix.stride(-1) == 1
         # A kernel without scores by distance or dropout gets, but does not read, another pointer.
         distance_strides = (0, 0, 0) if distance_HBTS is None else distance_HBTS.stride()[:3]
         is_float64 = q_HBTK.dtype == torch.float64

@@ -10,9 +10,11 @@ layers and norms are what is compiled.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
@@ -24,6 +26,9 @@ from txl_dist.runtime.precision import autocast
 from txl_dist.runtime.world import World
 from txl_dist.training.device_dropout import DeviceDropoutMasks
 from txl_dist.training.lane_dropout import LaneDropoutMasks
+
+VECTOR_BYTES = 16
+"""The most that a thread of a GPU loads at once; the address must be a multiple of it."""
 
 
 def compile_layers(
@@ -77,10 +82,31 @@ def _run_once(
     masks: DropoutMasks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
     if config.training.dropout_rng == "device":
         masks = DeviceDropoutMasks(seed=config.seed, step=0, rank=0, micro_batch=0)
-    with autocast(config.precision, device):
-        nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks)
-    nats_BT.sum().backward()
+    with _at_any_address(list(model.parameters())):
+        with autocast(config.precision, device):
+            nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks)
+        nats_BT.sum().backward()
     model.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _at_any_address(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Parameters at odd addresses, if training may have any of them at such an address.
+
+    DeepSpeed replaces the parameters by slices of one tensor. torch's compiler takes for granted
+    that those which are aligned when it compiles remain so: on a GPU, vector loads would end the
+    run with "misaligned address".
+    """
+    aligned = [parameter.data for parameter in parameters]
+    if any(parameter.nbytes % VECTOR_BYTES for parameter in parameters):
+        for parameter in parameters:
+            data = parameter.data
+            parameter.data = torch.cat([data.new_zeros(1), data.flatten()])[1:].view_as(data)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parameters, aligned, strict=True):
+            parameter.data = data
 
 
 def _require_compiler(device: torch.device) -> None:

@@ -109,10 +109,11 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
         index_C, tl.load(lane_B + row), seed, step, layer, place
     )
     part_16 = tl.arange(0, 16)[None, :]
-    low_C16 = tl.where(part_16 < 4, word0_C[:, None], word1_C[:, None])
-    high_C16 = tl.where(part_16 < 12, word2_C[:, None], word3_C[:, None])
-    word_C16 = tl.where(part_16 < 8, low_C16, high_C16)
-    level_C16 = (word_C16 >> ((part_16 % 4) * 16).to(tl.uint64)).to(tl.uint16).to(tl.int32)
+    word_C22 = tl.join(tl.join(word0_C, word2_C), tl.join(word1_C, word3_C))
+    word_C4 = word_C22.reshape([NUM_COUNTERS, 4])
+    shift_4 = (tl.arange(0, 4) * 16).to(tl.uint64)
+    level_C44 = (word_C4[:, :, None] >> shift_4[None, None, :]).to(tl.uint16).to(tl.int32)
+    level_C16 = level_C44.reshape([NUM_COUNTERS, 16])
     if scale_BN.dtype.element_ty == tl.float64:  # an argument is fp32
         factor = 65536.0 / (65536 - threshold).to(tl.float64)
     value_C16 = tl.where(level_C16 >= threshold, factor, 0.0).to(scale_BN.dtype.element_ty)

@@ -71,7 +71,7 @@ CASES = {
         (1, 7, 6, 1, 5), "all", (4, 8), ages=((9, 10, 0, 1, 2, 3, 4),)
     ),
     # Tiles of dropout bits have whole words.
-    "several tiles, dropout": Case((2, 19, 18, 1, 5), "all", (16, 16), dropout=True),
+    "several tiles, dropout": Case((2, 19, 18, 3, 5), "all", (16, 16), dropout=True),
     # Tiles without a visible key, before and after the visible ones.
     "same_length": Case((1, 5, 9, 1, 3), "paper", (4, 4), same_length=True, ages=(range(20, 25),)),
     "one query, full memory": Case((2, 1, 11, 1, 41), "shaw", (4, 8), ages=((50,), (2,))),

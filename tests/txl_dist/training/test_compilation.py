@@ -1,13 +1,20 @@
 """`training.compile`: compiled once, before the first step; the same trajectory to rounding."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
 
 from tests.support.gloo_ranks import RankGroups
+from tests.support.small_models import small_model
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
+    TINY,
     ZERO,
     losses,
     metrics,
@@ -15,9 +22,10 @@ from tests.support.training_runs import (
     tiny_job,
     train,
 )
+from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.world import World
-from txl_dist.training import loop
+from txl_dist.training import compilation, loop
 from txl_dist.training.job import TrainJob
 
 COMPILE = "training.compile=true"
@@ -98,3 +106,24 @@ def test_compiled_layers_have_the_same_trajectory_and_are_compiled_before_the_fi
         [line["gradient_norm"] for line in metrics(run)] for run in (eager, compiled)
     )
     assert norms == pytest.approx(eager_norms, rel=NORM_TOLERANCE)
+
+
+@pytest.mark.parametrize(("d_inner", "is_aligned"), [(16, True), (7, False)])
+def test_the_compiler_sees_no_alignment_that_training_does_not_have(
+    d_inner: int, is_aligned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed moves the parameters to slices of one tensor."""
+    sizes = {"vocab_size": 12, "d_model": 8, "d_inner": d_inner}
+    model, offsets = small_model(**sizes, attention="reference").float(), set()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def record(module: Any, inputs: list[Any]) -> Any:
+        offsets.update(x.storage_offset() % 4 for x in inputs if isinstance(x, nn.Parameter))
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
+    config = load_run_config(TINY, ["data.path=none", "directory=none", "data.tgt_len=3"])
+    compilation.compile_layers(model, config, World(0, 1), lanes=range(2))
+    assert offsets == ({0} if is_aligned else {1})
+    assert all(p.storage_offset() == 0 and p.grad is None for p in model.parameters())
+    assert_close(model.state_dict(), before, rtol=0, atol=0)

@@ -48,10 +48,17 @@ FAST = [
     ("rotary", "plain", {}),
     ("alibi", "plain", DROPOUT),
     ("absolute", "plain", {}),
+    # `auto` takes triton in all of these.
+    ("sinusoidal", "plain", {"attention": "biased"}),
+    ("shaw", "plain", {"attention": "fused"} | DROPOUT),
 ]
 ALL = [
     case
-    for case in product(ENCODINGS, SOFTMAXES, ({}, DROPOUT, {"attention": "reference"}))
+    for case in product(
+        ENCODINGS,
+        SOFTMAXES,
+        ({}, DROPOUT, *({"attention": name} for name in ("reference", "biased", "fused"))),
+    )
     if case not in FAST
 ]
 every_model = pytest.mark.parametrize(

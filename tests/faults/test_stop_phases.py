@@ -225,22 +225,39 @@ def test_a_signal_to_one_rank_that_starts_ends_the_run(
     assert not any(is_alive(child) for child in children)
 
 
+def start_with_torchrun(*words: object) -> subprocess.Popen[str]:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "txl_dist")
+    return subprocess.Popen(
+        [sys.executable, *torchrun, *map(str, words[:-4])],  # not --on and --ranks
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+    )
+
+
+@pytest.mark.fault_row(5)
+@pytest.mark.parametrize("start", [start_txl, start_with_torchrun])
 def test_a_signal_to_one_rank_in_an_evaluation_ends_it_on_all(
-    dataset: Path, tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]], dataset: Path, tmp_path: Path
 ) -> None:
     """The other rank has not received it, and would score its share of the split first."""
     words = (
         "evaluation.split=valid", "evaluation.batch_chunks=1", "training.grace_seconds=100",
         "training.checkpoint_interval_steps=10",
     )  # fmt: skip
-    process = start_txl(*command(dataset, tmp_path, *words))
+    process = start(*command(dataset, tmp_path, *words))
     wait_until(CheckpointDirectory(tmp_path).at(10).is_dir)
     os.kill(children_of(process.pid)[1], signal.SIGTERM)
     began = time.monotonic()
     output, _ = process.communicate(timeout=90)
-    assert process.returncode == 75, output
+    if start is start_txl:
+        assert process.returncode == 75, output
+    else:  # torchrun does not pass on the codes of ranks
+        assert output.count("exitcode  : 75") == 2, output
     assert time.monotonic() - began < SOON_SECONDS
     assert "stopped on request after step 10; everything is saved" in output
+    assert not list(tmp_path.glob(".stop-*"))
 
 
 def test_ranks_that_cannot_react_are_killed_after_the_grace_period(

@@ -21,7 +21,7 @@ from txl_dist.config.training_config import TrainingConfig
 from txl_dist.doctor.finding import Finding
 from txl_dist.doctor.request import DoctorRequest, check_this_machine
 from txl_dist.errors import ConfigError, TxlError, error_from_json
-from txl_dist.launch.hang_watch import MARGIN_SECONDS, HangWatch
+from txl_dist.launch.hang_watch import HangWatch
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launch_output import LaunchOutput
 from txl_dist.launch.launcher import OnLine
@@ -149,8 +149,8 @@ def _run_ranks(
     ranks = "1 rank starts" if num_ranks == 1 else f"{num_ranks} ranks start"
     output.print(f"{ranks} on this machine; logs: {directory.logs}")
     with (
-        _start_ranks(job, directory, num_ranks) as processes,
         HangWatch(directory.path, num_ranks=num_ranks) as watch,
+        _start_ranks(job, directory, num_ranks) as processes,
     ):
         ends = _wait(processes, signals, files, watch, config=job.config.training, output=output)
     return failure_of(ends, stop_requested=bool(signals), directory=directory)
@@ -218,12 +218,9 @@ def _wait(
         if not is_forwarded and any(map(is_stop_code, codes)):
             # Not a signal: where a rank has already got one, a second means to end without saving.
             StopRequest(stop_file=files.stop).share()
-        limit_seconds = config.rank_timeout_seconds + MARGIN_SECONDS
-        if watch.silent_seconds > limit_seconds and deadline == math.inf:
-            output.print(
-                f"no rank has responded for {watch.silent_seconds:.0f} s "
-                f"(training.rank_timeout_seconds); last seen: {watch.describe()}"
-            )
+        hang = watch.hang(timeout_seconds=config.rank_timeout_seconds)
+        if hang and deadline == math.inf:
+            output.print(hang)
             deadline = 0.0
         limits = [_seconds_for_others(code, grace_seconds=grace_seconds) for code in codes]
         deadline = min([deadline, *(time.monotonic() + seconds for seconds in limits)])

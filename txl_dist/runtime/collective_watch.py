@@ -117,6 +117,8 @@ class CollectiveWatch:
         # Several intervals have to pass before a rank counts as silent.
         self._beat_seconds = min(BEAT_SECONDS, self._notice_seconds / 2, limit_seconds / 8)
         self._files = HeartbeatFiles(run, rank=rank) if run else None
+        if self._files:
+            self._files.remove()  # of a killed process; before other ranks can wait for this one
         self._peers = (
             Peers(self._files, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds)
             if self._files

@@ -74,6 +74,7 @@ class HeartbeatFiles:
         """Replace this rank's heartbeat."""
         # On a full disk the others see a rank without a heartbeat.
         with contextlib.suppress(OSError):
+            self._directory.mkdir(exist_ok=True)  # somebody may have cleaned up
             overwrite_page(self._own, beat.model_dump_json())
 
     def read(self, rank: int) -> Heartbeat | None:
@@ -87,6 +88,12 @@ class HeartbeatFiles:
         """Remove this rank's heartbeat, because it ends."""
         with contextlib.suppress(OSError):
             self._own.unlink()
+
+    def remove_all(self) -> None:
+        """Remove those of earlier processes, before ranks are started."""
+        with contextlib.suppress(OSError):
+            for path in self._directory.glob("rank-*.json"):
+                path.unlink(missing_ok=True)
 
     def request_stacks(self, label: str) -> None:
         """Ask every rank to write its stacks to a file with `label` in its name."""

@@ -23,7 +23,8 @@ class StopRequest:
     """True once a stop signal has reached this process, or `stop_file` exists.
 
     All ranks of a launch have the same `stop_file`. Under Ray a rank runs in a thread, where no
-    signal can be caught; the launcher creates the file.
+    signal can be caught; the launcher creates the file. Without a launcher of ours (torchrun), the
+    ranks agree on it when they have met.
     """
 
     def __init__(self, signals: StopSignals | None = None, stop_file: Path | None = None) -> None:
@@ -31,6 +32,17 @@ class StopRequest:
 
     def __bool__(self) -> bool:
         return bool(self._signals) or (self._stop_file is not None and self._stop_file.exists())
+
+    @property
+    def has_file(self) -> bool:
+        """Whether the request can reach other ranks, and theirs this one."""
+        return self._stop_file is not None
+
+    def share_by(self, stop_file: Path) -> None:
+        """Use a file that the other ranks use too."""
+        self._stop_file = stop_file
+        if self._signals:  # has come before there was a file
+            self.share()
 
     def share(self) -> None:
         """Create `stop_file`, so that the request reaches all ranks."""

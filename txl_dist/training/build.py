@@ -70,6 +70,7 @@ def build_trainer(
     Collective. Files, locks and threads are closed with `stack`; the tracker with `run_stack`, if
     it is given, and used again as `tracker` after a change of settings.
     """
+    stop = StopRequest() if stop is None else stop
     # Before the rendezvous: wrong data or config must not cost one.
     data = TrainingData.open(job.config, num_ranks=world.num_ranks)
     written_config = job.config
@@ -89,6 +90,7 @@ def build_trainer(
         directory.checkpoints.attempt = begin_attempt(job, directory, world, point)
         if world.broadcast(directory.checkpoints.newest_step() != newest_step):
             point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
+        _share_stop(stop, directory, world, run_stack or stack)
     settings_step = point.settings_step if point else 0
     config = job.config.after_step(settings_step)
     run_id = world.broadcast(run_id_of(point, directory.checkpoints))
@@ -122,7 +124,6 @@ def build_trainer(
     if config.optimizer.averaging and data.evaluation:
         report.event("evaluation | scores the %s", describe_average(config.optimizer))
     report.phase(state)
-    stop = StopRequest() if stop is None else stop
     if point is not None and (num_tokens := refill_memory(rank, step, point, state)):
         report.event("memory | replayed %s tokens per lane, unscored", f"{num_tokens:,}")
     last_step = config.last_step_with(settings_step)
@@ -146,6 +147,12 @@ def build_trainer(
         recovery=recovery,
         profiler=build_profiler(rank),
     )
+
+
+def _share_stop(stop: StopRequest, directory: RunDirectory, world: World, stack: ExitStack) -> None:
+    """A launcher has given the ranks a file; torchrun, which has started them, does not."""
+    if not stop.has_file:
+        stop.share_by(stack.enter_context(directory.stop_file(world)))
 
 
 def _lock(job: TrainJob, directory: RunDirectory, stack: ExitStack) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from data_pipeline.storage.locks import wait_for_lock
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
+from txl_dist.runtime.world import World
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,25 @@ class RunDirectory:
                 f"directory {self.path}: a run cannot be written there ({error.strerror}). Choose "
                 "another with directory=PATH, free some space, or change its permissions"
             ) from None
+
+    @contextmanager
+    def stop_file(self, world: World) -> Iterator[Path]:
+        """The file of this attempt that tells all ranks of a stop request. Collective; needs the
+        lock, because it removes those of killed processes.
+        """
+
+        def remove() -> None:
+            for path in self.path.glob(".stop-*"):
+                path.unlink(missing_ok=True)
+
+        attempt = self.checkpoints.attempt
+        assert attempt is not None
+        world.run_on_rank_zero(remove)
+        try:
+            yield self.path / f".stop-{attempt.record.id}"
+        finally:
+            if world.is_rank_zero:
+                remove()
 
     @contextmanager
     def locked(self, *, timeout_seconds: float = 0.0, force: bool = False) -> Iterator[None]:

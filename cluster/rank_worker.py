@@ -13,8 +13,15 @@ from cluster.network import use_interface_of
 from cluster.placement import num_threads
 from cluster.workers import RayWorkers
 from data_pipeline.processes.stop_signals import blocked_signals
-from txl_dist.checkpoint.attempts import FOLDER, newest_record
-from txl_dist.errors import DivergedError, FencedError, LostRankError, PreemptedError, TxlError
+from txl_dist.checkpoint.attempts import FOLDER, is_of_launch
+from txl_dist.errors import (
+    OUTAGES,
+    DivergedError,
+    FencedError,
+    LostRankError,
+    PreemptedError,
+    TxlError,
+)
 from txl_dist.launch.launch_files import LaunchFiles, RankLocation
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
@@ -61,11 +68,12 @@ def run_rank(settings: dict[str, Any]) -> None:
         raise  # caused by another rank; a restart can help
     except FencedError as error:
         # A rank that was cut off may be fenced by the ranks that have replaced it in this launch.
-        newest = newest_record(directory.path / FOLDER)
-        if newest is None or newest.launch_id != job.launch_id:
+        if not is_of_launch(directory.path / FOLDER, job.launch_id):
             files.write_error(world.rank, error)
         raise
     except TxlError as error:
+        if isinstance(error, OUTAGES) and files.saved.exists():
+            raise  # the launch has trained: a restart can help
         with suppress(OSError):  # a full disk; Ray then transports the error itself
             files.write_error(world.rank, error)
         # If only this rank failed, raising makes Ray end the other ranks. Stops and divergence end

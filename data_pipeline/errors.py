@@ -3,7 +3,8 @@
     TxlError                exit code 1
     |-- ConfigError         2
     |-- DataError           3
-    |   `-- UnfinishedError 3
+    |   |-- UnfinishedError 3
+    |   `-- UnreadableError 3
     `-- ReadFailureError    1
 
 A message names the observed and the expected value, the place, the likely cause and the next
@@ -31,6 +32,10 @@ class DataError(TxlError):
 
 class ReadFailureError(TxlError):
     """A disk, network or server failed to deliver data. The data itself may be intact."""
+
+
+class UnreadableError(DataError):
+    """A disk, network or server did not deliver a dataset. It may be intact: repeating may help."""
 
 
 class UnfinishedError(DataError):

@@ -4,9 +4,11 @@
       ConfigError           2   invalid or contradictory command line or configuration
       DataError             3   input text, shards or a manifest that must not be used
         UnfinishedError     3   preparation that was interrupted; the same command resumes it
+        UnreadableError     3   a dataset that its storage did not deliver; it may be intact
       ReadFailureError      1   data that cannot be read now; it may be intact
       CheckpointError       4   damaged, incomplete or incompatible checkpoint
         FencedError         4   a newer attempt of the run owns its checkpoints
+        StoreError          4   the URL of the checkpoints cannot be read
       DivergedError         5   loss or gradient that is not finite, or a spike
       LostRankError         1   no reply from other ranks in a collective
       PreemptedError       75   stopped on request; resumable (EX_TEMPFAIL)
@@ -17,10 +19,11 @@ likely cause and the next command. Only the command line turns an error into an 
 
 import json
 
-from data_pipeline.errors import ConfigError, DataError, TxlError
+from data_pipeline.errors import ConfigError, DataError, TxlError, UnreadableError
 from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE
 
 __all__ = [
+    "OUTAGES",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -28,7 +31,9 @@ __all__ = [
     "FencedError",
     "LostRankError",
     "PreemptedError",
+    "StoreError",
     "TxlError",
+    "UnreadableError",
 ]
 
 
@@ -40,6 +45,14 @@ class CheckpointError(TxlError):
 
 class FencedError(CheckpointError):
     """A newer attempt of this run owns its checkpoints: this one stops and changes nothing."""
+
+
+class StoreError(CheckpointError):
+    """The store with the copies of the checkpoints did not respond."""
+
+
+OUTAGES = (UnreadableError, StoreError)
+"""Errors of storage that may work again: a launch that has trained starts its ranks again."""
 
 
 class DivergedError(TxlError):
@@ -70,8 +83,10 @@ def error_from_json(line: bytes) -> TxlError:
     classes = (
         ConfigError,
         DataError,
+        UnreadableError,
         CheckpointError,
         FencedError,
+        StoreError,
         DivergedError,
         LostRankError,
         PreemptedError,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.storage.remote_path import DatasetPath, RemotePath
@@ -135,7 +135,7 @@ def unreadable_file(
     problem = f"{part} cannot be read ({error.strerror})".lstrip()
     if not is_read_failure(error):
         return damaged_file(path, directory, problem)
-    return DataError(
+    return UnreadableError(
         f"{path} {problem}. Check {what_to_check(path)}, then run it again: nothing was changed."
     )
 

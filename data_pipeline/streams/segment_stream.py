@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import UnreadableError
 from data_pipeline.shards.shard_files import file_read_by, what_to_check
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import MixedSource
@@ -42,11 +42,11 @@ class SegmentStream:
 
     `num_rows` (default: one per lane) adds rows of padding. `prefetch_segments` limits the number
     of prefetched segments; it changes no value. An exception in the thread is raised by `next`, at
-    the segment that could not be read or a few before it; so is a DataError if the thread takes
-    `timeout_seconds` (None: no limit), because a file system may never answer. The thread ends with
-    `close`, which also happens at the end of a `with` block, on garbage collection and at process
-    exit. Iterating again continues at `position`, as a pipeline with repetitions needs. For one
-    consumer; several streams may share a `source` that is thread-safe.
+    the segment that could not be read or a few before it; so is an UnreadableError if the thread
+    takes `timeout_seconds` (None: no limit), because a file system may never answer. The thread
+    ends with `close`, which also happens at the end of a `with` block, on garbage collection and
+    at process exit. Iterating again continues at `position`, as a pipeline with repetitions needs.
+    For one consumer; several streams may share a `source` that is thread-safe.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class SegmentStream:
             raise group
         return group[::-1]
 
-    def _stalled_error(self) -> DataError:
+    def _stalled_error(self) -> UnreadableError:
         file = file_read_by(self._thread.ident) if self._thread else None
         place = f"{file} could not be read" if file else "no tokens could be read"
         causes = what_to_check(file) if file else "the disk or the network"
-        return DataError(
+        return UnreadableError(
             f"{place} within {self._timeout_seconds:g} s (lane position {self._position:,}). Check "
             f"{causes}, then run it again: nothing was changed."
         )

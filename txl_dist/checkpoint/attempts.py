@@ -82,6 +82,8 @@ class Attempt:
 
     record: AttemptRecord
     folder: DatasetPath
+    is_restart: bool = False
+    """Whether the launch of the attempt before has started it, in the same run directory."""
 
     def add(self) -> None:
         """Write the record: older attempts stop at their next check. Raises OSError.
@@ -132,6 +134,12 @@ def newest_record(folder: DatasetPath) -> AttemptRecord | None:
         name = max(_names(folder), key=_order, default=None)
         return AttemptRecord.model_validate_json((folder / name).read_bytes()) if name else None
     return None
+
+
+def is_of_launch(folder: DatasetPath, launch_id: str) -> bool:
+    """Whether the newest attempt of a folder is of this launch."""
+    newest = newest_record(folder)
+    return newest is not None and newest.launch_id == launch_id
 
 
 def _names(folder: DatasetPath) -> Iterable[str]:

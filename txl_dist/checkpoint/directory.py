@@ -28,7 +28,7 @@ from data_pipeline.storage.atomic_files import fsync_directory, remove_leftovers
 from data_pipeline.storage.directories import publish_directory, remove_directory
 from data_pipeline.storage.locks import try_lock
 from txl_dist.checkpoint.attempts import Attempt
-from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
+from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest, part_name
 from txl_dist.errors import CheckpointError, FencedError
 
 _NAME = re.compile(r"step-(\d{8,})(\.[0-9a-f]{8,64})?")
@@ -191,6 +191,14 @@ class CheckpointDirectory:
             _remove(self.at(step))
             if replaced:
                 replaced.rename(self.at(step))
+
+    def is_publishing(self, num_ranks: int) -> bool:
+        """Whether a save has the parts of all ranks, and only needs rank 0 to complete it."""
+        parts = [part_name(rank) for rank in range(num_ranks)]
+        return any(
+            (staging / MANIFEST_NAME).exists() or all((staging / part).exists() for part in parts)
+            for staging in self.path.glob(self.staging("*").name)
+        )
 
     def discard(self, save_id: str) -> None:
         """Remove the files of a save that has failed, as far as possible."""

@@ -41,6 +41,11 @@ def file_name(kind: Kind, rank: int) -> str:
     return f"{kind}-rank-{rank:05d}.safetensors"
 
 
+def part_name(rank: int) -> str:
+    """Name of the list of a rank's files while a checkpoint is being written."""
+    return f"part-rank-{rank:05d}.json"
+
+
 def rank_of(file: str) -> int:
     """The rank that writes a file of a checkpoint; 0 for files that belong to no rank."""
     match = _RANK.search(file)

@@ -35,7 +35,7 @@ from txl_dist.checkpoint.remote import (
     remote_name,
     step_of,
 )
-from txl_dist.errors import CheckpointError, FencedError
+from txl_dist.errors import CheckpointError, FencedError, StoreError
 from txl_dist.runtime.fault_injection import fault_point
 
 POLL_SECONDS = 0.5
@@ -68,6 +68,8 @@ class CheckpointMirror:
         self.failure: str | None = None
         """Why the last update has failed; None if it has not."""
         self._attempt = attempt and replace(attempt, folder=self._remote.attempts)
+        self._is_added = False
+        """Whether the URL has the attempt."""
         self._fenced: FencedError | None = None
         self._queue = BackgroundQueue("upload")
 
@@ -78,17 +80,25 @@ class CheckpointMirror:
         """Record this attempt, and remove the copies of checkpoints that the run has abandoned by
         resuming from an older one. Call on rank 0 before any rank uploads.
 
-        Raises FencedError if a newer attempt uses the URL, CheckpointError if the store fails.
+        Raises FencedError if a newer attempt uses the URL, StoreError if the store fails; not at a
+        restart, for which the run directory has everything: the next update records the attempt.
         """
         try:
-            if self._attempt is not None:  # not earlier: a refused start must not stop that run
-                self._attempt.add()
+            self._add_attempt()  # not earlier: a refused start must not stop that run
             newest = max(self._checkpoints.steps(), default=0)
             for name in self._remote.names():
                 if step_of(name) > newest:
+                    log.warning("removing %s | the run continues from step %d", name, newest)
                     self._remote.remove(name)
         except OSError as error:
-            raise unreachable(self._remote, error) from error
+            if not (self._attempt and self._attempt.is_restart):
+                raise unreachable(self._remote, error) from error
+            log.warning("%s does not respond (%s). Copies are made later", self, error.strerror)
+
+    def _add_attempt(self) -> None:
+        if self._attempt is not None and not self._is_added:
+            self._attempt.add()
+        self._is_added = True
 
     def update(self, *, published: tuple[int, str] | None = None) -> None:
         """Copy what is missing; returns immediately.
@@ -158,6 +168,8 @@ class CheckpointMirror:
             return False
 
     def _update(self, number: int) -> None:
+        if self._rank == 0:
+            self._add_attempt()
         present: dict[int, str | None] = {}
         for step in reversed(self._checkpoints.steps()):
             if present and number < self._num_updates:
@@ -252,9 +264,9 @@ class CheckpointMirror:
             self._closing.wait(POLL_SECONDS)
 
 
-def unreachable(remote: RemoteCheckpoints, error: OSError) -> CheckpointError:
+def unreachable(remote: RemoteCheckpoints, error: OSError) -> StoreError:
     """The error of a start that cannot read the URL of its checkpoints."""
-    return CheckpointError(
+    return StoreError(
         f"training.checkpoint_url={remote.url} cannot be read: {error.strerror}. It may have newer "
         "checkpoints than the run directory, so nothing is trained. Check the bucket, the "
         "credentials and the network and run it again, or train without it: "

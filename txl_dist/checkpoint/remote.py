@@ -3,7 +3,8 @@
     URL/checkpoints/step-NNNNNNNN.ID/   the files of one save; complete if manifest.json is there
     URL/LATEST                          for people and scripts
     URL/attempts/                       the starts of the run; see `attempts.py`
-    URL/metrics.jsonl, tracking.json    of the run directory, at least up to the newest checkpoint
+    URL/metrics.jsonl, tracking.json, goodput.json
+                                        of the run directory, at least up to the newest checkpoint
 
 The name contains the id of the save: an upload that was interrupted can never be completed with the
 files of another save of the same step. `mirror.py` uploads.
@@ -31,8 +32,9 @@ from txl_dist.checkpoint.manifest import (
 )
 from txl_dist.errors import CheckpointError, ConfigError
 
-RUN_FILES = ("metrics.jsonl", "tracking.json")
-"""Files of the run directory that are copied: the metrics, and which MLflow run has them."""
+RUN_FILES = ("metrics.jsonl", "tracking.json", "goodput.json")
+"""Files of the run directory that are copied: the metrics, which MLflow run has them, and how the
+time was spent."""
 _NAME = re.compile(r"step-(\d{8,})\.[0-9a-f]{8,64}")
 _BLOCK_BYTES = 8 * 2**20
 

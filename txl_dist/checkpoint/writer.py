@@ -39,6 +39,7 @@ from txl_dist.checkpoint.manifest import (
     RankPart,
     Slice,
     load_checkpoint_manifest,
+    part_name,
     rank_of,
 )
 from txl_dist.checkpoint.snapshot import Snapshot
@@ -101,7 +102,7 @@ class Save:
                 )
             part = snapshot.write(staging, rank=self.rank, before_block=self.require_useful)
             # The last use of the directory: rank 0 may rename it as soon as it finds this file.
-            publish_file(staging / _part_name(self.rank), part.model_dump_json().encode())
+            publish_file(staging / part_name(self.rank), part.model_dump_json().encode())
 
     def publish(
         self, header: CheckpointHeader, *, mlflow_run_id: str | None, timeout_seconds: float
@@ -117,7 +118,7 @@ class Save:
             parts = [_read_part(staging, rank) for rank in range(self.num_ranks)]
             self._write_manifest(staging, header, parts, mlflow_run_id)
             for rank in range(self.num_ranks):
-                (staging / _part_name(rank)).unlink()
+                (staging / part_name(rank)).unlink()
             path = self.directory.finish(self.save_id, self.step)
             fault_point("save/latest")
             self.directory.set_pointer("LATEST", self.step)
@@ -126,7 +127,7 @@ class Save:
     def _wait_for_parts(self, staging: Path, timeout_seconds: float) -> None:
         missing = set(range(self.num_ranks))
         num_bytes, deadline, next_look = 0, time.monotonic() + timeout_seconds, 0.0
-        while missing := {rank for rank in missing if not (staging / _part_name(rank)).exists()}:
+        while missing := {rank for rank in missing if not (staging / part_name(rank)).exists()}:
             self.require_useful()
             now = time.monotonic()
             # Not at every poll: a network file system is asked for each file.
@@ -227,12 +228,8 @@ def _stalled(ranks: set[int], seconds: float, *, has_begun: bool) -> TxlError:
     )
 
 
-def _part_name(rank: int) -> str:
-    return f"part-rank-{rank:05d}.json"
-
-
 def _read_part(staging: Path, rank: int) -> RankPart:
-    path = staging / _part_name(rank)
+    path = staging / part_name(rank)
     try:
         part = RankPart.model_validate_json(path.read_bytes())
     except ValidationError as error:

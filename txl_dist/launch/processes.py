@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 from data_pipeline.processes.stop_signals import StopSignals
 from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
+from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.doctor.finding import Finding
 from txl_dist.doctor.request import DoctorRequest, check_this_machine
@@ -45,7 +46,8 @@ AFTER_FAILURE_SECONDS = 10.0
 """After one rank has failed, the others are killed after this time. They notice the failure at
 their next collective; a rank that does not end by then hangs."""
 AFTER_KILL_SECONDS = 1.0
-"""The same after a rank was killed. Then it is known why the ranks end, and a restart waits."""
+"""The same after a rank was killed. Then it is known why the ranks end, and a restart waits. Not if
+rank 0 is completing a checkpoint, which saves more than these seconds."""
 STOP_MARGIN_SECONDS = 3.0
 """Ranks end by themselves `training.grace_seconds` after a stop request; those that cannot are
 killed after this additional time, which Kubernetes' grace period still includes."""
@@ -152,8 +154,18 @@ def _run_ranks(
         HangWatch(directory.path, num_ranks=num_ranks) as watch,
         _start_ranks(job, directory, num_ranks) as processes,
     ):
-        ends = _wait(processes, signals, files, watch, config=job.config.training, output=output)
-    return failure_of(ends, stop_requested=bool(signals), directory=directory)
+        ends = _wait(
+            processes,
+            signals,
+            files,
+            watch,
+            checkpoints=directory.checkpoints,
+            config=job.config.training,
+            output=output,
+        )
+    return failure_of(
+        ends, stop_requested=bool(signals), has_saved=files.saved.exists(), directory=directory
+    )
 
 
 @contextmanager
@@ -198,6 +210,7 @@ def _wait(
     files: LaunchFiles,
     watch: HangWatch,
     *,
+    checkpoints: CheckpointDirectory,
     config: TrainingConfig,
     output: LaunchOutput,
 ) -> list[RankEnd]:
@@ -222,7 +235,11 @@ def _wait(
         if hang and deadline == math.inf:
             output.print(hang)
             deadline = 0.0
-        limits = [_seconds_for_others(code, grace_seconds=grace_seconds) for code in codes]
+        is_publishing = bool(codes) and checkpoints.is_publishing(len(processes))
+        limits = [
+            _seconds_for_others(code, grace_seconds=grace_seconds, is_publishing=is_publishing)
+            for code in codes
+        ]
         deadline = min([deadline, *(time.monotonic() + seconds for seconds in limits)])
         if time.monotonic() > deadline:
             hung |= running.keys()
@@ -237,11 +254,11 @@ def _wait(
     ]
 
 
-def _seconds_for_others(code: int, *, grace_seconds: float) -> float:
+def _seconds_for_others(code: int, *, grace_seconds: float, is_publishing: bool) -> float:
     """How long the other ranks have to end, after one has ended with a code other than 0."""
     if is_stop_code(code):
         return grace_seconds + STOP_MARGIN_SECONDS
-    return AFTER_KILL_SECONDS if code < 0 else AFTER_FAILURE_SECONDS
+    return AFTER_KILL_SECONDS if code < 0 and not is_publishing else AFTER_FAILURE_SECONDS
 
 
 def _error_of_rank(process: subprocess.Popen[bytes]) -> TxlError | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from data_pipeline.errors import printable
 from data_pipeline.processes.stop_signals import STOP_SIGNALS
 from txl_dist.checkpoint.directory import resume_advice
-from txl_dist.errors import LostRankError, PreemptedError, TxlError
+from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
 from txl_dist.training.run_directory import RunDirectory
 
 LAST_BYTES = 8192
@@ -92,13 +92,19 @@ class RunFailure:
     event: str
     """The failure without advice, for the line about the restart."""
     can_restart: bool
-    """A restart can help: a rank was killed, hung, was lost, or ended without a TxlError."""
+    """A restart can help: a rank was killed, hung, was lost, or ended without a TxlError; or
+    storage has failed after the launch had saved."""
 
 
 def failure_of(
-    ends: Sequence[RankEnd], *, stop_requested: bool, directory: RunDirectory
+    ends: Sequence[RankEnd],
+    *,
+    stop_requested: bool,
+    has_saved: bool,
+    directory: RunDirectory,
 ) -> RunFailure | None:
-    """The failure that ended the run; None if all ranks succeeded.
+    """The failure that ended the run; None if all ranks succeeded. `has_saved`: the launch has
+    written a checkpoint, so what it reads was there.
 
     One failure usually makes all ranks fail. The first of these that exists is the cause:
     1. a stop request; 2. a rank killed from outside; 3. an error of a rank's own; 4. a rank that
@@ -116,9 +122,11 @@ def failure_of(
             event = f"rank {end.rank} was killed by {signal.Signals(-end.code).name}"
             error = TxlError(f"{event}; the run stopped. {logs}. {advice}")
             return RunFailure(error, event, can_restart=True)
-    for end in failed:
-        if end.error is not None and not isinstance(end.error, LostRankError):
-            return RunFailure(end.error, str(end.error), can_restart=False)
+    own = [end.error for end in failed if not isinstance(end.error, LostRankError | None)]
+    if own:
+        # Not an outage, if there is another error: it would be repeated.
+        error = min(own, key=lambda error: isinstance(error, OUTAGES))
+        return RunFailure(error, str(error), can_restart=has_saved and isinstance(error, OUTAGES))
     hung = [end.rank for end in failed if end.hung]
     unexplained = [end for end in failed if end.error is None and not end.hung]
     if unexplained:

@@ -4,7 +4,13 @@ import logging
 from contextlib import suppress
 
 from data_pipeline.storage.remote_path import RemotePath
-from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord, newest_number
+from txl_dist.checkpoint.attempts import (
+    FOLDER,
+    Attempt,
+    AttemptRecord,
+    is_of_launch,
+    newest_number,
+)
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.mirror import unreachable
@@ -24,8 +30,8 @@ def begin_attempt(
     """Record the next attempt in the run directory. Collective.
 
     The attempt is recorded at `training.checkpoint_url` later, by `CheckpointMirror.open`: until
-    then this start may be refused. Raises CheckpointError if the URL cannot be read, ConfigError if
-    it has checkpoints of another run.
+    then this start may be refused. Raises StoreError if the URL cannot be read, except at a restart
+    by the same launch, and ConfigError if it has checkpoints of another run.
     """
     attempts: list[Attempt] = []
 
@@ -33,7 +39,8 @@ def begin_attempt(
         run_id = run_id_of(point, directory.checkpoints)
         number = 1 + _newest_number(job, directory.checkpoints, run_id)
         record = AttemptRecord.of_this_process(number=number, launch_id=job.launch_id)
-        attempts.append(Attempt(record, directory.path / FOLDER))
+        folder = directory.path / FOLDER
+        attempts.append(Attempt(record, folder, is_of_launch(folder, job.launch_id)))
         attempts[0].add()
         log.info("%s", record)
 
@@ -54,5 +61,7 @@ def _newest_number(job: TrainJob, checkpoints: CheckpointDirectory, run_id: str)
             remote.require_run(run_id)
             numbers.append(newest_number(remote.attempts))
         except OSError as error:
-            raise unreachable(remote, error) from error
+            # At a restart, an attempt elsewhere shows when this one is recorded at the URL.
+            if not is_of_launch(checkpoints.run / FOLDER, job.launch_id):
+                raise unreachable(remote, error) from error
     return max(numbers)

@@ -188,7 +188,7 @@ class CheckpointScorer:
             tokens, result, reason, has_diverged = 0, None, "", False
             try:
                 if self._num_failures >= MAX_FAILURES:
-                    raise TxlError("the worker has failed too often; the next start tries again")
+                    raise TxlError("the worker has failed too often; a new start opens another")
                 self._workers = self._workers or self._open_workers()
                 is_wanted = partial(self._is_current, number)
                 tokens, result = self._score(step, self._workers, is_wanted)

@@ -3,9 +3,9 @@
     segment -> step (diverged? -> skip or rollback) -> state -> report -> checkpoint -> stop?
             -> evaluation -> score
 
-A rollback abandons the rest of the events, and the loop continues at the older step.
-With `evaluation.on: workers`, the evaluation is a request, and its score is taken after a later
-step.
+A rollback, also one because of a save or an evaluation, abandons the rest of the events, and the
+loop continues at the older step. With `evaluation.on: workers`, the evaluation is a request, and
+its score is taken after a later step.
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
 launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` writes checkpoints, and
@@ -14,6 +14,7 @@ launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` write
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
@@ -134,10 +135,12 @@ class Trainer:
             self.profiler.before_step(self.state.step + 1)
         segment = self._next_segment()
         result = self._step(segment)
-        if "save_failed" in result.raised:
-            self.saver.wait()  # raises the error on every rank
+        # First: a save may find the weights of this event earlier or later.
         if result.event is not None:
             self._respond(segment, result)
+        if "save_failed" in result.raised:
+            with self._finite_weights():
+                self.saver.wait()  # raises the error on every rank
         if result.is_update:
             # The step was accepted, so the checkpoint written after the previous one is usable.
             self.saver.confirm(self.state)
@@ -310,13 +313,24 @@ class Trainer:
                 )
 
     def _give_up_weights(self, error: DivergedError, step: int) -> NoReturn:
-        """Respond to weights that cannot be evaluated. Raises `error`, or RolledBackError."""
-        raise RolledBackError(self.recovery.roll_back_evaluation(self.state, error, step))
+        """Respond to weights that are of no use. Raises `error`, or RolledBackError."""
+        raise RolledBackError(self.recovery.roll_back_weights(self.state, error, step))
+
+    @contextmanager
+    def _finite_weights(self) -> Iterator[None]:
+        """Around a wait for a save, which finds weights that are not finite."""
+        saved_step = self.saver.saved_step
+        try:
+            yield
+        except DivergedError as error:
+            assert saved_step is not None
+            self._give_up_weights(error, saved_step)
 
     def _wait_for_scores(self) -> None:
         if not self.state.unscored_steps:
             return
-        self.saver.wait()  # raises if the checkpoint that would be scored cannot be written
+        with self._finite_weights():
+            self.saver.wait()  # raises if the checkpoint that would be scored cannot be written
         previous = self._activity.enter(Span.EVALUATION)
         while self.state.unscored_steps:
             if not self.worker_evaluation.wait(stop=self.stop):
@@ -342,7 +356,8 @@ class Trainer:
         start = time.monotonic()
         previous = self._activity.enter(Span.SAVE_WAIT)
         self.report.sync()  # a resume from this checkpoint keeps all lines up to its step
-        self.saver.save(self.state)
+        with self._finite_weights():
+            self.saver.save(self.state)
         if self.state.is_unscored:
             self.worker_evaluation.submit(self.state.step)
         self._activity.enter(previous)
@@ -350,7 +365,8 @@ class Trainer:
 
     def _finish_saving(self, *, require_copies: bool) -> None:
         previous = self._activity.enter(Span.SAVE_WAIT)
-        self.saver.finish(require_copies=require_copies)
+        with self._finite_weights():
+            self.saver.finish(require_copies=require_copies)
         self._activity.enter(previous)
 
     def _save_score(self, score: BestScore) -> None:

@@ -6,7 +6,8 @@
 
 A loss is computed with the weights of the update before, so a rollback excludes two steps: the one
 that has diverged and the last update before it. For the same reason it uses no checkpoint of that
-update. After an evaluation whose loss is not finite, it excludes the update that was evaluated.
+update. After an evaluation or a save that finds numbers that are not finite, it excludes the
+last update.
 Steps are excluded by number in `TrainState.divergence`, which is written immediately to
 the checkpoint that the run returns to: they stay excluded after a kill.
 """
@@ -102,8 +103,8 @@ class Recovery:
             excluded={last_update, step},
         )
 
-    def roll_back_evaluation(self, state: TrainState, error: DivergedError, step: int) -> Rollback:
-        """The same after the evaluation of `step`, which is `state`'s or an earlier one.
+    def roll_back_weights(self, state: TrainState, error: DivergedError, step: int) -> Rollback:
+        """The same after the evaluation or the save of `step`, `state`'s or an earlier one.
 
         Raises `error` if the policy is not `rollback`.
         """
@@ -118,7 +119,7 @@ class Recovery:
     ) -> Rollback:
         world = self.step.world
         world.activity.name = f"rollback after step {state.step}"
-        self.saver.wait()  # for a checkpoint that is being written
+        self.saver.settle()  # a checkpoint may be being written
         point = newest_before(last_update, self.checkpoints, world)
         if point is None:
             raise DivergedError(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from data_pipeline.processes.background_queue import BackgroundQueue
 from data_pipeline.storage.remote_path import RemotePath
 from data_pipeline.storage.urls import shown
+from txl_dist.checkpoint.attempts import FOLDER, is_of_launch
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import MANIFEST_NAME
 from txl_dist.checkpoint.mirror import unreachable
@@ -22,7 +23,7 @@ from txl_dist.checkpoint.remote import (
     names_of,
     step_of,
 )
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.errors import CheckpointError, ConfigError, StoreError
 from txl_dist.runtime.background_wait import wait_for_queues
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import require_compatible
@@ -84,17 +85,21 @@ def _replace_by_copy(step: int, job: TrainJob, remote: RemoteCheckpoints) -> boo
     names = [name for name in remote.complete() if step_of(name) == step]
     # Unless its manifest is damaged, only the copy of this save: others are not of this trajectory.
     own = names_of([checkpoints.at(step)])
-    for name in names if not own else [name for name in names if name in own]:
-        remote.download(name, checkpoints)
-        return True
-    return False
+    abandoned = abandoned_names(checkpoints)
+    usable = [name for name in names if name in own or (not own and name not in abandoned)]
+    if usable:
+        remote.download(usable[-1], checkpoints)  # the copy that LATEST names, if there are two
+    return bool(usable)
 
 
 def _download_newest(job: TrainJob, data: TrainingData, remote: RemoteCheckpoints) -> None:
     try:
         names = remote.complete()
     except OSError as error:
-        raise unreachable(remote, error) from error
+        if not is_of_launch(job.run_path / FOLDER, job.launch_id):
+            raise unreachable(remote, error) from error
+        log.warning("%s does not respond; this launch has its checkpoints locally", remote.url)
+        return
     if names and job.resume == "never":
         raise ConfigError(
             f"training.checkpoint_url={remote.url} holds a run up to step {step_of(names[-1])}, "
@@ -122,7 +127,7 @@ def _download_newest(job: TrainJob, data: TrainingData, remote: RemoteCheckpoint
             log.warning("%s. An older checkpoint is used instead", error)
             continue
         except OSError as error:  # the store or the disk fails: this says nothing about the copy
-            raise CheckpointError(
+            raise StoreError(
                 f"{remote.at(name)} cannot be downloaded to {checkpoints.path}: "
                 f"{error.strerror or error}. Run it again, or train without the copies: "
                 "training.checkpoint_url=null"

@@ -6,6 +6,7 @@
     confirm     a loss computed from it was accepted: remove older checkpoints
     rewind      continue from an older checkpoint; later ones are superseded
     wait        until all of that is done; raises the errors of the background threads
+    settle      `wait` before a rollback
     finish      `wait`, and until the copies at `training.checkpoint_url` are complete
 
 One thread per rank does the work, in the order of the calls. It uses no collectives: rank 0 finds
@@ -213,6 +214,17 @@ class RunSaver:
         if require_copies:
             raise CheckpointError(message)
         log.warning("%s", message)
+
+    def settle(self) -> None:
+        """`wait` before a rollback, for which it does not matter if a save has found numbers that
+        are not finite. Collective.
+        """
+        try:
+            self.wait()
+        except DivergedError as error:
+            log.info("%s", error)
+            self._queue.close(timeout_seconds=0)
+            self._queue, self._deadline = BackgroundQueue("checkpoint"), math.inf
 
     def wait_after(self, error: DivergedError) -> DivergedError:
         """`wait` before a run ends with `error`. Collective; returns the error to end it with.

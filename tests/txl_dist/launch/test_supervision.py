@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from txl_dist.errors import ConfigError, DivergedError, LostRankError, PreemptedError, TxlError
+from txl_dist.errors import (
+    ConfigError,
+    DivergedError,
+    LostRankError,
+    PreemptedError,
+    StoreError,
+    TxlError,
+    UnreadableError,
+)
 from txl_dist.launch.supervision import (
     MAX_DELAY_SECONDS,
     RankEnd,
@@ -40,8 +48,12 @@ frame #1: start
 """
 
 
-def failure(ends: list[RankEnd], run: Path, *, stop_requested: bool = False) -> RunFailure | None:
-    return failure_of(ends, stop_requested=stop_requested, directory=RunDirectory(run))
+def failure(
+    ends: list[RankEnd], run: Path, *, stop_requested: bool = False, has_saved: bool = True
+) -> RunFailure | None:
+    return failure_of(
+        ends, stop_requested=stop_requested, has_saved=has_saved, directory=RunDirectory(run)
+    )
 
 
 @pytest.mark.fault_row(1)
@@ -91,6 +103,19 @@ def test_a_rank_that_does_not_end_after_a_stop_request_is_part_of_the_stop(tmp_p
     assert cause is not None
     assert isinstance(cause.error, PreemptedError)
     assert "; rank 1 was killed after not ending within training.grace_seconds" in str(cause.error)
+
+
+@pytest.mark.parametrize("outage", [UnreadableError("s3"), StoreError("s3")])
+def test_an_outage_of_storage_is_restarted_if_the_launch_has_trained(
+    outage: TxlError, tmp_path: Path
+) -> None:
+    for has_saved in (False, True):
+        cause = failure([end(0, 1, LOST), end(1, 3, outage)], tmp_path, has_saved=has_saved)
+        assert cause is not None
+        assert (cause.error, cause.can_restart) == (outage, has_saved)
+    cause = failure([end(0, 3, outage), end(1, 2, ConfigError("bad"))], tmp_path)
+    assert cause is not None
+    assert (str(cause.error), cause.can_restart) == ("bad", False)
 
 
 def test_nothing_failed_if_all_ranks_succeeded(tmp_path: Path) -> None:

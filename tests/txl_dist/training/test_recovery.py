@@ -1,6 +1,7 @@
 """Skip and rollback: the trajectory afterwards, the run directory, and resumes."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tests.support.diverging_runs import (
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.errors import DivergedError
 from txl_dist.training import report
 from txl_dist.training.loop import Trainer
 
@@ -154,6 +156,46 @@ def test_a_checkpoint_of_the_update_that_led_to_the_event_is_not_used(
     assert "to the checkpoint of step 6; the run continues without steps 9 and 10" in ends[0][2][1]
     names = {path.name for path in CheckpointDirectory(tmp_path).path.iterdir()}
     assert "superseded-step-00000009" in names
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weights_that_a_save_refuses_are_undone(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    """Step 9 has a checkpoint, so its save finds the infinite weights too, at any time."""
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    job = tiny_job(dataset, run, *SETTINGS, ROLLBACK)
+    ends = ranks(num_ranks).run(train_with, job, HighRate(9, factor=math.inf))
+    assert [code for code, *_ in ends] == [0] * num_ranks, ends
+    assert "to the checkpoint of step 6; the run continues without steps 9 and 10" in ends[0][2][1]
+    ranks(num_ranks).run(train_with, tiny_job(dataset, reference, *SETTINGS), SkipSteps(9, 10))
+    assert losses(run) == losses(reference)
+    assert CheckpointDirectory(run).steps() == [9, 12]
+
+
+def spoil_unused_weights(trainer: Trainer) -> None:
+    """A save that finds weights that are not finite, which no loss shows."""
+    original = trainer.saver._write
+
+    def write(save: Any, snapshot: Any, state: Any, mlflow_run_id: str | None) -> None:
+        if save.step == 9 and not state.divergence.num_rollbacks:
+            raise DivergedError("weights of step 9 are not finite")
+        original(save, snapshot, state, mlflow_run_id)
+
+    trainer.saver._write = write  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("last_step", [9, 12])
+def test_weights_that_only_a_save_refuses_are_undone(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, last_step: int
+) -> None:
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    settings = (*SETTINGS, ROLLBACK, f"training.num_steps={last_step}")
+    ends = ranks(1).run(train_with, tiny_job(dataset, run, *settings), spoil_unused_weights)
+    assert ends[0][0] == 0, ends
+    ranks(1).run(train_with, tiny_job(dataset, reference, *settings), SkipSteps(9))
+    assert losses(run) == losses(reference)
+    assert CheckpointDirectory(run).newest_step() == last_step
 
 
 @pytest.mark.slow

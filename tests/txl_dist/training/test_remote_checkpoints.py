@@ -101,6 +101,8 @@ def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
     assert ranks(num_ranks).run(in_cloud, aws, train, job) == [0] * num_ranks
     assert "resuming at step 10" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert losses(tmp_path / "run") == losses(straight.run_path)
+    goodput = json.loads((tmp_path / "run/goodput.json").read_text())
+    assert (goodput["restarts"], goodput["seconds"]["down"] > 0) == (1, True)
     local = CheckpointDirectory(tmp_path / "run")
     assert remote_steps(bucket) == local.steps(), "the same retention"
     # The upload may have read an older one at the last removal; a later run removes it.
@@ -149,11 +151,12 @@ def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_late
 def train_with_store_away(
     world: World, job: TrainJob, first_step: int, last_step: int
 ) -> tuple[int, int]:
-    """Fail every request between two steps. How the run ends, and how many have failed."""
+    """Fail every request between two steps; 0 is the start. How the run ends, how many failed."""
     request, failed, trainers = RemotePath._request, [], []
 
     def request_or_fail(path: RemotePath, function: Callable[[Any], Any]) -> Any:
-        if trainers and first_step <= trainers[-1].state.step < last_step:
+        step = trainers[-1].state.step if trainers else 0
+        if first_step <= step < last_step:
             failed.append(path)
             raise ConnectionError("503 Slow Down")
         return request(path, function)
@@ -166,6 +169,29 @@ def train_with_store_away(
         patch.setattr(RemotePath, "_request", request_or_fail)
         patch.setattr("txl_dist.training.rank.build_trainer", build)
         return train(world, job), len(failed)
+
+
+def test_a_restart_by_its_launch_needs_no_store(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    """Another launch may lack newer checkpoints, so it does."""
+    straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION)
+    assert ranks(1).run(train, straight) == [0]
+    job = tiny_job(dataset, tmp_path / "run", *SETTINGS)
+    ends = ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)
+    assert [code for code, _ in ends] == [3]
+    other = job.model_copy(update={"launch_id": "another"})
+    ((code, _),) = ranks(1).run(in_cloud, aws, train_with_store_away, other, 0, 17)
+    assert code == 4
+    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, job, 0, 17)
+    assert (code, num_failed > 3) == (0, True)
+    assert losses(job.run_path) == losses(straight.run_path)
+    assert remote_steps(bucket) == [15, 20]
+    assert len(bucket.ls("bucket/runs/one/attempts")) == 2, "recorded later"
 
 
 @pytest.mark.slow

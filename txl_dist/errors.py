@@ -23,7 +23,6 @@ from data_pipeline.errors import ConfigError, DataError, TxlError, UnreadableErr
 from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE
 
 __all__ = [
-    "OUTAGES",
     "CheckpointError",
     "ConfigError",
     "DataError",

@@ -151,8 +151,12 @@ def build_trainer(
 
 def _share_stop(stop: StopRequest, directory: RunDirectory, world: World, stack: ExitStack) -> None:
     """A launcher has given the ranks a file; torchrun, which has started them, does not."""
-    if not stop.has_file:
-        stop.share_by(stack.enter_context(directory.stop_file(world)))
+    if stop.has_file:
+        return
+    world.run_on_rank_zero(directory.remove_stop_files)
+    stop.share_by(directory.stop_file)
+    if world.is_rank_zero:
+        stack.callback(directory.remove_stop_files)
 
 
 def _lock(job: TrainJob, directory: RunDirectory, stack: ExitStack) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from data_pipeline.storage.locks import wait_for_lock
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.world import World
 
 log = logging.getLogger(__name__)
 
@@ -54,24 +53,17 @@ class RunDirectory:
                 "another with directory=PATH, free some space, or change its permissions"
             ) from None
 
-    @contextmanager
-    def stop_file(self, world: World) -> Iterator[Path]:
-        """The file of this attempt that tells all ranks of a stop request. Collective; needs the
-        lock, because it removes those of killed processes.
-        """
-
-        def remove() -> None:
-            for path in self.path.glob(".stop-*"):
-                path.unlink(missing_ok=True)
-
+    @property
+    def stop_file(self) -> Path:
+        """Tells the ranks of this attempt of a stop request, if no launcher has a file for that."""
         attempt = self.checkpoints.attempt
         assert attempt is not None
-        world.run_on_rank_zero(remove)
-        try:
-            yield self.path / f".stop-{attempt.record.id}"
-        finally:
-            if world.is_rank_zero:
-                remove()
+        return self.path / f".stop-{attempt.record.id}"
+
+    def remove_stop_files(self) -> None:
+        """Also those of killed processes. Only with the lock."""
+        for path in self.path.glob(".stop-*"):
+            path.unlink(missing_ok=True)
 
     @contextmanager
     def locked(self, *, timeout_seconds: float = 0.0, force: bool = False) -> Iterator[None]:

@@ -188,7 +188,7 @@ def test_a_restart_by_its_launch_needs_no_store(
     ((code, _),) = ranks(1).run(in_cloud, aws, train_with_store_away, other, 0, 17)
     assert code == 4
     ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, job, 0, 17)
-    assert (code, num_failed > 3) == (0, True)
+    assert (code, num_failed > 0) == (0, True)
     assert losses(job.run_path) == losses(straight.run_path)
     assert remote_steps(bucket) == [15, 20]
     assert len(bucket.ls("bucket/runs/one/attempts")) == 2, "recorded later"

@@ -13,7 +13,7 @@ from cluster.network import use_interface_of
 from cluster.placement import num_threads
 from cluster.workers import RayWorkers
 from data_pipeline.processes.stop_signals import blocked_signals
-from txl_dist.checkpoint.attempts import FOLDER, is_of_launch
+from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.errors import (
     OUTAGES,
     DivergedError,
@@ -68,7 +68,7 @@ def run_rank(settings: dict[str, Any]) -> None:
         raise  # caused by another rank; a restart can help
     except FencedError as error:
         # A rank that was cut off may be fenced by the ranks that have replaced it in this launch.
-        if not is_of_launch(directory.path / FOLDER, job.launch_id):
+        if newest_of_launch(directory.path / FOLDER, job.launch_id) is None:
             files.write_error(world.rank, error)
         raise
     except TxlError as error:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.shards.missing_manifest import MANIFEST_NAME, missing_manifest_error
 from data_pipeline.shards.prepare_settings import SPLIT_PATTERN, PrepareSettings, SplitName
 from data_pipeline.shards.text_counts import Count, TextCounts
@@ -21,6 +21,7 @@ from data_pipeline.storage.manifest_file import (
     manifest_bytes,
 )
 from data_pipeline.storage.remote_path import DatasetPath, dataset_path
+from data_pipeline.storage.source_errors import is_read_failure
 from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
 
@@ -229,7 +230,8 @@ def load_manifest(directory: str | DatasetPath) -> ShardManifest:
     except FileNotFoundError:
         raise missing_manifest_error(directory) from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+        kind = UnreadableError if is_read_failure(error) else DataError
+        raise kind(f"{path} cannot be read: {error.strerror}.") from error
     except WrongFormatError as error:
         raise DataError(
             f"{path} {error}. It belongs to another program or to another version of txl. Give a "

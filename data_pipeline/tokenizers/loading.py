@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.storage import strict_json
 from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.storage.source_errors import is_read_failure
@@ -55,13 +55,12 @@ def read_description(path: DatasetPath) -> Any:
             )
         return strict_json.parse(path.read_text("utf-8"))
     except OSError as error:
-        advice = (
-            "Check the disk or network and run this again."
-            if is_read_failure(error)
-            else "A complete dataset has one; create it again: txl prepare INPUT --out DIR."
-        )
+        problem = f"{path}: the tokenizer cannot be read ({error.strerror})."
+        if is_read_failure(error):
+            advice = "Check the disk or network and run this again."
+            raise UnreadableError(f"{problem} {advice}") from error
         raise DataError(
-            f"{path}: the tokenizer cannot be read ({error.strerror}). {advice}"
+            f"{problem} A complete dataset has one; create it again: txl prepare INPUT --out DIR."
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(

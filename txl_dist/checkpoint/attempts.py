@@ -25,7 +25,7 @@ import secrets
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -82,14 +82,17 @@ class Attempt:
 
     record: AttemptRecord
     folder: DatasetPath
-    is_restart: bool = False
-    """Whether the launch of the attempt before has started it, in the same run directory."""
+    previous: AttemptRecord | None = None
+    """The previous attempt in this run directory, if it was of the same launch."""
 
     def add(self) -> None:
         """Write the record: older attempts stop at their next check. Raises OSError.
 
-        Raises FencedError if another process has taken the same or a higher number meanwhile.
+        Raises FencedError if another launch has begun an attempt since the previous one of this
+        launch, or another process has taken the same or a higher number meanwhile.
         """
+        if self.previous is not None:
+            replace(self, record=self.previous).require_newest()
         path, data = self.folder / self.record.file_name, self.record.model_dump_json().encode()
         if isinstance(path, Path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,10 +139,10 @@ def newest_record(folder: DatasetPath) -> AttemptRecord | None:
     return None
 
 
-def is_of_launch(folder: DatasetPath, launch_id: str) -> bool:
-    """Whether the newest attempt of a folder is of this launch."""
+def newest_of_launch(folder: DatasetPath, launch_id: str) -> AttemptRecord | None:
+    """The newest attempt of a folder, if it is of this launch."""
     newest = newest_record(folder)
-    return newest is not None and newest.launch_id == launch_id
+    return newest if newest is not None and newest.launch_id == launch_id else None
 
 
 def _names(folder: DatasetPath) -> Iterable[str]:

@@ -91,7 +91,7 @@ class CheckpointMirror:
                     log.warning("removing %s | the run continues from step %d", name, newest)
                     self._remote.remove(name)
         except OSError as error:
-            if not (self._attempt and self._attempt.is_restart):
+            if self._attempt is None or self._attempt.previous is None:
                 raise unreachable(self._remote, error) from error
             log.warning("%s does not respond (%s). Copies are made later", self, error.strerror)
 

@@ -41,8 +41,9 @@ class HangWatch:
 
     def hang(self, *, timeout_seconds: float) -> str | None:
         """What is known about the ranks if all of them hang, else None."""
+        has_begun = bool(self._beats)  # before the seconds: the thread sets them in the other order
         seconds = self.silent_seconds
-        if not self._beats:
+        if not has_begun:
             is_late = seconds > START_SECONDS
             return f"no rank has begun within {START_SECONDS:.0f} s" if is_late else None
         if seconds <= timeout_seconds + MARGIN_SECONDS:
@@ -64,4 +65,5 @@ class HangWatch:
                 if beat is None:
                     continue
                 if known is None or (known.pid, known.number) != (beat.pid, beat.number):
-                    self._beats[rank], self.silent_seconds = beat, 0.0
+                    self.silent_seconds = 0.0
+                    self._beats[rank] = beat

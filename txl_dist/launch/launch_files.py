@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file
 from data_pipeline.storage.locks import try_lock, wait_for_lock
-from txl_dist.checkpoint.attempts import FOLDER, is_of_launch
+from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.training.job import TrainJob
 
@@ -94,7 +94,7 @@ class LaunchFiles:
         if job.resume == "never" and not has_begun:
             # An attempt is recorded after the check that there was no run. A rank that was killed
             # before it created `saved` may have left a checkpoint.
-            has_begun = is_of_launch(self._base.parent / FOLDER, job.launch_id)
+            has_begun = newest_of_launch(self._base.parent / FOLDER, job.launch_id) is not None
         return job.model_copy(update={"resume": "auto"}) if has_begun else job
 
     def write_location(self, rank: int, location: RankLocation) -> None:

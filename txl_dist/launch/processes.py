@@ -235,7 +235,7 @@ def _wait(
         if hang and deadline == math.inf:
             output.print(hang)
             deadline = 0.0
-        is_publishing = bool(codes) and checkpoints.is_publishing(len(processes))
+        is_publishing = bool(codes) and 0 in running and checkpoints.is_publishing(len(processes))
         limits = [
             _seconds_for_others(code, grace_seconds=grace_seconds, is_publishing=is_publishing)
             for code in codes

@@ -91,8 +91,8 @@ class HeartbeatFiles:
 
     def remove_all(self) -> None:
         """Remove those of earlier processes, before ranks are started."""
-        with contextlib.suppress(OSError):
-            for path in self._directory.glob("rank-*.json"):
+        for path in self._directory.glob("rank-*.json"):
+            with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
     def request_stacks(self, label: str) -> None:

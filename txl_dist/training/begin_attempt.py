@@ -8,8 +8,8 @@ from txl_dist.checkpoint.attempts import (
     FOLDER,
     Attempt,
     AttemptRecord,
-    is_of_launch,
     newest_number,
+    newest_of_launch,
 )
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
@@ -40,7 +40,7 @@ def begin_attempt(
         number = 1 + _newest_number(job, directory.checkpoints, run_id)
         record = AttemptRecord.of_this_process(number=number, launch_id=job.launch_id)
         folder = directory.path / FOLDER
-        attempts.append(Attempt(record, folder, is_of_launch(folder, job.launch_id)))
+        attempts.append(Attempt(record, folder, newest_of_launch(folder, job.launch_id)))
         attempts[0].add()
         log.info("%s", record)
 
@@ -61,7 +61,7 @@ def _newest_number(job: TrainJob, checkpoints: CheckpointDirectory, run_id: str)
             remote.require_run(run_id)
             numbers.append(newest_number(remote.attempts))
         except OSError as error:
-            # At a restart, an attempt elsewhere shows when this one is recorded at the URL.
-            if not is_of_launch(checkpoints.run / FOLDER, job.launch_id):
+            # At a restart, an attempt elsewhere is found when this one is recorded at the URL.
+            if newest_of_launch(checkpoints.run / FOLDER, job.launch_id) is None:
                 raise unreachable(remote, error) from error
     return max(numbers)

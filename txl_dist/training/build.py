@@ -156,7 +156,7 @@ def _share_stop(stop: StopRequest, directory: RunDirectory, world: World, stack:
     world.run_on_rank_zero(directory.remove_stop_files)
     stop.share_by(directory.stop_file)
     if world.is_rank_zero:
-        stack.callback(directory.remove_stop_files)
+        stack.callback(directory.stop_file.unlink, missing_ok=True)
 
 
 def _lock(job: TrainJob, directory: RunDirectory, stack: ExitStack) -> None:

@@ -162,7 +162,7 @@ def build_saver(
     *,
     is_new_attempt: bool,
 ) -> RunSaver:
-    """Also records a new attempt at `training.checkpoint_url`, which must be reachable for that."""
+    """Also records a new attempt at `training.checkpoint_url`."""
     config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
     header = CheckpointHeader(
         written_by=code_description(),

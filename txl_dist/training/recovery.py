@@ -7,7 +7,7 @@
 A loss is computed with the weights of the update before, so a rollback excludes two steps: the one
 that has diverged and the last update before it. For the same reason it uses no checkpoint of that
 update. After an evaluation or a save that finds numbers that are not finite, it excludes the
-last update.
+last update before it.
 Steps are excluded by number in `TrainState.divergence`, which is written immediately to
 the checkpoint that the run returns to: they stay excluded after a kill.
 """

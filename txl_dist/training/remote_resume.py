@@ -12,7 +12,7 @@ from contextlib import suppress
 from data_pipeline.processes.background_queue import BackgroundQueue
 from data_pipeline.storage.remote_path import RemotePath
 from data_pipeline.storage.urls import shown
-from txl_dist.checkpoint.attempts import FOLDER, is_of_launch
+from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import MANIFEST_NAME
 from txl_dist.checkpoint.mirror import unreachable
@@ -45,8 +45,8 @@ def download_newest(job: TrainJob, data: TrainingData, world: World) -> None:
 
     Raises ConfigError if they belong to another run than the local checkpoints, or if `--resume
     never` finds any; CheckpointError or DataError if the job cannot continue from them;
-    CheckpointError if the URL cannot be read, if all copies are damaged, or with `--strict` the
-    newest one.
+    CheckpointError if all copies are damaged, or with `--strict` the newest one; StoreError if the
+    URL cannot be read, except at a restart by the same launch.
     """
     if url := job.config.training.checkpoint_url:
         remote = RemoteCheckpoints(RemotePath(url))
@@ -93,31 +93,19 @@ def _replace_by_copy(step: int, job: TrainJob, remote: RemoteCheckpoints) -> boo
 
 
 def _download_newest(job: TrainJob, data: TrainingData, remote: RemoteCheckpoints) -> None:
+    checkpoints = CheckpointDirectory(job.run_path)
     try:
-        names = remote.complete()
+        wanted = _usable_copies(checkpoints, remote, job=job, data=data)
     except OSError as error:
-        if not is_of_launch(job.run_path / FOLDER, job.launch_id):
+        if newest_of_launch(job.run_path / FOLDER, job.launch_id) is None:
             raise unreachable(remote, error) from error
         log.warning("%s does not respond; this launch has its checkpoints locally", remote.url)
         return
-    if names and job.resume == "never":
-        raise ConfigError(
-            f"training.checkpoint_url={remote.url} holds a run up to step {step_of(names[-1])}, "
-            "and --resume never would overwrite it. Choose another URL, or resume that run with "
-            "--resume auto"
-        )
-    checkpoints = CheckpointDirectory(job.run_path)
     checkpoints.path.mkdir(parents=True, exist_ok=True)
-    local, abandoned = checkpoints.steps(), abandoned_names(checkpoints)
-    wanted = _wanted(names, checkpoints, remote, job=job, data=data)
-    if wanted:
-        _require_own(wanted, checkpoints, remote, job=job, data=data)
-    damage = []
+    local, damage = checkpoints.steps(), []
     for name in reversed(wanted):
         if local and step_of(name) <= local[-1]:
             return
-        if name in abandoned:  # by a rollback, which a kill or the store kept from removing it
-            continue
         try:
             path = remote.download(name, checkpoints)
         except CheckpointError as error:
@@ -136,6 +124,33 @@ def _download_newest(job: TrainJob, data: TrainingData, remote: RemoteCheckpoint
         return
     if damage and not local:  # a new run would replace them
         raise all_damaged(remote, damage)
+
+
+def _usable_copies(
+    checkpoints: CheckpointDirectory,
+    remote: RemoteCheckpoints,
+    *,
+    job: TrainJob,
+    data: TrainingData,
+) -> list[str]:
+    """The copies from which this command may resume, the one to prefer last.
+
+    Raises ConfigError, CheckpointError or DataError if they are not of this run or job, OSError if
+    the store fails.
+    """
+    names = remote.complete()
+    if names and job.resume == "never":
+        raise ConfigError(
+            f"training.checkpoint_url={remote.url} holds a run up to step {step_of(names[-1])}, "
+            "and --resume never would overwrite it. Choose another URL, or resume that run with "
+            "--resume auto"
+        )
+    wanted = _wanted(names, checkpoints, remote, job=job, data=data)
+    if wanted:
+        _require_own(wanted, checkpoints, remote, job=job, data=data)
+    # A kill or the store may have kept a rollback from removing the copies of what it abandoned.
+    abandoned = abandoned_names(checkpoints)
+    return [name for name in wanted if name not in abandoned]
 
 
 def _require_own(
@@ -163,7 +178,7 @@ def _wanted(
     job: TrainJob,
     data: TrainingData,
 ) -> list[str]:
-    """The copies from which this command may resume, the one to prefer last."""
+    """The copies that belong to this command, the one to prefer last."""
     if job.resume == "auto":
         return names
     named = named_checkpoint(job, data)

@@ -61,7 +61,7 @@ class RunDirectory:
         return self.path / f".stop-{attempt.record.id}"
 
     def remove_stop_files(self) -> None:
-        """Also those of killed processes. Only with the lock."""
+        """Remove those of killed processes. Only with the lock."""
         for path in self.path.glob(".stop-*"):
             path.unlink(missing_ok=True)
 

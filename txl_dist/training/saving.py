@@ -117,7 +117,7 @@ class RunSaver:
             state=state.model_dump(mode="json"),
             rank=world.rank,
             num_ranks=world.num_ranks,
-            require_useful=self._require_useful,
+            require_useful=partial(self._require_useful, self._queue),
         )
         snapshot = Snapshot(self._step.engine.fragments(), self._step.memory_of_lanes())
         mlflow_run_id = self._tracker.run_id if self._tracker else None
@@ -282,9 +282,10 @@ class RunSaver:
 
     # --- in the background thread ---------------------------------------------------------------
 
-    def _require_useful(self) -> None:
-        self._queue.progress += 1
-        if time.monotonic() > self._deadline:
+    def _require_useful(self, queue: BackgroundQueue) -> None:
+        queue.progress += 1
+        # A rollback has given the run another queue.
+        if queue is not self._queue or time.monotonic() > self._deadline:
             raise TxlError("given up, because the save has failed on another rank")
 
     def _write(

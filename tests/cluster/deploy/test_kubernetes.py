@@ -197,7 +197,7 @@ def test_the_job_set_repeats_stopped_runs_and_not_those_that_would_fail_again() 
         for error in vars(errors).values()
         if isinstance(error, type) and issubclass(error, errors.TxlError)
     }
-    permanent = exit_codes - {1, RESUMABLE} - {error.exit_code for error in errors.OUTAGES}
+    permanent = exit_codes - {1, RESUMABLE}
     assert actions == {RESUMABLE: "Ignore"} | dict.fromkeys(permanent, "FailJob")
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     [rule] = manifest["spec"]["failurePolicy"]["rules"]

@@ -1,12 +1,15 @@
 """Manifests: loaded unchanged, and refused with the cause if edited or damaged."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.shards.manifest import ShardManifest, load_manifest
+from data_pipeline.tokenizers import load_tokenizer
 
 Dataset = tuple[Path, ShardManifest]
 
@@ -47,6 +50,20 @@ def test_a_file_that_is_not_a_manifest_is_refused_with_the_cause(
     with pytest.raises(DataError, match=cause) as caught:
         load_manifest(tmp_path)
     assert str(tmp_path / "manifest.json") in str(caught.value)
+
+
+def test_a_disk_that_fails_is_not_damage(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is restarted after the one, and not after the other."""
+
+    def fail(path: Path, *_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "stat", fail)
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(UnreadableError, match="Input/output error"):
+        load_manifest(dataset[0])
+    with pytest.raises(UnreadableError, match="Input/output error"):
+        load_tokenizer(dataset[0] / "tokenizer.json")
 
 
 @pytest.mark.fault_row(16)

@@ -22,6 +22,7 @@ from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtu
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_job, train
 from tests.txl_dist.training.test_saving import train_changed
+from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.remote import remote_name
@@ -192,6 +193,27 @@ def test_a_restart_by_its_launch_needs_no_store(
     assert losses(job.run_path) == losses(straight.run_path)
     assert remote_steps(bucket) == [15, 20]
     assert len(bucket.ls("bucket/runs/one/attempts")) == 2, "recorded later"
+
+
+@pytest.mark.slow
+def test_a_restart_without_the_store_stops_if_the_run_has_gone_on_elsewhere(
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path: Path,
+    aws: dict[str, str],
+    bucket: Any,  # noqa: F811
+) -> None:
+    job = tiny_job(dataset, tmp_path, *SETTINGS)
+    ends = ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)
+    assert [code for code, _ in ends] == [3]
+    other = AttemptRecord.of_this_process(number=2, launch_id="other")
+    bucket.pipe(f"bucket/runs/one/attempts/{other.file_name}", other.model_dump_json().encode())
+    copies = bucket.find("bucket/runs/one/checkpoints")
+    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, job, 0, 14)
+    assert (code, num_failed > 0) == (4, True)
+    assert "attempt 2 (host" in (tmp_path / "logs/rank-0.log").read_text()
+    bucket.invalidate_cache()
+    assert bucket.find("bucket/runs/one/checkpoints") == copies
 
 
 @pytest.mark.slow

@@ -144,7 +144,9 @@ def train_slowly(world: World, job: TrainJob, *, slow: str) -> int:
         return Snapshot(*args)
 
     def slow_write(save: Save, snapshot: Snapshot) -> None:
-        time.sleep(8 if world.rank == 0 and slow == "write" else 0)
+        for _ in range(8 if world.rank == 0 and slow == "write" else 0):
+            time.sleep(1)
+            save.require_useful()  # called for every block
         write(save, snapshot)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,7 @@
 """What every test may use: groups of ranks, and a small dataset of real text."""
 
 import os
+import signal
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,14 @@ def ranks() -> Iterator[RankGroups]:
     groups = RankGroups()
     yield groups
     groups.close()
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP is not ignored, neither here nor by the commands of a test: under `nohup` it is."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ from tests.support.commands import (
     ENVIRONMENT,
     children_of,
     is_alive,
-    num_lines,
     start_txl,
     txl,
     wait_until,
@@ -265,7 +264,7 @@ def test_ranks_that_cannot_react_are_killed_after_the_grace_period(
 ) -> None:
     words = command(dataset, tmp_path)
     process = start_txl(*words)
-    wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 10)
+    wait_until(lambda: CheckpointDirectory(tmp_path).steps() != [])
     for rank in children_of(process.pid):
         os.kill(rank, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)

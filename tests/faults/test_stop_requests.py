@@ -49,6 +49,7 @@ def assert_saved_where_it_stopped(run: Path) -> None:
 
 
 @pytest.mark.fault_row(5)
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_to_every_process_of_a_job_is_one_request(
     dataset: Path, tmp_path: Path, number: int
@@ -66,6 +67,7 @@ def test_a_signal_to_every_process_of_a_job_is_one_request(
 
 
 @pytest.mark.fault_row(5)
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("launcher", ["processes", "ray"])
 def test_a_closed_terminal_is_a_request(dataset: Path, tmp_path: Path, launcher: str) -> None:
     pid, terminal = pty.fork()

@@ -24,6 +24,7 @@ class Calls:
         self.repeats += 1
 
 
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_a_request_and_the_old_handler_is_restored(number: int) -> None:
     before = signal.getsignal(number)

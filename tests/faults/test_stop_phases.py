@@ -240,10 +240,11 @@ def start_with_torchrun(*words: object) -> subprocess.Popen[str]:
 def test_a_signal_to_one_rank_in_an_evaluation_ends_it_on_all(
     start: Callable[..., subprocess.Popen[str]], dataset: Path, tmp_path: Path
 ) -> None:
-    """The other rank has not received it, and would score its share of the split first."""
+    """The other rank has not received it, and would score its share first, for half a minute."""
     words = (
-        "evaluation.split=valid", "evaluation.batch_chunks=1", "training.grace_seconds=100",
-        "training.checkpoint_interval_steps=10",
+        "evaluation.split=train", "evaluation.batch_chunks=1", "data.tgt_len=1", "model.n_layer=6",
+        "evaluation.interval_steps=10", "training.checkpoint_interval_steps=10",
+        "training.grace_seconds=100",
     )  # fmt: skip
     process = start(*command(dataset, tmp_path, *words))
     wait_until(CheckpointDirectory(tmp_path).at(10).is_dir)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
+from tests.support.cloud_runs import aws, in_cloud  # noqa: F401 - aws is a fixture
 from tests.support.commands import (
     ENVIRONMENT,
     children_of,
@@ -29,7 +30,6 @@ from tests.support.commands import (
 )
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
-from tests.txl_dist.training.test_remote_checkpoints import aws, in_cloud  # noqa: F401
 from txl_dist.checkpoint import mirror
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import TxlError

@@ -28,7 +28,7 @@ from txl_dist.training.device_dropout import DeviceDropoutMasks
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 
 VECTOR_BYTES = 16
-"""The most that a thread of a GPU loads at once; the address must be a multiple of it."""
+"""Size of the largest load instruction of a GPU, whose address must be a multiple of it."""
 
 
 def compile_layers(

@@ -403,7 +403,7 @@ def test_lines_of_a_resumed_run_do_not_depend_on_where_it_stopped(
 
 
 class SlowSteps:
-    """Each computed step takes a second, by a clock of its own."""
+    """Each computed step takes a second of a simulated clock."""
 
     def __call__(self, trainer: Any) -> None:
         now = [0.0]

@@ -4,81 +4,28 @@ The store is moto's S3 on 127.0.0.1.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import s3fs
-from moto.server import ThreadedMotoServer
 
-from data_pipeline.storage import urls
 from data_pipeline.storage.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
+from tests.support.cloud_runs import SETTINGS, URL, aws, die_after, in_cloud, remote_steps  # noqa: F401
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_job, train
 from tests.txl_dist.training.test_saving import train_changed
-from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.remote import remote_name
 from txl_dist.errors import DataError
 from txl_dist.runtime.world import World
-from txl_dist.training import saving
-from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.resume_point import newest_before
-
-URL = "s3://bucket/runs/one"
-SETTINGS = (
-    NO_EVALUATION,
-    f"training.checkpoint_url={URL}",
-    "training.checkpoint_interval_steps=5",
-)
-
-
-@pytest.fixture
-def aws(s3_server: ThreadedMotoServer, bucket: Any) -> dict[str, str]:  # noqa: F811
-    """The environment in which the ranks find the store."""
-    fail_fast = {"AWS_MAX_ATTEMPTS": "1"}
-    return {k: v for k, v in os.environ.items() if k.startswith("AWS_")} | fail_fast
-
-
-def in_cloud(world: World, aws: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(world, *args)` with the store, and without long waits between retries."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in aws.items():
-            patch.setenv(name, value)
-        patch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
-        patch.setattr(saving, "RETRY_SECONDS", 0.2)
-        patch.setattr(s3fs.S3FileSystem, "retries", 1)
-        s3fs.S3FileSystem.clear_instance_cache()
-        return function(world, *args)
-
-
-def remote_steps(store: Any) -> list[int]:
-    """Steps of the complete copies."""
-    store.invalidate_cache()
-    manifests = store.glob("bucket/runs/one/checkpoints/*/manifest.json")
-    return sorted(int(path.split("/")[-2][5:13]) for path in manifests)
-
-
-def die_after(trainer: Trainer, step: int) -> None:
-    """End the run with an error of the data after a step, as soon as its checkpoint is copied."""
-    segments = trainer.segments
-
-    def failing() -> Any:
-        while trainer.state.step < step:
-            yield next(segments)
-        trainer.saver.finish(require_copies=True)
-        raise DataError("the machine is gone")
-
-    trainer.segments = failing()
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -86,7 +33,7 @@ def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
-    aws: dict[str, str],
+    aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
     num_ranks: int,
 ) -> None:
@@ -112,144 +59,6 @@ def test_a_run_continues_on_an_empty_disk_with_the_losses_of_an_undisturbed_one(
     assert latest.startswith("checkpoints/step-00000020.")
     copied = bucket.cat("bucket/runs/one/metrics.jsonl").decode().splitlines()
     assert [json.loads(line)["step"] for line in copied] == list(range(1, 21))
-
-
-def train_with_refused_uploads(
-    world: World, job: TrainJob, until_step: int | None
-) -> tuple[int, str, bool]:
-    """Answer all uploads with an error, until a step if one is given; whether that happened."""
-    upload, refused = RemotePath.write_from, []
-
-    def refuse_uploads(trainer: Trainer) -> None:
-        def refuse(target: RemotePath, source: Path) -> None:
-            if until_step is None or trainer.state.step < until_step:
-                refused.append(target)
-                raise ConnectionError("503 Slow Down")
-            upload(target, source)
-
-        RemotePath.write_from = refuse  # type: ignore[method-assign]
-
-    try:
-        return *train_changed(world, job, refuse_uploads), bool(refused)
-    finally:
-        RemotePath.write_from = upload  # type: ignore[method-assign]
-
-
-@pytest.mark.slow
-def test_a_store_that_is_away_for_a_while_stops_nothing_and_gets_everything_later(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    aws: dict[str, str],
-    bucket: Any,  # noqa: F811
-) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS)
-    ends = ranks(1).run(in_cloud, aws, train_with_refused_uploads, job, 20)
-    assert ends == [(0, "", True)]
-    assert remote_steps(bucket) == [15, 20]
-
-
-def train_with_store_away(
-    world: World, job: TrainJob, first_step: int, last_step: int
-) -> tuple[int, int]:
-    """Fail every request between two steps; 0 is the start. How the run ends, how many failed."""
-    request, failed, trainers = RemotePath._request, [], []
-
-    def request_or_fail(path: RemotePath, function: Callable[[Any], Any]) -> Any:
-        step = trainers[-1].state.step if trainers else 0
-        if first_step <= step < last_step:
-            failed.append(path)
-            raise ConnectionError("503 Slow Down")
-        return request(path, function)
-
-    def build(*args: Any, **options: Any) -> Trainer:
-        trainers.append(build_trainer(*args, **options))
-        return trainers[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RemotePath, "_request", request_or_fail)
-        patch.setattr("txl_dist.training.rank.build_trainer", build)
-        return train(world, job), len(failed)
-
-
-def test_a_restart_by_its_launch_needs_no_store(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    aws: dict[str, str],
-    bucket: Any,  # noqa: F811
-) -> None:
-    """Another launch may lack newer checkpoints, so it does."""
-    straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION)
-    assert ranks(1).run(train, straight) == [0]
-    job = tiny_job(dataset, tmp_path / "run", *SETTINGS)
-    ends = ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)
-    assert [code for code, _ in ends] == [3]
-    other = job.model_copy(update={"launch_id": "another"})
-    ((code, _),) = ranks(1).run(in_cloud, aws, train_with_store_away, other, 0, 17)
-    assert code == 4
-    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, job, 0, 17)
-    assert (code, num_failed > 0) == (0, True)
-    assert losses(job.run_path) == losses(straight.run_path)
-    assert remote_steps(bucket) == [15, 20]
-    assert len(bucket.ls("bucket/runs/one/attempts")) == 2, "recorded later"
-
-
-@pytest.mark.slow
-def test_a_restart_without_the_store_stops_if_the_run_has_gone_on_elsewhere(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    aws: dict[str, str],
-    bucket: Any,  # noqa: F811
-) -> None:
-    job = tiny_job(dataset, tmp_path, *SETTINGS)
-    ends = ranks(1).run(in_cloud, aws, train_changed, job, die_after, 13)
-    assert [code for code, _ in ends] == [3]
-    other = AttemptRecord.of_this_process(number=2, launch_id="other")
-    bucket.pipe(f"bucket/runs/one/attempts/{other.file_name}", other.model_dump_json().encode())
-    copies = bucket.find("bucket/runs/one/checkpoints")
-    ((code, num_failed),) = ranks(1).run(in_cloud, aws, train_with_store_away, job, 0, 14)
-    assert (code, num_failed > 0) == (4, True)
-    assert "attempt 2 (host" in (tmp_path / "logs/rank-0.log").read_text()
-    bucket.invalidate_cache()
-    assert bucket.find("bucket/runs/one/checkpoints") == copies
-
-
-@pytest.mark.slow
-def test_settings_change_on_schedule_while_the_store_is_away(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    aws: dict[str, str],
-    bucket: Any,  # noqa: F811
-) -> None:
-    change = "training.changes=[{step: 10, num_lanes: 3}]"
-    straight = tiny_job(dataset, tmp_path / "straight", NO_EVALUATION, change)
-    assert ranks(2).run(train, straight) == [0, 0]
-    job = tiny_job(dataset, tmp_path / "run", *SETTINGS, change)
-    for code, num_failed in ranks(2).run(in_cloud, aws, train_with_store_away, job, 7, 14):
-        assert code == 0
-        assert num_failed > 0
-    assert losses(tmp_path / "run") == losses(straight.run_path)
-    assert remote_steps(bucket) == [15, 20]
-
-
-@pytest.mark.slow
-def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, aws: dict[str, str]
-) -> None:
-    hasty = (*SETTINGS, "training.checkpoint_upload_timeout_seconds=3")
-    ends = ranks(2).run(
-        in_cloud, aws, train_with_refused_uploads, tiny_job(dataset, tmp_path, *hasty), None
-    )
-    for code, message, _ in ends:
-        assert code == 4
-        assert f"could not be copied to {URL}: rank 0: ConnectionError: 503" in message
-        assert "The same command repeats the upload" in message
-    assert CheckpointDirectory(tmp_path).steps() == [15, 20]
-    job = tiny_job(dataset, tmp_path, *SETTINGS)
-    assert ranks(2).run(in_cloud, aws, train, job) == [0, 0], "the same command uploads"
 
 
 def roll_back_and_die(trainer: Trainer, step: int) -> None:
@@ -285,7 +94,7 @@ def test_a_run_that_was_killed_after_a_rollback_does_not_download_what_it_has_ab
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
-    aws: dict[str, str],
+    aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
 ) -> None:
     job = tiny_job(dataset, tmp_path, *SETTINGS)
@@ -317,7 +126,7 @@ def test_a_run_that_was_continued_elsewhere_stops_and_changes_no_copy(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
-    aws: dict[str, str],
+    aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
 ) -> None:
     """Two hosts with a disk each: no lock and no directory is common to the two attempts."""
@@ -349,7 +158,7 @@ def test_a_run_that_begins_at_a_checkpoint_of_another_run_has_a_url_of_its_own(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
-    aws: dict[str, str],
+    aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
 ) -> None:
     """Its command can be repeated, also on an empty disk."""
@@ -391,7 +200,7 @@ def test_a_run_goes_back_on_an_empty_disk_although_it_has_not_saved_since(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
-    aws: dict[str, str],
+    aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
 ) -> None:
     settings = (*SETTINGS, "training.keep_checkpoints=9")
@@ -418,7 +227,7 @@ def test_a_run_that_was_copied_from_the_store_by_other_tools_resumes(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
-    aws: dict[str, str],
+    aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
 ) -> None:
     """Or is repaired from the store, if a local file is damaged."""
@@ -449,7 +258,7 @@ def test_a_job_that_does_not_fit_the_copies_gets_none_of_their_files(
     ranks: RankGroups,
     dataset: Path,
     tmp_path: Path,
-    aws: dict[str, str],
+    aws: dict[str, str],  # noqa: F811
     bucket: Any,  # noqa: F811
 ) -> None:
     """A mistyped URL is that of another run: the directory must stay usable with the right one."""

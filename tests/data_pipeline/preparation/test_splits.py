@@ -162,23 +162,18 @@ def test_files_stay_together_on_request(tmp_path: Path) -> None:
 
 
 def test_a_split_far_from_its_fraction_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text(
-        "".join(json.dumps({"text": "x" * (1 + 900 * (n > 20))}) + "\n" for n in range(60))
-    )
     lines: list[str] = []
-    for fraction in (0.02, 0.5):
-        settings = PrepareSettings(split={"valid": fraction})
-        prepare_dataset(
-            [tmp_path / "in.jsonl"], tmp_path / f"{fraction}", settings, note=lines.append
-        )
-    reports = [line for line in lines if line.startswith("split valid: ")]
-    entry = load_manifest(tmp_path / "0.02").splits["valid"]
-    entries = load_manifest(tmp_path / "0.02").splits.values()
-    share = entry.text_bytes / sum(each.text_bytes for each in entries)
-    assert not 0.01 <= share <= 0.04, "the corpus of this test must miss the fraction"
-    (report,) = reports
-    assert f"{entry.documents} of 60 documents with {share:.2%} of the text" in report
-    assert "instead of 2.00%" in report
+    for name, giant in (("even", 20), ("uneven", 9000)):
+        sizes = [giant, *[20] * 59]
+        texts = (json.dumps({"text": "x" * size}) for size in sizes)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
+        settings = PrepareSettings(split={"valid": 0.2})
+        prepare_dataset([tmp_path / f"{name}.jsonl"], tmp_path / name, settings, note=lines.append)
+    entry = load_manifest(tmp_path / "uneven").splits["valid"]
+    assert entry.text_bytes == 20 * entry.documents, "the giant must not be in valid"
+    (report,) = (line for line in lines if line.startswith("split valid: "))
+    share = f"{entry.text_bytes / (9000 + 59 * 20):.2%} of the text, instead of 20.00%"
+    assert f"{entry.documents} of 60 documents with {share}" in report
 
 
 def write_ids(path: Path, ids: np.ndarray) -> Path:

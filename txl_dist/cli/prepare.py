@@ -63,14 +63,14 @@ def prepare(
         typer.Option(
             metavar="byte|char|word|bpe|PATH",
             help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint. "
-            "Default: byte; none with --format ids.",
+            "Default: that of --recipe, or byte; none with --format ids.",
         ),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="Conventions of a dataset of the paper: wt103, wt2, ptb, lm1b (words), or enwik8, "
-            "text8 (one document with fixed splits)."
+            help="Conventions and tokenizer of a dataset of the paper: wt103, wt2, ptb, lm1b "
+            "(words), or enwik8, text8 (one document with fixed splits)."
         ),
     ] = None,
     vocab_size: Annotated[
@@ -100,7 +100,11 @@ def prepare(
         typer.Option(help="--format ids: type of the integers in raw .bin files, such as uint16."),
     ] = None,
     min_freq: Annotated[
-        int | None, typer.Option(help="Minimum count of a symbol, or of a pair to merge.")
+        int | None,
+        typer.Option(
+            help="Minimum count of a symbol, or of a pair to merge. Default: 3 with --recipe lm1b, "
+            "else none."
+        ),
     ] = None,
     split: Annotated[
         str,
@@ -132,14 +136,13 @@ def prepare(
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
     """
     is_ids = format == "ids"
-    text_key = text_key or ("ids" if is_ids else "text")
-    tokenizer = tokenizer or ("ids" if is_ids else "byte")
-    tokenizer_file = None if is_ids and tokenizer == "ids" else _tokenizer_file(tokenizer)
+    given_ids = is_ids and tokenizer == "ids"
+    tokenizer_file = None if tokenizer is None or given_ids else _tokenizer_file(tokenizer)
     if names and not is_ids:
         raise ConfigError("--names is for --format ids; omit it")
     settings = _settings(
         format=format,
-        text_key=text_key,
+        text_key=text_key or None,
         tokenizer=tokenizer if tokenizer_file is None else "file",
         recipe=recipe,
         vocab_size=32768 if tokenizer == "bpe" and vocab_size is None else vocab_size,
@@ -247,7 +250,8 @@ def _settings(**values: Any) -> "PrepareSettings":
     from data_pipeline.shards.prepare_settings import PrepareSettings
 
     try:
-        return PrepareSettings(**values)
+        # The defaults depend on the format and the recipe.
+        return PrepareSettings(**{k: value for k, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         # Validators of one field set `loc`; validators of the model write "FIELD: reason".

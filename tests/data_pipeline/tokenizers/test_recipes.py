@@ -17,6 +17,16 @@ def test_the_fixed_split_is_the_papers_for_a_hundred_million() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_implies_its_tokenizer(name: str) -> None:
+    settings, recipe = PrepareSettings(recipe=name), RECIPES[name]
+    assert settings.tokenizer == recipe.tokenizers[0]
+    assert settings.min_freq == recipe.min_freq
+    assert (settings.min_freq == 3) == (name == "lm1b"), "the rule of the benchmark"
+    given = settings.model_copy(update={"tokenizer": recipe.tokenizers[-1], "min_freq": None})
+    assert PrepareSettings.model_validate(given.model_dump()) == given, "what is given stays"
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_refuses_other_tokenizers(name: str) -> None:
     legal = RECIPES[name].tokenizers
     assert PrepareSettings(tokenizer=legal[0], recipe=name).recipe == name

@@ -103,7 +103,6 @@ def test_the_format_decides_what_lines_are(txl: Txl, tmp_path: Path) -> None:
     [
         ("--format", "feather"),
         ("--tokenizer", "no-such-kind"),
-        ("--recipe", "wt103"),
         ("--recipe", "wt104"),
         ("--vocab-size", "300"),
         ("--min-freq", "2"),

@@ -85,9 +85,9 @@ class GroupReport:
             f"RECL (arXiv:1901.02860, appendix C) of group {self.group!r} on {self.split} of "
             f"{Subject(self.data, self.data_sha256)}: contexts {self.contexts[0]} to "
             f"{self.contexts[-1]} tokens{step}, threshold {self.threshold:g}, "
-            f"{self.num_positions:,} targets of {self.num_documents:,} documents (seed {self.seed}) with {self.contexts[-1]} tokens "
-            f"before them in their {place}; each loss after exactly c tokens, read from an empty "
-            f"memory; {models}"
+            f"{self.num_positions:,} targets of {self.num_documents:,} documents (seed "
+            f"{self.seed}) with {self.contexts[-1]} tokens before them in their {place}; each "
+            f"loss after exactly c tokens, read from an empty memory; {models}"
         )
 
     def to_json(self) -> dict[str, Any]:

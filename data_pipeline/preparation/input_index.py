@@ -7,6 +7,7 @@ its documents read again one by one.
 
 import hashlib
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import BinaryIO
@@ -58,6 +59,8 @@ class InputIndex:
         self.keys: list[str] = []
         self._first_of_unit = np.zeros(len(units) + 1, np.int64)
         self._digest = hashlib.sha256()
+        if any(splits := [file.split for file in files]):
+            self._digest.update(json.dumps(splits).encode())
         self._reject_list = reject_list
         self._last_broken = ""
 
@@ -80,7 +83,7 @@ class InputIndex:
 
     @property
     def digest(self) -> str:
-        """Digest of the id and the text's sha256 of every document, and of every reject."""
+        """Digest of given splits, id and text's sha256 of every document, and every reject."""
         return self._digest.hexdigest()
 
     def summary(self) -> InputSummary:
@@ -113,16 +116,16 @@ class InputIndex:
             rows = slice(self._first_of_unit[number], self._first_of_unit[number + 1])
             self._add_scan(unit, scans(number), rows, file_lines)
 
-    def replace_only_document(self, sizes: list[int], sha256: list[bytes]) -> None:
-        """Replace the only document by consecutive parts of it, of `sizes` UTF-8 bytes."""
-        offset, _, line = self.location[0].tolist()
-        starts = offset + np.cumsum([0, *sizes[:-1]])
-        self._first_of_unit[self._first_of_unit > 0] = len(sizes)
-        self.file = np.repeat(self.file, len(sizes))
-        self.location = np.array(
-            [(start, size, line) for start, size in zip(starts, sizes, strict=True)], np.uint64
-        )
-        self.text_bytes = np.array(sizes, np.uint64)
+    def replace_only_document(
+        self, ranges: list[tuple[int, int]], text_bytes: list[int], sha256: list[bytes]
+    ) -> None:
+        """Replace the only document by consecutive parts of it, each (offset, size) of its file."""
+        line = int(self.location[0, 2])
+        self._first_of_unit[self._first_of_unit > 0] = len(ranges)
+        self.file = np.repeat(self.file, len(ranges))
+        self.location = np.array([(*each, line) for each in ranges], np.uint64)
+        self.text_bytes = np.array(text_bytes, np.uint64)
+        self.keys = self.keys * len(ranges)
         hashes = b"".join(digest[:TEXT_HASH_BYTES] for digest in sha256)
         self.text_hash = np.frombuffer(hashes, np.uint8).reshape(-1, TEXT_HASH_BYTES)
 

@@ -21,12 +21,16 @@ import numpy as np
 from data_pipeline.errors import printable
 from data_pipeline.preparation.deduplicate import first_of_each_text
 from data_pipeline.preparation.document_batch import DocumentBatch
-from data_pipeline.preparation.fixed_splits import split_only_document
 from data_pipeline.preparation.input_checks import require_usable_input
 from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.preparation.output_checks import find_existing, require_same_input
 from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
 from data_pipeline.preparation.shard_assignment import assign_shards
+from data_pipeline.preparation.splits import (
+    choose_given_splits,
+    cut_only_document,
+    is_cut_by_position,
+)
 from data_pipeline.preparation.staging_fingerprint import claim_staging, fingerprint_of
 from data_pipeline.preparation.tokenization import cache_tokenizer, encoder_of
 from data_pipeline.preparation.tokenizer_training import (
@@ -40,6 +44,7 @@ from data_pipeline.preparation.work_units import ShardUnit
 from data_pipeline.processes.progress import Progress
 from data_pipeline.processes.workers import InProcess, Workers, peak_memory_bytes
 from data_pipeline.readers import InputFile, find_files
+from data_pipeline.readers.given_splits import count_by_split
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -54,7 +59,6 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
 from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
-from data_pipeline.tokenizers.recipes import recipe_of
 
 DEFAULT_MAX_REJECT_RATE = 0.001
 _SUFFIXES_SHOWN = 8
@@ -68,6 +72,7 @@ class PrepareReport:
     already_complete: bool
     ignored: dict[str, int]  # number of files in input folders that were ignored, by suffix
     read_as: dict[str, dict[str, int]]  # number of files read, by format and then by suffix
+    given_splits: dict[str, int]  # number of files by the split that the input gives; {} if none
     workers: int
     units: int  # work units of the dataset: scans, counts, shards and a trained tokenizer
     reused_units: int  # units that an earlier, interrupted run had finished
@@ -89,6 +94,8 @@ def prepare_dataset(
     """Write the dataset of `inputs` to `out`, or return the complete one that is already there.
 
     Args:
+        inputs: files, folders, patterns and URLs; or all of them as SPLIT=INPUT, to give their
+            splits. Otherwise the names of the files may give splits (`readers/given_splits.py`).
         tokenizer_file: required if `settings.tokenizer` is "file". For "ids" it may be given: the
             names of the ids. Other tokenizers take none.
         max_reject_rate: fraction of records that may be unusable. They are listed in
@@ -97,7 +104,8 @@ def prepare_dataset(
         workers: None runs everything in this process.
         note: receives messages for the user, one line each.
 
-    Raises DataError for an input without usable text, for too many rejects and for an `out` that
+    Raises ConfigError for splits that contradict each other. Raises DataError for an input without
+    usable text, for too many rejects and for an `out` that
     holds something else. Raises UnfinishedError for a full or failing disk, a failing server and
     dead workers; finished units are then kept.
     """
@@ -109,8 +117,9 @@ def prepare_dataset(
         exclude=out,
         ids=settings.id_rules,
     )
-    files, read_as = inputs_found.files, inputs_found.read_as
+    read_as = inputs_found.read_as
     note(f"reading {list_read_as(read_as)}")
+    files = choose_given_splits(inputs_found, settings, note)
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     digest = tokenizer.digest if tokenizer else None
     runner = None
@@ -130,6 +139,7 @@ def prepare_dataset(
         already_complete=runner is None,
         ignored=dict(+inputs_found.ignored),
         read_as=read_as,
+        given_splits=count_by_split(files) if any(file.split for file in files) else {},
         workers=workers.num_workers,
         units=runner.finished if runner else 0,
         reused_units=runner.reused if runner else 0,
@@ -150,10 +160,10 @@ def _write_dataset(
     index = _scan_input(files, settings, runner)
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
-    if recipe_of(settings.recipe).fixed_split:
-        shards = split_only_document(index, settings, runner.staging)
+    if is_cut_by_position(index, settings):
+        shards = cut_only_document(index, settings, runner.staging)
     else:
-        shards = assign_shards(index, settings)
+        shards = assign_shards(index, settings, note)
     if tokenizer:
         save_tokenizer(tokenizer, runner.staging)
     else:

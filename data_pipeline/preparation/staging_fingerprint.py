@@ -35,7 +35,10 @@ def fingerprint_of(
     for file in files:
         local = local_path(file.path)
         path = file.path if local is None else os.path.abspath(local)  # noqa: PTH100
-        digest.update(json.dumps([path, file.name, file.kind, file.size, file.mark]).encode())
+        split = [file.split] * bool(file.split)
+        digest.update(
+            json.dumps([path, file.name, file.kind, file.size, file.mark, *split]).encode()
+        )
     content = {
         "version": VERSION,
         "unit_bytes": UNIT_BYTES,

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
-from data_pipeline.errors import ConfigError, DataError, printable
+from data_pipeline.errors import DataError, printable
 from data_pipeline.storage import strict_json
 from data_pipeline.storage.open_source import open_source
 from data_pipeline.storage.urls import shown
@@ -35,20 +35,15 @@ E = TypeVar("E", bound=_Entry)
 def only_data_files(entries: list[E], ignored: Counter[str]) -> list[E]:
     """`entries` without the files that describe a saved dataset and without its caches.
 
-    Counts these in `ignored`. Raises ConfigError for a DatasetDict, whose splits would be mixed,
-    and DataError for a missing data file.
+    Counts these in `ignored`. Raises DataError for a missing data file.
     """
     folders = {posixpath.dirname(each.name) for each in entries if each.name.endswith(".arrow")}
     by_name = {each.name: each for each in entries}
     dropped: set[str] = set()
     for entry in entries:
         folder, name = posixpath.split(entry.name)
-        if name == "dataset_dict.json" and _has_below(folders, folder):
-            raise ConfigError(
-                f"{shown(entry.path)}: this directory is a DatasetDict, whose splits are "
-                f"{', '.join(_splits(folders, folder))}. Give the directory of one split, or "
-                "several of them."
-            )
+        if name == "dataset_dict.json" and any(_is_below(each, folder) for each in folders):
+            dropped.add(entry.name)
         if name == "state.json" and folder in folders:
             kept = set(_data_files(entry, folder, by_name))
             arrow = (each for each in by_name if posixpath.dirname(each) == folder)
@@ -58,14 +53,8 @@ def only_data_files(entries: list[E], ignored: Counter[str]) -> list[E]:
     return [each for each in entries if each.name not in dropped]
 
 
-def _has_below(folders: set[str], folder: str) -> bool:
-    return any(True for _ in _splits(folders, folder))
-
-
-def _splits(folders: set[str], folder: str) -> Iterator[str]:
-    for each in sorted(folders):
-        if posixpath.dirname(each) == folder and each != folder:
-            yield printable(posixpath.basename(each))
+def _is_below(path: str, folder: str) -> bool:
+    return posixpath.dirname(path) == folder and path != folder
 
 
 def _data_files(state: _Entry, folder: str, by_name: dict[str, E]) -> Iterator[str]:

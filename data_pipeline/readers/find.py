@@ -9,13 +9,18 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.arrow_directories import only_data_files
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
+from data_pipeline.readers.given_splits import (
+    parse_input,
+    require_all_named,
+    with_splits_of_names,
+)
 from data_pipeline.readers.id_files import with_ids, without_indexes
 from data_pipeline.readers.kinds import kind_of, require_json_lines, suffix_of
 from data_pipeline.readers.token_ids import IdRules
@@ -39,6 +44,8 @@ class InputFiles:
     files: list[InputFile]
     ignored: Counter[str]
     """Number of ignored files by suffix."""
+    are_named: bool = False
+    """Whether the inputs were given as NAME=ADDRESS, which decides the split of every file."""
 
     @property
     def kinds(self) -> Counter[Kind]:
@@ -70,6 +77,9 @@ def find_files(
 ) -> InputFiles:
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
 
+    An input is an address, or NAME=ADDRESS with the split of its files. Otherwise the files have
+    the splits that their names give (`given_splits.py`).
+
     `ids` is given if and only if the format is "ids".
 
     Folders are walked recursively, through links but never twice into the same folder, and not into
@@ -87,36 +97,51 @@ def find_files(
 def _find_files(
     inputs: list[str], format: Format, exclude: Path, ids: IdRules | None
 ) -> InputFiles:
-    files: list[InputFile] = []
     ignored: Counter[str] = Counter()
-    for address in inputs:
-        if format == "ids" and address.endswith(".idx"):  # read together with the .bin file
-            address = address.removesuffix(".idx") + ".bin"  # noqa: PLW2901
-        entries, is_file = _list_entries(address, exclude)
-        if format == "ids":
-            entries = without_indexes(entries)
-        in_folder = not is_file and not _is_pattern(address)
-        if is_file:
-            _reject_archive(entries[0], format)
-        else:
-            entries = only_data_files(entries, ignored)
-            entries = [
-                entry
-                for entry in entries
-                if not _is_ignored(entry.name, format, ignored, in_folder=in_folder)
-            ]
-        if not entries:
-            place = "matches this" if _is_pattern(address) else "in this folder"
-            tar = " --format tar reads .tar files in folders." * any(".tar" in s for s in ignored)
-            raise DataError(
-                f"{shown(address)}: no text {place}{_list_ignored(ignored)}.{tar} Give a folder or "
-                "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
-                "folders of any depth."
-            )
-        files += [_input_file(entry, format, ids, in_folder=in_folder) for entry in entries]
+    named = [parse_input(each) for each in inputs]
+    require_all_named([split for split, _ in named], inputs)
+    by_input = [_files_of(address, format, exclude, ids, ignored) for _, address in named]
+    are_named = any(split for split, _ in named)
+    if are_named:
+        splits = (split for split, _ in named)
+        files = [
+            replace(f, split=s) for s, each in zip(splits, by_input, strict=True) for f in each
+        ]
+    else:
+        files = with_splits_of_names(by_input)
     _reject_ambiguous_names(files)
     require_json_lines(files)
-    return InputFiles(files, ignored)
+    return InputFiles(files, ignored, are_named)
+
+
+def _files_of(
+    address: str, format: Format, exclude: Path, ids: IdRules | None, ignored: Counter[str]
+) -> list[InputFile]:
+    """The files of one input. Counts ignored files in `ignored`."""
+    if format == "ids" and address.endswith(".idx"):  # read together with the .bin file
+        address = address.removesuffix(".idx") + ".bin"
+    entries, is_file = _list_entries(address, exclude)
+    if format == "ids":
+        entries = without_indexes(entries)
+    in_folder = not is_file and not _is_pattern(address)
+    if is_file:
+        _reject_archive(entries[0], format)
+    else:
+        entries = only_data_files(entries, ignored)
+        entries = [
+            entry
+            for entry in entries
+            if not _is_ignored(entry.name, format, ignored, in_folder=in_folder)
+        ]
+    if not entries:
+        place = "matches this" if _is_pattern(address) else "in this folder"
+        tar = " --format tar reads .tar files in folders." * any(".tar" in s for s in ignored)
+        raise DataError(
+            f"{shown(address)}: no text {place}{_list_ignored(ignored)}.{tar} Give a folder or "
+            "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
+            "folders of any depth."
+        )
+    return [_input_file(entry, format, ids, in_folder=in_folder) for entry in entries]
 
 
 def _list_entries(address: str, exclude: Path) -> tuple[list[_Entry], bool]:

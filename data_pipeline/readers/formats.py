@@ -149,6 +149,8 @@ class InputFile:
     """A version mark: modification time or entity tag. "" if the file system has none."""
     ids: IdRules | None = None
     """Set if the documents are token ids instead of text."""
+    split: str = ""
+    """The split that the input gives to the file (`given_splits.py`); "" if it gives none."""
 
     @property
     def format(self) -> FileFormat:

@@ -6,18 +6,25 @@ import numpy as np
 from pydantic import AfterValidator, Field, model_validator
 
 from data_pipeline.readers import IdRules, format_names
+from data_pipeline.readers.given_splits import SPLIT_PATTERN, TRAIN
 from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers.recipes import RECIPES, RecipeName, recipe_of
 
-SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
 SplitName = Annotated[str, Field(pattern=rf"^{SPLIT_PATTERN}$")]
 DEFAULT_TRAIN_BYTES = 256 * 2**20
 MIN_VOCAB_SIZE, MIN_BPE_VOCAB_SIZE = 4, 258
 IdType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 
 
+SplitBy = Literal["document", "file", "position"]
+
+
 def _is_none(value: object) -> bool:
     return value is None
+
+
+def _is_false(value: object) -> bool:
+    return value is False
 
 
 def _require_known_format(name: str) -> str:
@@ -52,7 +59,13 @@ class PrepareSettings(StrictModel):
     train_bytes: int = Field(default=DEFAULT_TRAIN_BYTES, ge=1)
     """bpe is trained on this many bytes from the beginning of train."""
     split: dict[SplitName, Annotated[float, Field(gt=0, lt=1)]] = Field(default={})
-    """Fraction of the documents per held-out split; the rest is `train`."""
+    """Fraction of the documents per held-out split; the rest is `train`. Empty: the splits that the
+    input gives, all in train if it gives none."""
+    merge_splits: Annotated[bool, Field(exclude_if=_is_false)] = False
+    """Ignore the splits that the names of the input files give."""
+    split_by: Annotated[SplitBy | None, Field(exclude_if=_is_none)] = None
+    """What `split` keeps together: a document, or the documents of a file. position: cut the only
+    document, the held-out splits at its end. null: as `preparation/splits.py` says."""
     shuffle: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Seed of the document-level shuffle; null keeps the order of the input."""
     dedup: Literal["none", "exact"] = "none"
@@ -133,10 +146,12 @@ class PrepareSettings(StrictModel):
 
     @model_validator(mode="after")
     def _check_splits(self) -> Self:
-        if "train" in self.split:
+        if TRAIN in self.split:
             raise ValueError("split: train gets the remaining documents; omit its fraction")
         if self.split and recipe_of(self.recipe).fixed_split:
             raise ValueError(f"split: recipe {self.recipe} has its own valid and test; omit it")
         if sum(self.split.values()) >= 1:
             raise ValueError(f"split: the sum {sum(self.split.values())} leaves none for train")
+        if self.split_by and not self.split:
+            raise ValueError("split_by: is for --split NAME=FRACTION; give that or omit it")
         return self

@@ -9,6 +9,7 @@ import typer
 
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.readers import format_names
+from data_pipeline.readers.given_splits import parse_input
 from data_pipeline.storage.urls import local_path
 from txl_dist.cli.data import print_totals, totals
 from txl_dist.cli.options import AsJson, NumWorkers, On
@@ -32,7 +33,8 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files, folders, patterns ('data/**/*.jsonl') and URLs (s3, gs, http, https).",
+            help="Files, folders, patterns ('data/**/*.jsonl') and URLs (s3, gs, http, https); "
+            "or all with their splits: train=A valid=B test=C.",
         ),
     ],
     out: Annotated[
@@ -109,10 +111,20 @@ def prepare(
     split: Annotated[
         str,
         typer.Option(
-            metavar="NAME=FRACTION,...",
-            help="Fractions to hold out, such as valid=0.01,test=0.01. The rest is train.",
+            metavar="NAME=FRACTION,...|none",
+            help="Fractions to hold out, such as valid=0.01,test=0.01. The rest is train. Default: "
+            "the splits in the names of files and folders (train, valid, test, ...); none merges "
+            "them.",
         ),
     ] = "",
+    split_by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="document|file|position",
+            help="--split keeps these together. Default: documents, and the parts of one work in a "
+            "file. position: cut the only document, held-out parts at its end.",
+        ),
+    ] = None,
     shuffle: Annotated[
         int | None, typer.Option(metavar="SEED", help="Shuffle the documents with this seed.")
     ] = None,
@@ -134,6 +146,7 @@ def prepare(
     any number of workers. If the command is stopped, run it again to continue.
 
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
+    Example: txl prepare train=wiki.train.txt valid=wiki.valid.txt --out data/wiki
     """
     is_ids = format == "ids"
     given_ids = is_ids and tokenizer == "ids"
@@ -149,7 +162,9 @@ def prepare(
         end_of_document=end_of_document,
         dtype=dtype,
         min_freq=min_freq,
-        split=_fractions(split),
+        split=_fractions("" if split == "none" else split),
+        merge_splits=split == "none",
+        split_by=split_by,
         shuffle=shuffle,
         dedup=dedup,
         shard_bytes=shard_size * _MIB,
@@ -186,6 +201,7 @@ def _print_json(out: Path, report: "PrepareReport") -> None:
         **{name: getattr(report, name) for name in counts},
         "formats": {kind: sum(files.values()) for kind, files in report.read_as.items()},
         "read_as": report.read_as,
+        "given_splits": report.given_splits,
         "ignored": report.ignored,
     }
     print(json.dumps({**content, **totals(out, report.manifest)}))
@@ -265,7 +281,9 @@ def _settings(**values: Any) -> "PrepareSettings":
         ) from None
 
 
-def _absolute(source: str) -> str:
+def _absolute(argument: str) -> str:
     """Make a local path absolute: workers of a cluster have another working directory."""
-    local = local_path(source)
-    return source if local is None else str(Path(local).absolute())
+    split, address = parse_input(argument)
+    local = local_path(address)
+    name = f"{split}=" if split else ""
+    return name + (address if local is None else str(Path(local).absolute()))

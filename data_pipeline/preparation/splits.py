@@ -1,0 +1,302 @@
+"""Which split a document is in: given with its file, by a hash, or by its place in a long text.
+
+- The input gives splits to its files (`readers/given_splits.py`). `--split none` merges them.
+- `--split valid=0.1` holds out that fraction of train by a hash: of the document, or of the work
+  that it is a part of (`--split-by`). Splits that only file names give are then ignored; those of
+  inputs named `train=A test=B` stay.
+- A recipe with fixed splits, or `--split-by position`, replaces the only document by one document
+  per split, each a range of the original. Later stages treat them like other documents.
+
+A work is by default the file for JSON files of token ids (tracks of a song), and in tar files the
+documents `STEM_1`, `STEM_2` or `STEM/1` of the same stem; otherwise the document.
+"""
+
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.errors import ConfigError, DataError, printable
+from data_pipeline.preparation.document_batch import DocumentBatch
+from data_pipeline.preparation.input_index import InputIndex
+from data_pipeline.readers import InputFile, InputFiles
+from data_pipeline.readers.given_splits import TRAIN, count_by_split, list_splits, split_order
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.storage.urls import shown
+from data_pipeline.tokenizers.recipes import fixed_split, recipe_of
+
+_MIN_STEMS = 10
+"""Fewer stems are not works but a common name: `sample_000001`."""
+
+
+def choose_given_splits(
+    found: InputFiles, settings: PrepareSettings, note: Callable[[str], None]
+) -> list[InputFile]:
+    """The input files with the splits that count; reports them to `note`.
+
+    Raises ConfigError if the names of the files give splits and none of them is train.
+    """
+    counts, listed = count_by_split(found.files), list_splits(found.files)
+    whole = [replace(file, split="") if file.split else file for file in found.files]
+    if found.are_named:
+        if settings.merge_splits:
+            raise ConfigError("--split none: the inputs are given with the names of their splits")
+        note(f"splits as given: {listed}")
+        return found.files
+    if len(counts) < 2:
+        if TRAIN not in counts:
+            (only,) = counts
+            note(f"all files have names of the split {only}, and become train: the only split")
+        return whole
+    if settings.merge_splits or settings.split:
+        option = "--split none merges" if settings.merge_splits else "--split overrides"
+        note(f"{option} the splits in the names of the files: {listed}")
+        return whole
+    if TRAIN not in counts:
+        raise ConfigError(
+            f"the names of the files give the splits {', '.join(counts)}, and none is train "
+            f"({listed}). Add the training text, name it (train=PATH valid=PATH), or merge all "
+            "files with --split none"
+        )
+    note(f"splits by the names of the files, {listed}")
+    return found.files
+
+
+def split_of_documents(
+    index: InputIndex, numbers: np.ndarray, settings: PrepareSettings, note: Callable[[str], None]
+) -> tuple[list[str], np.ndarray]:
+    """Names of the splits, train first, and int8 [len(numbers)]: the split of these documents.
+
+    The split depends on the id of the document, or the name of its work, so it does not change
+    when documents are added to the input. An empty split takes the work with the smallest hash of
+    the largest split. Raises DataError if there are too few works, or if a split has no document.
+    """
+    given = [file.split or TRAIN for file in index.files]
+    names = [TRAIN, *sorted({*given, *settings.split} - {TRAIN})]
+    of_file = np.array([names.index(split) for split in given], np.int8)
+    split_of = of_file[index.file[numbers]]
+    if settings.split:
+        held_out = sorted(settings.split)
+        if repeated := {*held_out} & {*given}:
+            raise ConfigError(f"--split: the inputs give {', '.join(repeated)} already; omit it")
+        hashes = _hash_works(index, settings, note)[numbers]
+        is_train = split_of == 0
+        chosen = _choose_splits(hashes[is_train], [settings.split[name] for name in held_out])
+        positions = np.array([names.index(name) for name in (TRAIN, *held_out)], np.int8)
+        split_of[is_train] = positions[chosen]
+        sizes = index.text_bytes[numbers]
+        _report_shares(settings.split, names, split_of, sizes, note)
+    for position, name in enumerate(names):
+        if not (split_of == position).any():
+            raise DataError(f"split {name}: its files hold no document with text. Give others.")
+    return names, split_of
+
+
+def _report_shares(
+    asked: dict[str, float],
+    names: list[str],
+    split_of: np.ndarray,
+    sizes: np.ndarray,
+    note: Callable[[str], None],
+) -> None:
+    """Report splits whose text is less than half or more than twice what was asked for."""
+    total = float(sizes.sum())
+    for name, fraction in asked.items():
+        is_in = split_of == names.index(name)
+        share = float(sizes[is_in].sum()) / total
+        if not fraction / 2 <= share <= fraction * 2:
+            note(
+                f"split {name}: {is_in.sum():,} of {len(split_of):,} documents with {share:.2%} of "
+                f"the text, instead of {fraction:.2%}: documents and works are not cut"
+            )
+
+
+def _hash_works(
+    index: InputIndex, settings: PrepareSettings, note: Callable[[str], None]
+) -> np.ndarray:
+    """uint64 [D]: the hash of the work of every document. Raises DataError for too few works."""
+    works = _works(index, settings.split_by)
+    hashes = (hash64(b"txl-split", work.encode()) for work in works or index.document_ids())
+    hash_of = np.fromiter(hashes, np.uint64, len(index))
+    num_works = len(np.unique(hash_of)) if works else len(index)
+    if works and not settings.split_by and num_works < len(index):
+        note(
+            f"splits keep the parts of a work together: {num_works:,} works, {len(index):,} "
+            "documents. To split by document: --split-by document"
+        )
+    names = [TRAIN, *sorted(settings.split)]
+    if num_works < len(names):
+        raise DataError(
+            f"{num_works} {'works' if works else 'documents'} cannot fill {len(names)} splits "
+            f"({', '.join(names)}). Give more documents, or fewer splits with --split. One long "
+            "document is cut by --split-by position."
+        )
+    return hash_of
+
+
+def _works(index: InputIndex, split_by: str | None) -> Iterator[str] | None:
+    """The work of every document, as a name; None if every document is a work."""
+    names = [file.name for file in index.files]
+    if split_by == "file":
+        return (names[file] for file in index.file)
+    is_work = [bool(file.ids) and file.kind == "json" for file in index.files]
+    stems = [_stem(key) for key in index.keys]
+    if len(set(stems)) < _MIN_STEMS:
+        stems = []
+    if split_by == "document" or not (any(is_work) or stems):
+        return None
+    documents = zip(index.file, stems or itertools.repeat(""), index.document_ids(), strict=False)
+    return (
+        names[file] if is_work[file] else f"{names[file]}:{stem}" if stem else id_
+        for file, stem, id_ in documents
+    )
+
+
+def _stem(key: str) -> str:
+    """The key of a document in a tar file without the number of the part; "" without a key."""
+    sample = re.sub(r":\d+\Z", "", key)  # a line of a .jsonl member
+    part = re.fullmatch(r"(.*[^/_.-])[/_.-]+[a-z]*\d+", sample, re.IGNORECASE)
+    return part[1] if part else sample
+
+
+def _choose_splits(hashes: np.ndarray, fractions: list[float]) -> np.ndarray:
+    """int [D]: 0 for train, i for the split of the i-th fraction. Equal hashes stay together."""
+    bounds = np.array(list(itertools.accumulate(int(f * 2**64) for f in fractions)), np.uint64)
+    num_splits = len(fractions) + 1
+    split_of = (np.searchsorted(bounds, hashes, side="right") + 1) % num_splits
+    for split in range(num_splits):
+        if (split_of == split).any():
+            continue
+        works = [len(np.unique(hashes[split_of == each])) for each in range(num_splits)]
+        is_donor = split_of == np.argmax(works)
+        split_of[is_donor & (hashes == hashes[is_donor].min())] = split
+    return split_of
+
+
+def hash64(purpose: bytes, content: bytes) -> int:
+    """A fixed hash. The stream of a library's generator may change between its versions."""
+    digest = hashlib.blake2b(content, digest_size=8, person=purpose).digest()
+    return int.from_bytes(digest, "little")
+
+
+def is_cut_by_position(index: InputIndex, settings: PrepareSettings) -> bool:
+    """Whether the splits are ranges of one document. Given splits take the place of a recipe's."""
+    is_fixed = recipe_of(settings.recipe).fixed_split and not any(f.split for f in index.files)
+    return is_fixed or settings.split_by == "position"
+
+
+def cut_only_document(
+    index: InputIndex, settings: PrepareSettings, staging: Path
+) -> dict[str, list[np.ndarray]]:
+    """Replace the only document by one document per split. Return the shards like `assign_shards`.
+
+    Reads the text once to hash the parts, and with character tokens once more before that to count
+    characters. With byte tokens, a boundary inside a character moves to its first byte; with token
+    ids, the boundaries are between ids. Raises DataError if the input is not one document or is too
+    short.
+    """
+    _require_one_text(index, settings)
+    document = DocumentBatch.of(index, np.array([0]))
+    file = document.files[0]
+    unit = "ids" if file.ids else "characters" if settings.tokenizer == "char" else "bytes"
+    length = document.size
+    if unit == "characters":
+        length = sum(map(len, document.read_text(0, staging)))
+    elif unit == "ids":
+        length = 1 + sum(text.count(" ") for text in document.read_text(0, staging))
+    try:
+        bounds = _bounds(length, settings)
+        cuts = [start for start, _ in bounds.values()][1:]
+        parts = _measure_parts(document.read_text(0, staging), cuts, unit)
+    except ValueError as error:
+        name = settings.recipe or "the corpus"
+        raise DataError(
+            f"{index.document_id(0)}: {error}. Give the whole text of {name}."
+        ) from error
+    offset, size, _ = document.location[0].tolist()
+    ranges = [(offset + start, stop - start) for start, stop, _ in parts]
+    if file.ids and file.holds_arrays and document.spill_unit[0] < 0:
+        item = size // length
+        ranges = [(offset + a * item, (b - a) * item) for a, b in bounds.values()]
+    index.replace_only_document(
+        ranges, [stop - start for start, stop, _ in parts], [sha256 for *_, sha256 in parts]
+    )
+    return {name: [np.array([number])] for number, name in enumerate(bounds)}
+
+
+def _bounds(length: int, settings: PrepareSettings) -> dict[str, tuple[int, int]]:
+    """Split -> [start, stop). Raises ValueError if a split would be empty."""
+    if not settings.split:
+        return fixed_split(length)
+    names = sorted(settings.split, key=split_order)
+    sizes = [int(settings.split[name] * length) for name in names]
+    starts = [length - sum(sizes[number:]) for number in range(len(sizes))]
+    bounds = zip([TRAIN, *names], [0, *starts], [*starts, length], strict=True)
+    if not all(sizes):
+        raise ValueError(f"{length} tokens are too few for these splits")
+    return {name: (start, stop) for name, start, stop in bounds}
+
+
+def _require_one_text(index: InputIndex, settings: PrepareSettings) -> None:
+    cause = f"recipe {settings.recipe}" if settings.recipe else "--split-by position"
+    if len(index) != 1:
+        names = ", ".join(printable(index.document_id(n)) for n in range(min(len(index), 3)))
+        raise DataError(
+            f"{cause} takes one document, whose last parts become the held-out splits; "
+            f"the input has {len(index)}: {names}{', ...' if len(index) > 3 else ''}. Give one "
+            "file, with --format text if it is read as another format, or omit the option."
+        )
+    (file,) = {index.files[number] for number in index.file}
+    if file.rereadable and not (file.holds_plain_texts or file.holds_arrays):
+        raise DataError(
+            f"{shown(file.path)} is read as {file.kind}; {cause} takes a text file or an array of "
+            "ids, which may be compressed."
+        )
+
+
+def _measure_parts(
+    texts: Iterable[str], cuts: list[int], unit: str
+) -> list[tuple[int, int, bytes]]:
+    """(start, stop, sha256) in UTF-8 bytes of every part of a text; `cuts` are in units.
+
+    `unit` is bytes, characters, or ids, which are separated by one blank that belongs to no part.
+    """
+    parts, digest, start, at, seen = [], hashlib.sha256(), 0, 0, 0
+    cuts_left = [*cuts]
+    for text in texts:
+        rest = text
+        while rest:
+            head = _head(rest, cuts_left[0] - seen, unit) if cuts_left else rest
+            raw = head.encode()
+            digest.update(raw)
+            at += len(raw)
+            seen += {"bytes": len(raw), "characters": len(head), "ids": head.count(" ")}[unit]
+            rest = rest[len(head) :]
+            if cuts_left and rest:
+                parts.append((start, at, digest.digest()))
+                if unit == "ids":
+                    rest, at, seen = rest[1:], at + 1, seen + 1
+                digest, start = hashlib.sha256(), at
+                del cuts_left[0]
+    parts.append((start, at, digest.digest()))
+    if cuts_left or any(start == stop for start, stop, _ in parts):
+        raise ValueError(f"it is too short for {len(cuts) + 1} splits")
+    return parts
+
+
+def _head(text: str, room: int, unit: str) -> str:
+    """The beginning of a text, with at most `room` units; a text of ids ends before a blank."""
+    if unit == "characters":
+        return text[:room]
+    if unit == "bytes":
+        return text.encode()[:room].decode(errors="ignore")  # drops half a character
+    if text.count(" ") < room:
+        return text
+    at = -1
+    for _ in range(room):
+        at = text.find(" ", at + 1)
+    return text[:at]

@@ -1,7 +1,7 @@
 """wikitext: the articles of a WikiText file, each from its title line to the next title.
 
 ` = Title = ` is a title, ` = = Section = = ` is not. Text before the first title is a separate
-document that starts at its first line that is not blank.
+document; blank lines there belong to the first article, so that no line of the file is lost.
 
 Source: Merity et al. 2016, arXiv:1609.07843, the files of WikiText-2 and WikiText-103.
 """
@@ -28,22 +28,21 @@ def is_title(line: bytes) -> bool:
 
 def read_wikitext(source: Source) -> Iterator[Record | Reject]:
     document: DocumentBuilder | None = None
-    before_first_title = source.start == 0  # only the first range can have text without a title
+    is_blank = True  # the lines of `document`
     # Past `stop`, because the last article of a range ends at a title of a later range.
     for chunk in read_line_chunks(source, past_stop=True):
         if chunk.starts_line and is_title(chunk.raw):
-            if document:
+            if document and not is_blank:
                 yield document.build()
-            before_first_title = False
+                document = None
             if not chunk.in_range:
                 return
-            document = DocumentBuilder(source, chunk.offset, chunk.line)
-        elif not document:
-            if before_first_title and chunk.raw.strip():
-                document = DocumentBuilder(source, chunk.offset, chunk.line)
-            elif not before_first_title and not chunk.in_range:
+        elif not document and source.start > 0:  # the first range alone has text without a title
+            if not chunk.in_range:
                 return
-        if document:
-            document.add(chunk.raw)
-    if document:
+            continue
+        document = document or DocumentBuilder(source, chunk.offset, chunk.line)
+        document.add(chunk.raw)
+        is_blank = is_blank and not chunk.raw.strip()
+    if document and not is_blank:
         yield document.build()

@@ -17,17 +17,17 @@ def test_articles_of_wikitext_begin_at_titles_and_not_at_sections(tmp_path: Path
     assert file.kind == "wikitext"
     records = read(file)
     start = WIKI.index(" = E =")
-    assert texts(records) == [WIKI[2:start], WIKI[start:]]
-    assert [record.line for record in records] == [2, 7]
+    assert texts(records) == [WIKI[:start], WIKI[start:]], "no line is lost"
+    assert [record.line for record in records] == [1, 7]
 
 
 @pytest.mark.parametrize("front", ["", " \n\n", "\ufeff"])
 def test_text_before_the_first_title_is_a_document_unless_blank(tmp_path: Path, front: str) -> None:
-    path = tmp_path / "in.txt"
+    path, blank = tmp_path / "in.txt", front.removeprefix("\ufeff")
     path.write_text(front + "some words \n more \n" + " = Title = \n x \n", newline="")
     assert texts(read(one_file(path, "wikitext"))) == [
-        "some words \n more \n",
+        blank + "some words \n more \n",
         " = Title = \n x \n",
     ]
     path.write_text(front + " = Title = \n x \n", newline="")
-    assert texts(read(one_file(path, "wikitext"))) == [" = Title = \n x \n"]
+    assert texts(read(one_file(path, "wikitext"))) == [blank + " = Title = \n x \n"]

@@ -5,13 +5,17 @@
 
 import fnmatch
 import glob
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+
+from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.arrow_directories import only_data_files
@@ -30,6 +34,8 @@ _NOT_TEXT = {
 """Suffixes of binary files: ignored in folders, and counted. All other files must be UTF-8."""
 _ARCHIVES = {".tar", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"}
 """Ignored in folders, refused when given by name; except .tar if it is read as WebDataset."""
+_MAX_EXPANDED = 100_000
+"""Maximum number of addresses of one brace pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +76,13 @@ def find_files(
 ) -> InputFiles:
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
 
-    `ids` is given if and only if the format is "ids".
+    The name of a file is relative to its input. If files of several inputs then have the same name,
+    all names are relative to the deepest folder that contains all files. `ids` is given if and only
+    if the format is "ids".
 
     Folders are walked recursively, through links but never twice into the same folder, and not into
     `exclude` (the output). Patterns select from the same files; `**` matches folders of any depth.
+    Braces are expanded first, as by a shell, also in URLs.
     Raises DataError for a missing input, an input without text, JSON that is not JSON lines, two
     files with the same name, and a file with the name of a document in another file; ConfigError
     for a URL of an unsupported scheme.
@@ -89,7 +98,7 @@ def _find_files(
 ) -> InputFiles:
     files: list[InputFile] = []
     ignored: Counter[str] = Counter()
-    for address in inputs:
+    for address in (each for given in inputs for each in _expand_braces(given)):
         if format == "ids" and address.endswith(".idx"):  # read together with the .bin file
             address = address.removesuffix(".idx") + ".bin"  # noqa: PLW2901
         entries, is_file = _list_entries(address, exclude)
@@ -114,9 +123,39 @@ def _find_files(
                 "folders of any depth."
             )
         files += [_input_file(entry, format, ids, in_folder=in_folder) for entry in entries]
+    files = _with_distinct_names(files)
     _reject_ambiguous_names(files)
     require_json_lines(files)
     return InputFiles(files, ignored)
+
+
+def _expand_braces(address: str) -> list[str]:
+    """The addresses of shard-{000..127}.tar or {a,b}/*.txt, in the order in which a shell expands.
+
+    A file of this name, and braces that a shell would not expand, stay as they are.
+    """
+    if not address:
+        raise ConfigError(
+            "an input is empty, perhaps a variable of the shell that is not set. Give a file, "
+            "folder, pattern or URL; . is the current folder."
+        )
+    local = local_path(address)
+    if "{" not in address or (local and Path(local).exists()):
+        return [address]
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", address)
+    expanded = []
+    try:
+        size = math.prod(abs(int(stop) - int(start)) + 1 for start, stop in ranges)
+        if size <= _MAX_EXPANDED:  # braceexpand holds every range in memory
+            expanded = list(islice(braceexpand(address, escape=False), _MAX_EXPANDED + 1))
+    except ValueError:  # the braces are not balanced
+        return [address]
+    if not 0 < len(expanded) <= _MAX_EXPANDED:
+        raise ConfigError(
+            f"{shown(address)}: the braces stand for more than {_MAX_EXPANDED:,} inputs. Give the "
+            "folder, or a pattern with * that matches the files that exist."
+        )
+    return expanded
 
 
 def _list_entries(address: str, exclude: Path) -> tuple[list[_Entry], bool]:
@@ -237,7 +276,7 @@ def _input_file(
 ) -> InputFile:
     file = InputFile(
         path=entry.path,
-        name=os.fsencode(entry.name).decode("utf-8", errors="backslashreplace"),
+        name=_utf8(entry.name),
         kind=kind_of(entry.path, entry.name, format, in_folder=in_folder),
         compression=suffix_of(entry.name).compression,
         size=entry.size,
@@ -275,12 +314,37 @@ def _reject_archive(entry: _Entry, format: Format) -> None:
         )
 
 
+def _with_distinct_names(files: list[InputFile]) -> list[InputFile]:
+    """The files; if several inputs have one of the same name, with longer names for all.
+
+    These are relative to the deepest folder that contains all files.
+    """
+    if len({file.name for file in files}) == len(files):
+        return files
+    paths = [_absolute_path(file.path).split("/") for file in files]
+    folders = zip(*(parts[:-1] for parts in paths), strict=False)
+    num_common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, folders))
+    names = ("/".join(parts[num_common:]) for parts in paths)
+    return [
+        replace(file, name=_utf8(name.partition("?")[0] if scheme_of(file.path) else name))
+        for file, name in zip(files, names, strict=True)
+    ]
+
+
+def _absolute_path(path: str) -> str:
+    return path if scheme_of(path) else os.path.abspath(path)  # noqa: PTH100
+
+
+def _utf8(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", errors="backslashreplace")
+
+
 def _reject_ambiguous_names(files: list[InputFile]) -> None:
     """Raise DataError if a file would be read twice or two documents would have the same id."""
     by_name: dict[str, InputFile] = {}
     by_path: set[str] = set()
     for file in files:
-        path = file.path if scheme_of(file.path) else os.path.abspath(file.path)  # noqa: PTH100
+        path = _absolute_path(file.path)
         if path in by_path:
             raise DataError(f"{shown(file.path)} would be read twice. Give every file only once.")
         by_path.add(path)
@@ -293,10 +357,10 @@ def _reject_ambiguous_names(files: list[InputFile]) -> None:
     for name, file in by_name.items():
         # The id of a document is FILE:line, or FILE if the kind is text.
         other = by_name.get(re.sub(r":[1-9][0-9]*\Z", "", name), file)
-        if ":" in name and other is file:  # in a tar file, it is FILE:KEY
+        if ":" in name and other is file:  # in a file with keys, it is FILE:KEY
             heads = (name[: match.start()] for match in re.finditer(":", name))
             archives = (by_name[head] for head in heads if head in by_name)
-            other = next((each for each in archives if each.kind == "tar"), file)
+            other = next((each for each in archives if each.has_keys), file)
         if other is not file and other.kind != "text":
             raise DataError(
                 f"{shown(file.path)} has the name of a document in {shown(other.path)}, "

@@ -68,13 +68,13 @@ def test_a_dataset_path_that_is_not_unicode_works(txl: Txl, tmp_path: Path) -> N
         assert r"caf\udce9: " in ended.out
 
 
-def test_two_inputs_with_the_same_document_id_are_refused(txl: Txl, tmp_path: Path) -> None:
+def test_files_of_the_same_name_in_two_inputs_have_distinct_ids(txl: Txl, tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.txt").write_text(folder)
     ended = txl("prepare", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "out")
-    assert ended.code == 3
-    assert "would both be document 'a.txt'" in ended.err
+    assert ended.code == 0
+    assert texts_of(tmp_path / "out") == {"one/a.txt": "one", "two/a.txt": "two"}
 
 
 def test_another_text_key_is_read_when_asked_for(txl: Txl, tmp_path: Path) -> None:

@@ -21,7 +21,12 @@ from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.arrow_directories import only_data_files
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
 from data_pipeline.readers.id_files import with_ids, without_indexes
-from data_pipeline.readers.kinds import kind_of, require_json_lines, suffix_of
+from data_pipeline.readers.kinds import (
+    holds_json_lines,
+    kind_of,
+    require_json_lines,
+    suffix_of,
+)
 from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.storage.source_errors import SourceError
 from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
@@ -72,7 +77,12 @@ class _Entry(NamedTuple):
 
 
 def find_files(
-    inputs: list[str], *, format: Format, exclude: Path, ids: IdRules | None = None
+    inputs: list[str],
+    *,
+    format: Format,
+    exclude: Path,
+    ids: IdRules | None = None,
+    text_key: str = "text",
 ) -> InputFiles:
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
 
@@ -88,13 +98,13 @@ def find_files(
     for a URL of an unsupported scheme.
     """
     try:
-        return _find_files(inputs, format, exclude, ids)
+        return _find_files(inputs, format, exclude, ids, text_key)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
 
 def _find_files(
-    inputs: list[str], format: Format, exclude: Path, ids: IdRules | None
+    inputs: list[str], format: Format, exclude: Path, ids: IdRules | None, text_key: str
 ) -> InputFiles:
     files: list[InputFile] = []
     ignored: Counter[str] = Counter()
@@ -112,7 +122,7 @@ def _find_files(
             entries = [
                 entry
                 for entry in entries
-                if not _is_ignored(entry.name, format, ignored, in_folder=in_folder)
+                if not _is_ignored(entry, format, ignored, text_key, in_folder=in_folder)
             ]
         if not entries:
             place = "matches this" if _is_pattern(address) else "in this folder"
@@ -122,7 +132,9 @@ def _find_files(
                 "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
                 "folders of any depth."
             )
-        files += [_input_file(entry, format, ids, in_folder=in_folder) for entry in entries]
+        for entry in entries:
+            kind = kind_of(entry.path, entry.name, format, in_folder=in_folder, text_key=text_key)
+            files.append(_input_file(entry, kind, format, ids))
     files = _with_distinct_names(files)
     _reject_ambiguous_names(files)
     require_json_lines(files)
@@ -271,23 +283,24 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _input_file(
-    entry: _Entry, format: Format, ids: IdRules | None, *, in_folder: bool
-) -> InputFile:
+def _input_file(entry: _Entry, kind: Kind, format: Format, ids: IdRules | None) -> InputFile:
     file = InputFile(
         path=entry.path,
         name=_utf8(entry.name),
-        kind=kind_of(entry.path, entry.name, format, in_folder=in_folder),
+        kind=kind,
         compression=suffix_of(entry.name).compression,
         size=entry.size,
         mark=entry.mark,
+        keeps_nul=format == "text",
     )
     return with_ids(file, ids) if ids else file
 
 
-def _is_ignored(name: str, format: Format, ignored: Counter[str], *, in_folder: bool) -> bool:
+def _is_ignored(
+    entry: _Entry, format: Format, ignored: Counter[str], text_key: str, *, in_folder: bool
+) -> bool:
     """Whether a file in a folder is ignored; if so, counts it in `ignored`."""
-    suffix = suffix_of(name)
+    suffix = suffix_of(entry.name)
     wanted = () if format == "auto" else suffixes_of(format)
     binary = _NOT_TEXT | _ARCHIVES
     if format == "auto" and not in_folder:
@@ -295,6 +308,8 @@ def _is_ignored(name: str, format: Format, ignored: Counter[str], *, in_folder: 
     if format not in ("auto", "parquet"):
         binary = binary | set(FORMATS["parquet"].suffixes)
     skip = suffix.name not in wanted if wanted else suffix.name in binary
+    if skip and format == "jsonl" and suffix.name not in binary:
+        skip = not holds_json_lines(entry.path, suffix.compression, text_key)
     ignored[str(suffix)] += skip
     return skip
 

@@ -29,7 +29,7 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source
 from data_pipeline.readers.tar import read_tar
-from data_pipeline.readers.text import read_text
+from data_pipeline.readers.text import read_binary, read_text
 from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.readers.wikitext import read_wikitext
 from data_pipeline.storage.open_source import Compression, open_source
@@ -85,7 +85,7 @@ FORMATS: dict[Kind, FileFormat] = {
     "lines": FileFormat(read=read_lines, read_again=_decode_raw, by_range=True),
     "jsonl": FileFormat(
         read=read_jsonl,
-        suffixes=(".jsonl", ".ndjson", ".json"),
+        suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".json"),
         read_again=text_of_line,
         by_range=True,
     ),
@@ -94,9 +94,10 @@ FORMATS: dict[Kind, FileFormat] = {
     "tar": FileFormat(read=read_tar, suffixes=(".tar",), in_folders=False),
     "arrow": FileFormat(read=read_arrow, suffixes=(".arrow",)),
     "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
+    "binary": FileFormat(read=read_binary),
 }
 ID_FORMATS: dict[Kind, FileFormat] = {
-    "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson")),
+    "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson")),
     "json": FileFormat(read=read_id_json, suffixes=(".json",)),
     "npy": FileFormat(
         read=_read_later("id_arrays", "read_npy"),
@@ -123,7 +124,7 @@ ID_FORMATS: dict[Kind, FileFormat] = {
 
 def format_names() -> tuple[str, ...]:
     """The values of `--format` other than auto."""
-    return (*FORMATS, "ids")
+    return (*(kind for kind in FORMATS if kind != "binary"), "ids")
 
 
 def suffixes_of(format: Format) -> tuple[str, ...]:
@@ -149,6 +150,8 @@ class InputFile:
     """A version mark: modification time or entity tag. "" if the file system has none."""
     ids: IdRules | None = None
     """Set if the documents are token ids instead of text."""
+    keeps_nul: bool = False
+    """Whether NUL bytes are text (`--format text`), not the sign of a binary file."""
 
     @property
     def format(self) -> FileFormat:
@@ -232,6 +235,7 @@ class RecordReader:
                     ids=file.ids,
                     path=file.path,
                     stored_bytes=file.size,
+                    keeps_nul=file.keeps_nul,
                 )
                 yield from file.format.read(source)
                 self.lines = source.lines

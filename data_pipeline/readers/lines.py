@@ -40,10 +40,13 @@ def _read_block(source: Source, block: LineBlock) -> Iterator[RecordBlock | Reco
         return
     try:
         block.raw.decode("utf-8")
-    except UnicodeDecodeError:  # find the lines at fault
+        is_good = source.keeps_nul or b"\0" not in block.raw
+    except UnicodeDecodeError:
+        is_good = False
+    if is_good:
+        yield RecordBlock(*map(list, zip(*documents, strict=True)))
+    else:  # find the lines at fault
         for text, offset, line in documents:
             document = DocumentBuilder(source, offset, line)
             document.add(text)
             yield document.build()
-    else:
-        yield RecordBlock(*map(list, zip(*documents, strict=True)))

@@ -21,13 +21,19 @@ Txl = Callable[..., Any]
 def test_every_character_is_kept_except_the_byte_order_mark_of_a_file(
     txl: Txl, tmp_path: Path
 ) -> None:
-    text = "\ufeff" + "a\r\nb\x85c\u2028d\x0ce\x00f <|endoftext|> \ufeff 😀"
+    text = "\ufeff" + "a\r\nb\x85c\u2028d\x0ce\x1bf <|endoftext|> \ufeff 😀"
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(text.encode())
     line = json.dumps({"text": text[1:]})
     (tmp_path / "in" / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + line.encode())
     assert txl("prepare", tmp_path / "in", "--out", tmp_path / "out").code == 0
     assert texts_of(tmp_path / "out") == {"a.txt": text[1:], "b.jsonl:1": text[1:]}
+    with_nul = text[1:] + "\0"
+    (tmp_path / "nul.txt").write_text(with_nul, newline="")
+    nul = (tmp_path / "nul.txt", "--out", tmp_path / "out2")
+    assert txl("prepare", *nul).code == 3
+    assert txl("prepare", *nul, "--format", "text").code == 0
+    assert texts_of(tmp_path / "out2") == {"nul.txt": with_nul}
 
 
 def test_a_folder_is_read_once_through_loops_of_links(txl: Txl, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def prepare_dataset(
         exclude=out,
         ids=settings.id_rules,
         text_key=settings.text_key,
+        is_wikitext=settings.recipe in ("wt103", "wt2"),
     )
     files, read_as = inputs_found.files, inputs_found.read_as
     note(f"reading {list_read_as(read_as)}")

@@ -28,6 +28,7 @@ from data_pipeline.readers.kinds import (
     suffix_of,
 )
 from data_pipeline.readers.token_ids import IdRules
+from data_pipeline.readers.wikitext import name_of_shards, next_shard
 from data_pipeline.storage.source_errors import SourceError
 from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
 
@@ -58,7 +59,9 @@ class InputFiles:
     @property
     def read_as(self) -> dict[Kind, dict[str, int]]:
         """Number of files by kind and suffix."""
-        counts = Counter((file.kind, str(suffix_of(file.name))) for file in self.files)
+        counts: Counter[tuple[Kind, str]] = Counter()
+        for file in self.files:
+            counts[file.kind, str(suffix_of(file.name))] += 1 + len(file.next_paths)
         return {
             kind: {suffix: n for (each, suffix), n in sorted(counts.items()) if each == kind}
             for kind in sorted(self.kinds)
@@ -83,6 +86,7 @@ def find_files(
     exclude: Path,
     ids: IdRules | None = None,
     text_key: str = "text",
+    is_wikitext: bool = False,
 ) -> InputFiles:
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
 
@@ -98,13 +102,18 @@ def find_files(
     for a URL of an unsupported scheme.
     """
     try:
-        return _find_files(inputs, format, exclude, ids, text_key)
+        return _find_files(inputs, format, exclude, ids, text_key, is_wikitext)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
 
 def _find_files(
-    inputs: list[str], format: Format, exclude: Path, ids: IdRules | None, text_key: str
+    inputs: list[str],
+    format: Format,
+    exclude: Path,
+    ids: IdRules | None,
+    text_key: str,
+    is_wikitext: bool,
 ) -> InputFiles:
     files: list[InputFile] = []
     ignored: Counter[str] = Counter()
@@ -133,9 +142,16 @@ def _find_files(
                 "folders of any depth."
             )
         for entry in entries:
-            kind = kind_of(entry.path, entry.name, format, in_folder=in_folder, text_key=text_key)
+            kind = kind_of(
+                entry.path,
+                entry.name,
+                format,
+                in_folder=in_folder,
+                text_key=text_key,
+                is_wikitext=is_wikitext,
+            )
             files.append(_input_file(entry, kind, format, ids))
-    files = _with_distinct_names(files)
+    files = _with_distinct_names(_with_joined_shards(files))
     _reject_ambiguous_names(files)
     require_json_lines(files)
     return InputFiles(files, ignored)
@@ -329,6 +345,26 @@ def _reject_archive(entry: _Entry, format: Format) -> None:
         )
 
 
+def _with_joined_shards(files: list[InputFile]) -> list[InputFile]:
+    """The files; consecutive shards whose rows are lines of one text are one file."""
+    joined: list[InputFile] = []
+    last_path = ""
+    for file in files:
+        first = joined[-1] if joined else file
+        if first.kind == "wikitext_rows" and file.path == next_shard(last_path):
+            joined[-1] = replace(
+                first,
+                name=name_of_shards(first.name),
+                size=first.size + file.size,
+                mark=f"{first.mark} {file.mark}",
+                next_paths=(*first.next_paths, file.path),
+            )
+        else:
+            joined.append(file)
+        last_path = file.path
+    return joined
+
+
 def _with_distinct_names(files: list[InputFile]) -> list[InputFile]:
     """The files; if several inputs have one of the same name, with longer names for all.
 
@@ -359,10 +395,10 @@ def _reject_ambiguous_names(files: list[InputFile]) -> None:
     by_name: dict[str, InputFile] = {}
     by_path: set[str] = set()
     for file in files:
-        path = _absolute_path(file.path)
-        if path in by_path:
-            raise DataError(f"{shown(file.path)} would be read twice. Give every file only once.")
-        by_path.add(path)
+        for path in map(_absolute_path, (file.path, *file.next_paths)):
+            if path in by_path:
+                raise DataError(f"{shown(path)} would be read twice. Give every file only once.")
+            by_path.add(path)
         if file.name in by_name:
             raise DataError(
                 f"{shown(by_name[file.name].path)} and {shown(file.path)} would both be document "

@@ -31,7 +31,7 @@ from data_pipeline.readers.source import CHUNK_BYTES, Source
 from data_pipeline.readers.tar import read_tar
 from data_pipeline.readers.text import read_binary, read_text
 from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.readers.wikitext import read_wikitext
+from data_pipeline.readers.wikitext import read_wikitext, read_wikitext_rows
 from data_pipeline.storage.open_source import Compression, open_source
 from data_pipeline.storage.source_errors import SourceError, is_transient, reject_reason
 from data_pipeline.storage.urls import scheme_of, shown
@@ -91,6 +91,7 @@ FORMATS: dict[Kind, FileFormat] = {
     ),
     "parquet": FileFormat(read=read_parquet, suffixes=(".parquet", ".pq")),
     "wikitext": FileFormat(read=read_wikitext, read_again=_decode_raw, by_range=True),
+    "wikitext_rows": FileFormat(read=read_wikitext_rows),
     "tar": FileFormat(read=read_tar, suffixes=(".tar",), in_folders=False),
     "arrow": FileFormat(read=read_arrow, suffixes=(".arrow",)),
     "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
@@ -124,7 +125,7 @@ ID_FORMATS: dict[Kind, FileFormat] = {
 
 def format_names() -> tuple[str, ...]:
     """The values of `--format` other than auto."""
-    return (*(kind for kind in FORMATS if kind != "binary"), "ids")
+    return (*(kind for kind in FORMATS if kind not in ("binary", "wikitext_rows")), "ids")
 
 
 def suffixes_of(format: Format) -> tuple[str, ...]:
@@ -152,6 +153,9 @@ class InputFile:
     """Set if the documents are token ids instead of text."""
     keeps_nul: bool = False
     """Whether NUL bytes are text (`--format text`), not the sign of a binary file."""
+    next_paths: tuple[str, ...] = ()
+    """wikitext_rows: files in which the content of this one continues; `size` and `mark` include
+    theirs."""
 
     @property
     def format(self) -> FileFormat:
@@ -236,6 +240,7 @@ class RecordReader:
                     path=file.path,
                     stored_bytes=file.size,
                     keeps_nul=file.keeps_nul,
+                    next_paths=file.next_paths,
                 )
                 yield from file.format.read(source)
                 self.lines = source.lines
@@ -264,7 +269,8 @@ def read_records(file: InputFile, text_key: str, start: int, stop: int) -> Recor
 def _reject_shrunk_file(file: InputFile) -> None:
     # Without this check, a file cut after it was listed would lose records silently.
     if not scheme_of(file.path):
-        size = os.stat(file.path).st_size  # noqa: PTH116 - faster for many files
+        paths = (file.path, *file.next_paths)
+        size = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - faster for many files
         if size < file.size:
             raise SourceError(f"it had {file.size:,} bytes when it was found and has {size:,} now")
 

@@ -6,6 +6,8 @@
   .wet: warc (the `suffixes` of `FORMATS`)
 - .tar, .tgz: tar; .csv, .tsv, .tab: csv; only if given by name or pattern. In folders, archives are
   ignored, and the others are text.
+- of .parquet and .arrow files with "wiki" in their path, or with a recipe of WikiText:
+  wikitext_rows if every row is one line, and one of the first rows is ` = Title = `
 - all other files by their first bytes: jsonl if the first line that is not blank is a JSON object
   with the key `--text-key`, or if the first two are JSON objects; wikitext if the suffix is .tokens
   or "wiki" is in the name, and that line is ` = Title = `; binary (`text.py`); else text. Of files
@@ -41,7 +43,7 @@ from data_pipeline.readers.formats import (
 )
 from data_pipeline.readers.id_files import has_index
 from data_pipeline.readers.text import HEAD_BYTES, is_binary
-from data_pipeline.readers.wikitext import is_title
+from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
 from data_pipeline.storage.open_source import Compression, open_source
 from data_pipeline.storage.urls import scheme_of, shown
 
@@ -82,7 +84,13 @@ def suffix_of(name: str) -> Suffix:
 
 
 def kind_of(
-    path: str, name: str, format: Format, *, in_folder: bool = False, text_key: str = "text"
+    path: str,
+    name: str,
+    format: Format,
+    *,
+    in_folder: bool = False,
+    text_key: str = "text",
+    is_wikitext: bool = False,
 ) -> Kind:
     """The kind of the file at `path` for a `--format`; see the module docstring for "auto"."""
     suffix = suffix_of(name)
@@ -92,6 +100,9 @@ def kind_of(
         return format
     for kind, file_format in FORMATS.items():
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
+            may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
+            if may_have_lines and (is_wikitext or "wiki" in path.lower()):
+                return "wikitext_rows" if holds_wikitext_rows(path, text_key) else kind
             return kind
     return _kind_of_content(path, name, suffix, text_key)
 

@@ -51,6 +51,8 @@ class Source:
     """Set if the documents are token ids instead of text."""
     path: str = ""
     """The local path or URL of the file."""
+    next_paths: tuple[str, ...] = ()
+    """As `InputFile.next_paths`."""
     stored_bytes: int = 0
     """Size of the file before decompression; 0 if unknown."""
     keeps_nul: bool = False

@@ -2,16 +2,17 @@
 
 `--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd) and then decides:
 
-- .jsonl, .ndjson, .jsonlines, .ldjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow; .warc,
-  .wet: warc (the `suffixes` of `FORMATS`)
+- .jsonl, .ndjson, .jsonlines, .ldjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow; .wet,
+  .warc, .wat: warc (the `suffixes` of `FORMATS`)
 - .tar, .tgz: tar; .csv, .tsv, .tab: csv; only if given by name or pattern. In folders, archives are
   ignored, and the others are text.
 - of .parquet and .arrow files with "wiki" in their path, or with a recipe of WikiText:
   wikitext_rows if every row is one line, and one of the first rows is ` = Title = `
-- all other files by their first bytes: jsonl if the first line that is not blank is a JSON object
-  with the key `--text-key`, or if the first two are JSON objects; wikitext if the suffix is .tokens
-  or "wiki" is in the name, and that line is ` = Title = `; binary (`text.py`); else text. Of files
-  at URLs, only those without suffix, with .jl or a name of WikiText are examined: a request each.
+- all other files by their first bytes: warc if they begin a WARC record; jsonl if the first line
+  that is not blank is a JSON object with the key `--text-key`, or if the first two are JSON
+  objects; wikitext if the suffix is .tokens or "wiki" is in the name, and that line is
+  ` = Title = `; binary (`text.py`); else text. Of files at URLs, only those without suffix, with
+  .jl or a name of WikiText are examined, because each takes a request
 
 The kinds `lines` and `blank_lines` are never chosen by name or content. In a folder or pattern,
 `--format jsonl` reads the files that auto would read as jsonl.
@@ -112,6 +113,8 @@ def _kind_of_content(path: str, name: str, suffix: Suffix, text_key: str) -> Kin
     if scheme_of(path) and not may_be_wikitext and suffix.name not in _UNTYPED:
         return "text"
     head = _head(path, suffix.compression)
+    if head.startswith(b"WARC/1."):
+        return "warc"
     if holds_json_lines(path, suffix.compression, text_key, head=head):
         return "jsonl"
     lines = head.removeprefix(BOM_UTF8).split(b"\n") if may_be_wikitext else []

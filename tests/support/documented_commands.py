@@ -11,6 +11,7 @@ import typer.main
 import yaml
 
 from txl_dist.cli.app import app
+from txl_dist.cli.paths import paths_of_another_machine
 
 ROOT = Path(__file__).parents[2]
 _FENCED = re.compile(r"^ *```(?:sh|bash)?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -95,6 +96,7 @@ def parse(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     parsed: list[tuple[str, dict[str, Any]]] = []
     for name, command in leaf_commands(root).items():
         command.callback = lambda _name=name, **parameters: parsed.append((_name, parameters))
-    root(list(words[1:]), prog_name="txl", standalone_mode=False)
+    with paths_of_another_machine():
+        root(list(words[1:]), prog_name="txl", standalone_mode=False)
     (only,) = parsed
     return only

@@ -1,21 +1,19 @@
 """`txl reproduce`: from files as they are published to a score, by the documented commands."""
 
 import json
-import random
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
 from tests.support.commands import run_txl, txl
+from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.reproduction.experiments import EXPERIMENTS
@@ -34,40 +32,6 @@ SMALL = (
     "evaluation.max_tokens=50",
     "tracking.enabled=false",
 )
-
-
-def wikitext(num_words: int) -> str:
-    """Articles in the form of WikiText: titles, blank lines, frequent and rare words."""
-    rng = random.Random(3)
-    words = [f"w{int(rng.paretovariate(0.8)) % 300}" for _ in range(num_words)]
-    lines = [" ".join(words[i : i + 11]) for i in range(0, num_words, 11)]
-    for i in range(0, len(lines), 5):
-        lines[i] = f"\n = Article {i} = \n \n {lines[i]}"
-    return "".join(f" {line} \n" for line in lines)
-
-
-SIZES = {"train": 2000, "valid": 300, "test": 200}
-
-
-def write_tokens(folder: Path) -> None:
-    """The layout of wikitext-103-v1.zip, unpacked."""
-    (folder / "wikitext-103").mkdir(parents=True)
-    for split, size in SIZES.items():
-        (folder / "wikitext-103" / f"wiki.{split}.tokens").write_text(wikitext(size))
-
-
-def write_parquet(folder: Path) -> None:
-    """The layout of Hugging Face's Salesforce/wikitext: one line per row, "" for a blank line."""
-    for name in ("wikitext-103-raw-v1", "wikitext-103-v1", "wikitext-2-v1"):
-        (folder / name).mkdir(parents=True)
-        for split, size in SIZES.items():
-            lines = wikitext(size if name == "wikitext-103-v1" else 99).splitlines(keepends=True)
-            rows = [line if line.strip() else "" for line in lines]
-            published = {"valid": "validation"}.get(split, split)
-            parts = [rows[:50], rows[50:]] if split == "train" else [rows]
-            for n, part in enumerate(parts):
-                path = folder / name / f"{published}-{n:05}-of-{len(parts):05}.parquet"
-                pq.write_table(pa.table({"text": part}), path)
 
 
 def write_enwik8(folder: Path) -> None:
@@ -140,7 +104,7 @@ def test_an_experiment_runs_from_its_file_to_its_score(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("write", [write_tokens, write_parquet])
 def test_wikitext_103_gives_the_same_ids_in_every_layout(
-    write: Callable[[Path], None], tmp_path: Path
+    write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     write(tmp_path / "published")
     out = tmp_path / "out"

@@ -59,6 +59,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
 from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
+from data_pipeline.tokenizers.recipes import recipe_of
 
 DEFAULT_MAX_REJECT_RATE = 0.001
 _SUFFIXES_SHOWN = 8
@@ -163,6 +164,12 @@ def _write_dataset(
     index = _scan_input(files, settings, runner)
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
+    num_bytes, published = int(index.text_bytes.sum()), recipe_of(settings.recipe).published_bytes
+    if published is not None and num_bytes != published:
+        note(
+            f"{settings.recipe} as published has {published:,} bytes, this input has "
+            f"{num_bytes:,}: scores cannot be compared with published ones"
+        )
     if is_cut_by_position(index, settings):
         shards = cut_only_document(index, settings, runner.staging)
     else:

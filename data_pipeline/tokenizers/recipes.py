@@ -59,6 +59,8 @@ class Recipe:
     """Whether documents begin with the end-of-document token."""
     fixed_split: bool = False
     """Whether the dataset is one document whose parts are the splits."""
+    published_bytes: int | None = None
+    """Size of that document, of which published scores are."""
 
 
 NO_RECIPE = Recipe(tokenizers=("byte", "char", "word", "bpe", "file", "ids"), opens_documents=True)
@@ -69,8 +71,10 @@ RECIPES: Mapping[RecipeName, Recipe] = MappingProxyType(
         "wt2": _LINES,
         "ptb": _LINES,
         "lm1b": Recipe(tokenizers=("word",), lines="both", min_freq=3),
-        "enwik8": Recipe(tokenizers=("byte", "char"), fixed_split=True),
-        "text8": Recipe(tokenizers=("char", "byte"), fixed_split=True),
+        "enwik8": Recipe(
+            tokenizers=("byte", "char"), fixed_split=True, published_bytes=100_000_000
+        ),
+        "text8": Recipe(tokenizers=("char", "byte"), fixed_split=True, published_bytes=100_000_000),
     }
 )
 

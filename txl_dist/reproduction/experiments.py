@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from data_pipeline.tokenizers.recipes import RecipeName
+from data_pipeline.tokenizers.recipes import RECIPES, RecipeName
 
 Metric = Literal["perplexity", "bits_per_character"]
 
@@ -141,7 +141,7 @@ _ENWIK8 = Corpus(
             inputs={"train": "enwik8"},
             files={
                 "enwik8": PublishedFile(
-                    size=100_000_000,
+                    size=RECIPES["enwik8"].published_bytes,
                     digest="sha256:"
                     "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8",
                 )
@@ -157,7 +157,7 @@ _TEXT8 = Corpus(
             inputs={"train": "text8"},
             files={
                 "text8": PublishedFile(
-                    size=100_000_000,
+                    size=RECIPES["text8"].published_bytes,
                     digest="sha256:"
                     "6e890197040d37d85beb962ae1f041ff1d9a9ca8d20c7d99c85027eebf51dca7",
                 )

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.tokenizers.recipes import RECIPES
 from tests.support.commands import run_txl, txl
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli.app import app
@@ -97,6 +98,7 @@ def run_experiment(name: str, data: Path, out: Path, *settings: str) -> dict[str
 def test_an_experiment_runs_from_its_file_to_its_score(tmp_path: Path) -> None:
     write_enwik8(tmp_path / "unpacked" / "archive")
     result = run_experiment("enwik8-base", tmp_path / "unpacked", tmp_path / "out")
+    assert RECIPES["enwik8"].published_bytes == 100_000_000
     (difference,) = result["not_the_papers_data"]
     assert "the published file has 100,000,000" in difference
 

@@ -14,7 +14,11 @@ up to its `TextLimits`. Score a split with the settings of training:
     result = evaluate(evaluation_job(job.run_path, "data/stdlib", max_tokens=10_000))
 """
 
+import sys
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,6 +73,30 @@ _MODULE_OF = {
     "load_run_config": "txl_dist.config.config_file",
     "relative_effective_context_length": "txl_dist.context.recl",
 }
+
+
+def _import_own_packages() -> None:
+    """Import the packages installed next to this one, also if others have their names.
+
+    `python -m txl_dist` puts the current directory first in sys.path, and the user may have a
+    folder `data_pipeline/` or `cluster/` there. Raises ImportError if such a folder is imported.
+    """
+    root = Path(__file__).resolve().parents[1]
+    for name in ("data_pipeline", "cluster"):
+        if name not in sys.modules:
+            spec = PathFinder.find_spec(name, [str(root)])
+            assert spec
+            assert spec.loader
+            module = sys.modules[name] = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        elif Path(sys.modules[name].__file__ or "").resolve().parent != root / name:
+            raise ImportError(
+                f"the package {name} of {sys.modules[name].__file__} was imported before txl_dist, "
+                "which has one of that name. Import txl_dist first, or rename the other package."
+            )
+
+
+_import_own_packages()
 
 
 def __getattr__(name: str) -> Any:

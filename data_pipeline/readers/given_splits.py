@@ -50,8 +50,9 @@ def parse_input(argument: str) -> tuple[str, str]:
     The argument is an address if there is a file with its whole path.
     """
     named = re.fullmatch(rf"({SPLIT_PATTERN})=(.+)", argument, re.DOTALL)
-    is_path = not named or os.path.lexists(argument)
-    return ("", argument) if is_path else (named[1], named[2])
+    if not named or os.path.lexists(argument):
+        return "", argument
+    return named[1], named[2]
 
 
 def require_all_named(splits: Sequence[str], arguments: Sequence[str]) -> None:

@@ -10,11 +10,15 @@ import gzip
 import io
 import os
 import stat
+import sys
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO, Literal
 
-from backports.zstd import DecompressionParameter, ZstdError, ZstdFile
+if sys.version_info >= (3, 14):
+    from compression.zstd import DecompressionParameter, ZstdError, ZstdFile
+else:
+    from backports.zstd import DecompressionParameter, ZstdError, ZstdFile
 
 from data_pipeline.errors import printable
 from data_pipeline.storage.source_errors import SourceError, UnreachableError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import DataError
 from data_pipeline.readers import Record, Reject, find_files
 from tests.data_pipeline.readers.id_inputs import RULES
 from tests.data_pipeline.readers.reading import one_file, read, texts
@@ -144,9 +144,13 @@ def test_a_directory_with_a_wrong_list_of_files_is_refused(
         find_files([str(tmp_path / "in")], format="auto", exclude=Path("/nowhere"))
 
 
-def test_the_splits_of_a_saved_dictionary_are_not_mixed(tmp_path: Path) -> None:
+def test_the_splits_of_a_saved_dictionary_are_those_of_its_directories(tmp_path: Path) -> None:
     saved_dataset(tmp_path / "in" / "train")
     saved_dataset(tmp_path / "in" / "test")
     (tmp_path / "in" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ConfigError, match="is a DatasetDict, whose splits are test, train"):
-        find_files([str(tmp_path / "in")], format="auto", exclude=Path("/nowhere"))
+    found = find_files([str(tmp_path / "in")], format="auto", exclude=Path("/nowhere"))
+    assert {(file.name.split("/")[0], file.split) for file in found.files} == {
+        ("train", "train"),
+        ("test", "test"),
+    }
+    assert all(file.kind == "arrow" for file in found.files)

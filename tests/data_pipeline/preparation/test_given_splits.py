@@ -1,0 +1,215 @@
+"""Splits that come with a corpus are kept: by the names of its files, or by names of the inputs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.readers import find_files
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams.cursor import read_range
+from tests.data_pipeline.preparation.preparing import files_of, ids_of
+from tests.support.corpus_layouts import LAYOUTS, Layout
+
+Txl = Callable[..., Any]
+
+
+def tokens_of(directory: Path, split: str) -> list[int]:
+    data = open_split(directory, split)
+    return [int(id_) for id_ in read_range(data, 0, data.num_tokens)[0]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
+def test_every_published_layout_keeps_its_splits(layout: Layout, tmp_path: Path) -> None:
+    texts = layout.write(tmp_path / "in")
+    lines: list[str] = []
+    out = tmp_path / "out"
+    prepare_dataset([tmp_path / "in"], out, layout.settings, note=lines.append)
+    assert f"splits by the names of the files, {layout.printed}" in lines
+    tokenizer, manifest = open_tokenizer(out), load_manifest(out)
+    assert set(manifest.splits) == set(texts)
+    for split, documents in texts.items():
+        entry = manifest.splits[split]
+        expected = [
+            id_
+            for text in documents
+            for id_ in (
+                (manifest.end_of_document, *map(int, text.split()))
+                if layout.settings.format == "ids"
+                else (tokenizer.end_of_document, *tokenizer.encode(text))
+            )
+        ]
+        assert (entry.documents, entry.tokens) == (len(documents), len(expected))
+        assert tokens_of(out, split) == expected, split
+
+
+NAMES = {
+    "train": ["train.txt", "TRAIN.jsonl", "my-train-00001.txt", "training_set/a.txt", "train/1/a"],
+    "valid": ["dev.tsv", "x.val.txt", "val_0003.bin", "heldout-0/x", "c4-validation.00-of-08.json"],
+    "test": ["test.en", "a/b.test.tokens", "test/train.txt", "corpus_test_00.npy"],
+    "": ["a.txt", "latest.txt", "contest.txt", "unit_test_results_a.txt", "test_train.txt",
+         "src/test_parser.py", "tests/x.c", "test/cases.py", "dev/tools.sh", "notes/test.md"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [(name, split) for split, names in NAMES.items() for name in names]
+)
+def test_a_name_gives_a_split_or_none(name: str, split: str, tmp_path: Path) -> None:
+    path = tmp_path / "in" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("text")
+    found = find_files([str(tmp_path / "in")], format="text", exclude=Path("/nowhere"))
+    assert [file.split for file in found.files] == [split]
+
+
+def test_folders_of_source_code_are_splits_only_next_to_a_folder_train(tmp_path: Path) -> None:
+    for name in ("train/a.py", "test/b.py", "train/c_test.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("pass")
+    found = find_files([str(tmp_path)], format="auto", exclude=Path("/nowhere"))
+    assert {file.name: file.split for file in found.files} == {
+        "train/a.py": "train",
+        "train/c_test.py": "train",
+        "test/b.py": "test",
+    }
+
+
+def test_folders_given_one_by_one_are_splits_by_their_names(txl: Txl, tmp_path: Path) -> None:
+    for split, text in (("train", "aaa"), ("dev", "bb")):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / f"{text}.txt").write_text(text)
+    out = tmp_path / "out"
+    ended = txl("prepare", tmp_path / "train", tmp_path / "dev", "--out", out)
+    assert "splits by the names of the files, 1 file: train; 1: valid" in ended.err
+    assert ids_of(out) == {"train": ["aaa.txt"], "valid": ["bb.txt"]}
+    # A single folder has one split, whatever it is called.
+    ended = txl("prepare", tmp_path / "dev", "--out", tmp_path / "single")
+    assert ids_of(tmp_path / "single") == {"train": ["bb.txt"]}
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """train, valid and test files; "z" is in the test file only."""
+    folder = tmp_path / "three"
+    folder.mkdir()
+    texts = {"x.train.txt": "abc " * 50, "x.valid.txt": "cab " * 5, "x.test.txt": "abz " * 7}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_named_inputs_give_the_bytes_of_the_same_names_in_files(
+    three: Path, tmp_path: Path
+) -> None:
+    given = [f"{split}={three}/x.{split}.txt" for split in ("test", "train", "valid")]
+    prepare_dataset(given, tmp_path / "named", PrepareSettings(shuffle=3))
+    prepare_dataset([three], tmp_path / "found", PrepareSettings(shuffle=3))
+    assert files_of(tmp_path / "named") == files_of(tmp_path / "found")
+
+
+def test_a_split_may_have_several_inputs_and_any_name(
+    txl: Txl, three: Path, tmp_path: Path
+) -> None:
+    extra = tmp_path / "extra=1.txt"
+    extra.write_text("a path with an equals sign")
+    ended = txl(
+        *("prepare", f"train={three}/x.t*n.txt", f"train={extra}", f"ood={three}/x.valid.txt"),
+        *("--out", tmp_path / "out"),
+    )
+    assert "splits as given: 2 files: train; 1: ood" in ended.err
+    assert ids_of(tmp_path / "out") == {
+        "train": ["x.train.txt", "extra=1.txt"],
+        "ood": ["x.valid.txt"],
+    }
+
+
+def test_the_vocabulary_is_that_of_train_alone(three: Path, tmp_path: Path) -> None:
+    prepare_dataset([three], tmp_path / "out", PrepareSettings(tokenizer="char"))
+    tokenizer = open_tokenizer(tmp_path / "out")
+    assert "z" not in tokenizer.decode(list(range(tokenizer.vocab_size)))
+
+
+def test_none_merges_the_splits_and_fractions_override_them(
+    txl: Txl, three: Path, tmp_path: Path
+) -> None:
+    listed = "the splits in the names of the files: 1 file: train; 1: valid; 1: test"
+    ended = txl("prepare", three, "--out", tmp_path / "merged", "--split", "none")
+    assert f"--split none merges {listed}" in ended.err
+    assert set(ids_of(tmp_path / "merged")) == {"train"}
+    ended = txl("prepare", three, "--out", tmp_path / "other", "--split", "heldback=0.3")
+    assert f"--split overrides {listed}" in ended.err
+    assert set(ids_of(tmp_path / "other")) == {"train", "heldback"}
+
+
+def test_fractions_of_named_inputs_are_taken_from_train(txl: Txl, tmp_path: Path) -> None:
+    lines = "".join(f"line {number}\n" for number in range(300))
+    (tmp_path / "a").write_text(lines)
+    (tmp_path / "b").write_text("the test text\n")
+    inputs = (f"train={tmp_path}/a", f"test={tmp_path}/b", "--format", "lines")
+    out = tmp_path / "out"
+    assert txl("prepare", *inputs, "--out", out, "--split", "valid=0.1").code == 0
+    ids = ids_of(out)
+    assert ids["test"] == ["b:1"]
+    assert 15 < len(ids["valid"]) < 45
+    assert sorted(ids["train"] + ids["valid"]) == sorted(f"a:{n}" for n in range(1, 301))
+    ended = txl("prepare", *inputs, "--out", tmp_path / "twice", "--split", "test=0.1")
+    assert (ended.code, "the inputs give test already" in ended.err) == (2, True)
+
+
+WRONG = {
+    "this input has no split and others have one": ["train={0}/x.train.txt", "{0}/x.test.txt"],
+    "none is train": ["valid={0}/x.valid.txt", "test={0}/x.test.txt"],
+    "the inputs are given with the names of their splits": ["train={0}/x.train.txt",
+                                                            "--split", "none"],
+    "would be read twice": ["train={0}/x.train.txt", "valid={0}"],
+    "is for --split NAME=FRACTION": ["{0}", "--split-by", "file"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "words"), WRONG.items())
+def test_contradictions_are_refused(
+    txl: Txl, three: Path, tmp_path: Path, reason: str, words: list[str]
+) -> None:
+    out = tmp_path / "out"
+    ended = txl("prepare", *(word.format(three) for word in words), "--out", out)
+    assert ended.code in (2, 3)
+    assert reason in ended.err
+    assert not out.exists()
+
+
+def test_held_out_splits_without_train_are_refused(three: Path, tmp_path: Path) -> None:
+    (three / "x.train.txt").unlink()
+    with pytest.raises(ConfigError, match="the splits valid, test, and none is train"):
+        prepare_dataset([three], tmp_path / "out", PrepareSettings())
+
+
+def test_other_splits_of_the_same_files_are_another_dataset(
+    txl: Txl, three: Path, tmp_path: Path
+) -> None:
+    one, two = (three / f"x.{split}.txt" for split in ("train", "test"))
+    command = ("--out", tmp_path / "out")
+    assert txl("prepare", f"train={one}", f"test={two}", *command).code == 0
+    assert "already complete" in txl("prepare", f"train={one}", f"test={two}", *command).out
+    ended = txl("prepare", f"test={one}", f"train={two}", *command)
+    assert ended.code == 3
+    assert "holds another dataset: input digest" in ended.err
+
+
+def test_duplicates_are_dropped_from_train_and_never_from_a_given_split(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("one\ntwo\nthree\none\n")
+    (tmp_path / "test.txt").write_text("two\nfour\ntwo\n")
+    settings = PrepareSettings(format="lines", dedup="exact")
+    inputs = [tmp_path / "train.txt", tmp_path / "test.txt"]
+    report = prepare_dataset(inputs, tmp_path / "out", settings)
+    assert ids_of(tmp_path / "out") == {
+        "train": ["train.txt:1", "train.txt:3"],
+        "test": ["test.txt:1", "test.txt:2", "test.txt:3"],
+    }
+    assert report.manifest.input.duplicates == 2
+    assert prepare_dataset(inputs, tmp_path / "out", settings).already_complete

@@ -1,0 +1,231 @@
+"""Splits by a hash of documents and works, and by the position in one long document."""
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.shards.verify import verify_dataset
+from data_pipeline.streams.cursor import read_range
+from tests.data_pipeline.preparation.preparing import ids_of
+
+Txl = Callable[..., Any]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+@pytest.mark.parametrize("chunk_bytes", [7, 2**20])
+@pytest.mark.parametrize(("recipe", "kind"), [("text8", "char"), ("enwik8", "byte")])
+def test_a_corpus_of_one_document_is_split_by_its_tokens(
+    tmp_path: Path,
+    recipe: Any,
+    kind: Any,
+    suffix: str,
+    chunk_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from data_pipeline.readers import formats
+
+    reading = formats.read_text_chunks
+    monkeypatch.setattr(
+        "data_pipeline.preparation.document_batch.read_text_chunks",
+        lambda *about, **more: reading(*about, chunk_bytes=chunk_bytes, **more),
+    )
+    text = "".join(chr(97 + n % 25) + "ä" * (n % 3 == 0) for n in range(301))
+    raw = text.encode()
+    source = tmp_path / f"whole{suffix}"
+    source.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
+    options = PrepareSettings(tokenizer=kind, recipe=recipe)
+    prepare_dataset([source], tmp_path / "out", options)
+    tokenizer = open_tokenizer(tmp_path / "out")
+    texts = {}
+    for split in ("train", "valid", "test"):
+        data = open_split(tmp_path / "out", split)
+        ids, _ = read_range(data, 0, data.num_tokens)
+        texts[split] = tokenizer.decode_bytes(ids)
+        assert load_manifest(tmp_path / "out").splits[split].text_bytes == len(texts[split])
+    assert b"".join(texts.values()) == raw
+    part = (len(text) if kind == "char" else len(raw)) // 20
+    for split in ("valid", "test"):
+        size = len(texts[split].decode()) if kind == "char" else len(texts[split])
+        assert abs(size - part) <= (kind == "byte"), "a cut in a character moves to its beginning"
+    assert verify_dataset(tmp_path / "out").problems == []
+    assert prepare_dataset([source], tmp_path / "out", options).already_complete
+
+
+def test_a_recipe_with_its_own_splits_refuses_others_and_more_than_one_document(
+    txl: Txl, corpus: Path, tmp_path: Path
+) -> None:
+    command = ("prepare", corpus, "--out", tmp_path / "out", "--recipe", "enwik8")
+    ended = txl(*command, "--split", "valid=0.1")
+    assert ended.code == 2
+    assert "recipe enwik8 has its own valid and test" in ended.err
+    ended = txl(*command)
+    assert ended.code == 3
+    assert "takes one document" in ended.err
+    assert "the input has 11: 00.txt, 02.txt, 04.txt, ..." in ended.err
+    (tmp_path / "short.txt").write_text("nineteen characters")
+    assert txl("prepare", tmp_path / "short.txt", *command[2:]).code == 3
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "x" * 99}))
+    ended = txl("prepare", tmp_path / "one.jsonl", *command[2:])
+    assert ended.code == 3
+    assert "is read as jsonl" in ended.err
+    assert not (tmp_path / "out").exists()
+
+
+def songs(folder: Path, count: int) -> Path:
+    """Songs as MidiTok saves them: a file each, with a list of ids for every track."""
+    folder.mkdir()
+    for number in range(count):
+        tracks = [[number, track] * 5 for track in range(1 + number % 3)]
+        (folder / f"song{number:02d}.json").write_text(json.dumps({"ids": tracks}))
+    return folder
+
+
+def tar_of_pages(path: Path, count: int, name: str) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for number in range(count):
+            for page in range(3):
+                raw = f"page {page} of {number}".encode()
+                info = tarfile.TarInfo(f"{name.format(number)}{page:03d}.txt")
+                info.size = len(raw)
+                archive.addfile(info, io.BytesIO(raw))
+    return path
+
+
+IDS = {"format": "ids", "vocab_size": 100, "end_of_document": 99}
+
+
+def held_out(out: Path, settings: PrepareSettings, source: Path) -> tuple[list[str], list[str]]:
+    """Ids of the documents of train and valid, and the lines that were printed."""
+    lines: list[str] = []
+    prepare_dataset([source], out, settings, note=lines.append)
+    ids = ids_of(out)
+    assert ids["train"]
+    assert ids["valid"]
+    return [*ids["train"]], [*ids["valid"]]
+
+
+def works(ids: list[str], separator: str) -> set[str]:
+    return {id_.rpartition(separator)[0] for id_ in ids}
+
+
+def test_the_tracks_of_a_song_stay_together_unless_asked_otherwise(tmp_path: Path) -> None:
+    source, split = songs(tmp_path / "in", 40), {"valid": 0.3}
+    train, valid = held_out(tmp_path / "by_work", PrepareSettings(split=split, **IDS), source)
+    assert not works(train, ":") & works(valid, ":")
+    settings = PrepareSettings(split=split, split_by="document", **IDS)
+    train, valid = held_out(tmp_path / "by_document", settings, source)
+    assert works(train, ":") & works(valid, ":")
+
+
+@pytest.mark.parametrize("name", ["book{:02d}_page", "books/{:02d}/p", "{:02d}-"])
+def test_members_of_a_tar_with_a_common_stem_stay_together(tmp_path: Path, name: str) -> None:
+    source = tar_of_pages(tmp_path / "books.tar", 25, name)
+    lines: list[str] = []
+    settings = PrepareSettings(split={"valid": 0.3})
+    prepare_dataset([source], tmp_path / "out", settings, note=lines.append)
+    assert any("25 works, 75 documents" in line for line in lines)
+    ids = ids_of(tmp_path / "out")
+    train, valid = ({id_[:-3] for id_ in ids[split]} for split in ("train", "valid"))
+    assert not train & valid
+
+
+def test_a_stem_that_all_members_share_is_no_work(tmp_path: Path) -> None:
+    source = tar_of_pages(tmp_path / "all.tar", 20, "sample_{:02d}")
+    train, valid = held_out(tmp_path / "out", PrepareSettings(split={"valid": 0.3}), source)
+    assert len(valid) > 1
+    assert len(train) + len(valid) == 60
+
+
+def test_files_stay_together_on_request(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(20):
+        lines = "".join(f"line {line} of {number}\n" for line in range(3))
+        (tmp_path / "in" / f"{number}.txt").write_text(lines)
+    settings = PrepareSettings(format="lines", split={"valid": 0.3}, split_by="file")
+    train, valid = held_out(tmp_path / "out", settings, tmp_path / "in")
+    assert not works(train, ":") & works(valid, ":")
+    (tmp_path / "in" / "0.txt").write_text("one file is one work")
+    with pytest.raises(DataError, match=r"1 works cannot fill 2 splits \(train, valid\)"):
+        prepare_dataset([tmp_path / "in" / "0.txt"], tmp_path / "one", settings)
+
+
+def test_a_split_far_from_its_fraction_is_reported(tmp_path: Path) -> None:
+    lines: list[str] = []
+    for name, giant in (("even", 20), ("uneven", 9000)):
+        sizes = [giant, *[20] * 59]
+        texts = (json.dumps({"text": "x" * size}) for size in sizes)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(texts))
+        settings = PrepareSettings(split={"valid": 0.2})
+        prepare_dataset([tmp_path / f"{name}.jsonl"], tmp_path / name, settings, note=lines.append)
+    entry = load_manifest(tmp_path / "uneven").splits["valid"]
+    assert entry.text_bytes == 20 * entry.documents, "the giant must not be in valid"
+    (report,) = (line for line in lines if line.startswith("split valid: "))
+    share = f"{entry.text_bytes / (9000 + 59 * 20):.2%} of the text, instead of 20.00%"
+    assert f"{entry.documents} of 60 documents with {share}" in report
+
+
+def write_ids(path: Path, ids: np.ndarray) -> Path:
+    if path.suffix == ".npy":
+        np.save(path, ids)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps({"ids": ids.tolist()}))
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(ids.tobytes()))
+    else:
+        ids.tofile(path)
+    return path
+
+
+@pytest.mark.parametrize("chunk_bytes", [9, 2**20])
+@pytest.mark.parametrize("name", ["genome.bin", "genome.bin.gz", "genome.npy", "genome.json"])
+def test_one_sequence_of_ids_is_cut_by_position(
+    tmp_path: Path, name: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from data_pipeline.readers import formats
+
+    reading = formats.read_text_chunks
+    monkeypatch.setattr(
+        "data_pipeline.preparation.document_batch.read_text_chunks",
+        lambda *about, **more: reading(*about, **{**more, "chunk_bytes": chunk_bytes}),
+    )
+    ids = np.random.default_rng(3).integers(0, 99, 1003).astype("<u2")
+    source = write_ids(tmp_path / name, ids)
+    split = {"test": 0.2, "valid": 0.1}
+    settings = PrepareSettings(split=split, split_by="position", dtype="uint16", **IDS)
+    prepare_dataset([source], tmp_path / "out", settings)
+    parts = []
+    for part, size in (("train", 703), ("valid", 100), ("test", 200)):
+        data = open_split(tmp_path / "out", part)
+        tokens = read_range(data, 0, data.num_tokens)[0].tolist()
+        assert tokens[0] == 99
+        assert len(tokens) == size + 1
+        parts += tokens[1:]
+    assert parts == ids.tolist()
+    assert verify_dataset(tmp_path / "out").problems == []
+
+
+def test_a_text_is_cut_by_position_and_several_texts_are_not(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("0123456789" * 10)
+    settings = PrepareSettings(split={"valid": 0.25}, split_by="position")
+    prepare_dataset([tmp_path / "in"], tmp_path / "out", settings)
+    entries = load_manifest(tmp_path / "out").splits
+    assert {name: entry.text_bytes for name, entry in entries.items()} == {"train": 75, "valid": 25}
+    (tmp_path / "in" / "b.txt").write_text("another")
+    with pytest.raises(DataError, match="--split-by position takes one document"):
+        prepare_dataset([tmp_path / "in"], tmp_path / "two", settings)
+    settings = PrepareSettings(split={"valid": 0.2})
+    with pytest.raises(DataError, match="cut by --split-by position"):
+        prepare_dataset([tmp_path / "in" / "b.txt"], tmp_path / "one", settings)

@@ -1,0 +1,218 @@
+"""Corpora in the layouts in which they are published, made by hand, and what each one holds.
+
+`python -m tests.support.corpus_layouts` prints the table of docs/how_to/keep_splits.md: what
+`txl prepare` printed about the splits of every layout, and what it wrote.
+"""
+
+import csv
+import gzip
+import io
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import zstandard
+from pyarrow import ipc, parquet
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.readers.given_splits import split_order
+from data_pipeline.shards.prepare_settings import PrepareSettings
+
+Texts = dict[str, list[str]]
+_TEXT = PrepareSettings()
+TEXTS: Texts = {
+    "train": [f"train text number {n}, {'word ' * n}" for n in range(1, 8)],
+    "valid": ["a text to validate", "another one"],
+    "test": ["the first test text", "the second", "and the third, somewhat longer"],
+}
+"""A layout need not have all of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to publish a corpus with its splits."""
+
+    name: str
+    write: Callable[[Path], Texts]
+    """Writes the files into a directory and returns the documents of every split."""
+    printed: str
+    """The part of the line that names the splits."""
+    settings: PrepareSettings = _TEXT
+
+
+def _rows(texts: list[str]) -> pa.Table:
+    return pa.table({"text": texts})
+
+
+def _json_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def _write(path: Path, content: bytes | str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _parquet(folder: Path) -> Texts:
+    folder.mkdir(parents=True)
+    train = TEXTS["train"]
+    parquet.write_table(_rows(train[:3]), folder / "train-00000-of-00002.parquet")
+    parquet.write_table(_rows(train[3:]), folder / "train-00001-of-00002.parquet")
+    parquet.write_table(_rows(TEXTS["valid"]), folder / "validation-00000-of-00001.parquet")
+    parquet.write_table(_rows(TEXTS["test"]), folder / "test-00000-of-00001.parquet")
+    return TEXTS
+
+
+def _arrow_cache(folder: Path) -> Texts:
+    folder.mkdir(parents=True)
+    for split, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        table = _rows(TEXTS[split])
+        with ipc.new_stream(str(folder / f"wiki-{name}.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    return TEXTS
+
+
+def _dataset_dict(folder: Path) -> Texts:
+    for split, name in (("train", "train"), ("test", "test")):
+        (folder / name).mkdir(parents=True)
+        file = "data-00000-of-00001.arrow"
+        table = _rows(TEXTS[split])
+        with ipc.new_stream(str(folder / name / file), table.schema) as writer:
+            writer.write_table(table)
+        state = {"_data_files": [{"filename": file}]}
+        (folder / name / "state.json").write_text(json.dumps(state))
+        (folder / name / "dataset_info.json").write_text("{}")
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return {split: TEXTS[split] for split in ("train", "test")}
+
+
+def _one_text_each(names: dict[str, str]) -> Callable[[Path], Texts]:
+    """A text file per split, the documents joined."""
+
+    def write(folder: Path) -> Texts:
+        for split, name in names.items():
+            _write(folder / name, "\n".join(TEXTS[split]))
+        return {split: ["\n".join(TEXTS[split])] for split in names}
+
+    return write
+
+
+def _wikitext(folder: Path, suffix: str) -> Texts:
+    articles = {
+        split: [f" = Title {n} = \n \n {text} \n" for n, text in enumerate(texts)]
+        for split, texts in TEXTS.items()
+    }
+    for split, texts in articles.items():
+        _write(folder / f"wiki.{split}.{suffix}", " \n" + "".join(texts))
+    # The blank line before the first title belongs to no article.
+    return articles
+
+
+def _c4(folder: Path) -> Texts:
+    train = TEXTS["train"]
+    for number, texts in enumerate((train[:2], train[2:])):
+        name = f"c4-train.0000{number}-of-01024.json.gz"
+        _write(folder / name, gzip.compress(_json_lines(texts)))
+    name = "c4-validation.00000-of-00008.json.gz"
+    _write(folder / name, gzip.compress(_json_lines(TEXTS["valid"])))
+    return {"train": train, "valid": TEXTS["valid"]}
+
+
+def _slim_pajama(folder: Path) -> Texts:
+    names = {
+        "train": "train/chunk1/example_train_0.jsonl.zst",
+        "valid": "validation/chunk1/example_holdout_0.jsonl.zst",
+        "test": "test/chunk1/example_holdout_0.jsonl.zst",
+    }
+    for split, name in names.items():
+        _write(folder / name, zstandard.compress(_json_lines(TEXTS[split])))
+    return TEXTS
+
+
+def _pile(folder: Path) -> Texts:
+    for split, name in (("train", "train/00"), ("valid", "val"), ("test", "test")):
+        _write(folder / f"{name}.jsonl.zst", zstandard.compress(_json_lines(TEXTS[split])))
+    return TEXTS
+
+
+def _books(folder: Path) -> Texts:
+    for split, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        for number, text in enumerate(TEXTS[split]):
+            _write(folder / name / f"{number + 10}.txt", text)
+    return TEXTS
+
+
+def _csv(folder: Path) -> Texts:
+    for split in ("train", "test"):
+        stream = io.StringIO()
+        writer = csv.writer(stream)
+        writer.writerows([["label", "text"], *([1, text] for text in TEXTS[split])])
+        _write(folder / f"{split}.csv", stream.getvalue())
+    return {split: TEXTS[split] for split in ("train", "test")}
+
+
+def _nano_gpt(folder: Path) -> Texts:
+    """Ids: the documents are their decimals. 0 is the end of a document."""
+    documents = {"train": [[5, 6, 7], [8]], "valid": [[9, 10]]}
+    folder.mkdir(parents=True)
+    for split, name in (("train", "train"), ("valid", "val")):
+        ids = [id_ for document in documents[split] for id_ in (*document, 0)]
+        np.array(ids, "<u2").tofile(folder / f"{name}.bin")
+    return {split: [" ".join(map(str, each)) for each in documents[split]] for split in documents}
+
+
+def _one_billion_words(folder: Path) -> Texts:
+    training = "training-monolingual.tokenized.shuffled"
+    _write(folder / training / "news.en-00001-of-00100", "\n".join(TEXTS["train"]))
+    heldout = "heldout-monolingual.tokenized.shuffled"
+    _write(folder / heldout / "news.en.heldout-00000-of-00050", "\n".join(TEXTS["valid"]))
+    return {split: ["\n".join(TEXTS[split])] for split in ("train", "valid")}
+
+
+_PTB = {"train": "ptb.train.txt", "valid": "ptb.valid.txt", "test": "ptb.test.txt"}
+_IDS = PrepareSettings(format="ids", vocab_size=11, end_of_document=0, dtype="uint16")
+LAYOUTS = [
+    Layout("Hugging Face, parquet", _parquet, "2 files: train; 1: valid; 1: test"),
+    Layout("Hugging Face, cache", _arrow_cache, "1 file: train; 1: valid; 1: test"),
+    Layout("Hugging Face, save_to_disk", _dataset_dict, "1 file: train; 1: test"),
+    Layout("Penn Treebank", _one_text_each(_PTB), "1 file: train; 1: valid; 1: test"),
+    Layout("WikiText, .tokens", lambda folder: _wikitext(folder, "tokens"),
+           "1 file: train; 1: valid; 1: test"),
+    Layout("WikiText, .raw", lambda folder: _wikitext(folder, "raw"),
+           "1 file: train; 1: valid; 1: test"),
+    Layout("C4", _c4, "2 files: train; 1: valid"),
+    Layout("SlimPajama", _slim_pajama, "1 file: train; 1: valid; 1: test"),
+    Layout("The Pile", _pile, "1 file: train; 1: valid; 1: test"),
+    Layout("PG-19", _books, "7 files: train; 2: valid; 3: test"),
+    Layout("CSV", _csv, "1 file: train; 1: test", PrepareSettings(format="csv")),
+    Layout("nanoGPT", _nano_gpt, "1 file: train; 1: valid", _IDS),
+    Layout("One Billion Words", _one_billion_words, "1 file: train; 1: valid"),
+    Layout("unnamed training files",
+           _one_text_each({"train": "corpus.txt", "test": "corpus.test.txt"}),
+           "1 file: train; 1: test (in train because their names give no split: corpus.txt)"),
+]  # fmt: skip
+
+
+def main() -> None:
+    print("| layout | printed | documents | tokens |\n|---|---|--:|--:|")
+    for layout in LAYOUTS:
+        with tempfile.TemporaryDirectory() as scratch:
+            lines: list[str] = []
+            layout.write(Path(scratch, "in"))
+            report = prepare_dataset(
+                [Path(scratch, "in")], Path(scratch, "out"), layout.settings, note=lines.append
+            )
+        printed = next(line for line in lines if line.startswith("splits"))
+        splits = report.manifest.splits
+        entries = [splits[split] for split in sorted(splits, key=split_order)]
+        documents = ", ".join(f"{entry.documents:,}" for entry in entries)
+        tokens = ", ".join(f"{entry.tokens:,}" for entry in entries)
+        print(f"| {layout.name} | `{printed.partition(', ')[2]}` | {documents} | {tokens} |")
+
+
+if __name__ == "__main__":
+    main()

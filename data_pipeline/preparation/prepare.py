@@ -66,7 +66,7 @@ class PrepareReport:
 
     manifest: ShardManifest
     already_complete: bool
-    ignored: dict[str, int]  # number of files in input folders that were ignored, by suffix
+    ignored: dict[str, int]  # number of files in input folders that were ignored, by suffix or name
     read_as: dict[str, dict[str, int]]  # number of files read, by format and then by suffix
     workers: int
     units: int  # work units of the dataset: scans, counts, shards and a trained tokenizer

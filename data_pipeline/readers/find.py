@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.arrow_directories import only_data_files
+from data_pipeline.readers.corpus_layouts import only_data_files
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
 from data_pipeline.readers.id_files import with_ids, without_indexes
 from data_pipeline.readers.kinds import (
@@ -50,7 +50,7 @@ class InputFiles:
 
     files: list[InputFile]
     ignored: Counter[str]
-    """Number of ignored files by suffix."""
+    """Number of ignored files by suffix; of those that describe a corpus, by name."""
 
     @property
     def kinds(self) -> Counter[Kind]:

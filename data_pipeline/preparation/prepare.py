@@ -71,7 +71,7 @@ class PrepareReport:
 
     manifest: ShardManifest
     already_complete: bool
-    ignored: dict[str, int]  # number of files in input folders that were ignored, by suffix
+    ignored: dict[str, int]  # number of files in input folders that were ignored, by suffix or name
     read_as: dict[str, dict[str, int]]  # number of files read, by format and then by suffix
     given_splits: dict[str, int]  # number of files by the split that the input gives; {} if none
     workers: int

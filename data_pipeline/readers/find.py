@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.arrow_directories import only_data_files
+from data_pipeline.readers.corpus_layouts import only_data_files
 from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
 from data_pipeline.readers.given_splits import (
     parse_input,
@@ -55,7 +55,7 @@ class InputFiles:
 
     files: list[InputFile]
     ignored: Counter[str]
-    """Number of ignored files by suffix."""
+    """Number of ignored files by suffix; of those that describe a corpus, by name."""
     are_named: bool = False
     """Whether the inputs were given as NAME=ADDRESS, which decides the split of every file."""
 

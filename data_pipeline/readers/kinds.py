@@ -14,7 +14,8 @@
   ` = Title = `; binary (`text.py`); else text. Of files at URLs, only those without suffix, with
   .jl or a name of WikiText are examined, because each takes a request
 
-The kinds `lines` and `blank_lines` are never chosen by name or content. In a folder or pattern,
+The kind `lines` is never chosen automatically, and `blank_lines` only for the texts of OSCAR 21.09
+(`corpus_layouts.py`). In a folder or pattern,
 `--format jsonl` reads the files that auto would read as jsonl.
 
 `--format ids` decides by the `suffixes` of `ID_FORMATS`; a .bin file with an .idx file is megatron,
@@ -34,6 +35,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.readers.corpus_layouts import is_oscar_text
 from data_pipeline.readers.formats import (
     FORMATS,
     ID_FORMATS,
@@ -109,6 +111,8 @@ def kind_of(
 
 
 def _kind_of_content(path: str, name: str, suffix: Suffix, text_key: str) -> Kind:
+    if is_oscar_text(path):
+        return "blank_lines"
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in posixpath.basename(name).lower()
     if scheme_of(path) and not may_be_wikitext and suffix.name not in _UNTYPED:
         return "text"

@@ -219,7 +219,7 @@ def _print_report(out: Path, report: "PrepareReport") -> None:
     print(f"  read {list_read_as(report.read_as)}")
     if report.ignored:
         counts = (f"{n} {printable(suffix)}" for suffix, n in sorted(report.ignored.items()))
-        print(f"ignored because of their suffix: {', '.join(counts)}", file=sys.stderr)
+        print(f"ignored: {', '.join(counts)}", file=sys.stderr)
     if rejected := report.manifest.input.rejected:
         rejects = printable(str(out / "rejects.jsonl"))
         print(f"{rejected} records could not be used: {rejects}", file=sys.stderr)

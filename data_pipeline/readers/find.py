@@ -19,7 +19,14 @@ from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.corpus_layouts import only_data_files
-from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
+from data_pipeline.readers.formats import (
+    FORMATS,
+    Format,
+    InputFile,
+    Kind,
+    suffixes_of,
+    with_joined_shards,
+)
 from data_pipeline.readers.given_splits import (
     parse_input,
     require_all_named,
@@ -33,7 +40,6 @@ from data_pipeline.readers.kinds import (
     suffix_of,
 )
 from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.readers.wikitext import name_of_shards, next_shard
 from data_pipeline.storage.source_errors import SourceError
 from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
 
@@ -129,7 +135,7 @@ def _find_files(
     named = [parse_input(each) for each in inputs]
     require_all_named([split for split, _ in named], inputs)
     by_input = [
-        _with_joined_shards(
+        with_joined_shards(
             [
                 file
                 for each in _expand_braces(address)
@@ -387,26 +393,6 @@ def _reject_archive(entry: _Entry, format: Format) -> None:
             f"{shown(entry.path)}: {suffix} files are not unpacked here. Unpack it and give the "
             "folder; .gz and .zst files are decompressed."
         )
-
-
-def _with_joined_shards(files: list[InputFile]) -> list[InputFile]:
-    """The files; consecutive shards whose rows are lines of one text are one file."""
-    joined: list[InputFile] = []
-    last_path = ""
-    for file in files:
-        first = joined[-1] if joined else file
-        if first.kind == "wikitext_rows" and file.path == next_shard(last_path):
-            joined[-1] = replace(
-                first,
-                name=name_of_shards(first.name),
-                size=first.size + file.size,
-                mark=f"{first.mark} {file.mark}",
-                next_paths=(*first.next_paths, file.path),
-            )
-        else:
-            joined.append(file)
-        last_path = file.path
-    return joined
 
 
 def _with_distinct_names(files: list[InputFile]) -> list[InputFile]:

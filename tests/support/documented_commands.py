@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,19 @@ def leaf_commands(group: Any, above: str = "") -> dict[str, Any]:
 
 def parse(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     """The command that these words run, and its parameters. Raises UsageError, like txl."""
-    root = typer.main.get_command(app)
-    parsed: list[tuple[str, dict[str, Any]]] = []
-    for name, command in leaf_commands(root).items():
-        command.callback = lambda _name=name, **parameters: parsed.append((_name, parameters))
+    root, parsed = _recording_commands()
+    parsed.clear()
     with paths_of_another_machine():
         root(list(words[1:]), prog_name="txl", standalone_mode=False)
     (only,) = parsed
     return only
+
+
+@cache
+def _recording_commands() -> tuple[Any, list[tuple[str, dict[str, Any]]]]:
+    """txl, whose commands only append their name and parameters to a list."""
+    root = typer.main.get_command(app)
+    parsed: list[tuple[str, dict[str, Any]]] = []
+    for name, command in leaf_commands(root).items():
+        command.callback = lambda _name=name, **parameters: parsed.append((_name, parameters))
+    return root, parsed

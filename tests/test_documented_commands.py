@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 from data_pipeline.preparation import prepare as preparation
 from data_pipeline.shards.manifest import load_manifest
@@ -20,10 +21,13 @@ from tests.support.documented_commands import (
     ROOT,
     DocumentedCommand,
     documented_commands,
+    leaf_commands,
+    mentioned_commands,
     parse,
 )
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli import prepare as prepare_command
+from txl_dist.cli.app import app
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.reproduction.experiments import EXPERIMENTS
@@ -94,6 +98,22 @@ def test_a_documented_command_can_be_parsed_and_its_settings_are_valid(
         assert parameters["name"] in EXPERIMENTS
     elif name == "estimate":
         assert load_run_config(ROOT / parameters["config"], parameters["overrides"])
+
+
+def test_commands_in_sentences_exist_with_their_options() -> None:
+    commands = leaf_commands(typer.main.get_command(app))
+    groups = {name.split()[0] for name in commands if " " in name}
+    mentioned = [*mentioned_commands()]
+    assert len(mentioned) > 200
+    for mention in mentioned:
+        words = " ".join(mention.words[1:]).partition(" -- ")[0].split()
+        if words[0] in groups and len(words) == 1:
+            continue
+        command = commands.get(" ".join(words[:2])) or commands.get(words[0])
+        assert command, mention
+        options = {name for parameter in command.params for name in parameter.opts}
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert given <= options, mention
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))

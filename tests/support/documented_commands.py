@@ -43,6 +43,16 @@ def documented_commands() -> Iterator[DocumentedCommand]:
                     yield DocumentedCommand(place, ("txl", *words[words.index("--") + 1 :]))
 
 
+def mentioned_commands() -> Iterator[DocumentedCommand]:
+    """The commands in sentences, which may be incomplete: `txl job`, `txl eval --details`."""
+    documents = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("c*/**/*.md")]
+    for package in ("data_pipeline", "txl_dist", "cluster"):
+        documents += (ROOT / package).rglob("*.py")
+    for path in documents:
+        for text in re.findall(r"`(txl [a-z][^`\n]*)`", path.read_text()):
+            yield DocumentedCommand(_name(path), tuple(text.split()))
+
+
 def _texts() -> Iterator[tuple[str, str]]:
     """Texts of commands, one per line, each with its place."""
     documents = [ROOT / "README.md", *ROOT.glob("docs/how_to/*.md"), *ROOT.glob("c*/**/*.md")]

@@ -7,6 +7,7 @@ validated as the command does it. The commands for WikiText-103 run, on a small 
 import contextlib
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_commands_in_sentences_exist_with_their_options() -> None:
     mentioned = [*mentioned_commands()]
     assert len(mentioned) > 200
     for mention in mentioned:
-        words = " ".join(mention.words[1:]).partition(" -- ")[0].split()
+        words = [*takewhile(lambda word: word != "--", mention.words[1:])]
         if words[0] in groups and len(words) == 1:
             continue
         command = commands.get(" ".join(words[:2])) or commands.get(words[0])

@@ -18,6 +18,7 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.finished_units import RECORDS
 from data_pipeline.preparation.input_index import TEXT_HASH_BYTES, InputIndex, document_id
 from data_pipeline.preparation.scan import spill_name
+from data_pipeline.processes.progress import count_bytes
 from data_pipeline.readers import InputFile, read_text_chunks
 from data_pipeline.shards.document_table import DocumentIds
 from data_pipeline.storage.urls import shown
@@ -133,7 +134,9 @@ class DocumentBatch:
         with source.explain_errors():
             chunks = read_text_chunks(source.file, (offset, size, line), text_key=self.text_key)
             for text in chunks:
-                digest.update(text.encode("utf-8", errors="replace"))
+                raw = text.encode("utf-8", errors="replace")
+                digest.update(raw)
+                count_bytes(len(raw))
                 yield text
         # The last check, and the only one for a change that kept size and modification time.
         if digest.digest()[:TEXT_HASH_BYTES] != self.text_hash[number].tobytes():

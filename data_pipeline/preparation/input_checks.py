@@ -1,12 +1,31 @@
-"""Refuse a scanned input that is unusable; publishes only the reject list."""
+"""Refuse an unusable input: binary files before the scan, rejects and missing text after it."""
 
 from pathlib import Path
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, printable
 from data_pipeline.preparation.input_index import InputIndex
-from data_pipeline.readers import Reject
+from data_pipeline.readers import InputFile, Reject
 from data_pipeline.shards.manifest import REJECTS_NAME
 from data_pipeline.storage.atomic_files import explain_disk_errors, fsync_directory
+
+_MAX_LISTED = 5
+
+
+def require_text_files(files: list[InputFile], max_reject_rate: float) -> None:
+    """Raise DataError for more binary files than may be rejected, before anything is read.
+
+    Only if every file is one record: the scan finds how many records other files have.
+    """
+    binary = [printable(file.name) for file in files if file.kind == "binary"]
+    is_countable = all(file.kind in ("text", "binary") for file in files)
+    if is_countable and len(binary) > max_reject_rate * len(files):
+        more = f" and {len(binary) - _MAX_LISTED:,} more" * (len(binary) > _MAX_LISTED)
+        raise DataError(
+            f"{len(binary):,} of {len(files):,} files are binary, not text: "
+            f"{', '.join(binary[:_MAX_LISTED])}{more}. Give a pattern that leaves them out, such "
+            "as 'in/**/*.txt'. For arrays of token ids: --format ids. Convert UTF-16 with iconv "
+            "-f UTF-16 -t UTF-8. For texts with NUL or control characters: --format text"
+        )
 
 
 def require_usable_input(

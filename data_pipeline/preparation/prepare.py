@@ -21,7 +21,7 @@ import numpy as np
 from data_pipeline.errors import printable
 from data_pipeline.preparation.deduplicate import first_of_each_text
 from data_pipeline.preparation.document_batch import DocumentBatch
-from data_pipeline.preparation.input_checks import require_usable_input
+from data_pipeline.preparation.input_checks import require_text_files, require_usable_input
 from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.preparation.output_checks import find_existing, require_same_input
 from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
@@ -59,6 +59,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
 from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
+from data_pipeline.tokenizers.recipes import recipe_of
 
 DEFAULT_MAX_REJECT_RATE = 0.001
 _SUFFIXES_SHOWN = 8
@@ -70,7 +71,7 @@ class PrepareReport:
 
     manifest: ShardManifest
     already_complete: bool
-    ignored: dict[str, int]  # number of files in input folders that were ignored, by suffix
+    ignored: dict[str, int]  # number of files in input folders that were ignored, by suffix or name
     read_as: dict[str, dict[str, int]]  # number of files read, by format and then by suffix
     given_splits: dict[str, int]  # number of files by the split that the input gives; {} if none
     workers: int
@@ -116,10 +117,13 @@ def prepare_dataset(
         format=settings.format,
         exclude=out,
         ids=settings.id_rules,
+        text_key=settings.text_key,
+        is_wikitext=settings.recipe in ("wt103", "wt2"),
     )
     read_as = inputs_found.read_as
     note(f"reading {list_read_as(read_as)}")
     files = choose_given_splits(inputs_found, settings, note)
+    require_text_files(files, max_reject_rate)
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     digest = tokenizer.digest if tokenizer else None
     runner = None
@@ -160,6 +164,12 @@ def _write_dataset(
     index = _scan_input(files, settings, runner)
     require_usable_input(index, runner.staging, runner.staged.directory, max_reject_rate)
     runner.progress("ordering", 0, 0)
+    num_bytes, published = int(index.text_bytes.sum()), recipe_of(settings.recipe).published_bytes
+    if published is not None and num_bytes != published:
+        note(
+            f"{settings.recipe} as published has {published:,} bytes, this input has "
+            f"{num_bytes:,}: scores cannot be compared with published ones"
+        )
     if is_cut_by_position(index, settings):
         shards = cut_only_document(index, settings, runner.staging)
     else:

@@ -31,6 +31,7 @@ from data_pipeline.preparation.tokenization import (
     tokenize_document,
     tokenize_texts,
 )
+from data_pipeline.processes.progress import count_bytes
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
@@ -214,6 +215,7 @@ def _write_shard(unit: ShardUnit, staging: Path, scratch: Path) -> _Executed:
                 ids = documents.document_ids(rows)
                 tokenized = tokenize_texts(tokenizer, group.texts, ids)
                 writer.add_batch(ids, *tokenized, text_bytes=text_bytes)
+                count_bytes(text_bytes)
         entry = writer.close(counter.counts)
     except BaseException:
         writer.abandon()

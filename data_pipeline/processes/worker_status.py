@@ -17,6 +17,8 @@ class WorkerStatus:
     """Units that it has finished."""
     mean_seconds: float
     """Mean time of these units; 0 if there are none."""
+    done_bytes: int = 0
+    """Bytes done of the current unit, if the worker counts them."""
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.unit}, {self.busy_seconds:,.0f} s"
@@ -40,11 +42,12 @@ class WorkTimes:
         self.total_seconds += time.monotonic() - self.begin
         self.num_finished += 1
 
-    def status(self, name: str, unit: object) -> WorkerStatus:
+    def status(self, name: str, unit: object, done_bytes: int = 0) -> WorkerStatus:
         return WorkerStatus(
             name,
             str(unit),
             time.monotonic() - self.begin,
             self.num_finished,
             self.total_seconds / max(self.num_finished, 1),
+            done_bytes,
         )

@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.processes.parent import end_with_parent
+from data_pipeline.processes.progress import counting_bytes
 from data_pipeline.processes.stop_signals import ignore_interrupts
 from data_pipeline.processes.worker_status import WorkerStatus, WorkTimes
 
@@ -74,7 +75,9 @@ class InProcess:
 
     def map(self, function: Callable[[U], R], units: Iterable[U]) -> Iterator[tuple[int, R]]:
         for number, unit in enumerate(units):
-            yield number, function(unit)
+            with counting_bytes():
+                result = function(unit)
+            yield number, result
 
     def status(self) -> list[WorkerStatus]:
         return []  # the progress display already shows it
@@ -142,7 +145,9 @@ class ProcessWorkers:
 
     def status(self) -> list[WorkerStatus]:
         return [
-            worker.times.status(f"worker {worker.number} (pid {worker.process.pid})", unit)
+            worker.times.status(
+                f"worker {worker.number} (pid {worker.process.pid})", unit, worker.counter.value
+            )
             for worker, (_, unit) in self._busy.copy().items()
         ]
 
@@ -160,6 +165,7 @@ class ProcessWorkers:
             worker = _Worker(self._num_started)
             self._num_started += 1
         worker.times.start_unit()
+        worker.counter.value = 0
         self._busy[worker] = (number, unit)
         if self._is_closed:
             worker.kill()
@@ -178,7 +184,10 @@ class _Worker:
         self.number, self.times = number, WorkTimes()
         context = multiprocessing.get_context("spawn")
         self.connection, child_connection = context.Pipe()
-        self.process = context.Process(target=_serve, args=(child_connection,), daemon=True)
+        self.counter = context.RawValue("q", 0)  # bytes done of the current unit
+        self.process = context.Process(
+            target=_serve, args=(child_connection, self.counter), daemon=True
+        )
         self.process.start()
         # The child must hold the only copy, or its death would not end the stream here.
         child_connection.close()
@@ -199,7 +208,7 @@ def peak_memory_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, counter: Any) -> None:
     """The main loop of a worker: run units until the pipe is closed."""
     ignore_interrupts()
     parent = multiprocessing.parent_process()
@@ -212,7 +221,8 @@ def _serve(connection: Connection) -> None:
             return
         answer: Any
         try:
-            answer = function(unit)
+            with counting_bytes(counter):
+                answer = function(unit)
         except TxlError as error:
             answer = error
         except Exception:

@@ -5,24 +5,40 @@
 
 import fnmatch
 import glob
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from braceexpand import braceexpand
+
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.arrow_directories import only_data_files
-from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
+from data_pipeline.readers.corpus_layouts import only_data_files
+from data_pipeline.readers.formats import (
+    FORMATS,
+    Format,
+    InputFile,
+    Kind,
+    suffixes_of,
+    with_joined_shards,
+)
 from data_pipeline.readers.given_splits import (
     parse_input,
     require_all_named,
     with_splits_of_names,
 )
 from data_pipeline.readers.id_files import with_ids, without_indexes
-from data_pipeline.readers.kinds import kind_of, require_json_lines, suffix_of
+from data_pipeline.readers.kinds import (
+    holds_json_lines,
+    kind_of,
+    require_json_lines,
+    suffix_of,
+)
 from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.storage.source_errors import SourceError
 from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
@@ -35,6 +51,8 @@ _NOT_TEXT = {
 """Suffixes of binary files: ignored in folders, and counted. All other files must be UTF-8."""
 _ARCHIVES = {".tar", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"}
 """Ignored in folders, refused when given by name; except .tar if it is read as WebDataset."""
+_MAX_EXPANDED = 100_000
+"""Maximum number of addresses of one brace pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +61,7 @@ class InputFiles:
 
     files: list[InputFile]
     ignored: Counter[str]
-    """Number of ignored files by suffix."""
+    """Number of ignored files by suffix; of those that describe a corpus, by name."""
     are_named: bool = False
     """Whether the inputs were given as NAME=ADDRESS, which decides the split of every file."""
 
@@ -54,7 +72,9 @@ class InputFiles:
     @property
     def read_as(self) -> dict[Kind, dict[str, int]]:
         """Number of files by kind and suffix."""
-        counts = Counter((file.kind, str(suffix_of(file.name))) for file in self.files)
+        counts: Counter[tuple[Kind, str]] = Counter()
+        for file in self.files:
+            counts[file.kind, str(suffix_of(file.name))] += 1 + len(file.next_paths)
         return {
             kind: {suffix: n for (each, suffix), n in sorted(counts.items()) if each == kind}
             for kind in sorted(self.kinds)
@@ -73,34 +93,57 @@ class _Entry(NamedTuple):
 
 
 def find_files(
-    inputs: list[str], *, format: Format, exclude: Path, ids: IdRules | None = None
+    inputs: list[str],
+    *,
+    format: Format,
+    exclude: Path,
+    ids: IdRules | None = None,
+    text_key: str = "text",
+    is_wikitext: bool = False,
 ) -> InputFiles:
     """The files to read: all inputs in order, the files of each sorted by path, no hidden files.
 
     An input is an address, or NAME=ADDRESS with the split of its files. Otherwise the files have
     the splits that their names give (`given_splits.py`).
 
-    `ids` is given if and only if the format is "ids".
+    The name of a file is relative to its input. If files of several inputs then have the same name,
+    all names are relative to the deepest folder that contains all files. `ids` is given if and only
+    if the format is "ids".
 
     Folders are walked recursively, through links but never twice into the same folder, and not into
     `exclude` (the output). Patterns select from the same files; `**` matches folders of any depth.
+    Braces are expanded first, as by a shell, also in URLs.
     Raises DataError for a missing input, an input without text, JSON that is not JSON lines, two
     files with the same name, and a file with the name of a document in another file; ConfigError
     for a URL of an unsupported scheme.
     """
     try:
-        return _find_files(inputs, format, exclude, ids)
+        return _find_files(inputs, format, exclude, ids, text_key, is_wikitext)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
 
 def _find_files(
-    inputs: list[str], format: Format, exclude: Path, ids: IdRules | None
+    inputs: list[str],
+    format: Format,
+    exclude: Path,
+    ids: IdRules | None,
+    text_key: str,
+    is_wikitext: bool,
 ) -> InputFiles:
     ignored: Counter[str] = Counter()
     named = [parse_input(each) for each in inputs]
     require_all_named([split for split, _ in named], inputs)
-    by_input = [_files_of(address, format, exclude, ids, ignored) for _, address in named]
+    by_input = [
+        with_joined_shards(
+            [
+                file
+                for each in _expand_braces(address)
+                for file in _files_of(each, format, exclude, ids, text_key, is_wikitext, ignored)
+            ]
+        )
+        for _, address in named
+    ]
     are_named = any(split for split, _ in named)
     if are_named:
         splits = (split for split, _ in named)
@@ -109,13 +152,20 @@ def _find_files(
         ]
     else:
         files = with_splits_of_names(by_input)
+    files = _with_distinct_names(files)
     _reject_ambiguous_names(files)
     require_json_lines(files)
     return InputFiles(files, ignored, are_named)
 
 
 def _files_of(
-    address: str, format: Format, exclude: Path, ids: IdRules | None, ignored: Counter[str]
+    address: str,
+    format: Format,
+    exclude: Path,
+    ids: IdRules | None,
+    text_key: str,
+    is_wikitext: bool,
+    ignored: Counter[str],
 ) -> list[InputFile]:
     """The files of one input. Counts ignored files in `ignored`."""
     if format == "ids" and address.endswith(".idx"):  # read together with the .bin file
@@ -131,7 +181,7 @@ def _files_of(
         entries = [
             entry
             for entry in entries
-            if not _is_ignored(entry.name, format, ignored, in_folder=in_folder)
+            if not _is_ignored(entry, format, ignored, text_key, in_folder=in_folder)
         ]
     if not entries:
         place = "matches this" if _is_pattern(address) else "in this folder"
@@ -141,7 +191,49 @@ def _files_of(
             "pattern with text, .jsonl or .parquet files; a pattern matches files, ** matches "
             "folders of any depth."
         )
-    return [_input_file(entry, format, ids, in_folder=in_folder) for entry in entries]
+    kinds = (
+        kind_of(
+            entry.path,
+            entry.name,
+            format,
+            in_folder=in_folder,
+            text_key=text_key,
+            is_wikitext=is_wikitext,
+        )
+        for entry in entries
+    )
+    return [
+        _input_file(entry, kind, format, ids) for entry, kind in zip(entries, kinds, strict=True)
+    ]
+
+
+def _expand_braces(address: str) -> list[str]:
+    """The addresses of shard-{000..127}.tar or {a,b}/*.txt, in the order in which a shell expands.
+
+    A file of this name, and braces that a shell would not expand, stay as they are.
+    """
+    if not address:
+        raise ConfigError(
+            "an input is empty, perhaps a variable of the shell that is not set. Give a file, "
+            "folder, pattern or URL; . is the current folder."
+        )
+    local = local_path(address)
+    if "{" not in address or (local and Path(local).exists()):
+        return [address]
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", address)
+    expanded = []
+    try:
+        size = math.prod(abs(int(stop) - int(start)) + 1 for start, stop in ranges)
+        if size <= _MAX_EXPANDED:  # braceexpand holds every range in memory
+            expanded = list(islice(braceexpand(address, escape=False), _MAX_EXPANDED + 1))
+    except ValueError:  # the braces are not balanced
+        return [address]
+    if not 0 < len(expanded) <= _MAX_EXPANDED:
+        raise ConfigError(
+            f"{shown(address)}: the braces stand for more than {_MAX_EXPANDED:,} inputs. Give the "
+            "folder, or a pattern with * that matches the files that exist."
+        )
+    return expanded
 
 
 def _list_entries(address: str, exclude: Path) -> tuple[list[_Entry], bool]:
@@ -257,23 +349,24 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _input_file(
-    entry: _Entry, format: Format, ids: IdRules | None, *, in_folder: bool
-) -> InputFile:
+def _input_file(entry: _Entry, kind: Kind, format: Format, ids: IdRules | None) -> InputFile:
     file = InputFile(
         path=entry.path,
-        name=os.fsencode(entry.name).decode("utf-8", errors="backslashreplace"),
-        kind=kind_of(entry.path, entry.name, format, in_folder=in_folder),
+        name=_utf8(entry.name),
+        kind=kind,
         compression=suffix_of(entry.name).compression,
         size=entry.size,
         mark=entry.mark,
+        keeps_nul=format == "text",
     )
     return with_ids(file, ids) if ids else file
 
 
-def _is_ignored(name: str, format: Format, ignored: Counter[str], *, in_folder: bool) -> bool:
+def _is_ignored(
+    entry: _Entry, format: Format, ignored: Counter[str], text_key: str, *, in_folder: bool
+) -> bool:
     """Whether a file in a folder is ignored; if so, counts it in `ignored`."""
-    suffix = suffix_of(name)
+    suffix = suffix_of(entry.name)
     wanted = () if format == "auto" else suffixes_of(format)
     binary = _NOT_TEXT | _ARCHIVES
     if format == "auto" and not in_folder:
@@ -281,6 +374,8 @@ def _is_ignored(name: str, format: Format, ignored: Counter[str], *, in_folder: 
     if format not in ("auto", "parquet"):
         binary = binary | set(FORMATS["parquet"].suffixes)
     skip = suffix.name not in wanted if wanted else suffix.name in binary
+    if skip and format == "jsonl" and suffix.name not in binary:
+        skip = not holds_json_lines(entry.path, suffix.compression, text_key)
     ignored[str(suffix)] += skip
     return skip
 
@@ -300,15 +395,40 @@ def _reject_archive(entry: _Entry, format: Format) -> None:
         )
 
 
+def _with_distinct_names(files: list[InputFile]) -> list[InputFile]:
+    """The files; if several inputs have one of the same name, with longer names for all.
+
+    These are relative to the deepest folder that contains all files.
+    """
+    if len({file.name for file in files}) == len(files):
+        return files
+    paths = [_absolute_path(file.path).split("/") for file in files]
+    folders = zip(*(parts[:-1] for parts in paths), strict=False)
+    num_common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, folders))
+    names = ("/".join(parts[num_common:]) for parts in paths)
+    return [
+        replace(file, name=_utf8(name.partition("?")[0] if scheme_of(file.path) else name))
+        for file, name in zip(files, names, strict=True)
+    ]
+
+
+def _absolute_path(path: str) -> str:
+    return path if scheme_of(path) else os.path.abspath(path)  # noqa: PTH100
+
+
+def _utf8(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", errors="backslashreplace")
+
+
 def _reject_ambiguous_names(files: list[InputFile]) -> None:
     """Raise DataError if a file would be read twice or two documents would have the same id."""
     by_name: dict[str, InputFile] = {}
     by_path: set[str] = set()
     for file in files:
-        path = file.path if scheme_of(file.path) else os.path.abspath(file.path)  # noqa: PTH100
-        if path in by_path:
-            raise DataError(f"{shown(file.path)} would be read twice. Give every file only once.")
-        by_path.add(path)
+        for path in map(_absolute_path, (file.path, *file.next_paths)):
+            if path in by_path:
+                raise DataError(f"{shown(path)} would be read twice. Give every file only once.")
+            by_path.add(path)
         if file.name in by_name:
             raise DataError(
                 f"{shown(by_name[file.name].path)} and {shown(file.path)} would both be document "
@@ -318,10 +438,10 @@ def _reject_ambiguous_names(files: list[InputFile]) -> None:
     for name, file in by_name.items():
         # The id of a document is FILE:line, or FILE if the kind is text.
         other = by_name.get(re.sub(r":[1-9][0-9]*\Z", "", name), file)
-        if ":" in name and other is file:  # in a tar file, it is FILE:KEY
+        if ":" in name and other is file:  # in a file with keys, it is FILE:KEY
             heads = (name[: match.start()] for match in re.finditer(":", name))
             archives = (by_name[head] for head in heads if head in by_name)
-            other = next((each for each in archives if each.kind == "tar"), file)
+            other = next((each for each in archives if each.has_keys), file)
         if other is not file and other.kind != "text":
             raise DataError(
                 f"{shown(file.path)} has the name of a document in {shown(other.path)}, "

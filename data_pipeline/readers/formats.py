@@ -16,7 +16,7 @@ from data_pipeline.readers.arrow import read_arrow
 from data_pipeline.readers.csv_rows import read_csv
 from data_pipeline.readers.id_json import read_id_json
 from data_pipeline.readers.jsonl import read_jsonl, text_of_line
-from data_pipeline.readers.lines import read_lines
+from data_pipeline.readers.lines import read_blank_lines, read_lines
 from data_pipeline.readers.parquet import read_parquet
 from data_pipeline.readers.records import (
     BadRecordError,
@@ -29,9 +29,15 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source
 from data_pipeline.readers.tar import read_tar
-from data_pipeline.readers.text import read_text
+from data_pipeline.readers.text import read_binary, read_text
 from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.readers.wikitext import read_wikitext
+from data_pipeline.readers.warc import read_warc
+from data_pipeline.readers.wikitext import (
+    name_of_shards,
+    next_shard,
+    read_wikitext,
+    read_wikitext_rows,
+)
 from data_pipeline.storage.open_source import Compression, open_source
 from data_pipeline.storage.source_errors import SourceError, is_transient, reject_reason
 from data_pipeline.storage.urls import scheme_of, shown
@@ -83,20 +89,24 @@ def _read_later(module: str, function: str) -> Callable[[Source], Iterator[Recor
 FORMATS: dict[Kind, FileFormat] = {
     "text": FileFormat(read=read_text, read_again=_decode_raw),
     "lines": FileFormat(read=read_lines, read_again=_decode_raw, by_range=True),
+    "blank_lines": FileFormat(read=read_blank_lines, read_again=_decode_raw, by_range=True),
     "jsonl": FileFormat(
         read=read_jsonl,
-        suffixes=(".jsonl", ".ndjson", ".json"),
+        suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".json"),
         read_again=text_of_line,
         by_range=True,
     ),
     "parquet": FileFormat(read=read_parquet, suffixes=(".parquet", ".pq")),
     "wikitext": FileFormat(read=read_wikitext, read_again=_decode_raw, by_range=True),
+    "wikitext_rows": FileFormat(read=read_wikitext_rows),
     "tar": FileFormat(read=read_tar, suffixes=(".tar",), in_folders=False),
     "arrow": FileFormat(read=read_arrow, suffixes=(".arrow",)),
     "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
+    "warc": FileFormat(read=read_warc, suffixes=(".wet", ".warc", ".wat")),
+    "binary": FileFormat(read=read_binary),
 }
 ID_FORMATS: dict[Kind, FileFormat] = {
-    "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson")),
+    "jsonl": replace(FORMATS["jsonl"], suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson")),
     "json": FileFormat(read=read_id_json, suffixes=(".json",)),
     "npy": FileFormat(
         read=_read_later("id_arrays", "read_npy"),
@@ -123,7 +133,7 @@ ID_FORMATS: dict[Kind, FileFormat] = {
 
 def format_names() -> tuple[str, ...]:
     """The values of `--format` other than auto."""
-    return (*FORMATS, "ids")
+    return (*(kind for kind in FORMATS if kind not in ("binary", "wikitext_rows")), "ids")
 
 
 def suffixes_of(format: Format) -> tuple[str, ...]:
@@ -151,6 +161,11 @@ class InputFile:
     """Set if the documents are token ids instead of text."""
     split: str = ""
     """The split that the input gives to the file (`given_splits.py`); "" if it gives none."""
+    keeps_nul: bool = False
+    """Whether NUL bytes are text (`--format text`), not the sign of a binary file."""
+    next_paths: tuple[str, ...] = ()
+    """wikitext_rows: files in which the content of this one continues; `size` and `mark` include
+    theirs."""
 
     @property
     def format(self) -> FileFormat:
@@ -175,7 +190,7 @@ class InputFile:
     @property
     def has_keys(self) -> bool:
         """Whether its documents have names instead of line numbers (`Record.key`)."""
-        return self.kind == "tar"
+        return self.kind in ("tar", "warc")
 
     @property
     def _lacks_dtype(self) -> bool:
@@ -194,6 +209,26 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
         return [(0, file.size)]
     starts = range(0, file.size, unit_bytes)
     return [(start, min(start + unit_bytes, file.size)) for start in starts]
+
+
+def with_joined_shards(files: list[InputFile]) -> list[InputFile]:
+    """The files; consecutive shards whose rows are lines of one text are one file."""
+    joined: list[InputFile] = []
+    last_path = ""
+    for file in files:
+        first = joined[-1] if joined else file
+        if first.kind == "wikitext_rows" and file.path == next_shard(last_path):
+            joined[-1] = replace(
+                first,
+                name=name_of_shards(first.name),
+                size=first.size + file.size,
+                mark=f"{first.mark} {file.mark}",
+                next_paths=(*first.next_paths, file.path),
+            )
+        else:
+            joined.append(file)
+        last_path = file.path
+    return joined
 
 
 @dataclass(slots=True)
@@ -234,6 +269,8 @@ class RecordReader:
                     ids=file.ids,
                     path=file.path,
                     stored_bytes=file.size,
+                    keeps_nul=file.keeps_nul,
+                    next_paths=file.next_paths,
                 )
                 yield from file.format.read(source)
                 self.lines = source.lines
@@ -262,7 +299,8 @@ def read_records(file: InputFile, text_key: str, start: int, stop: int) -> Recor
 def _reject_shrunk_file(file: InputFile) -> None:
     # Without this check, a file cut after it was listed would lose records silently.
     if not scheme_of(file.path):
-        size = os.stat(file.path).st_size  # noqa: PTH116 - faster for many files
+        paths = (file.path, *file.next_paths)
+        size = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - faster for many files
         if size < file.size:
             raise SourceError(f"it had {file.size:,} bytes when it was found and has {size:,} now")
 

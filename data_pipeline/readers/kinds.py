@@ -1,13 +1,22 @@
-"""The kind of a file: decided by its suffix, and by its first lines where the suffix is ambiguous.
+"""The kind of a file: decided by its suffix, and by its first bytes where the suffix is ambiguous.
 
 `--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd) and then decides:
 
-- .jsonl, .ndjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow (the `suffixes` of `FORMATS`)
+- .jsonl, .ndjson, .jsonlines, .ldjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow; .wet,
+  .warc, .wat: warc (the `suffixes` of `FORMATS`)
 - .tar, .tgz: tar; .csv, .tsv, .tab: csv; only if given by name or pattern. In folders, archives are
   ignored, and the others are text.
-- .tokens, or "wiki" in the name: wikitext if the first line that is not blank is ` = Title = `,
-  else text
-- all other files: text. The kind `lines` is never chosen automatically.
+- of .parquet and .arrow files with "wiki" in their path, or with a recipe of WikiText:
+  wikitext_rows if every row is one line, and one of the first rows is ` = Title = `
+- all other files by their first bytes: warc if they begin a WARC record; jsonl if the first line
+  that is not blank is a JSON object with the key `--text-key`, or if the first two are JSON
+  objects; wikitext if the suffix is .tokens or "wiki" is in the name, and that line is
+  ` = Title = `; binary (`text.py`); else text. Of files at URLs, only those without suffix, with
+  .jl or a name of WikiText are examined, because each takes a request
+
+The kind `lines` is never chosen automatically, and `blank_lines` only for the texts of OSCAR 21.09
+(`corpus_layouts.py`). In a folder or pattern,
+`--format jsonl` reads the files that auto would read as jsonl.
 
 `--format ids` decides by the `suffixes` of `ID_FORMATS`; a .bin file with an .idx file is megatron,
 and a .json file with an object on each of its first two lines is jsonl.
@@ -16,14 +25,17 @@ A .json file must have one object per line. An array, or an object over several 
 with the command that converts it, because as text it would be raw JSON.
 """
 
+import contextlib
 import json
 import posixpath
 import shlex
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.readers.corpus_layouts import is_oscar_text
 from data_pipeline.readers.formats import (
     FORMATS,
     ID_FORMATS,
@@ -33,7 +45,8 @@ from data_pipeline.readers.formats import (
     suffixes_of,
 )
 from data_pipeline.readers.id_files import has_index
-from data_pipeline.readers.wikitext import MAX_TITLE_BYTES, is_title
+from data_pipeline.readers.text import HEAD_BYTES, is_binary
+from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
 from data_pipeline.storage.open_source import Compression, open_source
 from data_pipeline.storage.urls import scheme_of, shown
 
@@ -41,6 +54,10 @@ _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".gzip": "gz", ".zst": "zs
 _UNPACK = {"": "cat", "gz": "gzip -dc <", "zst": "zstd -dc <"}
 _MAX_LINE_BYTES = 2**16
 """Bytes of a line that are examined. Pretty-printed JSON has no longer lines."""
+_MAX_OBJECT_BYTES = 16 * 2**20
+"""Bytes of a line that is examined to decide whether a file is JSON lines."""
+_UNTYPED = ("", ".jl")
+"""Suffixes that say nothing about the content. .jl: JSON lines, or source code in Julia."""
 _MAX_LISTED = 3
 
 
@@ -69,7 +86,15 @@ def suffix_of(name: str) -> Suffix:
     return Suffix(last, "")
 
 
-def kind_of(path: str, name: str, format: Format, *, in_folder: bool = False) -> Kind:
+def kind_of(
+    path: str,
+    name: str,
+    format: Format,
+    *,
+    in_folder: bool = False,
+    text_key: str = "text",
+    is_wikitext: bool = False,
+) -> Kind:
     """The kind of the file at `path` for a `--format`; see the module docstring for "auto"."""
     suffix = suffix_of(name)
     if format == "ids":
@@ -78,10 +103,42 @@ def kind_of(path: str, name: str, format: Format, *, in_folder: bool = False) ->
         return format
     for kind, file_format in FORMATS.items():
         if suffix.name in file_format.suffixes and (file_format.in_folders or not in_folder):
+            may_have_lines = kind in ("parquet", "arrow") and not suffix.compression
+            if may_have_lines and (is_wikitext or "wiki" in path.lower()):
+                return "wikitext_rows" if holds_wikitext_rows(path, text_key) else kind
             return kind
+    return _kind_of_content(path, name, suffix, text_key)
+
+
+def _kind_of_content(path: str, name: str, suffix: Suffix, text_key: str) -> Kind:
+    if is_oscar_text(path):
+        return "blank_lines"
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in posixpath.basename(name).lower()
-    first = _first_lines(path, suffix.compression, MAX_TITLE_BYTES + 1) if may_be_wikitext else []
-    return "wikitext" if first and is_title(first[0]) else "text"
+    if scheme_of(path) and not may_be_wikitext and suffix.name not in _UNTYPED:
+        return "text"
+    head = _head(path, suffix.compression)
+    if head.startswith(b"WARC/1."):
+        return "warc"
+    if holds_json_lines(path, suffix.compression, text_key, head=head):
+        return "jsonl"
+    lines = head.removeprefix(BOM_UTF8).split(b"\n") if may_be_wikitext else []
+    if is_title(next(filter(bytes.strip, lines), b"")):
+        return "wikitext"
+    return "binary" if is_binary(head) else "text"
+
+
+def holds_json_lines(
+    path: str, compression: Compression, text_key: str, *, head: bytes = b""
+) -> bool:
+    """Whether the content of a file is JSON lines. `head` are its first bytes if they are known."""
+    head = head or _head(path, compression)
+    if not head.removeprefix(BOM_UTF8).lstrip().startswith(b"{"):
+        return False
+    lines = map(_parsed, _first_lines(path, compression, _MAX_OBJECT_BYTES))
+    first = next(lines, None)
+    if not isinstance(first, dict):
+        return False
+    return text_key in first or isinstance(next(lines, None), dict)
 
 
 def _kind_of_ids(path: str, name: str) -> Kind:
@@ -128,14 +185,23 @@ def _other_layout(file: InputFile) -> str:
     if not first.startswith(b"{") or len(lines) < 2 or len(lines[0]) == _MAX_LINE_BYTES:
         return ""
     # One of the two lines is enough: the other may be damaged, which the reader reports.
-    return "" if any(map(_is_object, lines)) else "an object over several lines"
+    objects = [line for line in lines if isinstance(_parsed(line), dict)]
+    return "" if objects else "an object over several lines"
 
 
-def _is_object(line: bytes) -> bool:
+def _parsed(line: bytes) -> Any:
+    """The JSON value of a line; None if it has none."""
     try:
-        return isinstance(json.loads(line.decode("utf-8", errors="replace")), dict)
+        return json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
-        return False
+        return None
+
+
+def _head(path: str, compression: Compression) -> bytes:
+    """The first HEAD_BYTES of a file after decompression; b"" if reading fails."""
+    with contextlib.suppress(OSError), open_source(path, compression) as stream:
+        return stream.read(HEAD_BYTES)
+    return b""  # the reader reports the error
 
 
 def _first_lines(path: str, compression: Compression, size: int) -> list[bytes]:
@@ -143,7 +209,7 @@ def _first_lines(path: str, compression: Compression, size: int) -> list[bytes]:
     try:
         with open_source(path, compression) as stream:
             lines: Iterator[bytes] = iter(lambda: stream.readline(size), b"")
-            unmarked = (line.removeprefix(b"\xef\xbb\xbf") for line in lines)
+            unmarked = (line.removeprefix(BOM_UTF8) for line in lines)
             return list(islice((line for line in unmarked if line.strip()), 2))
     except OSError:  # the reader reports the error
         return []

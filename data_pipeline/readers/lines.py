@@ -1,10 +1,20 @@
-"""lines: every line that is not empty is a document, without the LF or CR LF at its end."""
+"""lines: every line that is not empty is a document, without the LF or CR LF at its end.
+
+blank_lines: documents are separated by blank lines, as in OSCAR 21.09. A blank line is empty
+or whitespace. The lines of a document keep their ends.
+"""
 
 from collections.abc import Iterator
 from itertools import accumulate
 
 from data_pipeline.readers.records import Record, RecordBlock, Reject
-from data_pipeline.readers.source import DocumentBuilder, LineBlock, Source, read_line_blocks
+from data_pipeline.readers.source import (
+    DocumentBuilder,
+    LineBlock,
+    Source,
+    read_line_blocks,
+    read_line_chunks,
+)
 
 
 def read_lines(source: Source) -> Iterator[Record | RecordBlock | Reject]:
@@ -40,10 +50,34 @@ def _read_block(source: Source, block: LineBlock) -> Iterator[RecordBlock | Reco
         return
     try:
         block.raw.decode("utf-8")
-    except UnicodeDecodeError:  # find the lines at fault
+        is_good = source.keeps_nul or b"\0" not in block.raw
+    except UnicodeDecodeError:
+        is_good = False
+    if is_good:
+        yield RecordBlock(*map(list, zip(*documents, strict=True)))
+    else:  # find the lines at fault
         for text, offset, line in documents:
             document = DocumentBuilder(source, offset, line)
             document.add(text)
             yield document.build()
-    else:
-        yield RecordBlock(*map(list, zip(*documents, strict=True)))
+
+
+def read_blank_lines(source: Source) -> Iterator[Record | Reject]:
+    document: DocumentBuilder | None = None
+    # A document belongs to the range with the last blank line before it.
+    is_ours = source.start == 0
+    for chunk in read_line_chunks(source, past_stop=True):
+        if chunk.starts_line and not chunk.raw.strip():
+            if document:
+                yield document.build()
+                document = None
+            if not chunk.in_range:
+                return
+            is_ours = True
+        elif document or is_ours:
+            document = document or DocumentBuilder(source, chunk.offset, chunk.line)
+            document.add(chunk.raw)
+        elif not chunk.in_range:
+            return
+    if document:
+        yield document.build()

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from data_pipeline.readers.token_ids import IdRules
 
 CHUNK_BYTES = 2**20
+NUL_REASON = (
+    "binary: it has a NUL byte. Convert UTF-16 with iconv -f UTF-16 -t UTF-8; if it is text with "
+    "NUL, give --format text"
+)
 
 
 @dataclass(slots=True)
@@ -47,8 +51,12 @@ class Source:
     """Set if the documents are token ids instead of text."""
     path: str = ""
     """The local path or URL of the file."""
+    next_paths: tuple[str, ...] = ()
+    """As `InputFile.next_paths`."""
     stored_bytes: int = 0
     """Size of the file before decompression; 0 if unknown."""
+    keeps_nul: bool = False
+    """Whether a text may contain NUL bytes."""
 
     @property
     def id_rules(self) -> "IdRules":
@@ -234,6 +242,8 @@ class DocumentBuilder:
         self._error: BadRecordError | None = None
 
     def add(self, raw: bytes) -> None:
+        if not self._error and not self._source.keeps_nul and b"\0" in raw:
+            self._error, self._held = BadRecordError(self._size + raw.index(0), NUL_REASON), []
         self._size += len(raw)
         if self._error:
             return

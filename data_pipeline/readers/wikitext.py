@@ -1,17 +1,37 @@
 """wikitext: the articles of a WikiText file, each from its title line to the next title.
 
 ` = Title = ` is a title, ` = = Section = = ` is not. Text before the first title is a separate
-document that starts at its first line that is not blank.
+document; blank lines there belong to the first article, so that no line of the file is lost.
 
-Source: Merity et al. 2016, arXiv:1609.07843, the files of WikiText-2 and WikiText-103.
+wikitext_rows: the same from a Parquet or Arrow file with one line per row, as Hugging Face has
+WikiText. The rows, joined, are the original file: an empty row is the line " \\n". An article may
+continue in the next shard (train-00001-of-00002), so consecutive shards are read as one file.
+
+Source: Merity et al. 2016, arXiv:1609.07843, the files of WikiText-2 and WikiText-103; the loading
+script `wikitext.py` of Hugging Face, which writes the rows.
 """
 
+import io
+import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
-from data_pipeline.readers.records import Record, Reject
+from data_pipeline.readers.arrow import read_arrow
+from data_pipeline.readers.parquet import read_parquet
+from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
+from data_pipeline.storage.open_source import open_source
+from data_pipeline.storage.urls import shown
 
 MAX_TITLE_BYTES = 4096
+_BLANK_LINE = b" \n"
+_MAX_ROWS_EXAMINED = 4096
+"""Rows at the beginning of a file that show whether its rows are lines. A shard may begin inside a
+long article."""
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})(?P<total>-of-\d{5})(?P<suffix>\.\w+)")
 
 
 def is_title(line: bytes) -> bool:
@@ -28,22 +48,92 @@ def is_title(line: bytes) -> bool:
 
 def read_wikitext(source: Source) -> Iterator[Record | Reject]:
     document: DocumentBuilder | None = None
-    before_first_title = source.start == 0  # only the first range can have text without a title
+    is_blank = True  # the lines of `document`
     # Past `stop`, because the last article of a range ends at a title of a later range.
     for chunk in read_line_chunks(source, past_stop=True):
         if chunk.starts_line and is_title(chunk.raw):
-            if document:
+            if document and not is_blank:
                 yield document.build()
-            before_first_title = False
+                document = None
             if not chunk.in_range:
                 return
-            document = DocumentBuilder(source, chunk.offset, chunk.line)
-        elif not document:
-            if before_first_title and chunk.raw.strip():
-                document = DocumentBuilder(source, chunk.offset, chunk.line)
-            elif not before_first_title and not chunk.in_range:
+        elif not document and source.start > 0:  # the first range alone has text without a title
+            if not chunk.in_range:
                 return
-        if document:
-            document.add(chunk.raw)
-    if document:
+            continue
+        document = document or DocumentBuilder(source, chunk.offset, chunk.line)
+        document.add(chunk.raw)
+        is_blank = is_blank and not chunk.raw.strip()
+    if document and not is_blank:
         yield document.build()
+
+
+def read_wikitext_rows(source: Source) -> Iterator[Record | Reject]:
+    stream: Any = io.BufferedReader(_RowStream(source))
+    lines = replace(source, stream=stream, start=0, stop=math.inf, rereadable=False)
+    yield from read_wikitext(lines)
+    source.lines = lines.lines
+
+
+class _RowStream(io.RawIOBase):
+    """The original file, of which every row is a line."""
+
+    def __init__(self, source: Source) -> None:
+        self._rows, self._rest = _rows(source), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        raw = self._rest or next(self._rows, b"")
+        size = min(len(raw), len(buffer))
+        buffer[:size], self._rest = raw[:size], raw[size:]
+        return size
+
+
+def _rows(source: Source) -> Iterator[bytes]:
+    """The lines of all shards."""
+    yield from _rows_of_file(source)
+    for path in source.next_paths:
+        with open_source(path, "") as stream:
+            yield from _rows_of_file(replace(source, path=path, stream=stream))
+
+
+def _rows_of_file(source: Source) -> Iterator[bytes]:
+    read = read_parquet if source.path.endswith((".parquet", ".pq")) else read_arrow
+    try:
+        for row in read(source):
+            if isinstance(row, Reject):  # without it, the article would have a gap
+                raise BrokenStreamError(row.line, 0, f"row {row.line}: {row.reason}")
+            yield (row.text or "").encode() or _BLANK_LINE
+    except BrokenStreamError as error:
+        reason = f"{shown(source.path)}: {error.reason}"
+        raise BrokenStreamError(error.line, 0, reason) from error
+
+
+def holds_wikitext_rows(path: str, text_key: str) -> bool:
+    """Whether the rows of a Parquet or Arrow file are lines of WikiText, one of them a title."""
+    has_title = False
+    try:
+        with open_source(path, "") as stream:
+            source = Source("", stream, 0, math.inf, text_key, rereadable=False, path=path)
+            for row in islice(_rows_of_file(source), _MAX_ROWS_EXAMINED):
+                if not row.endswith(b"\n") or row.count(b"\n") > 1:
+                    return False
+                has_title = has_title or is_title(row)
+    except (OSError, BrokenStreamError):  # the reader reports it
+        return False
+    return has_title
+
+
+def next_shard(name: str) -> str:
+    """The name of the shard after `name`; "" if it is not the name of a shard."""
+    shard = _SHARD.fullmatch(name)
+    if not shard:
+        return ""
+    return f"{shard['stem']}-{int(shard['number']) + 1:05}{shard['total']}{shard['suffix']}"
+
+
+def name_of_shards(name: str) -> str:
+    """train.parquet for the shard train-00000-of-00002.parquet."""
+    return _SHARD.sub(r"\g<stem>\g<suffix>", name)

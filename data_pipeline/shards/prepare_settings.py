@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from data_pipeline.readers import IdRules, format_names
 from data_pipeline.readers.given_splits import SPLIT_PATTERN, TRAIN
 from data_pipeline.storage.strict_model import StrictModel
-from data_pipeline.tokenizers.recipes import RecipeName, recipe_of
+from data_pipeline.tokenizers.recipes import RECIPES, RecipeName, recipe_of
 
 SplitName = Annotated[str, Field(pattern=rf"^{SPLIT_PATTERN}$")]
 DEFAULT_TRAIN_BYTES = 256 * 2**20
@@ -43,7 +43,8 @@ class PrepareSettings(StrictModel):
     """`file`: an existing tokenizer file. The digest in the manifest identifies it. `ids`: the
     input has token ids; required by the format ids, and its default."""
     recipe: RecipeName | None = None
-    """Conventions of one of the paper's datasets; null adds none."""
+    """Conventions of one of the paper's datasets, with its tokenizer and min_freq as defaults; null
+    adds none."""
     vocab_size: Annotated[int, Field(ge=2, le=2**20)] | None = None
     """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
     # The two options of ids are left out if they are null, so that other manifests do not change.
@@ -76,10 +77,15 @@ class PrepareSettings(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_to_ids(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("format") == "ids":
+    def _defaults_of_format_and_recipe(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("format") == "ids":
             return {"text_key": "ids", "tokenizer": "ids", **values}
-        return values
+        if (name := values.get("recipe")) not in (*RECIPES,):
+            return values
+        recipe = recipe_of(name)
+        return {"tokenizer": recipe.tokenizers[0], "min_freq": recipe.min_freq, **values}
 
     @property
     def id_rules(self) -> IdRules | None:

@@ -21,6 +21,7 @@ else:
     from backports.zstd import DecompressionParameter, ZstdError, ZstdFile
 
 from data_pipeline.errors import printable
+from data_pipeline.processes.progress import count_bytes
 from data_pipeline.storage.source_errors import SourceError, UnreachableError
 from data_pipeline.storage.urls import file_system, retry_request, scheme_of
 
@@ -44,12 +45,21 @@ def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
             # Checked before opening, because opening a pipe blocks until it has a writer.
             if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
                 raise SourceError("not a regular file")
-            raw = stack.enter_context(open(path, "rb"))  # noqa: PTH123
+            raw = stack.enter_context(io.BufferedReader(_CountedFile(path)))
         if compression == "gz":
             raw = stack.enter_context(_buffered(_open_gzip(raw)))
         elif compression == "zst":
             raw = stack.enter_context(_buffered(_open_zstd(raw)))
         yield raw
+
+
+class _CountedFile(io.FileIO):
+    """A file that reports the bytes read as progress of the current unit of work."""
+
+    def readinto(self, buffer: Any) -> int:
+        size = super().readinto(buffer) or 0
+        count_bytes(size)
+        return size
 
 
 def _buffered(raw: io.RawIOBase) -> BinaryIO:
@@ -95,6 +105,7 @@ class _UrlStream(io.RawIOBase):
             raise UnreachableError(f"ended after {self._position:,} of {self._size:,} bytes")
         buffer[: len(data)] = data
         self._position += len(data)
+        count_bytes(len(data))
         return len(data)
 
     def close(self) -> None:

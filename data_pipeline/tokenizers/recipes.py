@@ -2,7 +2,8 @@
 
 They follow the published code of the paper (arXiv:1901.02860) with these differences: all symbols,
 including the end of a line, are ordered by frequency; vocabularies are counted on train alone; ptb
-keeps upper and lower case; line breaks of enwik8 are ordinary bytes.
+keeps upper and lower case; line breaks of enwik8 are ordinary bytes; the vocabulary of lm1b is
+counted by the benchmark's rule (words that occur at least 3 times) instead of read from a list.
 """
 
 from collections.abc import Mapping
@@ -49,13 +50,17 @@ class Recipe:
     """How one dataset is tokenized."""
 
     tokenizers: tuple[str, ...]
-    """Allowed tokenizers. The paper uses the first."""
+    """Allowed tokenizers. The first is the paper's, and the default."""
+    min_freq: int | None = None
+    """Default for a tokenizer that is trained: the smallest number of occurrences of a symbol."""
     lines: Lines = "end"
     """word only: a token at the end of each line, or at both ends."""
     opens_documents: bool = False
     """Whether documents begin with the end-of-document token."""
     fixed_split: bool = False
     """Whether the dataset is one document whose parts are the splits."""
+    published_bytes: int | None = None
+    """Size of that document, of which published scores are."""
 
 
 NO_RECIPE = Recipe(tokenizers=("byte", "char", "word", "bpe", "file", "ids"), opens_documents=True)
@@ -65,9 +70,11 @@ RECIPES: Mapping[RecipeName, Recipe] = MappingProxyType(
         "wt103": _LINES,
         "wt2": _LINES,
         "ptb": _LINES,
-        "lm1b": Recipe(tokenizers=("word",), lines="both"),
-        "enwik8": Recipe(tokenizers=("byte", "char"), fixed_split=True),
-        "text8": Recipe(tokenizers=("char", "byte"), fixed_split=True),
+        "lm1b": Recipe(tokenizers=("word",), lines="both", min_freq=3),
+        "enwik8": Recipe(
+            tokenizers=("byte", "char"), fixed_split=True, published_bytes=100_000_000
+        ),
+        "text8": Recipe(tokenizers=("char", "byte"), fixed_split=True, published_bytes=100_000_000),
     }
 )
 

@@ -107,8 +107,8 @@ def _wikitext(folder: Path, suffix: str) -> Texts:
         for split, texts in TEXTS.items()
     }
     for split, texts in articles.items():
-        _write(folder / f"wiki.{split}.{suffix}", " \n" + "".join(texts))
-    # The blank line before the first title belongs to no article.
+        texts[0] = f" \n{texts[0]}"  # a blank line before the first title, as published
+        _write(folder / f"wiki.{split}.{suffix}", "".join(texts))
     return articles
 
 

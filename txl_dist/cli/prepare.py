@@ -65,14 +65,14 @@ def prepare(
         typer.Option(
             metavar="byte|char|word|bpe|PATH",
             help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint. "
-            "Default: byte; none with --format ids.",
+            "Default: that of --recipe, or byte; none with --format ids.",
         ),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="Conventions of a dataset of the paper: wt103, wt2, ptb, lm1b (words), or enwik8, "
-            "text8 (one document with fixed splits)."
+            help="Conventions and tokenizer of a dataset of the paper: wt103, wt2, ptb, lm1b "
+            "(words), or enwik8, text8 (one document with fixed splits)."
         ),
     ] = None,
     vocab_size: Annotated[
@@ -102,7 +102,11 @@ def prepare(
         typer.Option(help="--format ids: type of the integers in raw .bin files, such as uint16."),
     ] = None,
     min_freq: Annotated[
-        int | None, typer.Option(help="Minimum count of a symbol, or of a pair to merge.")
+        int | None,
+        typer.Option(
+            help="Minimum count of a symbol, or of a pair to merge. Default: 3 with --recipe lm1b, "
+            "else none."
+        ),
     ] = None,
     split: Annotated[
         str,
@@ -145,14 +149,13 @@ def prepare(
     Example: txl prepare train=wiki.train.txt valid=wiki.valid.txt --out data/wiki
     """
     is_ids = format == "ids"
-    text_key = text_key or ("ids" if is_ids else "text")
-    tokenizer = tokenizer or ("ids" if is_ids else "byte")
-    tokenizer_file = None if is_ids and tokenizer == "ids" else _tokenizer_file(tokenizer)
+    given_ids = is_ids and tokenizer == "ids"
+    tokenizer_file = None if tokenizer is None or given_ids else _tokenizer_file(tokenizer)
     if names and not is_ids:
         raise ConfigError("--names is for --format ids; omit it")
     settings = _settings(
         format=format,
-        text_key=text_key,
+        text_key=text_key or None,
         tokenizer=tokenizer if tokenizer_file is None else "file",
         recipe=recipe,
         vocab_size=32768 if tokenizer == "bpe" and vocab_size is None else vocab_size,
@@ -216,7 +219,7 @@ def _print_report(out: Path, report: "PrepareReport") -> None:
     print(f"  read {list_read_as(report.read_as)}")
     if report.ignored:
         counts = (f"{n} {printable(suffix)}" for suffix, n in sorted(report.ignored.items()))
-        print(f"ignored because of their suffix: {', '.join(counts)}", file=sys.stderr)
+        print(f"ignored: {', '.join(counts)}", file=sys.stderr)
     if rejected := report.manifest.input.rejected:
         rejects = printable(str(out / "rejects.jsonl"))
         print(f"{rejected} records could not be used: {rejects}", file=sys.stderr)
@@ -263,7 +266,8 @@ def _settings(**values: Any) -> "PrepareSettings":
     from data_pipeline.shards.prepare_settings import PrepareSettings
 
     try:
-        return PrepareSettings(**values)
+        # The defaults depend on the format and the recipe.
+        return PrepareSettings(**{k: value for k, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         # Validators of one field set `loc`; validators of the model write "FIELD: reason".

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.processes.progress import counted_bytes
+
 if TYPE_CHECKING:
     from data_pipeline.processes.workers import Workers
 
@@ -61,10 +63,12 @@ def _terminal_display(
         """The bar, and a line for each busy worker below it."""
 
         def get_renderables(self) -> "Iterator[RenderableType]":
+            for each in self.tasks:
+                self.update(each.id, completed=_with_current(finished, each.total, unit, workers))
             yield self.make_tasks_table(self.tasks)
             yield Text("\n".join(f"  {line}" for line in worker_lines(workers)), no_wrap=True)
 
-    is_bytes = unit is MIB
+    is_bytes, finished = unit is MIB, 0
     columns: list[Any] = [rich_progress.TextColumn("{task.description}"), rich_progress.BarColumn()]
     columns.append(
         rich_progress.DownloadColumn() if is_bytes else rich_progress.TaskProgressColumn()
@@ -75,7 +79,8 @@ def _terminal_display(
         task, current_phase = bar.add_task(""), ""
 
         def show(phase: str, done: int, total: int) -> None:
-            nonlocal current_phase
+            nonlocal current_phase, finished
+            finished = done
             if phase != current_phase:
                 # A new phase starts a new speed measurement, from the work already done.
                 bar.reset(task, completed=done, total=total)
@@ -83,6 +88,14 @@ def _terminal_display(
             bar.update(task, description=phase, completed=done, total=total)
 
         yield show
+
+
+def _with_current(done: int, total: float | None, unit: WorkUnit, workers: "Workers | None") -> int:
+    """`done` with the bytes that are done of the units that workers are at, at most `total`."""
+    if workers is None or unit is not MIB:
+        return done
+    current = counted_bytes() + sum(status.done_bytes for status in workers.status())
+    return min(done + current, int(total or 0))
 
 
 def _rate_column(unit: WorkUnit) -> Any:
@@ -109,7 +122,7 @@ def _lines(unit: WorkUnit, workers: "Workers | None") -> Iterator[Callable[[str,
     def print_workers() -> None:
         while not ended.wait(1.0):
             printer.show_workers(workers)
-            printer.repeat()
+            printer.repeat(workers)
 
     thread = threading.Thread(target=print_workers, name="progress", daemon=True)
     thread.start()
@@ -140,7 +153,7 @@ class _LinePrinter:
         self._unit = unit
         self._phase, self._phase_start, self._first_done = "", 0.0, 0
         self._begin = self._last_line = self._last_workers = time.monotonic()
-        self._last_print, self._amount = self._begin, ""
+        self._last_print, self._done, self._total = self._begin, 0, 0
 
     def show(self, phase: str, done: int, total: int) -> None:
         """A callback like that of `work_progress`."""
@@ -149,9 +162,7 @@ class _LinePrinter:
         if phase != self._phase or done == self._first_done:
             self._phase, self._phase_start, self._first_done = phase, seconds, done
         if total:
-            self._amount = (
-                f"{unit.show(done)} of {unit.show(total)} {unit.name} ({done / total:.0%})"
-            )
+            self._done, self._total = done, total
         if seconds - self._last_line < _SECONDS_BETWEEN_LINES or not total:
             return
         self._last_line = seconds
@@ -159,16 +170,21 @@ class _LinePrinter:
         if done > self._first_done and seconds > self._phase_start:
             rate = (done - self._first_done) / (seconds - self._phase_start)
             speed = f", {unit.show(rate)} {unit.name}/s, {(total - done) / rate:,.0f} s left"
-        self._print(f"{phase}: {self._amount}{speed}")
+        self._print(f"{phase}: {self._amount(done)}{speed}")
 
-    def repeat(self) -> None:
-        """Print the last amount again if no line was printed for some seconds.
+    def _amount(self, done: int) -> str:
+        total, unit = self._total, self._unit
+        return f"{unit.show(done)} of {unit.show(total)} {unit.name} ({done / total:.0%})"
+
+    def repeat(self, workers: "Workers | None" = None) -> None:
+        """Print the amount if no line was printed for some seconds.
 
         While all workers are busy with long units, `show` is not called.
         """
         seconds = time.monotonic()
         if seconds - self._last_print >= _SECONDS_BETWEEN_LINES:
-            phase = f"{self._phase}: {self._amount}" if self._amount else "starting"
+            done = _with_current(self._done, self._total, self._unit, workers)
+            phase = f"{self._phase}: {self._amount(done)}" if self._total else "starting"
             self._print(f"{phase}, {seconds - self._begin:.0f} s")
 
     def show_workers(self, workers: "Workers") -> None:

@@ -102,6 +102,7 @@ def measure_group(
     return GroupReport(
         group=request.group,
         data=str(first.data),
+        data_sha256=source.manifest.digest,
         split=first.settings.split,
         contexts=request.contexts,
         delta=delta,

@@ -5,6 +5,7 @@ code of this project reads it back. Its keys:
 
     format, version              "txl-recl", 1
     group, data, split           the name of the group, path or URL, split
+    data_sha256                  digest of the dataset's manifest
     protocol                     one line to quote with the numbers
     contexts, delta, threshold   in tokens; delta is null if the steps differ, then there is no RECL
     positions, documents         number of targets, and of documents that contain them
@@ -26,6 +27,7 @@ from typing import Any
 
 from txl_dist.context.analysis import GroupAnalysis, ModelAnalysis
 from txl_dist.context.bootstrap import LEVEL
+from txl_dist.evaluation.protocol import Subject
 
 JSON_NAME = "recl.json"
 CSV_NAME = "curve.csv"
@@ -56,6 +58,7 @@ class GroupReport:
 
     group: str
     data: str
+    data_sha256: str
     split: str
     contexts: tuple[int, ...]
     delta: int | None
@@ -73,17 +76,18 @@ class GroupReport:
         step = f" in steps of {self.delta}" if self.delta else ""
         place = "document" if self.within_documents else "split"
         models = "; ".join(
-            f"{model.name}: tgt_len {model.tgt_len}, mem_len {model.mem_len}, clamp_len "
-            f"{model.clamp_len}, same_length {model.same_length}, {model.precision}"
+            f"{Subject(model.name, model.digest)}: tgt_len {model.tgt_len}, mem_len "
+            f"{model.mem_len}, clamp_len {model.clamp_len}, same_length {model.same_length}, "
+            f"{model.precision}"
             for model in self.models
         )
         return (
             f"RECL (arXiv:1901.02860, appendix C) of group {self.group!r} on {self.split} of "
-            f"{self.data}: contexts {self.contexts[0]} to {self.contexts[-1]} tokens{step}, "
-            f"threshold {self.threshold:g}, {self.num_positions:,} targets of "
-            f"{self.num_documents:,} documents (seed {self.seed}) with {self.contexts[-1]} tokens "
-            f"before them in their {place}; each loss after exactly c tokens, read from an empty "
-            f"memory; {models}"
+            f"{Subject(self.data, self.data_sha256)}: contexts {self.contexts[0]} to "
+            f"{self.contexts[-1]} tokens{step}, threshold {self.threshold:g}, "
+            f"{self.num_positions:,} targets of {self.num_documents:,} documents (seed "
+            f"{self.seed}) with {self.contexts[-1]} tokens before them in their {place}; each "
+            f"loss after exactly c tokens, read from an empty memory; {models}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -94,6 +98,7 @@ class GroupReport:
             "version": 1,
             "group": self.group,
             "data": self.data,
+            "data_sha256": self.data_sha256,
             "split": self.split,
             "protocol": self.protocol,
             "contexts": list(self.contexts),

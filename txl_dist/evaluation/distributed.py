@@ -35,6 +35,7 @@ from txl_dist.evaluation.evaluate import (
     summarise,
 )
 from txl_dist.evaluation.finished_scores import FinishedScores
+from txl_dist.evaluation.protocol import Subject, model_name
 from txl_dist.evaluation.scored_text import ScoredText, scored_text
 from txl_dist.evaluation.token_counts import count_tokens, counted_split
 from txl_dist.evaluation.worker import ScoringTask, open_job, score_batch
@@ -49,6 +50,7 @@ class PlannedJob:
     chunks: list[EvaluationChunk]
     finished: FinishedScores
     text: ScoredText
+    data: Subject
     given: EvaluationJob
     """The job as it was given, whose paths may be relative."""
     counted_split: str | None
@@ -83,6 +85,8 @@ class PlannedJob:
             self.chunks,
             self.job.settings,
             text=self.text,
+            data=self.data,
+            model=Subject(model_name(self.job.checkpoint), self.job.digest),
             weights=self.job.weights,
             kernels=tuple(sorted({scores.kernel for _, scores in batches})),
             details=details,
@@ -176,7 +180,8 @@ def plan_job(
     path = directory and directory / f"{job.settings.split}-{key[:16]}.jsonl"
     finished = FinishedScores(path, key=key, description=description, resume=resume)
     text = scored_text(source, max_tokens=job.settings.max_tokens)
-    return PlannedJob(job, chunks, finished, text, given, counted)
+    data = Subject(job.data.name, manifest.digest)
+    return PlannedJob(job, chunks, finished, text, data, given, counted)
 
 
 def _require_a_segment(source: SplitReader, job: EvaluationJob) -> None:

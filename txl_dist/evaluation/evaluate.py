@@ -19,7 +19,7 @@ from txl_dist.evaluation.chunks import EvaluationChunk, overhead, plan_chunks
 from txl_dist.evaluation.details import ScoreDetails
 from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.evaluation.loss_sums import LossSums
-from txl_dist.evaluation.protocol import protocol_line
+from txl_dist.evaluation.protocol import Subject, protocol_line
 from txl_dist.evaluation.scored_text import ScoredText
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.runtime.world import World
@@ -45,6 +45,9 @@ class EvaluationResult:
     """Context tokens as a fraction of the scored tokens."""
     text: ScoredText = field(default_factory=ScoredText)
     weights: str = "last"
+    data: Subject | None = field(default=None, compare=False)
+    model: Subject | None = field(default=None, compare=False)
+    """None for the weights of a run that trains."""
     kernels: tuple[str, ...] = field(default=(), compare=False)
     """Attention functions and devices that computed the scores. They change the last digits only,
     and are not part of the score."""
@@ -54,7 +57,13 @@ class EvaluationResult:
     def protocol(self) -> str:
         """One line to quote next to the score."""
         return protocol_line(
-            self.settings, self.sums, self.text, weights=self.weights, kernels=self.kernels
+            self.settings,
+            self.sums,
+            self.text,
+            data=self.data,
+            model=self.model,
+            weights=self.weights,
+            kernels=self.kernels,
         )
 
     @property
@@ -108,6 +117,8 @@ class EvaluationResult:
             **asdict(self.settings),
             "num_chunks": self.num_chunks,
             "context_overhead": self.overhead,
+            "data_sha256": self.data and self.data.digest,
+            "model_sha256": self.model and self.model.digest,
             "protocol": self.protocol,
             **({} if self.details is None else {"details": self.details.to_json()}),
         }

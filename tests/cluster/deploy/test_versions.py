@@ -10,6 +10,7 @@ import yaml
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "cluster" / "deploy"
 DOCKERFILE = DEPLOY / "Dockerfile"
+HOW_TO = ROOT / "docs" / "how_to" / "run_on_a_cluster.md"
 COMPOSE = DEPLOY / "mlflow" / "compose.yaml"
 FILES = sorted(
     path for path in DEPLOY.rglob("*") if path.suffix in (".yaml", ".sh") or path == DOCKERFILE
@@ -37,11 +38,14 @@ def test_ray_is_that_of_the_constraints() -> None:
     assert {name or image for name, image in found} == {pinned()["ray"]}
 
 
-def test_images_of_this_project_have_its_version() -> None:
+def test_images_of_this_project_have_its_version_also_in_documents() -> None:
+    documents = [ROOT / "README.md", *ROOT.glob("docs/how_to/*.md"), *DEPLOY.glob("*.md")]
     tags = {
-        tag for path in FILES for tag in re.findall(r"\btxl(?:-mlflow)?:([\w.]+)", path.read_text())
+        path: set(re.findall(r"\btxl(?:-mlflow)?:(\d[\w.]*)", path.read_text()))
+        for path in (*FILES, *documents)
     }
-    assert tags == {project()["version"]}
+    assert tags[HOW_TO]
+    assert set().union(*tags.values()) == {project()["version"]}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

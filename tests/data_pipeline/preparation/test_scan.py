@@ -1,15 +1,21 @@
 """No byte depends on how the input is cut into scan units."""
 
+import gzip
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.preparation.scan import plan_scan, scan
+from data_pipeline.processes.progress import counting_bytes
+from data_pipeline.readers import find_files
 from data_pipeline.shards.inspection import excerpts
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
@@ -78,3 +84,35 @@ def test_an_input_of_rejects_only_ends_at_the_limit(
             PrepareSettings(format="lines"),
             max_reject_rate=1,
         )
+
+
+class Recorder:
+    """A counter that keeps all its values."""
+
+    def __init__(self) -> None:
+        self.values = [0]
+
+    @property
+    def value(self) -> int:
+        return self.values[-1]
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self.values.append(value)
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.txt.gz", "in.txt.zst"])
+def test_the_bytes_of_one_long_document_are_counted_while_it_is_read(
+    tmp_path: Path, name: str
+) -> None:
+    text = np.random.default_rng(0).integers(32, 127, 5 * 2**20, np.uint8).tobytes()
+    packed = {"txt": text, "gz": gzip.compress(text, 1), "zst": zstandard.compress(text)}
+    path = tmp_path / name
+    path.write_bytes(packed[name.rpartition(".")[2]])
+    files = find_files([str(path)], format="auto", exclude=tmp_path / "out").files
+    (unit,) = plan_scan(files, "text")
+    reading = Recorder()
+    with counting_bytes(reading), (tmp_path / "spill").open("wb") as spill:
+        scan(unit, spill)
+    assert reading.value == unit.size == path.stat().st_size
+    assert len(reading.values) > 4, "more than a value per document"

@@ -4,11 +4,14 @@ Workers that die, and workers of a killed parent: `tests/faults/test_prepare_kil
 """
 
 import os
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from data_pipeline.processes.progress import count_bytes, counted_bytes
 from data_pipeline.processes.workers import (
     InProcess,
     ProcessWorkers,
@@ -34,6 +37,33 @@ def test_results_carry_the_numbers_of_their_units() -> None:
         assert sorted(workers.map(square, range(3, 23))) == expected
         assert list(workers.map(square, [])) == []
         assert 2**20 < workers.peak_memory_bytes < 8 * peak_memory_bytes()
+
+
+def count_and_wait(path: str) -> int:
+    for _ in range(3):
+        count_bytes(7)
+    wait_until(Path(path).exists)
+    return 0
+
+
+def test_the_bytes_of_a_unit_are_seen_before_it_is_finished(tmp_path: Path) -> None:
+    def counted() -> int:
+        return sum(status.done_bytes for status in workers.status())
+
+    count_bytes(9)  # outside a unit: not counted
+    assert counted_bytes() == 0
+    paths = [str(tmp_path / name) for name in ("a", "b", "c")]
+    with ProcessWorkers(2) as workers:
+        results = workers.map(count_and_wait, paths)
+        thread = threading.Thread(target=lambda: list(results))
+        thread.start()
+        wait_until(lambda: counted() == 2 * 21)
+        Path(paths[0]).touch()
+        Path(paths[1]).touch()
+        wait_until(lambda: len(workers.status()) == 1 and counted() == 21)
+        Path(paths[2]).touch()
+        thread.join()
+        assert counted() == 0
 
 
 def test_units_are_read_only_a_little_before_they_are_needed() -> None:

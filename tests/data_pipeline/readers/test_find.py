@@ -63,6 +63,55 @@ def test_a_pattern_is_relative_to_here_and_a_file_of_that_name_goes_first(
         names("*.nothing")
 
 
+def test_braces_stand_for_what_a_shell_would_make_of_them(tmp_path: Path) -> None:
+    for name in ("s-008.txt", "s-009.txt", "s-010.txt", "a/x.txt", "b/y.txt", "{c}.txt", "{1,2}"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert names(tmp_path / "s-{008..010}.txt") == ["s-008.txt", "s-009.txt", "s-010.txt"]
+    assert names(f"file://{tmp_path}/s-0{{10,09}}.txt") == ["s-010.txt", "s-009.txt"]
+    assert names(tmp_path / "{a,b}" / "*.txt") == ["x.txt", "y.txt"]
+    assert names(tmp_path / "{c}.txt", tmp_path / "{1,2}") == ["{c}.txt", "{1,2}"]
+    with pytest.raises(DataError, match=r"s-011\.txt: no such file"):
+        names(tmp_path / "s-{008..011}.txt")
+    with pytest.raises(DataError, match=r"\{a,b: no such file"):
+        names(tmp_path / "{a,b")
+    for endless in ("{0..99999999999}", "{0..999}" * 3, "{a,b}" * 40, "{a..z}" * 9):
+        with pytest.raises(ConfigError, match="stand for more than 100,000 inputs"):
+            names(tmp_path / endless)
+
+
+def test_braces_work_in_urls(bucket: Any) -> None:
+    bucket.pipe({f"bucket/x/s-{number:02}.jsonl": JSONL for number in (8, 9, 10)})
+    assert names("s3://bucket/x/s-{09..10}.jsonl") == ["s-09.jsonl", "s-10.jsonl"]
+
+
+def test_an_empty_input_is_not_the_current_folder() -> None:
+    with pytest.raises(ConfigError, match="an input is empty, perhaps a variable"):
+        names("")
+
+
+def test_files_of_the_same_name_in_several_inputs_have_longer_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [tmp_path / "in" / name for name in ("AA/wiki_00", "AA/wiki_01", "AB/c/wiki_00")]
+    for path in inputs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    expected = ["AA/wiki_00", "AA/wiki_01", "AB/c/wiki_00"]
+    assert names(*inputs) == expected
+    assert names(tmp_path / "in" / "AA", tmp_path / "in" / "AB" / "c") == expected
+    assert names(inputs[0], inputs[1]) == ["wiki_00", "wiki_01"], "as before, if they differ"
+    monkeypatch.chdir(tmp_path / "in")
+    assert names("AA", "AB/c/*") == expected
+
+
+def test_two_names_that_are_the_same_in_utf8_are_refused(tmp_path: Path) -> None:
+    for name in (b"caf\xe9.txt", rb"caf\xe9.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text("")
+    with pytest.raises(DataError, match="would both be document"):
+        names(tmp_path)
+
+
 def test_the_output_is_left_out_of_a_pattern_too(tree: Path) -> None:
     assert names(tree / "**/*.jsonl", exclude=tree / "one") == ["a.jsonl"]
 

@@ -1,4 +1,4 @@
-"""The kind of a file: by its suffix, and for .json by its first lines."""
+"""The kind of a file: by its suffix or its first bytes, and which .json is refused."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from data_pipeline.errors import DataError
-from data_pipeline.readers import InputFiles, find_files
+from data_pipeline.readers import InputFiles, Reject, find_files
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
@@ -136,3 +136,103 @@ def test_prepare_says_what_every_suffix_is_read_as(txl: Callable[..., Any], tmp_
         "text": {".txt": 1, "without suffix": 1},
     }
     assert content["input"]["documents"] == 6
+
+
+LONG_LINE = b'{"text": "' + b"long " * 30_000 + b'"}\n'
+OTHER_NAMES = {
+    "AA/wiki_00": LINES,
+    "AB/wiki_00": b"\xef\xbb\xbf\n" + LONG_LINE,
+    "a.jsonlines": LINES,
+    "b.jl": LINES,
+    "c.ldjson.gz": gzip.compress(LINES),
+    "d.txt": b'{"text": "one"}\n{"text": "cut',
+    "part-00000": b'{"body": "one"}\n{"body": "two"}',
+}
+NO_JSON_LINES = {
+    "julia.jl": b"{a = 1}\nf(x) = 2x\n",
+    "map.map": b'{"version": 3, "mappings": "' + b"A" * 100_000 + b'"}',
+    "notebook.ipynb": b'{\n "cells": []\n}\n',
+    "quoted.txt": b'{"text": "one"} is an example.\n',
+    "two.txt": b'{"body": "one"}\nand prose\n',
+    "list.txt": b"[1, 2]\n[3]\n",
+}
+
+
+def test_json_lines_are_recognised_by_content_under_other_names(tmp_path: Path) -> None:
+    for name, content in {**OTHER_NAMES, **NO_JSON_LINES}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    kinds = {file.name: file.kind for file in found_in(tmp_path).files}
+    assert kinds == dict.fromkeys(OTHER_NAMES, "jsonl") | dict.fromkeys(NO_JSON_LINES, "text")
+    for address in (tmp_path, tmp_path / "**"):
+        found = found_in(address, "jsonl")
+        assert [file.name for file in found.files] == sorted(OTHER_NAMES)
+        assert found.ignored.total() == len(NO_JSON_LINES)
+    assert texts(read(one_file(tmp_path / "b.jl"))) == ["one", "two"]
+
+
+def test_the_text_key_decides_about_a_single_line(tmp_path: Path) -> None:
+    path = tmp_path / "wiki_07"
+    path.write_bytes(b'{"body": "the last article"}\n')
+    for text_key, kind in (("text", "text"), ("body", "jsonl")):
+        found = find_files([str(path)], format="auto", exclude=tmp_path, text_key=text_key)
+        assert found.kinds == {kind: 1}
+
+
+BINARY = {
+    "a.pdf": b"%PDF-1.4\nstream\n" + bytes(range(128)),
+    "b.bin": b"".join(id_.to_bytes(2, "little") for id_ in range(100)),
+    "c": bytes([1, 2, 3, 14, 15, 60, 61, 62]),
+    "d.txt": "words".encode("utf-16"),
+    "e.txt.gz": gzip.compress(b"a\0"),
+}
+TEXT = {
+    "man.txt": b"N\bNA\bAM\bME\bE\n\x1b[1mbold\x1b[0m\n",
+    "code.py": b"import os\n\x0c\n\x0b\nclass A: pass\n",
+    "stray.txt": b"a stray \x01 control character is kept",
+    "empty": b"",
+}
+
+
+def test_files_that_are_binary_are_not_read_as_text(tmp_path: Path) -> None:
+    for name, content in {**BINARY, **TEXT}.items():
+        (tmp_path / name).write_bytes(content)
+    files = found_in(tmp_path).files
+    kinds = {file.name: file.kind for file in files}
+    assert kinds == dict.fromkeys(BINARY, "binary") | dict.fromkeys(TEXT, "text")
+    for file in files:
+        (record,) = read(file)
+        assert isinstance(record, Reject) == (file.name in BINARY), file.name
+    assert found_in(tmp_path, "text").kinds == {"text": len(files)}
+    assert texts(read(one_file(tmp_path / "a.pdf", "text"))) == [BINARY["a.pdf"].decode()]
+
+
+@pytest.mark.parametrize("format", ["auto", "lines", "wikitext"])
+def test_nul_after_the_first_bytes_rejects_the_document_with_its_place(
+    tmp_path: Path, format: str
+) -> None:
+    text = b" = Title = \n" + b"words\n" * 20_000
+    (tmp_path / "in.txt").write_bytes(text + b"x\0y\n")
+    *good, reject = read(one_file(tmp_path / "in.txt", format))
+    assert len(good) == (20_001 if format == "lines" else 0)
+    assert isinstance(reject, Reject)
+    assert "binary: it has a NUL byte" in reject.reason
+    assert reject.byte == len(text) + 1
+
+
+def test_binary_files_are_refused_before_the_input_is_read(
+    txl: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.pdf").write_bytes(BINARY["a.pdf"])
+    (folder / "b.txt").write_text("text")
+    ended = txl("prepare", folder, "--out", tmp_path / "out")
+    assert ended.code == 3
+    assert "1 of 2 files are binary, not text: a.pdf. " in ended.err
+    assert "--format text" in ended.err
+    assert not (tmp_path / "out" / "rejects.jsonl").exists(), "nothing was read"
+    ended = txl("prepare", folder, "--out", tmp_path / "out", "--max-reject-rate", 0.5)
+    assert ended.code == 0, ended.err
+    assert "reading as binary: 1 .pdf; text: 1 .txt" in ended.err
+    assert json.loads((tmp_path / "out" / "rejects.jsonl").read_text())["file"] == "a.pdf"

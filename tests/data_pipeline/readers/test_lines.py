@@ -1,4 +1,6 @@
 import json
+import re
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -24,9 +26,9 @@ CONTENT = st.tuples(
 
 def test_every_line_that_is_not_empty_is_a_document_without_its_line_end(tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
-    path.write_bytes(BOM + b"one\r\n\n two \x00\x0c\r\r\n\r\n \nthree")
+    path.write_bytes(BOM + b"one\r\n\n two \x1b\x0c\r\r\n\r\n \nthree")
     records = read(one_file(path, "lines"))
-    assert texts(records) == ["one", " two \x00\x0c\r", " ", "three"]
+    assert texts(records) == ["one", " two \x1b\x0c\r", " ", "three"]
     places = [(record.line, record.offset, record.size) for record in records]
     assert places == [(1, 3, 3), (3, 9, 8), (5, 21, 1), (6, 23, 5)]
 
@@ -45,7 +47,7 @@ def test_every_byte_of_lines_is_in_a_document_or_rejected_or_an_end(
         body = raw if last else raw.removesuffix(b"\r")
         if body:
             try:
-                expected.append((line, body.decode()))
+                expected.append((line, body.decode() if b"\0" not in body else None))
             except UnicodeDecodeError:
                 expected.append((line, None))
     records = read(one_file(path, "lines"))
@@ -64,3 +66,31 @@ def test_lines_do_not_depend_on_the_size_of_chunks_and_ranges(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_pipeline.readers.source.CHUNK_BYTES", chunk_bytes)
         assert read(file, unit_bytes=unit_bytes) == expected
+
+
+BLOCK_LINE = st.sampled_from(["a", "word  ", "é", " ", "", "\t", "x" * 30])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lines=st.lists(BLOCK_LINE, max_size=20),
+    end=st.sampled_from(["\n", "\r\n"]),
+    has_last_end=st.booleans(),
+    unit_bytes=st.integers(1, 40),
+)
+def test_blank_lines_separate_documents_in_ranges_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[str],
+    end: str,
+    has_last_end: bool,
+    unit_bytes: int,
+) -> None:
+    content = end.join(lines) + end * has_last_end
+    numbered = enumerate(re.findall(r"[^\n]*\n|[^\n]+", content), start=1)
+    groups = groupby(numbered, key=lambda line: bool(line[1].strip()))
+    expected = [list(group) for is_text, group in groups if is_text]
+    path = tmp_path_factory.mktemp("blocks") / "in.txt"
+    path.write_bytes(BOM + content.encode())
+    records = read(one_file(path, "blank_lines"), unit_bytes=unit_bytes)
+    assert texts(records) == ["".join(text for _, text in group) for group in expected]
+    assert [record.line for record in records] == [group[0][0] for group in expected]

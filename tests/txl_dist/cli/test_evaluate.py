@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.storage.atomic_files import sha256_file
 from tests.support.commands import run_txl, txl
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.convert.stored_model import find_model
 
 
 def score(*words: object) -> Any:
@@ -28,6 +30,11 @@ def test_the_score_as_json_has_the_promised_keys(dataset: Path, run: Path) -> No
     result = json.loads(ended.stdout)
     manifest = json.loads((dataset / "manifest.json").read_text())
     assert result["tokens_scored"] == manifest["splits"]["valid"]["tokens"] - 1
+    (checkpoint,) = (run / "checkpoints").glob("*20")
+    data, model = load_manifest(dataset).digest, find_model(run).digest
+    assert (result["data_sha256"], result["model_sha256"]) == (data, model)
+    assert f"of {dataset.name} (sha256 {data[:12]})" in result["protocol"]
+    assert f"model {run.name}/{checkpoint.name} (sha256 {model[:12]})" in result["protocol"]
     for key in (
         "nats",
         "perplexity",
@@ -50,9 +57,10 @@ def test_several_splits_give_one_table_and_as_json_a_list(dataset: Path, run: Pa
     assert header.split()[:4] == ["checkpoint", "split", "targets", "nats/token"]
     assert "step-00000020" in train
     assert [line.split()[1] for line in (train, valid)] == ["train", "valid"]
+    name = f"{dataset.name} (sha256 {load_manifest(dataset).digest[:12]})"
     assert [line.split(": ")[2].split(",")[0] for line in protocols] == [
-        "split train",
-        "split valid",
+        f"split train of {name}",
+        f"split valid of {name}",
     ]
     one, again = score("eval", run, run, dataset, *options, "--resume")
     assert one == again

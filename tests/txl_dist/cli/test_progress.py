@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.finished_units import RECORDS
+from data_pipeline.processes.progress import count_bytes, counting_bytes
 from data_pipeline.processes.worker_status import WorkerStatus
 from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.push import push_dataset
@@ -101,7 +102,7 @@ class BusyWorkers(InProcess):
 
     def status(self) -> list[WorkerStatus]:
         return [
-            WorkerStatus(f"worker {n} (pid {n})", f"unit {n}", float(n), n, 2.5)
+            WorkerStatus(f"worker {n} (pid {n})", f"unit {n}", float(n), n, 2.5, 3 * MIB)
             for n in range(self.num_busy)
         ]
 
@@ -158,6 +159,28 @@ def test_the_last_amount_is_repeated_after_a_silence(
         "starting, 4 s",
         "scoring: 100 of 400 tokens (25%)",
         "scoring: 100 of 400 tokens (25%), 9 s",
+    ]
+
+
+def test_the_bytes_of_units_that_are_not_finished_are_in_the_amount(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = 100.0
+    monkeypatch.setattr(work_progress.time, "monotonic", lambda: clock)
+    printer = work_progress._LinePrinter(work_progress.MIB)
+    printer.show("reading", 10 * MIB, 40 * MIB)
+    clock = 105.0
+    printer.repeat(BusyWorkers(4))
+    clock = 110.0
+    printer.repeat(BusyWorkers(11))  # a file may have grown
+    with counting_bytes():
+        count_bytes(2 * MIB)
+        clock = 115.0
+        printer.repeat(InProcess())
+    assert capsys.readouterr().err.splitlines() == [
+        "reading: 22.0 of 40.0 MiB (55%), 5 s",
+        "reading: 40.0 of 40.0 MiB (100%), 10 s",
+        "reading: 12.0 of 40.0 MiB (30%), 15 s",
     ]
 
 

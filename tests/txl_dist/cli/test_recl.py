@@ -56,6 +56,9 @@ def test_it_writes_the_curve_and_recl_and_says_how(
     assert (content["contexts"], content["delta"]) == ([8, 16, 24], 8)
     assert (content["positions"], content["within_documents"]) == (30, True)
     memory, vanilla = content["models"]
+    assert content["data_sha256"] == load_manifest(dataset).digest
+    for subject, digest in ((dataset, content["data_sha256"]), ("xl", memory["digest"])):
+        assert f"{subject} (sha256 {digest[:12]})" in content["protocol"]
     assert [model["name"] for model in content["models"]] == ["xl", "vanilla"]
     # 2 layers with memory 8 and segments of 12 reach two segments back; vanilla none.
     assert (memory["max_context"], vanilla["max_context"]) == (36, 12)

@@ -1,15 +1,19 @@
 """The configs of the paper's experiments have the published settings, every one of them.
 
-Source: the scripts of the paper's code, as the table of published configurations lists them.
+Source: the scripts of the paper's code, as the table of published configurations lists them, and
+for lm1b-base what its author says about the paper's model (kimiyoung/transformer-xl, issue 69).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
+from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.reproduction.experiments import EXPERIMENTS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -36,6 +40,31 @@ class Published(NamedTuple):
     div_val: int = 1
 
 
+class Result(NamedTuple):
+    """A result of the paper, and the size of its model."""
+
+    table: int | None
+    score: str | None
+    """On the test split, as the paper writes it; None: the paper has no result."""
+    paper_parameters: str | None
+    """As the paper counts them."""
+    vocab_size: int
+    """Published: words with the line end, bytes that occur, characters."""
+    parameters: int
+    """Of our model with that vocabulary. The paper counts fewer for wt103-large only."""
+
+
+RESULTS = {
+    "wt103-base": Result(1, "24.0", "151M", 267_735, 151_107_538),
+    "wt103-large": Result(1, "18.3", "257M", 267_735, 285_170_506),
+    "enwik8-base": Result(2, "1.06", "41M", 204, 41_055_436),
+    "enwik8-large": Result(2, "0.99", "277M", 204, 277_231_820),
+    "text8-base": Result(None, None, None, 27, 40_964_635),
+    "text8-large": Result(3, "1.08", "277M", 27, 277_050_395),
+    "lm1b-base": Result(4, "23.5", "0.46B", 793_471, 469_020_530),
+    "lm1b-large": Result(4, "21.8", "0.8B", 793_471, 841_295_982),
+}
+
 WT103, LM1B = (20_000, 40_000, 200_000), (60_000, 100_000, 640_000)
 ENWIK8_BASE = Published(12, 512, 8, 64, 2048, 0.1, 0.0, 0, 400_000, 512, 512, 22, (80, 2100, 820))
 ENWIK8_LARGE = Published(
@@ -54,7 +83,7 @@ TABLE = {
     "text8-base": ENWIK8_BASE,
     "text8-large": ENWIK8_LARGE,
     "lm1b-base": Published(
-        18, 1024, 8, 128, 4096, 0.0, 0.0, 20_000, 500_000, 32, 32, 224, (32, 128, None), LM1B, 4
+        20, 1024, 8, 128, 6144, 0.0, 0.0, 20_000, 500_000, 32, 32, 224, (32, 128, None), LM1B, 4
     ),
     "lm1b-large": Published(
         24, 1280, 16, 80, 8192, 0.05, 0.05, 30_000, 1_200_000, 32, 32, 512, (32, 128, None), LM1B, 4
@@ -73,7 +102,47 @@ def settings_of(config: RunConfig, evaluation: tuple[int, int, int | None]) -> P
 
 def test_every_experiment_has_a_row_and_a_config() -> None:
     files = {path.stem for path in (CONFIGS / "paper").glob("*.yaml")}
-    assert files == set(TABLE) == set(EXPERIMENTS)
+    assert files == set(TABLE) == set(RESULTS) == set(EXPERIMENTS)
+
+
+def num_parameters(config: RunConfig, *, vocab_size: int) -> int:
+    with torch.device("meta"):
+        model = TransformerXL(replace(config.model, vocab_size=vocab_size))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_published_number_is_that_of_this_model(name: str) -> None:
+    """The experiment and the header of its config name the paper's result, and the model's size."""
+    experiment, result = EXPERIMENTS[name], RESULTS[name]
+    config = load_run_config(CONFIGS / "paper" / f"{name}.yaml")
+    assert num_parameters(config, vocab_size=result.vocab_size) == result.parameters
+    text = (CONFIGS / "paper" / f"{name}.yaml").read_text()
+    lines = text.partition("\n\n")[0].splitlines()
+    header = " ".join(line.removeprefix("#").strip() for line in lines)
+    assert f"{config.model.n_layer} layers" in header
+    assert f"{result.parameters / 1e6:.1f}M" in header
+    if result.score is None:
+        assert experiment.published is None
+        assert "The paper has no result" in header
+        return
+    assert experiment.published == float(result.score)
+    assert experiment.table == f"table {result.table}"
+    assert f"{result.score} (Dai et al. 2019, arXiv:1901.02860, table {result.table})" in header
+    assert f"{result.paper_parameters} parameters by the paper's count" in header
+    paper_count = (
+        float(result.paper_parameters[:-1]) * {"M": 1e6, "B": 1e9}[result.paper_parameters[-1]]
+    )
+    as_precise = abs(result.parameters - paper_count) < 0.06 * paper_count
+    assert as_precise != (name == "wt103-large")
+
+
+def test_the_smaller_model_of_the_published_script_for_lm1b_has_another_size() -> None:
+    """A user of that script reports 30.25; it is not the model of the paper's 23.5."""
+    script = load_run_config(
+        CONFIGS / "paper" / "lm1b-base.yaml", ["model.n_layer=18", "model.d_inner=4096"]
+    )
+    assert num_parameters(script, vocab_size=793_471) == 357_812_082
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -16,6 +16,7 @@ from data_pipeline.shards.text_counts import TextCounts
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.protocol import Subject
 from txl_dist.evaluation.scored_text import ScoredText, scored_text
 
 TEXTS = ("the cat sat\non the mat\n", "größe @-@ maß\n")
@@ -50,6 +51,8 @@ def result(text: ScoredText, *, nats: float, num_tokens: int) -> EvaluationResul
         num_chunks=1,
         overhead=0.0,
         text=text,
+        data=Subject("books", "0123456789ab" + "c" * 52),
+        model=Subject("run/step-00000009", "ba9876543210" + "f" * 52),
         weights="averaged",
         kernels=("biased_attention on cpu",),
     )
@@ -127,7 +130,9 @@ def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
     text = ScoredText(TextCounts(words=9, line_ends=3, characters=37), document_ends=2)
     score = result(text, nats=60.0, num_tokens=1234)
     assert score.protocol == (
-        "split train, 1,234 tokens scored, mode exact, tgt_len 64, mem_len 640, clamp_len 400, "
+        "split train of books (sha256 0123456789ab), "
+        "model run/step-00000009 (sha256 ba9876543210), "
+        "1,234 tokens scored, mode exact, tgt_len 64, mem_len 640, clamp_len 400, "
         "same_length true, reset stream, weights averaged, bf16, biased_attention on cpu, "
         "word = whitespace-separated word (9), line end (3) or document end (2) of the text as "
         "prepared, not detokenized"

@@ -1,0 +1,186 @@
+"""Every txl command of documents, config headers, deployment files and `--help` can be run.
+
+It is parsed by the command line itself. The settings of a preparation and the config of a run are
+validated as the command does it. The commands for WikiText-103 run, on a small corpus.
+"""
+
+import contextlib
+import re
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from data_pipeline.preparation import prepare as preparation
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from tests.support.commands import run_txl
+from tests.support.documented_commands import (
+    ROOT,
+    DocumentedCommand,
+    documented_commands,
+    leaf_commands,
+    mentioned_commands,
+    parse,
+)
+from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
+from txl_dist.cli import prepare as prepare_command
+from txl_dist.cli.app import app
+from txl_dist.config.config_file import load_run_config
+from txl_dist.config.run_config import RunConfig
+from txl_dist.reproduction.experiments import EXPERIMENTS
+
+COMMANDS = [*documented_commands()]
+CONFIGS = [*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "configs").glob("*.yaml")]
+
+
+class StopError(Exception):
+    """Raised instead of preparing a dataset."""
+
+
+def settings_of(
+    command: DocumentedCommand, monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> PrepareSettings:
+    """The settings with which a `txl prepare` would start."""
+    planned: list[PrepareSettings] = []
+
+    def stop(inputs: Sequence[str], out: Path, settings: PrepareSettings, **options: Any) -> None:
+        planned.append(settings)
+        raise StopError
+
+    monkeypatch.setattr(preparation, "prepare_dataset", stop)
+    monkeypatch.setattr(prepare_command, "open_workers", lambda *_: contextlib.nullcontext())
+    monkeypatch.chdir(directory)
+    _, parameters = parse(command.words)
+    if str(parameters["tokenizer"]).endswith(".json"):
+        path = directory / parameters["tokenizer"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with contextlib.suppress(StopError):
+        prepare_command.prepare(**parameters)
+    (settings,) = planned
+    return settings
+
+
+def config_of(command: DocumentedCommand) -> tuple[Path, RunConfig] | None:
+    """The config of a `txl train`, if it is one of this repository."""
+    _, parameters = parse(command.words)
+    path = ROOT / str(parameters["config"]).removeprefix("/opt/txl/")  # the images have them there
+    if not path.is_relative_to(ROOT / "configs"):
+        return None
+    return path, load_run_config(path, parameters["overrides"] or [])
+
+
+def test_commands_are_found_in_every_kind_of_place() -> None:
+    places = {command.place for command in COMMANDS}
+    for expected in (
+        "README.md", "configs/README.md", "docs/how_to/run_on_a_cluster.md",
+        "configs/paper/lm1b-base.yaml", "configs/cluster/wt103-cloud.yaml",
+        "cluster/deploy/kuberay/prepare.yaml", "help of prepare",
+    ):  # fmt: skip
+        assert expected in places
+    long = next(c for c in COMMANDS if c.place == "configs/paper/lm1b-base.yaml")
+    assert long.words[-2:] == ("--out", "data/lm1b"), "its lines are joined"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_documented_command_can_be_parsed_and_its_settings_are_valid(
+    command: DocumentedCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name, parameters = parse(command.words)
+    if name == "prepare":
+        settings_of(command, monkeypatch, tmp_path)
+    elif name == "train":
+        config_of(command)
+    elif name == "reproduce":
+        assert parameters["name"] in EXPERIMENTS
+    elif name == "estimate":
+        assert load_run_config(ROOT / parameters["config"], parameters["overrides"])
+
+
+def test_commands_in_sentences_exist_with_their_options() -> None:
+    commands = leaf_commands(typer.main.get_command(app))
+    groups = {name.split()[0] for name in commands if " " in name}
+    mentioned = [*mentioned_commands()]
+    assert len(mentioned) > 200
+    for mention in mentioned:
+        words = [*takewhile(lambda word: word != "--", mention.words[1:])]
+        if words[0] in groups and len(words) == 1:
+            continue
+        command = commands.get(" ".join(words[:2])) or commands.get(words[0])
+        assert command, mention
+        options = {name for parameter in command.params for name in parameter.opts}
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert given <= options, mention
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_commands_of_a_header_fit_the_config_and_each_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is prepared is what the run reads, and the evaluation reads the run and its data."""
+    config = load_run_config(path)
+    for command in COMMANDS:
+        if command.place != str(path.relative_to(ROOT)):
+            continue
+        name, parameters = parse(command.words)
+        if name == "prepare":
+            assert str(parameters["out"]) == str(config.data.path)
+            if parameters["recipe"]:
+                experiment = EXPERIMENTS[f"{parameters['recipe']}-base"]
+                settings = settings_of(command, monkeypatch, tmp_path)
+                assert settings.format == experiment.corpus.format
+                assert settings == PrepareSettings(
+                    recipe=experiment.corpus.recipe, format=experiment.corpus.format
+                )
+        elif name == "train":
+            assert config_of(command) is not None
+            assert ROOT / parameters["config"] == path
+        elif name == "eval":
+            assert [str(each) for each in parameters["checkpoints"]] == [config.directory]
+            assert parameters["data"] == str(config.data.path)
+            if path.parent.name == "paper":
+                experiment = EXPERIMENTS[path.stem]
+                assert parameters["split"] == "test"
+                assert parameters["same_length"]
+                for option in ("tgt_len", "mem_len", "clamp_len"):
+                    assert parameters[option] == getattr(experiment, option)
+        else:
+            assert name == "config show" or parameters["name"] == path.stem
+
+
+@pytest.mark.parametrize("write", [write_tokens, write_parquet])
+@pytest.mark.parametrize(
+    "words",
+    sorted({c.words for c in COMMANDS if c.words[1] == "prepare" and "wt103" in c.words}),
+    ids=" ".join,
+)
+def test_the_commands_for_wikitext_103_keep_its_splits(
+    write: Any, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = write(tmp_path)
+    _, parameters = parse(words)
+    (given,) = parameters["inputs"]
+    elsewhere = {given: folder, str(parameters["out"]): tmp_path / "out", "auto": "local"}
+    code, output = run_txl(
+        *(elsewhere.get(word, word) for word in words[1:] if word not in ("--workers", "64"))
+    )
+    assert code == 0, output
+    tokens = {
+        split: entry.tokens for split, entry in load_manifest(tmp_path / "out").splits.items()
+    }
+    texts = {split: wikitext(size) for split, size in SIZES.items()}
+    assert tokens == {split: len(text.split()) + text.count("\n") for split, text in texts.items()}
+
+
+def test_configs_that_deployment_files_and_how_tos_name_are_valid() -> None:
+    texts = [(path, path.read_text()) for path in (ROOT / "cluster" / "deploy").rglob("*.yaml")]
+    texts += [(path, path.read_text()) for path in CONFIGS]
+    texts += [(path, path.read_text()) for path in (ROOT / "docs" / "how_to").glob("*.md")]
+    named = {name for _, text in texts for name in re.findall(r"\bconfigs/[\w/-]+\.yaml", text)}
+    assert "configs/cluster/wt103-two-hosts.yaml" in named
+    for name in named:
+        load_run_config(ROOT / name)

@@ -32,7 +32,8 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files, folders, patterns ('data/**/*.jsonl') and URLs (s3, gs, http, https).",
+            help="Files, folders, patterns ('data/**/*.jsonl', 's-{00..99}.tar') and URLs (s3, gs, "
+            "http, https).",
         ),
     ],
     out: Annotated[
@@ -47,7 +48,7 @@ def prepare(
     format: Annotated[
         str,
         typer.Option(
-            help="auto (by the suffix of each file; .json must hold JSON lines), or one of "
+            help="auto (by suffix and content of each file; .json must hold JSON lines), or one of "
             f"{', '.join(format_names())}."
         ),
     ] = "auto",
@@ -132,7 +133,8 @@ def prepare(
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
     """
     is_ids = format == "ids"
-    text_key = text_key or ("ids" if is_ids else "text")
+    if text_key is None:
+        text_key = "ids" if is_ids else "text"
     tokenizer = tokenizer or ("ids" if is_ids else "byte")
     tokenizer_file = None if is_ids and tokenizer == "ids" else _tokenizer_file(tokenizer)
     if names and not is_ids:

@@ -16,16 +16,30 @@ def require_text_files(files: list[InputFile], max_reject_rate: float) -> None:
 
     Only if every file is one record: the scan finds how many records other files have.
     """
-    binary = [printable(file.name) for file in files if file.kind == "binary"]
+    binary = [file.name for file in files if file.kind == "binary"]
     is_countable = all(file.kind in ("text", "binary") for file in files)
     if is_countable and len(binary) > max_reject_rate * len(files):
-        more = f" and {len(binary) - _MAX_LISTED:,} more" * (len(binary) > _MAX_LISTED)
         raise DataError(
-            f"{len(binary):,} of {len(files):,} files are binary, not text: "
-            f"{', '.join(binary[:_MAX_LISTED])}{more}. Give a pattern that leaves them out, such "
-            "as 'in/**/*.txt'. For arrays of token ids: --format ids. Convert UTF-16 with iconv "
-            "-f UTF-16 -t UTF-8. For texts with NUL or control characters: --format text"
+            f"{len(binary):,} of {len(files):,} files are binary, not text: {_listed(binary)}. "
+            "Give a pattern that leaves them out, such as 'in/**/*.txt'. For arrays of token ids: "
+            "--format ids. Convert UTF-16 with iconv -f UTF-16 -t UTF-8. For texts with NUL or "
+            "control characters: --format text"
         )
+
+
+def warn_of_empty_files(files: list[InputFile]) -> str:
+    """A line that names files of 0 bytes; "" if there are none.
+
+    Not those of kind text, which are counted as empty documents, such as __init__.py. A URL without
+    a version mark may have an unknown size.
+    """
+    empty = [f.name for f in files if not f.size and f.mark and f.kind != "text"]
+    return f"{len(empty):,} of {len(files):,} files have 0 bytes: {_listed(empty)}" if empty else ""
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED:,} more" * (len(names) > _MAX_LISTED)
+    return ", ".join(map(printable, names[:_MAX_LISTED])) + more
 
 
 def require_usable_input(

@@ -21,7 +21,11 @@ import numpy as np
 from data_pipeline.errors import printable
 from data_pipeline.preparation.deduplicate import first_of_each_text
 from data_pipeline.preparation.document_batch import DocumentBatch
-from data_pipeline.preparation.input_checks import require_text_files, require_usable_input
+from data_pipeline.preparation.input_checks import (
+    require_text_files,
+    require_usable_input,
+    warn_of_empty_files,
+)
 from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.preparation.output_checks import find_existing, require_same_input
 from data_pipeline.preparation.scan import ScanResult, plan_scan, scan
@@ -124,6 +128,8 @@ def prepare_dataset(
     note(f"reading {list_read_as(read_as)}")
     files = choose_given_splits(inputs_found, settings, note)
     require_text_files(files, max_reject_rate)
+    if warning := warn_of_empty_files(files):
+        note(warning)
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
     digest = tokenizer.digest if tokenizer else None
     runner = None

@@ -1,44 +1,39 @@
 """Find the input files of paths, folders, patterns and URLs, in a fixed order.
 
-`kinds.py` decides the kind of each file.
+`patterns.py` expands patterns, `corpus_layouts.py` leaves out what describes a corpus, `kinds.py`
+decides the kind of each file, and `input_names.py` makes the names distinct.
 """
 
-import fnmatch
-import glob
-import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from braceexpand import braceexpand
-
 from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.readers.corpus_layouts import only_data_files
-from data_pipeline.readers.formats import (
-    FORMATS,
-    Format,
-    InputFile,
-    Kind,
-    suffixes_of,
-    with_joined_shards,
-)
+from data_pipeline.readers.formats import FORMATS, Format, InputFile, Kind, suffixes_of
 from data_pipeline.readers.given_splits import (
     parse_input,
     require_all_named,
     with_splits_of_names,
 )
 from data_pipeline.readers.id_files import with_ids, without_indexes
+from data_pipeline.readers.input_names import (
+    name_in_utf8,
+    reject_ambiguous_names,
+    with_distinct_names,
+    with_joined_shards,
+)
 from data_pipeline.readers.kinds import (
     holds_json_lines,
     kind_of,
     require_json_lines,
     suffix_of,
 )
+from data_pipeline.readers.patterns import expand_braces, is_pattern, split_pattern
 from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.storage.source_errors import SourceError
 from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
@@ -51,8 +46,6 @@ _NOT_TEXT = {
 """Suffixes of binary files: ignored in folders, and counted. All other files must be UTF-8."""
 _ARCHIVES = {".tar", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"}
 """Ignored in folders, refused when given by name; except .tar if it is read as WebDataset."""
-_MAX_EXPANDED = 100_000
-"""Maximum number of addresses of one brace pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +131,7 @@ def _find_files(
         with_joined_shards(
             [
                 file
-                for each in _expand_braces(address)
+                for each in expand_braces(address)
                 for file in _files_of(each, format, exclude, ids, text_key, is_wikitext, ignored)
             ]
         )
@@ -152,8 +145,8 @@ def _find_files(
         ]
     else:
         files = with_splits_of_names(by_input)
-    files = _with_distinct_names(files)
-    _reject_ambiguous_names(files)
+    files = with_distinct_names(files)
+    reject_ambiguous_names(files)
     require_json_lines(files)
     return InputFiles(files, ignored, are_named)
 
@@ -173,7 +166,7 @@ def _files_of(
     entries, is_file = _list_entries(address, exclude)
     if format == "ids":
         entries = without_indexes(entries)
-    in_folder = not is_file and not _is_pattern(address)
+    in_folder = not is_file and not is_pattern(address)
     if is_file:
         _reject_archive(entries[0], format)
     else:
@@ -184,7 +177,7 @@ def _files_of(
             if not _is_ignored(entry, format, ignored, text_key, in_folder=in_folder)
         ]
     if not entries:
-        place = "matches this" if _is_pattern(address) else "in this folder"
+        place = "matches this" if is_pattern(address) else "in this folder"
         tar = " --format tar reads .tar files in folders." * any(".tar" in s for s in ignored)
         raise DataError(
             f"{shown(address)}: no text {place}{_list_ignored(ignored)}.{tar} Give a folder or "
@@ -207,35 +200,6 @@ def _files_of(
     ]
 
 
-def _expand_braces(address: str) -> list[str]:
-    """The addresses of shard-{000..127}.tar or {a,b}/*.txt, in the order in which a shell expands.
-
-    A file of this name, and braces that a shell would not expand, stay as they are.
-    """
-    if not address:
-        raise ConfigError(
-            "an input is empty, perhaps a variable of the shell that is not set. Give a file, "
-            "folder, pattern or URL; . is the current folder."
-        )
-    local = local_path(address)
-    if "{" not in address or (local and Path(local).exists()):
-        return [address]
-    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", address)
-    expanded = []
-    try:
-        size = math.prod(abs(int(stop) - int(start)) + 1 for start, stop in ranges)
-        if size <= _MAX_EXPANDED:  # braceexpand holds every range in memory
-            expanded = list(islice(braceexpand(address, escape=False), _MAX_EXPANDED + 1))
-    except ValueError:  # the braces are not balanced
-        return [address]
-    if not 0 < len(expanded) <= _MAX_EXPANDED:
-        raise ConfigError(
-            f"{shown(address)}: the braces stand for more than {_MAX_EXPANDED:,} inputs. Give the "
-            "folder, or a pattern with * that matches the files that exist."
-        )
-    return expanded
-
-
 def _list_entries(address: str, exclude: Path) -> tuple[list[_Entry], bool]:
     """The files of an input in order, and whether the input is a single file."""
     local = local_path(address)
@@ -246,8 +210,8 @@ def _list_entries(address: str, exclude: Path) -> tuple[list[_Entry], bool]:
         return [_local_entry(path, name) for name in _walk(path, exclude)], False
     if path.exists():
         return [_local_entry(path.parent, path.name)], True
-    if _is_pattern(local):
-        root, pattern = _split_pattern(local)
+    if is_pattern(local):
+        root, pattern = split_pattern(local)
         walked = _walk(Path(root), exclude) if Path(root).is_dir() else []
         return [_local_entry(Path(root), name) for name in walked if pattern.fullmatch(name)], False
     cause = "a broken link" if path.is_symlink() else "no such file or folder"
@@ -261,7 +225,7 @@ def _list_url_entries(url: str) -> tuple[list[_Entry], bool]:
             name = PurePosixPath(url.partition("?")[0].partition("://")[2]).name or "index"
             info = retry_request(lambda: system.info(url))
             return [_Entry(url, name, int(info.get("size") or 0), _mark(info))], True
-        root, pattern = _split_pattern(url) if _is_pattern(url) else (url, None)
+        root, pattern = split_pattern(url) if is_pattern(url) else (url, None)
         bare = str(system._strip_protocol(root)).rstrip("/")
         if not pattern:
             info = retry_request(lambda: system.info(bare))
@@ -287,25 +251,6 @@ def _mark(info: Mapping[str, Any]) -> str:
     """The version mark of a remote file: entity tag and modification time, if it has them."""
     known = ("etag", "last-modified", "lastmodified", "updated", "mtime")
     return " ".join(str(info[key]) for key in sorted(info) if key.lower() in known)
-
-
-def _is_pattern(address: str) -> bool:
-    return glob.has_magic(address.partition("://")[2] or address)
-
-
-def _split_pattern(address: str) -> tuple[str, re.Pattern[str]]:
-    """The folder before the first wildcard, and a regular expression for names relative to it."""
-    parts = address.split("/")
-    num_fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    regexes = []
-    for part in parts[num_fixed:]:
-        # `**` matches any number of folders, `*` no slash. Names have no empty parts.
-        translated = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
-        regexes.append("(?:[^/]+/)*" if part == "**" else translated.replace(".*", "[^/]*") + "/")
-    if parts[-1] == "**":
-        regexes.append("[^/]+/")
-    root = "/".join(parts[:num_fixed]) or ("/" if address.startswith("/") else ".")
-    return root, re.compile("".join(regexes).removesuffix("/"), re.DOTALL)
 
 
 def _local_entry(root: Path, name: str) -> _Entry:
@@ -352,7 +297,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _input_file(entry: _Entry, kind: Kind, format: Format, ids: IdRules | None) -> InputFile:
     file = InputFile(
         path=entry.path,
-        name=_utf8(entry.name),
+        name=name_in_utf8(entry.name),
         kind=kind,
         compression=suffix_of(entry.name).compression,
         size=entry.size,
@@ -393,57 +338,3 @@ def _reject_archive(entry: _Entry, format: Format) -> None:
             f"{shown(entry.path)}: {suffix} files are not unpacked here. Unpack it and give the "
             "folder; .gz and .zst files are decompressed."
         )
-
-
-def _with_distinct_names(files: list[InputFile]) -> list[InputFile]:
-    """The files; if several inputs have one of the same name, with longer names for all.
-
-    These are relative to the deepest folder that contains all files.
-    """
-    if len({file.name for file in files}) == len(files):
-        return files
-    paths = [_absolute_path(file.path).split("/") for file in files]
-    folders = zip(*(parts[:-1] for parts in paths), strict=False)
-    num_common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, folders))
-    names = ("/".join(parts[num_common:]) for parts in paths)
-    return [
-        replace(file, name=_utf8(name.partition("?")[0] if scheme_of(file.path) else name))
-        for file, name in zip(files, names, strict=True)
-    ]
-
-
-def _absolute_path(path: str) -> str:
-    return path if scheme_of(path) else os.path.abspath(path)  # noqa: PTH100
-
-
-def _utf8(name: str) -> str:
-    return os.fsencode(name).decode("utf-8", errors="backslashreplace")
-
-
-def _reject_ambiguous_names(files: list[InputFile]) -> None:
-    """Raise DataError if a file would be read twice or two documents would have the same id."""
-    by_name: dict[str, InputFile] = {}
-    by_path: set[str] = set()
-    for file in files:
-        for path in map(_absolute_path, (file.path, *file.next_paths)):
-            if path in by_path:
-                raise DataError(f"{shown(path)} would be read twice. Give every file only once.")
-            by_path.add(path)
-        if file.name in by_name:
-            raise DataError(
-                f"{shown(by_name[file.name].path)} and {shown(file.path)} would both be document "
-                f"{printable(file.name)!r}. Give a folder that contains both, or rename one."
-            )
-        by_name[file.name] = file
-    for name, file in by_name.items():
-        # The id of a document is FILE:line, or FILE if the kind is text.
-        other = by_name.get(re.sub(r":[1-9][0-9]*\Z", "", name), file)
-        if ":" in name and other is file:  # in a file with keys, it is FILE:KEY
-            heads = (name[: match.start()] for match in re.finditer(":", name))
-            archives = (by_name[head] for head in heads if head in by_name)
-            other = next((each for each in archives if each.has_keys), file)
-        if other is not file and other.kind != "text":
-            raise DataError(
-                f"{shown(file.path)} has the name of a document in {shown(other.path)}, "
-                f"{printable(name)!r}. Rename one."
-            )

@@ -33,8 +33,6 @@ from data_pipeline.readers.text import read_binary, read_text
 from data_pipeline.readers.token_ids import IdRules
 from data_pipeline.readers.warc import read_warc
 from data_pipeline.readers.wikitext import (
-    name_of_shards,
-    next_shard,
     read_wikitext,
     read_wikitext_rows,
 )
@@ -209,26 +207,6 @@ def scan_ranges(file: InputFile, unit_bytes: int) -> list[tuple[int, int]]:
         return [(0, file.size)]
     starts = range(0, file.size, unit_bytes)
     return [(start, min(start + unit_bytes, file.size)) for start in starts]
-
-
-def with_joined_shards(files: list[InputFile]) -> list[InputFile]:
-    """The files; consecutive shards whose rows are lines of one text are one file."""
-    joined: list[InputFile] = []
-    last_path = ""
-    for file in files:
-        first = joined[-1] if joined else file
-        if first.kind == "wikitext_rows" and file.path == next_shard(last_path):
-            joined[-1] = replace(
-                first,
-                name=name_of_shards(first.name),
-                size=first.size + file.size,
-                mark=f"{first.mark} {file.mark}",
-                next_paths=(*first.next_paths, file.path),
-            )
-        else:
-            joined.append(file)
-        last_path = file.path
-    return joined
 
 
 @dataclass(slots=True)

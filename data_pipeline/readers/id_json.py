@@ -49,6 +49,8 @@ def _ids_of(raw: bytes, key: str) -> Any:
     """The value at `key`, or the whole value if it is a list. Raises BadRecordError."""
     if len(raw) > MAX_RECORD_BYTES:
         raise too_long_error()
+    if not raw.strip():
+        raise BadRecordError(0, "the file is empty")
     try:
         content = strict_json.parse(decode(raw))
     except BadRecordError:

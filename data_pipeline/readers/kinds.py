@@ -25,8 +25,8 @@ A .json file must have one object per line. An array, or an object over several 
 with the command that converts it, because as text it would be raw JSON.
 """
 
-import contextlib
 import json
+import os
 import posixpath
 import shlex
 from codecs import BOM_UTF8
@@ -128,10 +128,10 @@ def _kind_of_content(path: str, name: str, suffix: Suffix, text_key: str) -> Kin
 
 
 def holds_json_lines(
-    path: str, compression: Compression, text_key: str, *, head: bytes = b""
+    path: str, compression: Compression, text_key: str, *, head: bytes | None = None
 ) -> bool:
     """Whether the content of a file is JSON lines. `head` are its first bytes if they are known."""
-    head = head or _head(path, compression)
+    head = _head(path, compression) if head is None else head
     if not head.removeprefix(BOM_UTF8).lstrip().startswith(b"{"):
         return False
     lines = map(_parsed, _first_lines(path, compression, _MAX_OBJECT_BYTES))
@@ -199,9 +199,18 @@ def _parsed(line: bytes) -> Any:
 
 def _head(path: str, compression: Compression) -> bytes:
     """The first HEAD_BYTES of a file after decompression; b"" if reading fails."""
-    with contextlib.suppress(OSError), open_source(path, compression) as stream:
-        return stream.read(HEAD_BYTES)
-    return b""  # the reader reports the error
+    try:
+        if compression or scheme_of(path):
+            with open_source(path, compression) as stream:
+                return stream.read(HEAD_BYTES)
+        # A fifth of the time of `open_source`, which matters for many files. O_NONBLOCK: a pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return os.read(descriptor, HEAD_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError:  # the reader reports it
+        return b""
 
 
 def _first_lines(path: str, compression: Compression, size: int) -> list[bytes]:

@@ -33,8 +33,8 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="INPUT...",
-            help="Files, folders, patterns ('data/**/*.jsonl') and URLs (s3, gs, http, https); "
-            "or all with their splits: train=A valid=B test=C.",
+            help="Files, folders, patterns ('data/**/*.jsonl', 's-{00..99}.tar') and URLs (s3, gs, "
+            "http, https); or all with their splits: train=A valid=B test=C.",
         ),
     ],
     out: Annotated[
@@ -49,7 +49,7 @@ def prepare(
     format: Annotated[
         str,
         typer.Option(
-            help="auto (by the suffix of each file; .json must hold JSON lines), or one of "
+            help="auto (by suffix and content of each file; .json must hold JSON lines), or one of "
             f"{', '.join(format_names())}."
         ),
     ] = "auto",
@@ -155,7 +155,7 @@ def prepare(
         raise ConfigError("--names is for --format ids; omit it")
     settings = _settings(
         format=format,
-        text_key=text_key or None,
+        text_key=text_key,
         tokenizer=tokenizer if tokenizer_file is None else "file",
         recipe=recipe,
         vocab_size=32768 if tokenizer == "bpe" and vocab_size is None else vocab_size,

@@ -166,3 +166,26 @@ def test_empty_documents_are_skipped_and_counted(txl: Txl, tmp_path: Path) -> No
     ended = txl("prepare", tmp_path / "in", "--out", tmp_path / "out", "--json")
     assert json.loads(ended.out)["input"]["empty"] == 2
     assert texts_of(tmp_path / "out") == {"b.txt": "text", "c.jsonl:3": "line"}
+
+
+def test_files_without_a_byte_are_named(txl: Txl, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.json", "b.txt", "c.jsonl"):
+        (folder / name).write_text("")
+    (folder / "d.txt").write_text("text")
+    ended = txl("prepare", folder, "--out", tmp_path / "out")
+    assert ended.code == 0
+    assert "2 of 4 files have 0 bytes: a.json, c.jsonl\n" in ended.err
+    assert "skipped documents: 1 empty" in ended.out, "b.txt"
+    ids = ("--format", "ids", "--vocab-size", 9, "--end-of-document", 0)
+    ended = txl("prepare", folder / "a.json", "--out", tmp_path / "ids", *ids)
+    assert ended.code == 3
+    assert "a.json:byte 0: the file is empty" in ended.err
+
+
+def test_an_empty_text_key_is_not_the_default(txl: Txl, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    ended = txl("prepare", tmp_path / "in.jsonl", "--out", tmp_path / "out", "--text-key", "")
+    assert ended.code == 3
+    assert 'no key ""; keys seen: text' in ended.err

@@ -39,11 +39,13 @@ class PrepareSettings(StrictModel):
     """Conventions of one of the paper's datasets; null adds none."""
     vocab_size: Annotated[int, Field(ge=2, le=2**20)] | None = None
     """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
-    # The two options of ids are left out if they are null, so that other manifests do not change.
+    # The options of ids are left out if they are null, so that other manifests do not change.
     end_of_document: Annotated[Annotated[int, Field(ge=0)] | None, Field(exclude_if=_is_none)] = (
         None
     )
     """Format ids: the id that begins documents, and separates them in arrays."""
+    padding: Annotated[Annotated[int, Field(ge=0)] | None, Field(exclude_if=_is_none)] = None
+    """Format ids: the id that fills up documents of different lengths, dropped at both ends."""
     dtype: Annotated[IdType | None, Field(exclude_if=_is_none)] = None
     """Format ids: the type of the integers in raw .bin files, little-endian."""
     min_freq: Annotated[int, Field(ge=1)] | None = None
@@ -76,12 +78,12 @@ class PrepareSettings(StrictModel):
         assert self.vocab_size is not None
         assert self.end_of_document is not None
         dtype = np.dtype(self.dtype).newbyteorder("<").str if self.dtype else ""
-        return IdRules(self.vocab_size, self.end_of_document, dtype)
+        return IdRules(self.vocab_size, self.end_of_document, dtype, self.padding)
 
     @model_validator(mode="after")
     def _check_id_options(self) -> Self:
         if self.format != "ids":
-            for name in ("end_of_document", "dtype"):
+            for name in ("end_of_document", "padding", "dtype"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: is for format ids; omit it")
             if self.tokenizer == "ids":
@@ -102,6 +104,8 @@ class PrepareSettings(StrictModel):
                 f"end_of_document: is not in the vocabulary of {self.vocab_size} ids. To add it, "
                 f"give vocab-size {self.end_of_document + 1}"
             )
+        if self.padding is not None and self.padding >= self.vocab_size:
+            raise ValueError(f"padding: is not in the vocabulary of {self.vocab_size} ids")
         return self
 
     @model_validator(mode="after")

@@ -112,16 +112,15 @@ def prepare_dataset(
     files, read_as = inputs_found.files, inputs_found.read_as
     note(f"reading {list_read_as(read_as)}")
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
-    digest = tokenizer.digest if tokenizer else None
     runner = None
     with StagedDirectory(out, last=MANIFEST_NAME) as staged:
-        manifest = find_existing(out, settings, digest)
+        manifest = find_existing(out, settings, tokenizer)
         if manifest:
             summary = _summarize_input(files, settings, workers, progress)
             require_same_input(manifest, summary, out)
         else:
             with explain_disk_errors("writing shards", out):
-                fingerprint = fingerprint_of(files, settings, digest)
+                fingerprint = fingerprint_of(files, settings, tokenizer)
                 staging = claim_staging(staged, fingerprint, note).absolute()
                 runner = UnitRunner(staged, staging, fingerprint, workers, progress)
                 manifest = _write_dataset(files, settings, tokenizer, runner, max_reject_rate, note)

@@ -90,7 +90,10 @@ class PrepareSettings(StrictModel):
                 raise ValueError("tokenizer: ids needs format ids")
             return self
         if self.tokenizer != "ids":
-            raise ValueError("tokenizer: format ids has token ids, which take none; omit it")
+            raise ValueError(
+                "tokenizer: format ids has token ids, so it takes only the tokenizer.json of a "
+                "vocabulary of ids; omit it"
+            )
         if self.vocab_size is None:
             raise ValueError("vocab_size: format ids needs the number of ids of the vocabulary")
         if self.end_of_document is None:

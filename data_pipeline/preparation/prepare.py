@@ -90,7 +90,7 @@ def prepare_dataset(
 
     Args:
         tokenizer_file: required if `settings.tokenizer` is "file". For "ids" it may be given: the
-            names of the ids. Other tokenizers take none.
+            names of the ids, or the `tokenizer.json` of a vocabulary. Other tokenizers take none.
         max_reject_rate: fraction of records that may be unusable. They are listed in
             `rejects.jsonl`. Files that end early are accepted only with 1, because the number of
             records they lose is unknown.

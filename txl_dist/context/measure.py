@@ -124,7 +124,7 @@ def _require_one_tokenizer(models: list[StoredModel]) -> None:
             continue
         if changes := differences(model.tokenizer, first.tokenizer):
             raise DataError(
-                f"the tokenizers of {model.path} and {first.path} differ: {changes}. A group needs "
+                f"the tokenizers of {model.path} and {first.path} differ: {changes}; a group needs "
                 "one tokenizer, because its losses per token are compared. Compare models that "
                 "were trained on the same prepared dataset"
             )

@@ -8,20 +8,23 @@ from data_pipeline.errors import DataError, printable
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
+    TOKENIZER_NAME,
     InputSummary,
     ShardManifest,
     load_manifest,
 )
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.staged_directory import STAGING
+from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.tokenizers.comparison import StoredTokenizer, describe_differences, has_digest
 
 
 def find_existing(
-    out: Path, settings: PrepareSettings, tokenizer_digest: str | None
+    out: Path, settings: PrepareSettings, tokenizer: Tokenizer | None
 ) -> ShardManifest | None:
     """The manifest of a complete dataset with these settings, or None for a free directory.
 
-    `tokenizer_digest` is None if the tokenizer is trained. Raises DataError if the directory holds
+    `tokenizer` is None if it is trained. Raises DataError if the directory holds
     anything else. Removes temporary reject lists of killed runs, so the caller must hold the lock
     of `out`.
     """
@@ -41,8 +44,12 @@ def find_existing(
         return None
     manifest = load_manifest(out)
     changes = _differences("", manifest.settings.model_dump(), settings.model_dump())
-    if tokenizer_digest and manifest.tokenizer_digest != tokenizer_digest:
-        changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer_digest} now")
+    if tokenizer:
+        stored = StoredTokenizer(out / TOKENIZER_NAME, manifest.tokenizer_digest).load()
+        if stored and stored.to_json() != tokenizer.to_json():  # also for other names of ids
+            changes.append(f"tokenizer: {describe_differences(stored, tokenizer)}")
+        elif not has_digest(tokenizer, manifest.tokenizer_digest):
+            changes.append(f"tokenizer: {manifest.tokenizer_digest} there, {tokenizer.digest} now")
     if changes:
         raise _other_dataset(out, changes)
     return manifest

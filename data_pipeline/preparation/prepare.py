@@ -102,7 +102,7 @@ def prepare_dataset(
         inputs: files, folders, patterns and URLs; or all of them as SPLIT=INPUT, to give their
             splits. Otherwise the names of the files may give splits (`readers/given_splits.py`).
         tokenizer_file: required if `settings.tokenizer` is "file". For "ids" it may be given: the
-            names of the ids. Other tokenizers take none.
+            names of the ids, or the `tokenizer.json` of a vocabulary. Other tokenizers take none.
         max_reject_rate: fraction of records that may be unusable. They are listed in
             `rejects.jsonl`. Files that end early are accepted only with 1, because the number of
             records they lose is unknown.
@@ -131,16 +131,15 @@ def prepare_dataset(
     if warning := warn_of_empty_files(files):
         note(warning)
     tokenizer = None if needs_training(settings) else ready_tokenizer(settings, tokenizer_file)
-    digest = tokenizer.digest if tokenizer else None
     runner = None
     with StagedDirectory(out, last=MANIFEST_NAME) as staged:
-        manifest = find_existing(out, settings, digest)
+        manifest = find_existing(out, settings, tokenizer)
         if manifest:
             summary = _summarize_input(files, settings, workers, progress)
             require_same_input(manifest, summary, out)
         else:
             with explain_disk_errors("writing shards", out):
-                fingerprint = fingerprint_of(files, settings, digest)
+                fingerprint = fingerprint_of(files, settings, tokenizer)
                 staging = claim_staging(staged, fingerprint, note).absolute()
                 runner = UnitRunner(staged, staging, fingerprint, workers, progress)
                 manifest = _write_dataset(files, settings, tokenizer, runner, max_reject_rate, note)

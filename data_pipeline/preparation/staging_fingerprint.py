@@ -25,12 +25,13 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.storage.atomic_files import write_file
 from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.storage.urls import local_path
+from data_pipeline.tokenizers import Tokenizer
 
 
 def fingerprint_of(
-    files: list[InputFile], settings: PrepareSettings, tokenizer_digest: str | None
+    files: list[InputFile], settings: PrepareSettings, tokenizer: Tokenizer | None
 ) -> str:
-    """The fingerprint as JSON. `tokenizer_digest` is None if the tokenizer is trained."""
+    """The fingerprint as JSON. `tokenizer` is None if it is trained."""
     digest = hashlib.sha256()
     for file in files:
         local = local_path(file.path)
@@ -43,7 +44,8 @@ def fingerprint_of(
         "version": VERSION,
         "unit_bytes": UNIT_BYTES,
         "settings": settings.model_dump(mode="json"),
-        "tokenizer": tokenizer_digest,
+        # Of all content: the digest of a vocabulary is independent of the names of ids.
+        "tokenizer": tokenizer and hashlib.sha256(tokenizer.to_json().encode()).hexdigest(),
         "files": len(files),
         "input": digest.hexdigest(),
     }

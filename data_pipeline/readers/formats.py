@@ -117,7 +117,13 @@ ID_FORMATS: dict[Kind, FileFormat] = {
     "arrow": FORMATS["arrow"],
     "tar": FORMATS["tar"],
     "megatron": FileFormat(
-        read=_read_later("megatron", "read_megatron"), read_again=_decode_ids, by_range=True
+        read=_read_later("indexed_ids", "read_megatron"), read_again=_decode_ids, by_range=True
+    ),
+    "olmo": FileFormat(
+        read=_read_later("indexed_ids", "read_olmo"), read_again=_decode_ids, by_range=True
+    ),
+    "llm.c": FileFormat(
+        read=_read_later("id_arrays", "read_shard"), read_again=_decode_ids, by_range=True
     ),
     "bin": FileFormat(
         read=_read_later("id_arrays", "read_bin"),

@@ -1,8 +1,12 @@
-"""Documents in arrays of token ids: raw .bin, .npy and .npz.
+"""Documents in arrays of token ids: raw .bin, token shards of llm.c, .npy and .npz.
 
-- A raw file (`--dtype`, little-endian) or an array of one dimension is a stream of ids. The
-  end-of-document id separates its documents.
-- Every row of an array of two dimensions is a document.
+- A raw file (`--dtype`, little-endian), a shard or an array of one dimension is a stream of ids.
+  The end-of-document id separates its documents.
+- Every row of an array of two dimensions is a document. A row of one id only is probably padding
+  and rejected, unless it is known which id is padding (`--padding`).
+
+A shard of llm.c or modded-nanogpt has a header of 256 int32: magic, version, number of ids, zeros.
+Source: karpathy/llm.c, dev/data/data_common.py.
 
 Arrays are read in chunks and never unpickled. A plain file is cut into byte ranges that can be read
 independently; a document belongs to the range that contains its first id.
@@ -20,20 +24,29 @@ import numpy as np
 from data_pipeline.errors import printable
 from data_pipeline.readers.expansion import require_plausible_size
 from data_pipeline.readers.id_documents import IdDocument, text_of_array
+from data_pipeline.readers.id_files import NPY_MAGIC, SHARD_MAGICS
 from data_pipeline.readers.records import BadRecordError, BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import CHUNK_BYTES, Source
 from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.storage.open_source import Compression, open_source
+from data_pipeline.storage.open_source import open_source
 from data_pipeline.storage.source_errors import reject_reason
 
-_MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 2**16
+_SHARD_HEADER_BYTES = 1024
 
 
 def read_bin(source: Source) -> Iterator[Record | Reject]:
     """A raw file of ids of type `source.ids.dtype`."""
     rules = source.id_rules
     yield from _separated(source, source.stream, rules, np.dtype(rules.dtype), 0, None)
+
+
+def read_shard(source: Source) -> Iterator[Record | Reject]:
+    """A token shard of llm.c or modded-nanogpt."""
+    dtype, num_ids = _read_shard_header(source.stream)
+    stop = _SHARD_HEADER_BYTES + num_ids * dtype.itemsize
+    yield from _separated(source, source.stream, source.id_rules, dtype, _SHARD_HEADER_BYTES, stop)
+    _require_end(source, source.stream, stop, f"the {num_ids:,} ids that its header counts")
 
 
 def read_npy(source: Source) -> Iterator[Record | Reject]:
@@ -68,10 +81,17 @@ def read_npz(source: Source) -> Iterator[Record | Reject]:
         raise BrokenStreamError(source.lines, 0, f"damaged .npz file: {reason}") from error
 
 
-def stored_dtype(path: str, compression: Compression) -> str:
+def stored_dtype(path: str) -> str:
     """The type of the ids in an .npy file as IdRules.dtype; "" if its header cannot be read."""
-    with contextlib.suppress(OSError, BrokenStreamError), open_source(path, compression) as stream:
+    with contextlib.suppress(OSError, BrokenStreamError), open_source(path, "") as stream:
         return _read_header(stream, "")[1].str
+    return ""
+
+
+def shard_dtype(path: str) -> str:
+    """As `stored_dtype`, for a token shard of llm.c."""
+    with contextlib.suppress(OSError, BrokenStreamError), open_source(path, "") as stream:
+        return _read_shard_header(stream)[0].str
     return ""
 
 
@@ -123,12 +143,13 @@ def _array(source: Source, stream: BinaryIO, name: str) -> Iterator[Record | Rej
         yield from _separated(source, stream, source.id_rules, dtype, start, start + size)
     else:
         yield from _rows(source, stream, dtype, start, shape)
-    if source.stop < start + size:
-        return
-    if stream.read(1):
-        raise BrokenStreamError(
-            source.lines, start + size, f"there are bytes after the end of the array {name}".strip()
-        )
+    _require_end(source, stream, start + size, f"the end of the array {name}".strip())
+
+
+def _require_end(source: Source, stream: BinaryIO, stop: int, what: str) -> None:
+    """Raise BrokenStreamError if the stream, read up to `stop`, continues in the range."""
+    if source.stop >= stop and stream.read(1):
+        raise BrokenStreamError(source.lines, stop, f"there are bytes after {what}")
 
 
 def _rows(
@@ -147,9 +168,21 @@ def _rows(
             return
         source.lines += 1
         document = IdDocument(source, rules, offset, source.lines)
+        only = None
+        is_constant = rules.padding is None and shape[1] > 1
         for ids in _chunks_of(stream, row_bytes, dtype, source.lines):
             document.add(ids)
-        yield document.build()
+            only = ids[0] if only is None else only
+            is_constant = is_constant and bool((ids == only).all())
+        if is_constant and only != rules.end_of_document:
+            yield source.reject(
+                source.lines,
+                offset,
+                f"the row has only the id {only}. If this id fills up the rows: --padding {only}. "
+                f"If the rows have no padding: --padding {rules.end_of_document}",
+            )
+        else:
+            yield document.build()
 
 
 def _separated(
@@ -222,14 +255,38 @@ def _chunks_of(
             return
 
 
+def _read_shard_header(stream: BinaryIO) -> tuple[np.dtype, int]:
+    """(dtype, number of ids). Raises BrokenStreamError."""
+    try:
+        raw = stream.read(_SHARD_HEADER_BYTES)
+    except OSError as error:
+        raise BrokenStreamError(0, 0, reject_reason(error)) from error
+    if len(raw) < _SHARD_HEADER_BYTES:
+        raise BrokenStreamError(0, 0, "truncated inside its header of llm.c")
+    magic, version, num_ids = np.frombuffer(raw, "<i4", 3).tolist()
+    expected, dtype = SHARD_MAGICS.get(magic, (0, ""))
+    if not dtype:
+        reason = "a file of llm.c with questions and answers, which is no stream of ids"
+    elif version != expected:
+        reason = f"a token shard of llm.c of version {version}; supported is {expected}"
+    elif num_ids < 0:
+        reason = f"the header counts {num_ids:,} ids"
+    else:
+        return np.dtype(dtype), num_ids
+    raise BrokenStreamError(0, 0, reason)
+
+
 def _read_header(stream: BinaryIO, name: str) -> tuple[int, np.dtype, tuple[int, ...]]:
     """(offset of the data, dtype, shape). Raises BrokenStreamError."""
     where = f" in {printable(name)}" if name else ""
     try:
         magic = stream.read(8)
-        length_bytes = {1: 2, 2: 4}.get(magic[6] if magic[:6] == _MAGIC and magic[7:] else 0, 0)
+        length_bytes = {1: 2, 2: 4}.get(magic[6] if magic[:6] == NPY_MAGIC and magic[7:] else 0, 0)
         if not length_bytes:
-            raise ValueError(f"it begins with {magic!r}")
+            raise ValueError(
+                f"it begins with {magic!r}. If it has only ids, as numpy.memmap writes them, "
+                "rename it to .bin and give --dtype"
+            )
         length = stream.read(length_bytes)
         header = stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
         parse = {

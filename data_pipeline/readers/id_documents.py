@@ -39,9 +39,9 @@ def _require_known(ids: np.ndarray, rules: IdRules, position: int) -> None:
 
 
 def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
-    """As `text_of_array`, for a whole document: drops the end-of-document id at both ends.
+    """As `text_of_array`, for a whole document: drops `rules.outer` at both ends.
 
-    Raises BadRecordError also for the end-of-document id inside the document.
+    Raises BadRecordError also for one of these ids inside the document.
     """
     _require_known(ids, rules, 0)
     first, stop = content_bounds(ids, rules)
@@ -49,11 +49,14 @@ def text_of_document(ids: np.ndarray, rules: IdRules) -> str:
 
 
 def content_bounds(ids: np.ndarray, rules: IdRules, *, position: int = 0) -> tuple[int, int]:
-    """[first, stop) of the ids without the end-of-document id at both ends; (0, 0) if none is left.
+    """[first, stop) of the ids without `rules.outer` at both ends; (0, 0) if none is left.
 
-    Raises BadRecordError for the end-of-document id inside. `position` is that of the first id.
+    Raises BadRecordError for one of these ids inside. `position` is that of the first id.
     """
-    content = np.flatnonzero(ids != rules.end_of_document)
+    is_content = ids != rules.end_of_document
+    if rules.padding is not None:
+        is_content &= ids != rules.padding
+    content = np.flatnonzero(is_content)
     if not content.size:
         return 0, 0
     first, last = int(content[0]), int(content[-1])

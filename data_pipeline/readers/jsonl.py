@@ -12,6 +12,8 @@ from data_pipeline.readers.records import (
     Record,
     Reject,
     decode,
+    has_ids,
+    ids_hint,
     value_at,
 )
 from data_pipeline.readers.source import Source, read_line_chunks, too_long_error
@@ -70,7 +72,8 @@ def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
         return text_of_value(text, ids, text_key)
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
-        raise BadRecordError(0, f'"{text_key}" is not a string but {kind}')
+        hint = ids_hint(text_key) if has_ids(text) else ""
+        raise BadRecordError(0, f'"{text_key}" is not a string but {kind}{hint}')
     _require_unicode(text)
     return text
 

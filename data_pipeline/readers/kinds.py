@@ -18,8 +18,9 @@ The kind `lines` is never chosen automatically, and `blank_lines` only for the t
 (`corpus_layouts.py`). In a folder or pattern,
 `--format jsonl` reads the files that auto would read as jsonl.
 
-`--format ids` decides by the `suffixes` of `ID_FORMATS`; a .bin file with an .idx file is megatron,
-and a .json file with an object on each of its first two lines is jsonl.
+`--format ids` decides by the `suffixes` of `ID_FORMATS`. A .bin file with an .idx file is megatron,
+one with the header of llm.c is llm.c; an .npy file without a header, but with a .csv.gz file, is
+olmo; and a .json file with an object on each of its first two lines is jsonl.
 
 A .json file must have one object per line. An array, or an object over several lines, is refused
 with the command that converts it, because as text it would be raw JSON.
@@ -44,7 +45,7 @@ from data_pipeline.readers.formats import (
     Kind,
     suffixes_of,
 )
-from data_pipeline.readers.id_files import has_index
+from data_pipeline.readers.id_files import NPY_MAGIC, SHARD_MAGICS, first_bytes, has_index
 from data_pipeline.readers.text import HEAD_BYTES, is_binary
 from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
 from data_pipeline.storage.open_source import Compression, open_source
@@ -150,8 +151,13 @@ def _kind_of_ids(path: str, name: str) -> Kind:
             f"{shown(path)}: --format ids reads {', '.join(suffixes_of('ids'))}, also with .gz or "
             ".zst, and not this file. Convert it, or rename it to the suffix of its format."
         )
-    if kind == "bin" and has_index(path):
-        return "megatron"
+    if kind == "bin":
+        if has_index(path):
+            return "megatron"
+        magic = first_bytes(path, suffix.compression, 4)
+        return "llm.c" if int.from_bytes(magic, "little") in SHARD_MAGICS else kind
+    if kind == "npy" and has_index(path):
+        return kind if first_bytes(path, "", 6) == NPY_MAGIC else "olmo"
     if kind == "json":
         lines = _first_lines(path, suffix.compression, _MAX_LINE_BYTES)
         if len(lines) == 2 and all(line.lstrip().startswith(b"{") for line in lines):

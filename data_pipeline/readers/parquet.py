@@ -16,6 +16,7 @@ from data_pipeline.readers.records import (
     Record,
     Reject,
     did_you_mean,
+    ids_hint,
 )
 from data_pipeline.readers.source import Source, too_long_error
 from data_pipeline.storage.source_errors import SourceError
@@ -82,11 +83,15 @@ def require_column(schema: Any, source: Source) -> None:
     if count != 1:
         problem = f'no column "{text_key}"' if not count else f'"{text_key}" names {count} columns'
         hint = did_you_mean(text_key, tuple(each.name for each in schema if holds(each.type)))
+        hint = hint or ids_hint(*(each.name for each in schema if _holds_ids(each.type)))
         listed = ", ".join(names[:20]) or "none"
         raise BrokenStreamError(0, 0, f"{problem}{hint}; columns: {listed} (see --text-key)")
     kind = schema.field(text_key).type
     if not holds(kind):
-        raise BrokenStreamError(0, 0, f'column "{text_key}" is not of {content} but of {kind}')
+        hint = ids_hint(text_key) if _holds_ids(kind) else ""
+        raise BrokenStreamError(
+            0, 0, f'column "{text_key}" is not of {content} but of {kind}{hint}'
+        )
 
 
 def _holds_ids(kind: Any) -> bool:

@@ -24,6 +24,7 @@ from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.storage.source_errors import is_read_failure
 from data_pipeline.storage.strict_model import StrictModel
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
+from data_pipeline.tokenizers.comparison import has_digest
 
 TOKENIZER_NAME = "tokenizer.json"
 REJECTS_NAME = "rejects.jsonl"
@@ -256,7 +257,7 @@ def open_tokenizer(directory: str | DatasetPath, dataset: DatasetHeader | None =
     dataset = dataset or load_manifest(directory)
     path = dataset_path(directory) / TOKENIZER_NAME
     tokenizer = load_tokenizer(path)
-    if tokenizer.digest != dataset.tokenizer_digest:
+    if not has_digest(tokenizer, dataset.tokenizer_digest):
         raise DataError(
             f"{path} has digest {tokenizer.digest}, the manifest expects "
             f"{dataset.tokenizer_digest}. The tokenizer of another dataset was copied here; "

@@ -47,11 +47,13 @@ class PrepareSettings(StrictModel):
     adds none."""
     vocab_size: Annotated[int, Field(ge=2, le=2**20)] | None = None
     """Maximum number of ids, including end-of-document; null keeps all symbols of train."""
-    # The two options of ids are left out if they are null, so that other manifests do not change.
+    # The options of ids are left out if they are null, so that other manifests do not change.
     end_of_document: Annotated[Annotated[int, Field(ge=0)] | None, Field(exclude_if=_is_none)] = (
         None
     )
     """Format ids: the id that begins documents, and separates them in arrays."""
+    padding: Annotated[Annotated[int, Field(ge=0)] | None, Field(exclude_if=_is_none)] = None
+    """Format ids: the id that fills up documents of different lengths, dropped at both ends."""
     dtype: Annotated[IdType | None, Field(exclude_if=_is_none)] = None
     """Format ids: the type of the integers in raw .bin files, little-endian."""
     min_freq: Annotated[int, Field(ge=1)] | None = None
@@ -95,19 +97,22 @@ class PrepareSettings(StrictModel):
         assert self.vocab_size is not None
         assert self.end_of_document is not None
         dtype = np.dtype(self.dtype).newbyteorder("<").str if self.dtype else ""
-        return IdRules(self.vocab_size, self.end_of_document, dtype)
+        return IdRules(self.vocab_size, self.end_of_document, dtype, self.padding)
 
     @model_validator(mode="after")
     def _check_id_options(self) -> Self:
         if self.format != "ids":
-            for name in ("end_of_document", "dtype"):
+            for name in ("end_of_document", "padding", "dtype"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: is for format ids; omit it")
             if self.tokenizer == "ids":
                 raise ValueError("tokenizer: ids needs format ids")
             return self
         if self.tokenizer != "ids":
-            raise ValueError("tokenizer: format ids has token ids, which take none; omit it")
+            raise ValueError(
+                "tokenizer: format ids has token ids, so it takes only the tokenizer.json of a "
+                "vocabulary of ids; omit it"
+            )
         if self.vocab_size is None:
             raise ValueError("vocab_size: format ids needs the number of ids of the vocabulary")
         if self.end_of_document is None:
@@ -121,6 +126,8 @@ class PrepareSettings(StrictModel):
                 f"end_of_document: is not in the vocabulary of {self.vocab_size} ids. To add it, "
                 f"give vocab-size {self.end_of_document + 1}"
             )
+        if self.padding is not None and self.padding >= self.vocab_size:
+            raise ValueError(f"padding: is not in the vocabulary of {self.vocab_size} ids")
         return self
 
     @model_validator(mode="after")

@@ -8,11 +8,12 @@
     ids.py          token ids of the input, written as decimal numbers or by name
     training.py     choose and train the tokenizer of a dataset
     loading.py      read a tokenizer.json
+    comparison.py   whether two of them give ids the same meaning
     recipes.py      the paper's datasets: which tokenizer, which conventions
 
 Every tokenizer has an id that no text encodes to, `end_of_document`. Special tokens that occur in
 the text are encoded as ordinary text. The digest of a tokenizer's canonical JSON identifies it in
-shards and checkpoints.
+shards and checkpoints; names of ids are no part of it.
 
 Example:
 

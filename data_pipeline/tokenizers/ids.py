@@ -60,7 +60,8 @@ class IdTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        return sha256_of(self._description())
+        """Of a vocabulary without names: names are labels, which a model never sees."""
+        return sha256_of({**self._description(), "names": []})
 
     def encode(self, text: str) -> np.ndarray:
         """[ids]. Raises ConfigError for anything but ids, and their names, between whitespace."""

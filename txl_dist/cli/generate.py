@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +31,7 @@ def generate(
         typer.Option(
             metavar="FILE",
             help="Continue every line of this file, or in a file *.jsonl every JSON object with a "
-            'key "prompt" or "text". The results are lines of JSON.',
+            'key "prompt", "text" or "ids" (token ids). The results are lines of JSON.',
             parser=local_path_parser(),
         ),
     ] = None,
@@ -54,8 +54,12 @@ def generate(
         typer.Option(metavar="TEXT", help="End before this text. Can be given several times."),
     ] = None,
     stop_token: Annotated[
-        list[int] | None,
-        typer.Option(metavar="ID", help="End before this token. Can be given several times."),
+        list[str] | None,
+        typer.Option(
+            metavar="ID|TOKEN",
+            help="End before this token: an id, or a name or text that is one token. Can be given "
+            "several times.",
+        ),
     ] = None,
     temperature: Annotated[
         float, typer.Option(min=0, help="0 always takes the most likely token.")
@@ -95,7 +99,7 @@ def generate(
         raise ConfigError("--out needs --prompts FILE; for one prompt, redirect the output: > FILE")
     if out:
         require_writable(out.parent)
-    options = _options(prompt, temperature, top_k, top_p, max_tokens, stop, stop_token)
+    options = _options(prompt, temperature, top_k, top_p, max_tokens, stop)
     lines = read_prompts(prompts) if prompts else []
     with running(f"loading {checkpoint}", quiet=False):
         from torch import cuda
@@ -106,10 +110,12 @@ def generate(
         stored = find_model(checkpoint)
         model, tokenizer = stored.load_with_tokenizer()
         model = model.to("cuda" if cuda.is_available() else "cpu")
-    _check(options, prompt, prompts, lines, tokenizer)
+    stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
+    options["limits"] = replace(options["limits"], stop_tokens=stop_tokens)
+    _check_prompts(prompt, prompts, lines, tokenizer)
     options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
     texts = generate_texts(
-        model, tokenizer, [line.text for line in lines] or [prompt], batch_size=batch, **options
+        model, tokenizer, [line.prompt for line in lines] or [prompt], batch_size=batch, **options
     )
     if prompts:
         _write_results(_result_lines(lines, texts, seed), len(lines), out)
@@ -127,7 +133,6 @@ def _options(
     top_p: float | None,
     max_tokens: int,
     stop: list[str] | None,
-    stop_tokens: list[int] | None,
 ) -> dict[str, Any]:
     """The sampling and the limits. Raises ConfigError."""
     from txl_dist.errors import ConfigError
@@ -138,11 +143,7 @@ def _options(
         "".join((prompt, *(stop or ()))).encode("utf-8")
         return {
             "sampling": Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
-            "limits": TextLimits(
-                max_tokens=max_tokens,
-                stop=tuple(stop or ()),
-                stop_tokens=frozenset(stop_tokens or ()),
-            ),
+            "limits": TextLimits(max_tokens=max_tokens, stop=tuple(stop or ())),
         }
     except UnicodeEncodeError:
         raise ConfigError(
@@ -152,25 +153,38 @@ def _options(
         raise ConfigError(f"txl generate: {error}") from None
 
 
-def _check(
-    options: dict[str, Any],
+def _token_of(token: str, tokenizer: "Tokenizer") -> int:
+    """The id of a `--stop-token`. Raises ConfigError for another text than that of one token."""
+    from txl_dist.errors import ConfigError
+
+    if token.isascii() and token.isdecimal() and len(token) < 11:
+        if int(token) < tokenizer.vocab_size:
+            return int(token)
+        raise ConfigError(
+            f"--stop-token {token}: expected an id from 0 to {tokenizer.vocab_size - 1}"
+        )
+    ids = tokenizer.encode(token).tolist()
+    if len(ids) != 1 or tokenizer.decode(ids) != token:
+        raise ConfigError(
+            f"--stop-token {token!r} is not one token of this model. To end before a longer text: "
+            f"--stop {token!r}"
+        )
+    return int(ids[0])
+
+
+def _check_prompts(
     prompt: str,
     prompts: Path | None,
     lines: "Sequence[PromptLine]",
     tokenizer: "Tokenizer",
 ) -> None:
-    """Refuse stop tokens that are not in the vocabulary, and prompts without tokens."""
+    """Refuse prompts without tokens."""
     from txl_dist.errors import ConfigError, DataError
     from txl_dist.generation.generate import prompt_tokens
 
-    for token in options["limits"].stop_tokens:
-        if not 0 <= token < tokenizer.vocab_size:
-            raise ConfigError(
-                f"--stop-token {token}: expected an id from 0 to {tokenizer.vocab_size - 1}"
-            )
     for line in lines:
         try:
-            prompt_tokens(tokenizer, line.text)
+            prompt_tokens(tokenizer, line.prompt)
         except ValueError as error:
             raise DataError(f"{prompts}, line {line.line}: {error}") from None
     if not lines:
@@ -213,7 +227,7 @@ def _result_lines(
 ) -> Iterator[str]:
     """One line of JSON per prompt."""
     for index, (line, text) in enumerate(zip(lines, texts, strict=True)):
-        result = {"line": line.line, "prompt": line.text, "seed": seed + index, **asdict(text)}
+        result = {"line": line.line, "prompt": line.prompt, "seed": seed + index, **asdict(text)}
         yield json.dumps(result)
 
 

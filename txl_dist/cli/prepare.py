@@ -10,6 +10,7 @@ import typer
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.readers import format_names
 from data_pipeline.readers.given_splits import parse_input
+from data_pipeline.readers.records import did_you_mean
 from data_pipeline.storage.urls import local_path
 from txl_dist.cli.data import print_totals, totals
 from txl_dist.cli.options import AsJson, NumWorkers, On
@@ -20,6 +21,7 @@ from txl_dist.cli.workers import open_workers, stoppable
 if TYPE_CHECKING:
     from data_pipeline.preparation.prepare import PrepareReport
     from data_pipeline.shards.prepare_settings import PrepareSettings
+    from data_pipeline.tokenizers.ids import IdTokenizer
 
 _MIB = 2**20
 _PUSH = (
@@ -65,7 +67,8 @@ def prepare(
         typer.Option(
             metavar="byte|char|word|bpe|PATH",
             help="Kind of tokenizer, or a tokenizer.json, such as that of a dataset or checkpoint. "
-            "Default: that of --recipe, or byte; none with --format ids.",
+            "Default: that of --recipe, or byte. One of token ids implies --format ids, and gives "
+            "size, end-of-document id and names.",
         ),
     ] = None,
     recipe: Annotated[
@@ -83,17 +86,25 @@ def prepare(
         ),
     ] = None,
     end_of_document: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            metavar="ID",
+            metavar="ID|NAME",
             help="--format ids: the id that begins documents, and separates them in arrays.",
+        ),
+    ] = None,
+    padding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID|NAME",
+            help="--format ids: the id that fills up rows of different lengths. It is dropped.",
         ),
     ] = None,
     names: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="--format ids: JSON with the names of the ids, for text that people read.",
+            help="--format ids: JSON with the names of the ids, for text that people read, or a "
+            "trained tokenizer of MidiTok.",
             parser=local_path_parser(),
         ),
     ] = None,
@@ -148,18 +159,28 @@ def prepare(
     Example: txl prepare books/ --out data/books --split valid=0.01,test=0.01 --shuffle 1
     Example: txl prepare train=wiki.train.txt valid=wiki.valid.txt --out data/wiki
     """
+    vocabulary = _vocabulary_of_ids(tokenizer) if format in ("auto", "ids") else None
+    if vocabulary:
+        format, vocab_size = "ids", _only("--vocab-size", vocab_size, vocabulary.vocab_size)
+        tokenizer, names = "ids", names or Path(str(tokenizer))
     is_ids = format == "ids"
     given_ids = is_ids and tokenizer == "ids"
     tokenizer_file = None if tokenizer is None or given_ids else _tokenizer_file(tokenizer)
     if names and not is_ids:
         raise ConfigError("--names is for --format ids; omit it")
+    end_id, padding_id = _ids_of(
+        {"--end-of-document": end_of_document, "--padding": padding}, names
+    )
+    if vocabulary:
+        end_id = _only("--end-of-document", end_id, vocabulary.end_of_document)
     settings = _settings(
         format=format,
         text_key=text_key,
         tokenizer=tokenizer if tokenizer_file is None else "file",
         recipe=recipe,
         vocab_size=32768 if tokenizer == "bpe" and vocab_size is None else vocab_size,
-        end_of_document=end_of_document,
+        end_of_document=end_id,
+        padding=padding_id,
         dtype=dtype,
         min_freq=min_freq,
         split=_fractions("" if split == "none" else split),
@@ -257,6 +278,45 @@ def _tokenizer_file(tokenizer: str) -> Path | None:
             "these, or the path of a tokenizer.json."
         )
     return Path(tokenizer)
+
+
+def _vocabulary_of_ids(tokenizer: str | None) -> "IdTokenizer | None":
+    """The vocabulary in the file of `--tokenizer`; None if this is no file, or one for text."""
+    from data_pipeline.tokenizers.ids import IdTokenizer
+    from data_pipeline.tokenizers.loading import read_description, tokenizer_of
+
+    if tokenizer is None or tokenizer == "ids" or not (path := _tokenizer_file(tokenizer)):
+        return None
+    content = read_description(path)
+    if not isinstance(content, dict) or content.get("type") != "ids":
+        return None
+    loaded = tokenizer_of(content, source=str(path))
+    assert isinstance(loaded, IdTokenizer)
+    return loaded
+
+
+def _ids_of(options: dict[str, str | None], names: Path | None) -> list[int | None]:
+    """The ids of options that are an id or one of the names in the file."""
+    from data_pipeline.tokenizers.id_names import read_names
+
+    by_name = {name: id_ for id_, name in read_names(names).items()} if names else {}
+    ids: list[int | None] = []
+    for option, value in options.items():
+        if value is None or value in by_name:
+            ids.append(None if value is None else by_name[value])
+        elif value.isascii() and value.isdecimal() and len(value) < 11:
+            ids.append(int(value))
+        else:
+            hint = did_you_mean(value, tuple(by_name)) if names else "; give --names for names"
+            raise ConfigError(f"{option} {value!r} is no token id, and no name of one{hint}")
+    return ids
+
+
+def _only(option: str, value: int | None, expected: int) -> int:
+    """The value that the file of `--tokenizer` fixes. Raises ConfigError for another one."""
+    if value not in (None, expected):
+        raise ConfigError(f"{option} {value}: the file of --tokenizer has {expected}; omit it")
+    return expected
 
 
 def _settings(**values: Any) -> "PrepareSettings":

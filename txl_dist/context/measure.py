@@ -8,6 +8,7 @@ import numpy as np
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.segments import Reset
+from data_pipeline.tokenizers.comparison import differences
 from txl_dist.context.analysis import analyse_group
 from txl_dist.context.losses import measure_losses
 from txl_dist.context.positions import sample_positions
@@ -120,12 +121,13 @@ def _require_one_tokenizer(models: list[StoredModel]) -> None:
     """Losses per token can be compared only if all models have the same tokens."""
     first = models[0]
     for model in models[1:]:
-        digests = model.tokenizer_digest, first.tokenizer_digest
-        if None not in digests and digests[0] != digests[1]:
+        if not model.tokenizer or not first.tokenizer:
+            continue
+        if changes := differences(model.tokenizer, first.tokenizer):
             raise DataError(
-                f"{model.path} has tokenizer {digests[0]}, {first.path} has {digests[1]}: a group "
-                "needs one tokenizer, because its losses per token are compared. Compare models "
-                "that were trained on the same prepared dataset"
+                f"the tokenizers of {model.path} and {first.path} differ: {changes}; a group needs "
+                "one tokenizer, because its losses per token are compared. Compare models that "
+                "were trained on the same prepared dataset"
             )
 
 

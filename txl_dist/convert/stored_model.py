@@ -13,8 +13,13 @@ from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.storage.strict_json import sha256_of
 from data_pipeline.streams.segments import Reset
 from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
 from txl_dist.checkpoint.directory import resolve_checkpoint
-from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest
+from txl_dist.checkpoint.manifest import (
+    MANIFEST_NAME,
+    TOKENIZER_NAME,
+    load_checkpoint_manifest,
+)
 from txl_dist.checkpoint.reader import Weights, chosen_weights, load_model
 from txl_dist.convert.single_file import CONFIG_NAME, describe_exported, load_exported
 from txl_dist.errors import CheckpointError, DataError
@@ -32,7 +37,7 @@ class StoredModel:
     digest: str
     """Hex sha256 of the architecture and of the hashes of the weights; no weights are read."""
     config: ModelConfig
-    tokenizer_digest: str | None
+    tokenizer: StoredTokenizer | None
     """None for imported weights, which have no tokenizer."""
     tgt_len: int
     reset: Reset
@@ -49,13 +54,13 @@ class StoredModel:
         For a model without a tokenizer, only the vocabulary size can be compared.
         """
         size = self.config.vocab_size
-        if self.tokenizer_digest not in (None, manifest.tokenizer_digest):
+        data_tokenizer = StoredTokenizer(directory / TOKENIZER_NAME, manifest.tokenizer_digest)
+        if self.tokenizer and (changes := differences(self.tokenizer, data_tokenizer)):
             raise DataError(
-                f"{directory} was prepared with tokenizer {manifest.tokenizer_digest} "
-                f"({manifest.vocab_size} ids), {self.path} was trained with "
-                f"{self.tokenizer_digest} ({size} ids): the same ids mean other text. Prepare the "
-                "text with the tokenizer of the model: txl prepare INPUT --out NEW_DIR --tokenizer "
-                f"{self.path / 'tokenizer.json'}"
+                f"{self.path} was trained with another tokenizer than that of {directory}: "
+                f"{changes}. The same ids have another meaning. Prepare the text with the "
+                "tokenizer of the model: txl prepare INPUT --out NEW_DIR --tokenizer "
+                f"{self.tokenizer.path}"
             )
         if manifest.vocab_size != size:
             raise DataError(
@@ -98,7 +103,9 @@ def _exported(path: Path) -> StoredModel:
         path=path,
         digest=sha256_of([asdict(described.config), described.weights_sha256]),
         config=described.config,
-        tokenizer_digest=described.tokenizer.digest if described.tokenizer else None,
+        tokenizer=StoredTokenizer(path / TOKENIZER_NAME, described.tokenizer.digest)
+        if described.tokenizer
+        else None,
         tgt_len=described.reading.tgt_len,
         reset=described.reading.reset,
         load=lambda config: load_exported(path, config=config),
@@ -118,7 +125,7 @@ def _checkpoint(path: Path, weights: Weights) -> StoredModel:
         path=path,
         digest=sha256_of([manifest.model, chosen, hashes]),
         config=manifest.architecture,
-        tokenizer_digest=manifest.tokenizer_digest,
+        tokenizer=StoredTokenizer(path / TOKENIZER_NAME, manifest.tokenizer_digest),
         tgt_len=manifest.run["data.tgt_len"],
         reset=manifest.run["data.reset"],
         weights=chosen,

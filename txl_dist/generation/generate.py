@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from data_pipeline.readers.token_ids import IdRules, text_of_value
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config.run_config import Precision
 from txl_dist.generation.batch_decoder import BatchDecoder
@@ -24,8 +25,10 @@ class GeneratedText:
     """The continuation of one prompt."""
 
     text: str
+    ids: list[int]
+    """The token ids drawn, without the one that ended the text."""
     num_tokens: int
-    """Tokens drawn, without the one that ended the text."""
+    """The number of `ids`."""
     finish_reason: Literal["end_of_document", "stop", "length"]
 
 
@@ -59,7 +62,7 @@ def generate_tokens(
 def generate_texts(
     model: TransformerXL,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     *,
     tgt_len: int,
     sampling: Sampling,
@@ -68,7 +71,7 @@ def generate_texts(
     batch_size: int = DEFAULT_BATCH_SIZE,
     precision: Precision = "fp32",
 ) -> Iterator[GeneratedText]:
-    """Continue every prompt, in their order, `batch_size` prompts at a time.
+    """Continue every prompt, a text or token ids, in their order, `batch_size` at a time.
 
     Prompt i has its own random generator with the seed `seed` + i: alone, it is continued in the
     same way with that seed. Raises ValueError, before anything is generated, for a prompt without
@@ -116,11 +119,19 @@ def generate_batch(
     return [text.result() for text in texts]
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Token ids of a prompt, which begins a document. Raises ValueError if there are none."""
+def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+    """Token ids of a prompt, which begins a document. Raises ValueError if there are none.
+
+    The end-of-document id may be at both ends of a prompt of ids, and is dropped there.
+    """
     # Training texts of some tokenizers start each document with the end-of-document id.
     start_of_document = [tokenizer.end_of_document] if tokenizer.opens_documents else []
-    tokens = [*start_of_document, *tokenizer.encode(prompt).tolist()]
+    if isinstance(prompt, str):
+        tokens = [*start_of_document, *tokenizer.encode(prompt).tolist()]
+    else:
+        rules = IdRules(tokenizer.vocab_size, tokenizer.end_of_document)
+        text = text_of_value(list(prompt), rules, "ids")
+        tokens = [*start_of_document, *map(int, text.split())]
     if not tokens:
         raise ValueError(
             f"the prompt {prompt!r} has no tokens, and the tokenizer of this model has no token "
@@ -137,7 +148,7 @@ class _GrowingText:
         self._decoder = TextDecoder(tokenizer, after=after)
         self._stop_strings = StopStrings(limits.stop)
         self._parts: list[str] = []
-        self._num_tokens = 0
+        self._ids: list[int] = []
         self.finish_reason: Literal["end_of_document", "stop", "length"] | None = None
 
     def add(self, token: int) -> None:
@@ -147,11 +158,11 @@ class _GrowingText:
         if token in self._limits.stop_tokens:
             self.finish_reason = "stop"
             return
-        self._num_tokens += 1
+        self._ids.append(token)
         self._parts.append(self._stop_strings.add(self._decoder.add(token)))
         if self._stop_strings.found:
             self.finish_reason = "stop"
-        elif self._num_tokens == self._limits.max_tokens:
+        elif len(self._ids) == self._limits.max_tokens:
             self.finish_reason = "length"
 
     def result(self) -> GeneratedText:
@@ -159,6 +170,7 @@ class _GrowingText:
         rest = "" if self._stop_strings.found else self._stop_strings.add(self._decoder.close())
         return GeneratedText(
             text="".join(self._parts) + rest + self._stop_strings.close(),
-            num_tokens=self._num_tokens,
+            ids=self._ids,
+            num_tokens=len(self._ids),
             finish_reason=self.finish_reason,
         )

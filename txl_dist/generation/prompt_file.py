@@ -3,12 +3,13 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.storage import strict_json
 from txl_dist.errors import DataError
 
-KEYS = ("prompt", "text")
-"""Keys of a JSON line; the first that is there has the prompt."""
+KEYS = ("prompt", "text", "ids")
+"""Keys of a JSON line; the first that is there has the prompt. That of "ids" is token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class PromptLine:
     """A prompt and the number of its line, from 1."""
 
     line: int
-    text: str
+    prompt: str | list[int]
+    """Text or token ids."""
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
@@ -38,7 +40,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
     return prompts
 
 
-def _prompt(raw: bytes, *, is_json: bool) -> str:
+def _prompt(raw: bytes, *, is_json: bool) -> str | list[int]:
     """Raises ValueError with the reason."""
     try:
         line = raw.removesuffix(b"\r").decode("utf-8-sig")
@@ -52,7 +54,7 @@ def _prompt(raw: bytes, *, is_json: bool) -> str:
     return _prompt_of_json(line) if is_json else line
 
 
-def _prompt_of_json(line: str) -> str:
+def _prompt_of_json(line: str) -> str | list[int]:
     try:
         content = strict_json.DECODER.decode(line)
     except json.JSONDecodeError as error:
@@ -62,10 +64,13 @@ def _prompt_of_json(line: str) -> str:
     keys = content if isinstance(content, dict) else ()
     key = next((key for key in KEYS if key in keys), None)
     if key is None:
-        raise ValueError(f'expected a JSON object with a key "{KEYS[0]}" or "{KEYS[1]}"')
-    prompt = content[key]
-    if not isinstance(prompt, str):
-        raise ValueError(f'"{key}" is not a string but {type(prompt).__name__}')
+        raise ValueError('expected a JSON object with a key "prompt", "text" or "ids"')
+    prompt: Any = content[key]
+    if key == "ids" and isinstance(prompt, list):
+        return prompt  # `prompt_tokens` checks the ids, when the vocabulary is known
+    if key == "ids" or not isinstance(prompt, str):
+        expected = "list" if key == "ids" else "string"
+        raise ValueError(f'"{key}" is not a {expected} but {type(prompt).__name__}')
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError as error:

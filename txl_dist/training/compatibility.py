@@ -9,10 +9,14 @@ for which the checkpoint's weights or position would be wrong; they cannot chang
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
+from txl_dist.checkpoint.manifest import (
+    TOKENIZER_NAME,
+    CheckpointManifest,
+    load_checkpoint_manifest,
+)
 from txl_dist.config.config_file import default_settings, flatten_config
 from txl_dist.config.data_config import SINGLE_CORPUS_NAME
 from txl_dist.config.run_config import RunConfig
@@ -91,10 +95,10 @@ def require_compatible(
         manifest,
         state,
         data.phase,
-        data.vocabulary,
+        data.corpora[0].tokenizer,
         allowed=job.allow_change,
         allow_data_change=job.allow_data_change,
-        checkpoint=str(path),
+        checkpoint=path,
     )
     # A change after the checkpoint's step is not applied yet.
     config = job.config.after_step(state.step - 1)
@@ -177,24 +181,23 @@ def check_data(
     manifest: CheckpointManifest,
     state: TrainState,
     phase: Phase,
-    vocabulary: ShardManifest,
+    vocabulary: StoredTokenizer,
     *,
     allowed: Collection[str],
     allow_data_change: bool,
-    checkpoint: str,
+    checkpoint: DatasetPath,
 ) -> None:
     """Compare a checkpoint (`manifest`, `state`) with the data of the run that resumes from it.
 
-    `phase` is what the run would read, `vocabulary` the manifest of one of its corpora. Raises
+    `phase` is what the run would read, `vocabulary` the tokenizer of its corpora. Raises
     CheckpointError for another tokenizer or mixture, DataError for other data in a corpus.
     """
-    if manifest.tokenizer_digest != vocabulary.tokenizer_digest:
+    trained = StoredTokenizer(checkpoint / TOKENIZER_NAME, manifest.tokenizer_digest)
+    if changes := differences(trained, vocabulary):
         raise CheckpointError(
-            f"{checkpoint} was trained with tokenizer {manifest.tokenizer_digest} "
-            f"({manifest.vocab_size} ids), the data has {vocabulary.tokenizer_digest} "
-            f"({vocabulary.vocab_size} ids). The same ids mean other text. Prepare the text with "
-            f"the checkpoint's tokenizer and set data.path to it: txl prepare INPUT --out NEW_DIR "
-            f"--tokenizer {checkpoint}/tokenizer.json"
+            f"{checkpoint} was trained with another tokenizer than that of the data: {changes}. "
+            "The same ids have another meaning. Prepare the text with the checkpoint's tokenizer "
+            f"and set data.path to it: txl prepare INPUT --out NEW_DIR --tokenizer {trained.path}"
         )
     change = PhaseChange.between(_last_phase(manifest, state), phase)
     for before, corpus in () if allow_data_change else change.replaced:

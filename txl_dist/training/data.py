@@ -10,13 +10,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.shards.frame_cache import FrameCache
-from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.shards.manifest import (
+    TOKENIZER_NAME,
+    ShardManifest,
+    load_manifest,
+    open_tokenizer,
+)
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
 from data_pipeline.streams.order import Shuffle
 from data_pipeline.tokenizers import Tokenizer
+from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, DataError
@@ -37,6 +43,10 @@ class Corpus:
     manifest: ShardManifest
     cache: FrameCache | None = None
     """Where frames are kept on this node; None: nowhere, or where URLs are cached."""
+
+    @property
+    def tokenizer(self) -> StoredTokenizer:
+        return StoredTokenizer(self.directory / TOKENIZER_NAME, self.manifest.tokenizer_digest)
 
     def open(self, split: str) -> SplitReader:
         return open_split(self.directory, split, manifest=self.manifest, frame_cache=self.cache)
@@ -197,15 +207,13 @@ def _cache_of(data: DataConfig) -> FrameCache | None:
 
 def _require_same_tokens(first: Corpus, other: Corpus) -> None:
     """Raises DataError unless token ids have the same meaning in both corpora."""
-    for key in ("tokenizer_digest", "dtype", "end_of_document"):
-        expected, actual = getattr(first.manifest, key), getattr(other.manifest, key)
-        if actual != expected:
-            raise DataError(
-                f"corpora {first.name!r} ({first.directory}) and {other.name!r} "
-                f"({other.directory}) do not fit together: {key} is {expected} in the first, "
-                f"{actual} in the second. Prepare the second with the first one's tokenizer: "
-                f"txl prepare INPUT --out NEW_DIR --tokenizer {first.directory / 'tokenizer.json'}"
-            )
+    if changes := differences(first.tokenizer, other.tokenizer):
+        raise DataError(
+            f"corpora {first.name!r} ({first.directory}) and {other.name!r} ({other.directory}) do "
+            f"not fit together; their tokenizers differ: {changes}. Prepare the second with the "
+            f"first one's tokenizer: txl prepare INPUT --out NEW_DIR --tokenizer "
+            f"{first.tokenizer.path}"
+        )
 
 
 def first_phase(corpora: Sequence[Corpus], split: str, *, num_lanes: int) -> Phase:

@@ -1,5 +1,6 @@
 """Ten bad files of token ids per kind: each is refused with its reason, and nothing is lost."""
 
+import gzip
 import json
 import pickle
 import struct
@@ -14,7 +15,13 @@ import pytest
 from pyarrow import parquet
 
 from data_pipeline.readers import IdRules, Record, Reject
-from tests.data_pipeline.readers.id_inputs import RULES, megatron_index, separated
+from tests.data_pipeline.readers.id_inputs import (
+    RULES,
+    llmc_shard,
+    megatron_index,
+    separated,
+    write_olmo,
+)
 from tests.data_pipeline.readers.reading import one_file, read
 from tests.support.hostile_pickle import Hostile
 
@@ -55,7 +62,7 @@ IDS = pa.list_(pa.int64())
 LINES = {
     "id 500": (
         lists([7, 500]),
-        "token id 500 at position 1 is not in the vocabulary: --vocab-size",
+        "token id 500 at position 1 is not in the vocabulary of 500 ids, 0 to 499",
     ),
     "negative": (lists([-1]), "token id -1 at position 0"),
     "huge": (lists([10**40]), "token id 1000000000000000000000000000000000000000 at position 0"),
@@ -63,21 +70,28 @@ LINES = {
     "bool": (lists([True]), '"ids" has bool at position 0'),
     "text": (lists("1 2"), '"ids" is not a list of token ids but str'),
     "null": (lists(None), '"ids" is not a list of token ids but null'),
-    "nested": (lists([[1], [2]]), "give every track a line"),
+    "nested": (lists([[1], [2]]), "give every track a line, and ids of one vocabulary"),
     "end inside": (lists([1, 0, 2]), "end-of-document id 0 at position 1 is inside the document"),
     "truncated": (lists()[:-3], "truncated record: the file ends inside a line"),
 }
+EVENTS = "one per event, as MidiTok's tokenizers with several vocabularies"
 JSON = {
     "id 500": (b'{"ids": [[1], [7, 500]]}', "token id 500 at position 1"),
     "negative": (b'{"ids": [-1]}', "token id -1 at position 0"),
     "float": (b'{"ids": [1.5]}', '"ids" has float at position 0'),
-    "no key": (b'{"tokens": [1]}', 'no key "ids"; keys seen: tokens'),
+    "no key": (
+        b'{"tokens": [1]}',
+        'no key "ids"; for token ids: --format ids --text-key tokens; keys',
+    ),
     "key twice": (b'{"ids": [1], "ids": [2]}', 'key "ids" twice in one object'),
     "truncated": (b'{"ids": [1, 2', "broken JSON"),
     "empty": (b"", "broken JSON"),
     "number": (b"7", "not a JSON object but a int"),
     "objects": (b'[{"ids": [1]}]', '"ids" has dict at position 0'),
     "end inside": (b'{"ids": [1, 0, 2]}', "end-of-document id 0 at position 1"),
+    "events of a song": (b'{"ids": [[1, 2], [3, 4, 5]], "ids_encoded": false}', EVENTS),
+    "events of tracks": (b'{"ids": [[[1, 2], [3, 4]], []], "ids_encoded": [false, false]}', EVENTS),
+    "short lists": (json.dumps([[1, 2, 3], [4]] * 8).encode(), EVENTS),
 }
 NPY = {
     "id 500": (npy(np.array([7, 500])), "token id 500 at position 1"),
@@ -85,6 +99,7 @@ NPY = {
     "floats": (npy(np.array([1.0])), "the array is of float64, not of integers"),
     "pickled": (npy(np.array([None]), allow_pickle=True), "Python objects, which are never loaded"),
     "pickle": (pickle.dumps([1, 2]), "not an .npy array: it begins with"),
+    "no header": (np.arange(9, dtype="<u2").tobytes(), "rename it to .bin and give --dtype"),
     "3 dimensions": (npy(np.ones((2, 1, 1), int)), "it must have 1 or 2 dimensions"),
     "columns": (npy(np.asfortranarray(np.ones((2, 3), int))), "the array is in column order"),
     "truncated": (FLAT[:-3], "truncated: 3 bytes of ids are missing"),
@@ -107,6 +122,16 @@ NPZ = {
     "short member": (npz(a=FLAT[:-3]), "truncated: 3 bytes of ids are missing"),
     "second bad": (npz(a=FLAT, b=b"x"), "not an .npy array in b.npy"),
     "bomb": (npz(a=npy(np.zeros(2**28 + 2**20, np.uint8))), "refused as a decompression bomb"),
+}
+SHARD = llmc_shard([GOOD, [4]])
+SHARDS = {
+    "count too large": (SHARD[:-2], "truncated: 2 bytes of ids are missing"),
+    "count too small": (SHARD + b"xx", "there are bytes after the 6 ids that its header counts"),
+    "negative count": (SHARD[:8] + b"\xff" * 4 + SHARD[12:], "the header counts -1 ids"),
+    "version": (llmc_shard([GOOD], version=2), "llm.c of version 2; supported is 1"),
+    "questions": (llmc_shard([GOOD], magic=20240522), "questions and answers, which is no stream"),
+    "half a header": (SHARD[:500], "truncated inside its header of llm.c"),
+    "id 500": (llmc_shard([[7, 500]]), "token id 500 at position 1"),
 }
 RAW = {
     "id 500": (np.array([7, 500, 0, 4], "<u2").tobytes(), "token id 500 at position 1"),
@@ -139,7 +164,7 @@ CASES = [
         "json": JSON,
         "npy": NPY,
         "npz": NPZ,
-        "bin": RAW,
+        "bin": {**RAW, **SHARDS},
         "parquet": PARQUET,
     }.items()
     for name, (content, reason) in cases.items()
@@ -191,7 +216,7 @@ BAD_INDEXES: dict[str, tuple[Change, str]] = {
     "negative": (lambda raw: raw[:34] + struct.pack("<i", -3) + raw[38:], "one after the other"),
     "gap": (lambda _: megatron_index([GOOD, [4]], size=4), "one after the other"),
     "bounds": (lambda raw: raw[:-8] + struct.pack("<q", 1), "do not cover its 2 sequences"),
-    "shorter": (lambda _: megatron_index([GOOD]), "has more than the 6 bytes of its .idx file"),
+    "shorter": (lambda _: megatron_index([GOOD]), "has more than the 6 bytes of its index"),
     "longer": (lambda _: megatron_index([GOOD, [4, 5]]), "truncated: 2 bytes of ids are missing"),
 }
 
@@ -206,10 +231,35 @@ def test_a_bad_index_is_rejected_by_name(tmp_path: Path, change: Change, reason:
     assert records[-1].loses_rest
 
 
-@pytest.mark.parametrize("name", ["in.npy", "in.npz", "in.parquet"])
+BAD_BOUNDS: dict[str, tuple[Change, str]] = {
+    "empty": (lambda _: b"", "bounds of 0 bytes of uint16, but the .npy file has 12"),
+    "no number": (lambda raw: b"start,end,id\n" + raw, "line 1 of its .csv.gz file does not begin"),
+    "gap": (lambda raw: raw.replace(b"4,6", b"5,6"), "next document begins at 4"),
+    "overlap": (lambda raw: raw.replace(b"4,6", b"3,6"), "documents must follow each other"),
+    "backwards": (
+        lambda raw: raw.replace(b"4,6", b"4,3"),
+        "line 2 of its .csv.gz file has the ids",
+    ),
+    "shorter": (lambda raw: raw.replace(b"4,6", b"4,5"), "truncated, or of another --dtype"),
+    "huge": (lambda _: b"9" * 100_000, "does not begin with START,END"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), BAD_BOUNDS.values(), ids=BAD_BOUNDS)
+def test_bad_bounds_are_rejected_by_name(tmp_path: Path, change: Change, reason: str) -> None:
+    write_olmo(tmp_path / "in.npy", [GOOD, [4]])
+    bounds = gzip.decompress((tmp_path / "in.csv.gz").read_bytes())
+    (tmp_path / "in.csv.gz").write_bytes(gzip.compress(change(bounds)))
+    (reject,) = read(one_file(tmp_path / "in.npy", "ids", RULES))
+    assert isinstance(reject, Reject)
+    assert reason in reject.reason
+    assert reject.loses_rest
+
+
+@pytest.mark.parametrize("name", ["in.npy", "in.npz", "in.parquet", "in.bin"])
 def test_a_file_cut_anywhere_never_raises_or_loses_ids_silently(tmp_path: Path, name: str) -> None:
-    whole = {"in.npy": FLAT, "in.npz": GOOD_NPZ, "in.parquet": TABLE}[name]
-    for size in [*range(0, len(whole), 31), len(whole) - 1]:
+    whole = {"in.npy": FLAT, "in.npz": GOOD_NPZ, "in.parquet": TABLE, "in.bin": SHARD}[name]
+    for size in [*range(4 if name == "in.bin" else 0, len(whole), 31), len(whole) - 1]:
         (tmp_path / name).write_bytes(whole[:size])
         records = read(one_file(tmp_path / name, "ids", RULES), text_key="ids")
         assert isinstance(records[-1], Reject), size

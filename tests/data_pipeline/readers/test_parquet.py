@@ -47,6 +47,23 @@ def test_a_parquet_file_without_the_column_lists_its_columns(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "option"),
+    [("ids", [[5, 6], [7]], "ids"), ("input_ids", [5], "ids --text-key input_ids")],
+)
+def test_token_ids_read_as_text_name_the_format_that_reads_them(
+    tmp_path: Path, key: str, value: list[object], option: str
+) -> None:
+    (tmp_path / "midi.json").write_text(json.dumps({"programs": [[0, False]], key: value}))
+    write_table(tmp_path / "in.parquet", **{key: pa.array([[5, 6]])})
+    for name in ("midi.json", "in.parquet"):
+        for text_key in ("text", key):
+            (reject,) = read(one_file(tmp_path / name), text_key=text_key)
+            assert isinstance(reject, Reject)
+            assert f'"{text_key}"' in reject.reason
+            assert f"; for token ids: --format {option}" in reject.reason
+
+
+@pytest.mark.parametrize(
     ("wrong", "nearest"), [("txt", "text"), ("Text", "text"), ("TEXT", "text"), ("content", None)]
 )
 def test_a_wrong_text_key_suggests_the_most_similar_name(

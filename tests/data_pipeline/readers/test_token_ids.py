@@ -3,7 +3,9 @@
 import contextlib
 import gzip
 import hashlib
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +26,17 @@ from data_pipeline.readers import (
 from data_pipeline.readers.id_documents import IdDocument, text_of_document
 from data_pipeline.readers.records import BadRecordError
 from data_pipeline.readers.source import Source
+from data_pipeline.readers.token_ids import text_of_value
 from tests.data_pipeline.readers.id_inputs import (
     END,
     RULES,
     VOCAB_SIZE,
     WRITERS,
     Documents,
+    llmc_shard,
     megatron_index,
     separated,
+    write_olmo,
 )
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
@@ -48,7 +53,7 @@ def test_every_kind_of_file_gives_the_ids_as_text(tmp_path: Path, suffix: str) -
     assert [record.line for record in records] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "npy", "bin"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "npy", "bin", "llmc.bin"])
 def test_compressed_files_give_the_same(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"in.{suffix}"
     WRITERS[suffix](path, DOCUMENTS)
@@ -57,7 +62,9 @@ def test_compressed_files_give_the_same(tmp_path: Path, suffix: str) -> None:
     assert texts(read(one_file(packed, "ids", RULES), text_key="ids")) == TEXTS
 
 
-@pytest.mark.parametrize("suffix", ["npy", "megatron.bin", "bin", "jsonl"])
+@pytest.mark.parametrize(
+    "suffix", ["npy", "megatron.bin", "olmo.npy", "llmc.bin", "llama3.bin", "bin", "jsonl"]
+)
 @settings(max_examples=8, deadline=None)
 @given(
     documents=st.lists(st.lists(st.integers(1, VOCAB_SIZE - 1), min_size=1), min_size=1),
@@ -91,24 +98,90 @@ def test_the_rows_of_an_array_of_two_dimensions_are_documents(tmp_path: Path) ->
         assert texts(read(file, unit_bytes=unit_bytes)) == ["5 6", "7 8", "9", ""]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "npy", "parquet", "bin"])
+def test_padding_is_dropped_like_the_end_of_document(tmp_path: Path, suffix: str) -> None:
+    path, padding = tmp_path / f"in.{suffix}", 9
+    rows = [[1, 2, END, 9, 9], [9, 9, 9, 9, 9], [9, 9, 3, 4, 5]]
+    WRITERS[suffix](path, rows)
+    if suffix == "npy":
+        np.save(path, np.array(rows))
+    rules = replace(RULES, padding=padding)
+    found = [each for each in texts(read(one_file(path, "ids", rules), text_key="ids")) if each]
+    assert found == ["1 2", "3 4 5"]
+    WRITERS[suffix](path, [[1, 9, 2]])
+    (reject,) = read(one_file(path, "ids", rules), text_key="ids")
+    assert "end-of-document id 0 or padding id 9 at position 1 is inside" in str(reject)
+
+
+def test_a_row_of_one_id_is_no_document_unless_padding_is_known(tmp_path: Path) -> None:
+    np.save(tmp_path / "in.npy", np.array([[5, 6, 1], [1, 1, 1], [END, END, END]]))
+    first, row, last = read(one_file(tmp_path, "ids", RULES))
+    assert texts([first, last]) == ["5 6 1", ""], "preparation skips empty documents"
+    assert isinstance(row, Reject)
+    assert (row.line, row.loses_rest) == (2, False)
+    assert "only the id 1. If this id fills up the rows: --padding 1" in row.reason
+    for padding, expected in ((1, ["5 6", "", ""]), (END, ["5 6 1", "1 1 1", ""])):
+        file = one_file(tmp_path, "ids", replace(RULES, padding=padding))
+        assert texts(read(file)) == expected
+
+
+@pytest.mark.parametrize(
+    ("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")]
+)
+def test_the_header_of_a_shard_is_read_and_no_text(
+    tmp_path: Path, magic: int, version: int, dtype: str
+) -> None:
+    """With a vocabulary of 65,536, the numbers of the header are valid ids."""
+    (tmp_path / "in.bin").write_bytes(llmc_shard(DOCUMENTS, magic=magic, version=version))
+    file = one_file(tmp_path / "in.bin", "ids", IdRules(2**16, END))
+    assert (file.kind, file.ids and file.ids.dtype) == ("llm.c", dtype)
+    assert texts(read(file)) == TEXTS
+
+
+def test_bounds_next_to_an_array_without_a_header_separate_its_documents(tmp_path: Path) -> None:
+    write_olmo(tmp_path / "in.npy", DOCUMENTS)
+    with pytest.raises(ConfigError, match=r"in.npy has no header, .* --dtype uint16"):
+        one_file(tmp_path, "ids", IdRules(VOCAB_SIZE, END))
+    ids = np.array([id_ for document in DOCUMENTS for id_ in document], "<u2")
+    ids.tofile(tmp_path / "in.npy")  # without end-of-document ids, only the bounds separate
+    (tmp_path / "in.csv.gz").write_bytes(gzip.compress(b"0,3\n3,4\n4,4\n4,9\n"))
+    file = one_file(tmp_path, "ids", RULES)
+    assert file.kind == "olmo"
+    records = read(file)
+    assert texts(records) == [*TEXTS[:2], "", TEXTS[2]]
+    assert [record.line for record in records] == [1, 2, 3, 4]
+    (tmp_path / "in.csv.gz").write_bytes(gzip.compress(b"0,9\n"))
+    assert one_file(tmp_path, "ids", RULES).mark != file.mark
+    np.save(tmp_path / "in.npy", ids)  # with a header, the bounds are those of another program
+    assert one_file(tmp_path, "ids", RULES).kind == "npy"
+
+
 @settings(max_examples=40, deadline=None)
-@given(ids=st.lists(st.sampled_from([END, 1, 2, VOCAB_SIZE])), cut=st.integers(1, 5))
-def test_a_document_in_chunks_is_that_of_its_whole_array(ids: list[int], cut: int) -> None:
+@given(
+    ids=st.lists(st.sampled_from([END, 1, 2, 3, VOCAB_SIZE])),
+    cut=st.integers(1, 5),
+    padding=st.sampled_from([None, 3]),
+)
+def test_a_document_in_chunks_is_that_of_its_whole_array(
+    ids: list[int], cut: int, padding: int | None
+) -> None:
+    rules = replace(RULES, padding=padding)
     source = Source("in", None, 0, 1, "ids", rereadable=True)  # type: ignore[arg-type]
-    document = IdDocument(source, RULES, offset=100, line=1)
+    document = IdDocument(source, rules, offset=100, line=1)
     array = np.array(ids, "<u2")
     for start in range(0, len(ids), cut):
         document.add(array[start : start + cut])
     record = document.build()
     expected = None
     with contextlib.suppress(BadRecordError):
-        expected = text_of_document(array, RULES)
+        expected = text_of_document(array, rules)
     if expected is None:
         assert isinstance(record, Reject)
         assert "position" in record.reason
     else:
         assert isinstance(record, Record)
         assert record.text == expected
+        assert text_of_value(ids, rules, "ids") == expected
         begin = (record.offset - 100) // 2
         assert " ".join(map(str, ids[begin : begin + record.size // 2])) == expected
 
@@ -164,6 +237,8 @@ def test_json_of_one_song_and_json_lines_are_told_apart(tmp_path: Path) -> None:
         ('{"ids": [1, 2],\n "ids_encoded": false}\n', "json", [0]),
         ('{"programs": [], "ids": [[1], [2]]}', "json", [1, 2]),
         ("[1, 2]", "json", [0]),
+        ('{"ids": [[1], [2], [3]] , "ids_encoded": [false, true, true]}', "json", [1, 2, 3]),
+        (json.dumps({"ids": [[1]] * 20, "ids_encoded": [True] * 20}), "json", [*range(1, 21)]),
         ('{"ids": [1]}\n{"ids": [2]}\n', "jsonl", [1, 2]),
     ):
         path.write_text(content)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.tokenizers.id_names import read_names
+from data_pipeline.tokenizers.id_names import read_names, require_usable_names
 from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.loading import load_tokenizer
 from data_pipeline.tokenizers.text_parts import text_parts
@@ -52,15 +52,63 @@ def test_it_is_loaded_as_saved() -> None:
         assert isinstance(loaded, IdTokenizer)
         assert (loaded.digest, loaded.names) == (tokenizer.digest, tokenizer.names)
         assert loaded.token_bytes().tolist() == [0] * 7
-    assert PLAIN.digest != NAMED.digest != IdTokenizer(7, 3, {}).digest
+    assert PLAIN.digest == NAMED.digest, "names are no part of a vocabulary's identity"
+    assert len({each.digest for each in (PLAIN, IdTokenizer(7, 3, {}), IdTokenizer(8, 2, {}))}) == 3
 
 
 @pytest.mark.parametrize(
-    "content", [["", "a", "", "b"], {"1": "a", "3": "b"}, {"a": 1, "b": 3}], ids=str
+    "content",
+    [
+        ["", "a", "", "b"],
+        {"1": "a", "3": "b"},
+        {"a": 1, "b": 3},
+        json.loads(IdTokenizer(7, 2, {1: "a", 3: "b"}).to_json()),
+    ],
+    ids=str,
 )
-def test_names_come_from_three_layouts(tmp_path: Path, content: object) -> None:
+def test_names_come_from_four_layouts(tmp_path: Path, content: object) -> None:
     (tmp_path / "names.json").write_text(json.dumps(content))
     assert read_names(tmp_path / "names.json") == {1: "a", 3: "b"}
+
+
+def midi_tokenizer(tmp_path: Path, model: dict[str, object], **others: object) -> Path:
+    """A tokenizer as MidiTok 3 saves it: the model has one character per base token."""
+    library = {"pre_tokenizer": None, "model": model, **others}
+    content = {
+        "tokenization": "REMI",
+        "miditok_version": "3.1.0",
+        "_vocab_base": {"PAD_None": 0, "Bar_None": 1, "Pitch_60": 2},
+        "_vocab_base_byte_to_token": {"!": "PAD_None", "#": "Bar_None", "\x85": "Pitch_60"},
+        "_model": json.dumps(library),
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    return tmp_path / "tokenizer.json"
+
+
+def test_a_trained_tokenizer_of_miditok_has_the_names_of_its_base_and_learned_tokens(
+    tmp_path: Path,
+) -> None:
+    base = {"!": 0, "#": 1, "\x85": 2}
+    names = {0: "PAD_None", 1: "Bar_None", 2: "Pitch_60"}
+    bpe = {"type": "BPE", "vocab": {**base, "#\x85": 3}}
+    assert read_names(midi_tokenizer(tmp_path, bpe)) == {**names, 3: "Bar_None+Pitch_60"}
+    word_piece = {"vocab": {**base, "###": 3}, "continuing_subword_prefix": "##"}
+    assert read_names(midi_tokenizer(tmp_path, word_piece)) == {**names, 3: "Bar_None#3"}
+    unigram = {"vocab": [["#\x85", -1.5], ["▁#", -2.0], ["#", -2.5]]}
+    by_bar = {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}}
+    found = read_names(midi_tokenizer(tmp_path, unigram, **by_bar))
+    assert found == {0: "Bar_None+Pitch_60", 1: "Bar_None", 2: "Bar_None#2"}
+    require_usable_names(found, 3)
+
+
+def test_a_tokenizer_of_miditok_without_a_vocabulary_says_how_to_write_it(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(
+        '{"config": {}, "tokenization": "REMI", "miditok_version": "3"}'
+    )
+    with pytest.raises(DataError, match=r"json.dump\(tokenizer.vocab, open\('names.json', 'w'\)\)"):
+        read_names(tmp_path / "a.json")
+    with pytest.raises(DataError, match="its MidiTok model has another layout"):
+        read_names(midi_tokenizer(tmp_path, {"vocab": {"x": 0}}))
 
 
 @pytest.mark.parametrize(

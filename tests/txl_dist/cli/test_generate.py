@@ -34,17 +34,39 @@ def test_a_file_of_prompts_gives_the_text_of_each_prompt_alone(run: Path, tmp_pa
     assert out.read_text() == output
 
 
+def test_ids_are_given_and_read_as_prompts_and_a_stop_token_can_be_a_text(
+    run: Path, tmp_path: Path
+) -> None:
+    whole = json.loads(run_txl("generate", run, "--max-tokens", 40, "--json")[1])
+    ids = whole["ids"]
+    assert bytes(ids).decode("utf-8", errors="replace") == whole["text"]
+    assert len(ids) == whole["num_tokens"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"ids": [100, 101]}\n{"prompt": "de"}\n')
+    options = ("--prompts", prompts, "--temperature", 0, "--max-tokens", 5)
+    of_ids, of_text = map(json.loads, run_txl("generate", run, *options)[1].splitlines())
+    assert of_ids["ids"] == of_text["ids"]
+    assert of_ids["prompt"] == [100, 101]
+    stop = next(id_ for id_ in ids if chr(id_).isascii() and chr(id_).isalpha())
+    for token in (stop, chr(stop)):
+        stopped = run_txl("generate", run, "--max-tokens", 40, "--json", "--stop-token", token)
+        assert json.loads(stopped[1])["ids"] == ids[: ids.index(stop)]
+
+
 def test_what_cannot_be_generated_is_refused_by_name(run: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "x"}\n{"prompt": 1}\n')
-    code, message = run_txl("generate", run, "--prompts", prompts)
-    assert (code, f"{prompts}, line 2: " in message) == (3, True)
+    for second, cause in (('{"prompt": 1}', "not a string"), ('{"ids": [1, 257]}', "of 257 ids")):
+        prompts.write_text(f'{{"prompt": "x"}}\n{second}\n')
+        code, message = run_txl("generate", run, "--prompts", prompts)
+        assert (code, f"{prompts}, line 2: " in message) == (3, True)
+        assert cause in message
     for words, reason in (
         (("--prompts", prompts, "--prompt", "x"), "give one of them"),
         (("--out", tmp_path / "out"), "--out needs --prompts"),
         (("--prompts", prompts, "--out", tmp_path / "no" / "out"), "cannot be written"),
         (("--stop", ""), "a stop string is empty"),
         (("--stop-token", 257), "--stop-token 257: expected an id from 0 to 256"),
+        (("--stop-token", "ab"), "--stop-token 'ab' is not one token of this model"),
     ):
         code, message = run_txl("generate", run, *words)
         assert (code, reason in message) == (2, True), message

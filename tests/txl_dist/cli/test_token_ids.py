@@ -20,6 +20,12 @@ OPTIONS = ("--format", "ids", "--vocab-size", 5, "--end-of-document", 0)
         (("--format", "ids", "--vocab-size", 5), "--end-of-document: format ids needs the id"),
         ((*OPTIONS[:-1], 5), "is not in the vocabulary of 5 ids. To add it, give vocab-size 6"),
         ((*OPTIONS, "--tokenizer", "byte"), "--tokenizer 'byte': format ids has token ids"),
+        (
+            (*OPTIONS[:-1], "End"),
+            "--end-of-document 'End' is no token id, and no name of one; give",
+        ),
+        ((*OPTIONS, "--padding", 5), "--padding 5: is not in the vocabulary of 5 ids"),
+        (("--padding", 0), "--padding 0: is for format ids"),
         ((*OPTIONS, "--dtype", "float32"), "--dtype 'float32'"),
         ((*OPTIONS, "--recipe", "wt103"), "--recipe 'wt103': wt103 is for tokenizer word"),
         (("--end-of-document", 0), "--end-of-document 0: is for format ids"),
@@ -33,6 +39,33 @@ def test_wrong_options_are_refused_by_name(
 ) -> None:
     code, message = run_txl("prepare", tmp_path / "in", "--out", tmp_path / "out", *options)
     assert (code, cause in message) == (2, True), message
+
+
+def test_a_vocabulary_comes_from_names_or_from_the_tokenizer_of_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"ids": [4, 2, 3, 3]}\n')
+    (tmp_path / "names.json").write_text('["Pad", "Start", "Bar"]')
+    first, again, texts = (tmp_path / name for name in ("first", "again", "texts"))
+    named = ("--names", tmp_path / "names.json", "--padding", "3", "--vocab-size", 5)
+    prepare = ("prepare", tmp_path / "in.jsonl", "--out")
+    code, message = run_txl(*prepare, first, "--format", "ids", *named, "--end-of-document", "Bra")
+    assert (code, "'Bra' is no token id, and no name of one; did you mean" in message) == (2, True)
+    code, message = run_txl(*prepare, first, "--format", "ids", *named, "--end-of-document", "Pad")
+    assert code == 0, message
+    tokenizer = ("--tokenizer", first / "tokenizer.json")
+    code, message = run_txl(*prepare, again, *tokenizer, "--vocab-size", 6)
+    assert (code, "--vocab-size 6: the file of --tokenizer has 5; omit it" in message) == (2, True)
+    assert run_txl(*prepare, again, *tokenizer, "--end-of-document", "Pad", *named[:4])[0] == 0
+    assert (again / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
+    assert "4 Bar" in run_txl("data", "inspect", again, "--documents", 1)[1]
+    (tmp_path / "names.json").write_text('["Pad", "Start", "Beat"]')
+    code, message = run_txl(*prepare, again, *tokenizer, *named[:4])
+    assert (code, "tokenizer: the text of id 2 is 'Bar' and 'Beat'" in message) == (3, True)
+    (tmp_path / "in.txt").write_text("text")
+    assert run_txl("prepare", tmp_path / "in.txt", "--out", texts)[0] == 0
+    code, message = run_txl(
+        *prepare, tmp_path / "out", *OPTIONS, "--tokenizer", texts / "tokenizer.json"
+    )
+    assert (code, "takes only the tokenizer.json of a vocabulary of ids" in message) == (2, True)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Texts of many prompts: each is that of its prompt alone, and ends where its limits say."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -30,7 +31,11 @@ def model() -> TransformerXL:
 
 
 def texts_of(
-    model: TransformerXL, prompts: list[str], *, limits: TextLimits = LIMITS, **options: Any
+    model: TransformerXL,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    limits: TextLimits = LIMITS,
+    **options: Any,
 ) -> list[GeneratedText]:
     options = HOW | {"seed": 7} | options
     return list(generate_texts(model, BYTES, prompts, limits=limits, **options))
@@ -70,6 +75,8 @@ def test_each_text_says_why_it_ended(model: TransformerXL) -> None:
     limits = replace(LIMITS, stop_tokens=frozenset({tokens[9]}))
     (by_token,) = texts_of(model, ["x"], limits=limits)
     assert (by_token.finish_reason, by_token.num_tokens) == ("stop", tokens.index(tokens[9]))
+    assert free.ids == tokens
+    assert by_token.ids == tokens[: by_token.num_tokens]
 
 
 def test_the_end_of_the_document_ends_a_text_in_a_batch_of_others(model: TransformerXL) -> None:
@@ -80,6 +87,20 @@ def test_the_end_of_the_document_ends_a_text_in_a_batch_of_others(model: Transfo
     assert texts[0].finish_reason == "end_of_document"
     assert texts[0].num_tokens == tokens.index(tokens[9])
     assert texts[1].finish_reason == "length"
+
+
+def test_a_prompt_of_ids_is_continued_like_its_text(model: TransformerXL) -> None:
+    (text,) = texts_of(model, ["def f("])
+    ids = BYTES.encode("def f(").tolist()
+    for prompt in (ids, [BYTES.end_of_document, *ids], [*ids, BYTES.end_of_document]):
+        assert texts_of(model, [prompt]) == [text]
+    for wrong, reason in (
+        ([1, 257], "token id 257 at position 1 is not in the vocabulary of 257 ids"),
+        ([1, BYTES.end_of_document, 2], "end-of-document id 256 at position 1 is inside"),
+        ([1, "2"], '"ids" has str at position 1'),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            prompt_tokens(BYTES, wrong)  # type: ignore[arg-type]
 
 
 def test_prompts_without_tokens_are_refused() -> None:

@@ -24,9 +24,13 @@ def test_every_line_is_a_prompt(tmp_path: Path) -> None:
 
 
 def test_json_lines_can_have_line_ends_and_be_empty(tmp_path: Path) -> None:
-    content = b'{"prompt": "a\\nb", "id": 3}\n{"text": ""}\n{"text": "no", "prompt": "yes"}\n'
+    content = (
+        b'{"prompt": "a\\nb", "id": 3}\n{"text": ""}\n{"text": "no", "prompt": "yes"}\n'
+        b'{"ids": [5, 6]}\n{"ids": [], "text": "no ids"}\n'
+    )
     path = write(tmp_path, "p.jsonl", content)
-    assert [prompt.text for prompt in read_prompts(path)] == ["a\nb", "", "yes"]
+    prompts = [line.prompt for line in read_prompts(path)]
+    assert prompts == ["a\nb", "", "yes", [5, 6], "no ids"]
 
 
 @pytest.mark.parametrize(
@@ -37,8 +41,9 @@ def test_json_lines_can_have_line_ends_and_be_empty(tmp_path: Path) -> None:
         ("p.jsonl", b"", "blank"),
         ("p.jsonl", b'{"prompt": "x"', "broken JSON"),
         ("p.jsonl", b'{"prompt": "x", "prompt": "y"}', "twice"),
-        ("p.jsonl", b'["x"]', 'a key "prompt" or "text"'),
-        ("p.jsonl", b'{"Prompt": "x"}', 'a key "prompt" or "text"'),
+        ("p.jsonl", b'["x"]', 'a key "prompt", "text" or "ids"'),
+        ("p.jsonl", b'{"Prompt": "x"}', 'a key "prompt", "text" or "ids"'),
+        ("p.jsonl", b'{"ids": "5 6"}', '"ids" is not a list but str'),
         ("p.jsonl", b'{"prompt": 5}', "not a string but int"),
         ("p.jsonl", b'{"text": "\\ud800"}', "lone surrogate"),
         ("p.jsonl", b"[" * 100_000, "nested too deeply"),

@@ -225,7 +225,7 @@ def test_corpora_that_do_not_fit_together_are_refused_by_name(
     shutil.copytree(corpora["oak"], copy)
     datasets = {**corpora, "chars": tmp_path / "chars", "copy": copy}
     for other, message in (
-        ("chars", "corpora 'oak' .* and 'chars' .* tokenizer_digest is"),
+        ("chars", "corpora 'oak' .* and 'chars' .* type byte and char, vocab_size"),
         ("copy", "data.mixture.oak .* and copy .* are the same data"),
     ):
         job = mixed_job(datasets, {"oak": 1.0, other: 1.0}, tmp_path / "run")

@@ -1,6 +1,7 @@
-"""megatron: a pair of files of Megatron-LM, NAME.bin with token ids and NAME.idx with documents.
+"""megatron and olmo: a file of token ids, and a file next to it with the bounds of its documents.
 
-Layout of the .idx file, little-endian, of S sequences and D bounds of documents:
+megatron is a pair of Megatron-LM, NAME.bin and NAME.idx. Layout of the .idx file, little-endian, of
+S sequences and D bounds of documents:
 
     9 bytes     b"MMIDIDX\\0\\0"
     uint64      version, 1
@@ -10,45 +11,75 @@ Layout of the .idx file, little-endian, of S sequences and D bounds of documents
     int64 [S]   byte offset of each sequence in the .bin file
     int64 [D]   sequences before each document, and S at the end: D - 1 documents
 
-Source: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+olmo is a pair of the Dolma toolkit, for OLMo: NAME.npy, which has no header, but only the ids
+(numpy.memmap, of `--dtype`), and NAME.csv.gz with a line `start,end,...` per document, in ids.
+
+Sources: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py; allenai/dolma,
+python/dolma/tokenizer/memmap_writer.py; allenai/OLMo-core, `iter_document_indices`.
 """
 
 import struct
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from data_pipeline.errors import printable
 from data_pipeline.readers.id_arrays import sized_documents
 from data_pipeline.readers.id_files import index_path
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import Source, read_exactly
-from data_pipeline.storage.open_source import open_source
+from data_pipeline.storage.open_source import Compression, open_source
 from data_pipeline.storage.source_errors import reject_reason
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """6 and 7 are floating-point types."""
+_MAX_LINE_BYTES = 2**16
 
 
 class _Index(NamedTuple):
     dtype: np.dtype
-    starts: np.ndarray  # int64 [documents]: byte offset of each document
-    num_bytes: np.ndarray  # int64 [documents]
+    edges: np.ndarray
+    """int64 [documents + 1]: byte offset of each document, and the end of the last."""
 
 
 def read_megatron(source: Source) -> Iterator[Record | Reject]:
     """The documents of the pair; `source` is the .bin file."""
+    return _read_pair(source, "", _read_index)
+
+
+def read_olmo(source: Source) -> Iterator[Record | Reject]:
+    """The documents of the pair; `source` is the .npy file."""
+    dtype = np.dtype(source.id_rules.dtype)
+
+    def read_index(stream: BinaryIO) -> _Index:
+        index = _Index(dtype, _read_bounds(stream) * dtype.itemsize)
+        total = int(index.edges[-1])
+        if source.stored_bytes not in (0, total):
+            raise ValueError(
+                f"its .csv.gz file has bounds of {total:,} bytes of {dtype.name}, but the .npy "
+                f"file has {source.stored_bytes:,}: truncated, or of another --dtype"
+            )
+        return index
+
+    return _read_pair(source, "gz", read_index)
+
+
+def _read_pair(
+    source: Source, compression: Compression, read_index: Callable[[BinaryIO], _Index]
+) -> Iterator[Record | Reject]:
     try:
-        with open_source(index_path(source.path), "") as stream:
-            index = _read_index(stream)
-        yield from sized_documents(source, index.dtype, index.starts, index.num_bytes)
-        total = int(index.num_bytes.sum())
+        with open_source(index_path(source.path), compression) as stream:
+            dtype, edges = read_index(stream)
+        yield from sized_documents(source, dtype, edges[:-1], np.diff(edges))
+        total = int(edges[-1])
         if source.start:
             source.stream.seek(total)
         if source.stop > total and source.stream.read(1):
-            raise ValueError(f"the .bin file has more than the {total:,} bytes of its .idx file")
+            raise ValueError(f"the file has more than the {total:,} bytes of its index")
     except OSError as error:
         raise BrokenStreamError(0, 0, reject_reason(error)) from error
     except ValueError as error:
@@ -95,5 +126,26 @@ def _read_index(stream: BinaryIO) -> _Index:
         raise ValueError("the sequences of its .idx file are not one after the other")
     if not bounds or first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
         raise ValueError(f"the documents of its .idx file do not cover its {sequences:,} sequences")
-    edges = np.concatenate([[0], ends])[first]
-    return _Index(dtype, edges[:-1], np.diff(edges))
+    return _Index(dtype, np.concatenate([[0], ends])[first])
+
+
+def _read_bounds(stream: BinaryIO) -> np.ndarray:
+    """int64 [documents + 1]: the ids before each document, and all ids. Raises ValueError."""
+    lines = iter(lambda: stream.readline(_MAX_LINE_BYTES), b"")
+    bounds = array("q", [0])
+    for number, line in enumerate(lines, start=1):
+        start, _, rest = line.partition(b",")
+        try:
+            first, stop = int(start), int(rest.partition(b",")[0])
+        except ValueError:
+            shown = printable(line[:40].decode("utf-8", errors="replace"))
+            raise ValueError(
+                f"line {number} of its .csv.gz file does not begin with START,END: {shown}"
+            ) from None
+        if first != bounds[-1] or not first <= stop < 2**60:
+            raise ValueError(
+                f"line {number} of its .csv.gz file has the ids {first} to {stop}, but the next "
+                f"document begins at {bounds[-1]}: documents must follow each other"
+            )
+        bounds.append(stop)
+    return np.frombuffer(bounds, np.int64)

@@ -40,8 +40,8 @@ class StoredModel:
     weights: Weights = "last"
     """Which weights of a checkpoint: the average over steps, or those of the last step."""
     load: Load
-    """Returns the model on the CPU and its tokenizer. The config may differ from the stored one in
-    fields without weights. Raises CheckpointError for damaged files."""
+    """Returns the model on the CPU, in evaluation mode, and its tokenizer. The config may differ
+    from the stored one in fields without weights. Raises CheckpointError for damaged files."""
 
     def check_data(self, manifest: ShardManifest, directory: DatasetPath) -> None:
         """Raises DataError if the dataset was prepared with another tokenizer.

@@ -33,7 +33,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
-from txl_dist.training.device_dropout import DeviceDropoutMasks
+from txl_dist.model.device_dropout import DeviceDropoutMasks
 from txl_dist.training.device_segments import DeviceSegment
 from txl_dist.training.engine import Decision, Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks

@@ -3,20 +3,27 @@
 for text in generate_texts(model, tokenizer, ["Once", "def f("], tgt_len=128,
                            sampling=Sampling(), limits=TextLimits(max_tokens=50), seed=0):
     print(text.text)
+
+Prompts begin documents, as `prompt_tokens` encodes them. A warning names the symbols of prompts and
+stop strings that the vocabulary does not have.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config.run_config import Precision
 from txl_dist.generation.batch_decoder import BatchDecoder
-from txl_dist.generation.options import Sampling, TextLimits
+from txl_dist.generation.options import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 from txl_dist.generation.text import StopStrings, TextDecoder
+from txl_dist.generation.unknown_symbols import (
+    describe_unknown,
+    warn_of_prompt,
+    warn_of_stop_string,
+)
 from txl_dist.model.transformer_xl import TransformerXL
-
-DEFAULT_BATCH_SIZE = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +34,10 @@ class GeneratedText:
     num_tokens: int
     """Tokens drawn, without the one that ended the text."""
     finish_reason: Literal["end_of_document", "stop", "length"]
+    unknown_symbols: Mapping[str, int] = field(default_factory=dict)
+    """How often each symbol of the prompt occurs that the vocabulary does not have."""
+    unknown_stop_symbols: Mapping[str, int] = field(default_factory=dict)
+    """The same of the stop strings."""
 
 
 def generate_tokens(
@@ -74,10 +85,17 @@ def generate_texts(
     same way with that seed. Raises ValueError, before anything is generated, for a prompt without
     tokens.
     """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts={prompts[:40]!r} is one text; give a list of texts")
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1")
     tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
+    for string in limits.stop:
+        warn_of_stop_string(tokenizer, string)
+    unknown_stop = dict(sum(map(tokenizer.unknown_symbols, limits.stop), Counter[str]()))
     for first in range(0, len(tokens), batch_size):
         batch = tokens[first : first + batch_size]
-        yield from generate_batch(
+        texts = generate_batch(
             model,
             tokenizer,
             batch,
@@ -87,6 +105,9 @@ def generate_texts(
             limits=limits,
             precision=precision,
         )
+        for prompt, text in zip(prompts[first:], texts, strict=False):
+            unknown = dict(tokenizer.unknown_symbols(prompt))
+            yield replace(text, unknown_symbols=unknown, unknown_stop_symbols=unknown_stop)
 
 
 def generate_batch(
@@ -117,16 +138,26 @@ def generate_batch(
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Token ids of a prompt, which begins a document. Raises ValueError if there are none."""
+    """Token ids of a prompt, which begins a document. Raises ValueError if there are none.
+
+    A warning names the symbols that the vocabulary does not have.
+    """
+    require_prompt(tokenizer, prompt)
+    warn_of_prompt(tokenizer, prompt)
     # Training texts of some tokenizers start each document with the end-of-document id.
     start_of_document = [tokenizer.end_of_document] if tokenizer.opens_documents else []
-    tokens = [*start_of_document, *tokenizer.encode(prompt).tolist()]
-    if not tokens:
+    return [*start_of_document, *tokenizer.encode(prompt).tolist()]
+
+
+def require_prompt(tokenizer: Tokenizer, prompt: str, *, strict: bool = False) -> None:
+    """Raises ValueError if a prompt has no tokens; `strict`: also for unknown symbols."""
+    if not tokenizer.opens_documents and not len(tokenizer.encode(prompt)):
         raise ValueError(
             f"the prompt {prompt!r} has no tokens, and the tokenizer of this model has no token "
             "that starts a document; give some text"
         )
-    return tokens
+    if strict and (unknown := tokenizer.unknown_symbols(prompt)):
+        raise ValueError(f"{describe_unknown(unknown)}. Without strict it is a warning")
 
 
 class _GrowingText:

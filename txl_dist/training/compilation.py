@@ -19,12 +19,12 @@ from torch import nn
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_form
+from txl_dist.model.device_dropout import DeviceDropoutMasks
 from txl_dist.model.dropout import Dropout, DropoutMasks
 from txl_dist.model.layers import Layer
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 from txl_dist.runtime.world import World
-from txl_dist.model.device_dropout import DeviceDropoutMasks
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 
 VECTOR_BYTES = 16

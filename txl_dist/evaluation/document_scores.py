@@ -32,14 +32,15 @@ def document_lines(
 def _scores(planned: PlannedJob) -> Iterator[tuple[str, float, int, int]]:
     """Id, nats, tokens and bytes of every document of which a token was read."""
     scored = _sums(planned)
-    start, *sums = next(scored)
+    document = next(scored, None)
     position, stop = 0, planned.chunks[-1].stop + 1
     for id_, num_tokens in open_split(planned.job.data, planned.job.settings.split).documents():
         if position >= stop:  # of `max_tokens`
             return
-        if position == start:
-            yield id_, *sums
-            start, *sums = next(scored, (-1,))
+        if document is not None and position == document[0]:
+            _, nats, tokens, num_bytes = document
+            yield id_, nats, tokens, num_bytes
+            document = next(scored, None)
         else:  # one token, the first of the split, which nothing predicts
             yield id_, 0.0, 0, 0
         position += num_tokens

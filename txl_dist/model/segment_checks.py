@@ -25,14 +25,15 @@ def check_segment(
             f"input_BT has the shape {list(input_BT.shape)}: expected [lanes, tokens], at least "
             "one of each"
         )
-    _check_integers("input_BT", input_BT, 0, config.vocab_size - 1)
+    is_read = _can_be_read(input_BT)
+    _check_integers("input_BT", input_BT, 0, config.vocab_size - 1, is_read=is_read)
     num_lanes, tgt_len = input_BT.shape
     if age_BT.shape not in (input_BT.shape, (1, tgt_len)):  # one row: the ages of all lanes
         raise ValueError(
             f"age_BT has the shape {list(age_BT.shape)}, input_BT {list(input_BT.shape)}: every "
             "token needs an age, its distance to the start of its document or stream"
         )
-    _check_integers("age_BT", age_BT, 0, None)
+    _check_integers("age_BT", age_BT, 0, None, is_read=is_read)
     if isinstance(memory, Memory):
         shapes = [tuple(layer.shape) for layer in memory.layers]
         expected = (num_lanes, memory.mem_len, config.d_model)
@@ -56,16 +57,25 @@ def check_targets(config: ModelConfig, target_BT: Tensor, input_BT: Tensor) -> N
             f"target_BT has the shape {list(target_BT.shape)}, input_BT {list(input_BT.shape)}: "
             "every token needs a target, which is -1 where nothing is scored"
         )
-    _check_integers("target_BT", target_BT, -1, config.vocab_size - 1)
+    # For a model on a GPU, targets are on the host: nothing is read there either.
+    is_read = _can_be_read(input_BT)
+    _check_integers("target_BT", target_BT, -1, config.vocab_size - 1, is_read=is_read)
 
 
-def _check_integers(name: str, tensor: Tensor, lowest: int, highest: int | None) -> None:
+def _can_be_read(input_BT: Tensor) -> bool:
+    """Whether reading values waits for no GPU. Compilers and a FakeTensor have no values."""
+    has_values = input_BT.numel() and type(input_BT) is Tensor
+    is_on_cpu = input_BT.device.type == "cpu"
+    return bool(has_values and is_on_cpu and not torch.compiler.is_compiling())
+
+
+def _check_integers(
+    name: str, tensor: Tensor, lowest: int, highest: int | None, *, is_read: bool
+) -> None:
     """Raises ValueError for another dtype, and for values outside of [lowest, highest]."""
     if tensor.dtype not in _INTEGERS:
         raise ValueError(f"{name} has the dtype {tensor.dtype}: expected torch.int64 or int32")
-    # A subclass, such as a FakeTensor, may have no values, and neither has a compiler.
-    has_values = tensor.numel() and type(tensor) is Tensor and not torch.compiler.is_compiling()
-    if tensor.device.type != "cpu" or not has_values:
+    if not is_read:
         return
     smallest, largest = (int(value) for value in tensor.aminmax())
     if smallest < lowest or (highest is not None and largest > highest):

@@ -5,13 +5,16 @@ Train a model, load its newest checkpoint and continue a text:
     job = TrainJob(config=load_run_config("configs/quickstart.yaml", ["training.num_steps=100"]))
     find_launcher("processes").train(job, num_ranks=2, on_line=print)
     model, tokenizer = find_model(job.run_path).load_with_tokenizer()
-    prompt = tokenizer.encode("import ").tolist()
+    prompt = prompt_tokens(tokenizer, "import ")
     tokens = generate_tokens(model, prompt, tgt_len=128, sampling=Sampling(), seed=0)
 
-`tokens` is an endless iterator of token ids. `generate_texts` continues many texts in batches, each
-up to its `TextLimits`. Score a split with the settings of training:
+`prompt_tokens` begins the prompt as documents begin in training. `tokens` is an endless iterator of
+token ids. `generate_texts` continues many texts in batches, each up to its `TextLimits`. Defaults
+are those of `txl generate`. Score a split with the settings of training:
 
     result = evaluate(evaluation_job(job.run_path, "data/stdlib", max_tokens=10_000))
+
+Paths can be given as text or as `pathlib.Path`.
 """
 
 import sys
@@ -28,7 +31,11 @@ if TYPE_CHECKING:
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.distributed import evaluate
     from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings, evaluation_job
-    from txl_dist.generation.generate import generate_texts, generate_tokens
+    from txl_dist.generation.generate import (
+        generate_texts,
+        generate_tokens,
+        prompt_tokens,
+    )
     from txl_dist.generation.options import Sampling, TextLimits
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.model.config import ModelConfig
@@ -51,6 +58,7 @@ __all__ = [
     "generate_texts",
     "generate_tokens",
     "load_run_config",
+    "prompt_tokens",
     "relative_effective_context_length",
 ]
 
@@ -71,6 +79,7 @@ _MODULE_OF = {
     "generate_texts": "txl_dist.generation.generate",
     "generate_tokens": "txl_dist.generation.generate",
     "load_run_config": "txl_dist.config.config_file",
+    "prompt_tokens": "txl_dist.generation.generate",
     "relative_effective_context_length": "txl_dist.context.recl",
 }
 

@@ -12,7 +12,7 @@ Order and lanes are in `streams/`; reading through a cache in `cached_frames.py`
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -119,6 +119,15 @@ class SplitReader:
         first = int(index.block_documents[:number].sum())
         stop = first + int(index.block_documents[number])
         return [index.document_id(document) for document in range(first, stop)]
+
+    def documents(self) -> Iterator[tuple[str, int]]:
+        """Id and number of tokens of every document, in order, from one index after another."""
+        for entry in self.entry.shards:
+            index = self._read_index(entry)
+            block_start = np.cumsum(index.block_tokens) - index.block_tokens
+            starts = np.repeat(block_start, index.block_documents) + index.document_starts
+            for number, num_tokens in enumerate(np.diff(starts, append=entry.tokens).tolist()):
+                yield index.document_id(number), num_tokens
 
     def read(self, block: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of `block`, a new 1-D array of `dtype`.

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,21 +33,21 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write `data` to `path` and sync it. Not atomic: use it for files in a staging folder."""
     with path.open("wb") as file:
-        file.write(data)
+        file.writelines([data] if isinstance(data, bytes) else data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write `path` atomically: a reader sees either the old file or the complete new one."""
     publish_file(path, data)
     fsync_directory(path.parent)
 
 
-def publish_file(path: Path, data: bytes) -> None:
+def publish_file(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Like `write_file`, but does not sync the directory after the rename.
 
     For a file whose appearance makes another process sync and rename the directory.

@@ -1,5 +1,6 @@
 """Bytes as tokens: needs no training and is lossless."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -49,6 +50,9 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         raws = [text.encode("utf-8") for text in texts]
         return np.frombuffer(b"".join(raws), np.uint8).astype(np.uint16), lengths_of(raws)
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        return Counter()  # every byte has an id
 
     def decode(self, ids: npt.ArrayLike) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")

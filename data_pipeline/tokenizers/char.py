@@ -1,5 +1,6 @@
 """Characters as tokens. Frequent characters have low ids."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -79,6 +80,10 @@ class CharTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         return self.encode("".join(texts)), lengths_of(texts)
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        is_unknown = self.encode(text) == self._unknown
+        return Counter(text[place] for place in np.flatnonzero(is_unknown).tolist())
 
     def decode(self, ids: npt.ArrayLike) -> str:
         array = checked_ids(ids, self.vocab_size)

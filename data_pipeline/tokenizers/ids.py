@@ -5,6 +5,7 @@ and generated ids are printed like this. With names (`id_names.py`), text is pri
 prompt may have both.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -81,6 +82,9 @@ class IdTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         arrays = [self.encode(text) for text in texts]
         return np.concatenate(arrays), np.array([len(array) for array in arrays], dtype=np.int64)
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        return Counter()  # `encode` refuses them
 
     def decode(self, ids: npt.ArrayLike) -> str:
         array = checked_ids(ids, self.vocab_size)

@@ -1,5 +1,6 @@
 """The interface that shards, evaluation and generation use, and helpers for all tokenizers."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence, Sized
 from typing import Literal, Protocol
 
@@ -45,6 +46,9 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Token ids of all texts, 1-D, and int64 [texts] how many each has; `encode` of each."""
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        """How often each symbol of `text` occurs that `encode` replaces by an unknown token."""
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Text of `ids`, without `end_of_document`. Invalid UTF-8 becomes U+FFFD."""

@@ -7,6 +7,7 @@ tokens.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -165,6 +166,14 @@ class PretrainedTokenizer:
     def library_ids(self, text: str) -> list[int]:
         """The ids that `tokenizers` gives a text."""
         return self._library.encode(text, add_special_tokens=False).ids
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        if self._ranks:
+            return Counter()
+        unknown = _unknown_id(self._description.tokenizer["model"], self._library.get_vocab())
+        encoding = self._library.encode(text, add_special_tokens=False)
+        tokens = zip(encoding.ids, encoding.offsets, strict=True)
+        return Counter(text[start:stop] for id_, (start, stop) in tokens if id_ == unknown)
 
     def decode(self, ids: npt.ArrayLike) -> str:
         if self._ranks:

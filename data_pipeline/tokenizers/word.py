@@ -6,6 +6,7 @@ text are an ordinary word. Words without an id are encoded as `<unk>`, the word 
 datasets use for it. Decoding writes one space between two words: the original whitespace is lost.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -95,6 +96,11 @@ class WordTokenizer:
                 ids.extend(map(self._id_of.__getitem__, symbols))
             ends.append(len(ids))
         return np.array(ids, dtype=token_dtype(self.vocab_size)), np.diff(ends)
+
+    def unknown_symbols(self, text: str) -> Counter[str]:
+        """Words without an id. The word `<unk>`, which prepared datasets contain, has one."""
+        symbols = (symbol for line in symbols_of(text, self.lines) for symbol in line)
+        return Counter(symbol for symbol in symbols if symbol not in self._id_of)
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Joins the words of a line with spaces. With `lines` "both", blank lines are lost."""

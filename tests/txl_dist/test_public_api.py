@@ -1,5 +1,6 @@
 """The public API: which names `txl_dist` exports, and that the example of its docstring runs."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import txl_dist
 from tests.support.training_runs import TINY
 from txl_dist import ModelConfig, TransformerXL
 
+README = Path(__file__).parents[2] / "README.md"
 PUBLIC = {
     "EvaluationJob",
     "EvaluationSettings",
@@ -30,6 +32,7 @@ PUBLIC = {
     "generate_texts",
     "generate_tokens",
     "load_run_config",
+    "prompt_tokens",
     "relative_effective_context_length",
 }
 
@@ -58,11 +61,22 @@ def test_a_model_reads_a_segment_after_another() -> None:
     assert model.logits(hidden_BTD).shape == (2, 4, 11)
 
 
+def docstring_example() -> str:
+    doc = txl_dist.__doc__ or ""
+    return textwrap.dedent("\n".join(line for line in doc.splitlines() if line[:4] == "    "))
+
+
+def test_the_example_of_the_readme_is_that_of_the_docstring() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    imports, *statements = [line.split("  #")[0] for line in example.splitlines() if line]
+    assert statements == docstring_example().splitlines()[: len(statements)]
+    exec(imports, {})
+
+
 def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
     dataset: Path, tmp_path: Path
 ) -> None:
-    doc = txl_dist.__doc__ or ""
-    example = textwrap.dedent("\n".join(line for line in doc.splitlines() if line[:4] == "    "))
+    example = docstring_example()
     assert len(example.splitlines()) == 6
     overrides = [f"data.path={dataset}", f"directory={tmp_path / 'run'}", "evaluation.split=null"]
     for text, replacement in (
@@ -76,12 +90,31 @@ def test_the_example_of_the_docstring_runs_and_its_run_can_be_evaluated(
         example = example.replace(text, replacement)
     names: dict[str, Any] = {name: getattr(txl_dist, name) for name in PUBLIC}
     exec(example, names)
+    end_of_document = names["tokenizer"].end_of_document
+    assert names["prompt"][0] == end_of_document, "a prompt begins as documents in training do"
     new_tokens = list(islice(names["tokens"], 3))
     assert len(new_tokens) == 3
     assert all(0 <= token < names["model"].config.vocab_size for token in new_tokens)
     result = names["result"]
     assert result.sums.num_tokens == 19
     trained = txl_dist.find_model(tmp_path / "run")
+    for kind in (str, Path):
+        run, data = kind(tmp_path / "run"), kind(dataset)
+        assert txl_dist.find_model(run).digest == trained.digest
+        job = txl_dist.evaluation_job(run, data, max_tokens=20)
+        settings, checkpoint = job.settings, kind(job.checkpoint)
+        assert txl_dist.evaluate(job) == result
+        as_given = txl_dist.EvaluationJob(
+            checkpoint=checkpoint, data=data, settings=settings, batch_chunks=8
+        )
+        assert txl_dist.evaluate(as_given).sums == result.sums
+        config = txl_dist.load_run_config(kind(TINY), overrides)
+        assert config.run_path == tmp_path / "run"
+        content = config.model_dump() | {"directory": run}
+        content["data"] |= {"path": data, "cache_path": data}
+        content["evaluation"] |= {"path": data}
+        again = txl_dist.RunConfig.model_validate(content)
+        assert txl_dist.TrainJob(config=again, resume=checkpoint).resume == str(checkpoint)
     assert (result.settings.tgt_len, result.settings.mem_len) == (
         trained.tgt_len,
         trained.config.mem_len,

@@ -68,7 +68,7 @@ def verify_checkpoint(directory: Path, *, kinds: Sequence[str] = ()) -> Checkpoi
 def load_model(
     directory: Path, *, config: ModelConfig | None = None, weights: Weights = "auto"
 ) -> tuple[TransformerXL, Tokenizer, CheckpointManifest]:
-    """The model for evaluation or generation, on the CPU, with its tokenizer.
+    """The model in evaluation mode, on the CPU, with its tokenizer.
 
     `config` may differ from the saved one in fields that affect no weights (mem_len, clamp_len,
     same_length, attention). Verifies the weights first; raises CheckpointError, also if averaged
@@ -90,7 +90,7 @@ def load_model(
                 )
                 parameter.view(-1).copy_(values)
         tokenizer = load_tokenizer(directory / TOKENIZER_NAME)
-    return model, tokenizer, manifest
+    return model.eval(), tokenizer, manifest
 
 
 def chosen_weights(

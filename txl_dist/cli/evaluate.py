@@ -22,6 +22,7 @@ from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 if TYPE_CHECKING:
     from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.evaluation.distributed import PlannedJob
+    from txl_dist.evaluation.evaluate import EvaluationResult
 
 
 class SweepCommand(TyperCommand):
@@ -113,6 +114,15 @@ def evaluate(
             "95 % interval by resampling documents.",
         ),
     ] = False,
+    per_document: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the id, tokens, bytes and nats of each document to this file, one JSON "
+            "object per line.",
+            parser=local_path_parser(COPY_TO_URL),
+        ),
+    ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -141,6 +151,8 @@ def evaluate(
 
     Example: txl eval runs/quickstart data/stdlib --split valid,test --details --out scores
 
+    Example: txl eval runs/quickstart data/stdlib --per-document documents.jsonl
+
     Example: txl eval runs/quickstart data/stdlib --split valid,test --sweep mem_len=0,64,128
     """
     from data_pipeline.storage.atomic_files import require_writable
@@ -157,6 +169,7 @@ def evaluate(
 
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = _swept_values(sweep or [], options)
+    _require_usable(per_document, swept)
 
     def plan(checkpoint: Path, name: str, setting: Mapping[str, int]) -> "PlannedJob":
         from txl_dist.evaluation.distributed import default_scores_directory, plan_job
@@ -174,7 +187,13 @@ def evaluate(
             **{**options, **setting},
         )
         directory = scores or default_scores_directory(job.checkpoint.resolve())
-        return plan_job(job, directory, resume=resume, details=details)
+        return plan_job(
+            job,
+            directory,
+            resume=resume,
+            details=details,
+            per_document=per_document is not None,
+        )
 
     # All are planned first, so that an impossible one is refused before anything starts.
     splits, settings = _names(split), combinations(swept)
@@ -205,6 +224,7 @@ def evaluate(
             else:
                 scored = evaluate_on_workers(planned, pool, progress=progress, note=_note)
                 output = EvaluationOutput.of_jobs(planned, scored, num_workers=workers)
+                _write_documents(per_document, planned, scored)
         _log_to_mlflow(output)
         if staged:
             from txl_dist.reporting.evaluation_files import write_evaluation
@@ -232,6 +252,31 @@ def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> di
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} {options[name]} and --sweep {name}=...: give one of them")
     return values
+
+
+def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -> None:
+    """Refuse a file of --per-document that cannot be written, before minutes of computing."""
+    from data_pipeline.storage.atomic_files import require_writable
+    from txl_dist.errors import ConfigError
+
+    if per_document and swept:
+        raise ConfigError(
+            "--per-document and --sweep: give one of them; score the best setting afterwards"
+        )
+    if per_document:
+        require_writable(per_document.parent)
+
+
+def _write_documents(
+    path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
+) -> None:
+    from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
+    from txl_dist.evaluation.document_scores import document_lines
+
+    if path:
+        with explain_disk_errors("writing the scores of documents", path.parent):
+            write_file(path, document_lines(planned, results))
+        _note(f"wrote {path}")
 
 
 def _names(split: str) -> list[str]:

@@ -12,13 +12,15 @@ import typer
 
 from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption
 from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
+from txl_dist.generation.options import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
     from txl_dist.generation.generate import GeneratedText
-    from txl_dist.generation.options import TextLimits
     from txl_dist.generation.prompt_file import PromptLine
     from txl_dist.model.transformer_xl import TransformerXL
+
+SAMPLING, LIMITS = Sampling(), TextLimits()
 
 
 def generate(
@@ -45,10 +47,10 @@ def generate(
     ] = None,
     batch: Annotated[
         int, typer.Option(min=1, help="With --prompts: number of prompts at a time.")
-    ] = 8,
+    ] = DEFAULT_BATCH_SIZE,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Largest number of tokens to write.")
-    ] = 256,
+    ] = LIMITS.max_tokens,
     stop: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="End before this text. Can be given several times."),
@@ -63,14 +65,14 @@ def generate(
     ] = None,
     temperature: Annotated[
         float, typer.Option(min=0, help="0 always takes the most likely token.")
-    ] = 0.8,
+    ] = SAMPLING.temperature,
     top_k: Annotated[
         int | None, typer.Option(min=1, help="Sample from the k most likely tokens.")
-    ] = None,
+    ] = SAMPLING.top_k,
     top_p: Annotated[
         float | None,
         typer.Option(help="Sample from the most likely tokens whose probabilities add up to p."),
-    ] = None,
+    ] = SAMPLING.top_p,
     seed: Annotated[
         int,
         typer.Option(
@@ -79,6 +81,14 @@ def generate(
             help="The same seed gives the same text. Prompt i of a file: seed + i.",
         ),
     ] = 0,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Refuse prompts and stop strings with symbols that are not in the vocabulary, "
+            "instead of a warning.",
+        ),
+    ] = False,
     precision: PrecisionOption = "fp32",
     as_json: AsJson = False,
 ) -> None:
@@ -112,7 +122,9 @@ def generate(
         model = model.to("cuda" if cuda.is_available() else "cpu")
     stop_tokens = frozenset(_token_of(token, tokenizer) for token in stop_token or ())
     options["limits"] = replace(options["limits"], stop_tokens=stop_tokens)
-    _check_prompts(prompt, prompts, lines, tokenizer)
+    _check_prompts(prompt, prompts, lines, tokenizer, strict=strict)
+    if strict:
+        _check_stop_strings(stop or (), tokenizer)
     options |= {"tgt_len": stored.tgt_len, "seed": seed, "precision": precision}
     texts = generate_texts(
         model, tokenizer, [line.prompt for line in lines] or [prompt], batch_size=batch, **options
@@ -136,7 +148,6 @@ def _options(
 ) -> dict[str, Any]:
     """The sampling and the limits. Raises ConfigError."""
     from txl_dist.errors import ConfigError
-    from txl_dist.generation.options import Sampling, TextLimits
 
     try:
         # Bytes that are not UTF-8 reach Python as lone surrogates.
@@ -172,24 +183,36 @@ def _token_of(token: str, tokenizer: "Tokenizer") -> int:
     return int(ids[0])
 
 
+def _check_stop_strings(strings: "Sequence[str]", tokenizer: "Tokenizer") -> None:
+    """Refuse stop strings with symbols that are not in the vocabulary."""
+    from txl_dist.errors import ConfigError
+    from txl_dist.generation.unknown_symbols import describe_unknown
+
+    for string in strings:
+        if unknown := tokenizer.unknown_symbols(string):
+            raise ConfigError(f"--stop {string!r}: {describe_unknown(unknown)}")
+
+
 def _check_prompts(
     prompt: str,
     prompts: Path | None,
     lines: "Sequence[PromptLine]",
     tokenizer: "Tokenizer",
+    *,
+    strict: bool,
 ) -> None:
-    """Refuse prompts without tokens."""
+    """Refuse prompts without tokens; `strict`: also those with symbols that are unknown."""
     from txl_dist.errors import ConfigError, DataError
-    from txl_dist.generation.generate import prompt_tokens
+    from txl_dist.generation.generate import require_prompt
 
     for line in lines:
         try:
-            prompt_tokens(tokenizer, line.prompt)
+            require_prompt(tokenizer, line.prompt, strict=strict)
         except ValueError as error:
             raise DataError(f"{prompts}, line {line.line}: {error}") from None
     if not lines:
         try:
-            prompt_tokens(tokenizer, prompt)
+            require_prompt(tokenizer, prompt, strict=strict)
         except ValueError as error:
             raise ConfigError(f"--prompt: {error}") from None
 

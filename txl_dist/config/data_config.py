@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from data_pipeline.storage.urls import is_url, shown
-from txl_dist.config.section import Section
+from txl_dist.config.section import PathText, Section
 
 SINGLE_CORPUS_NAME = "data"
 """Name of the corpus when `data.path` is set instead of `data.mixture`."""
@@ -15,7 +15,7 @@ SINGLE_CORPUS_NAME = "data"
 class CorpusConfig(Section):
     """One corpus of a mixture."""
 
-    path: str
+    path: PathText
     """Directory that `txl prepare` wrote."""
     weight: float = Field(gt=0)
     """The corpus provides weight / (sum of all weights) of the tokens read."""
@@ -37,7 +37,7 @@ class DataConfig(Section):
     # `mixture` comes first, because the validator of `path` needs its value.
     mixture: dict[CorpusName, CorpusConfig] | None = Field(default=None, min_length=1)
     """Several corpora with the same tokenizer, e.g. `{web: {path: data/web, weight: 3}, ...}`."""
-    path: str | None = Field(default=None, validate_default=True)
+    path: PathText | None = Field(default=None, validate_default=True)
     """Directory that `txl prepare` wrote, relative to the working directory."""
     train_split: str = "train"
     """Split to train on, of every corpus."""
@@ -52,7 +52,7 @@ class DataConfig(Section):
     in order, cut into one contiguous part per lane, as in the paper's code."""
     prefetch_segments: int = Field(default=16, ge=1)
     """Size of the queue of segments that a reader thread fills."""
-    cache_path: str | None = None
+    cache_path: PathText | None = None
     """Directory on a disk of each node that keeps the frames of shards after the first read, for
     data on a network file system; null: none, except that URLs use TXL_CACHE_DIR."""
     cache_bytes: int = Field(default=10 * 2**30, ge=1)

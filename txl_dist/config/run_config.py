@@ -16,7 +16,7 @@ from txl_dist.config.data_config import DataConfig
 from txl_dist.config.deepspeed_config import DeepSpeedConfig
 from txl_dist.config.divergence_config import DivergenceConfig
 from txl_dist.config.optimizer_config import OptimizerConfig
-from txl_dist.config.section import Section
+from txl_dist.config.section import PathText, Section
 from txl_dist.config.training_config import (
     EvaluationConfig,
     RayConfig,
@@ -31,7 +31,7 @@ Precision = Literal["fp32", "bf16"]
 class RunConfig(Section):
     """All settings of a run. `model.vocab_size: 0` means the vocabulary size of the data."""
 
-    directory: str
+    directory: PathText
     """The run directory: config, metrics, logs and checkpoints."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Determines the initial weights, the order of the data and the dropout masks."""

@@ -1,10 +1,18 @@
 """Section: the base of every section of the config."""
 
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from data_pipeline.storage.strict_model import StrictModel
 from txl_dist.config.redaction import redact_field
+
+PathText = Annotated[
+    str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)
+]
+"""Text, because a config is YAML. In Python a pathlib.Path can be given."""
 
 
 class Section(StrictModel):

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from txl_dist.config.redaction import redact
-from txl_dist.config.section import Section
+from txl_dist.config.section import PathText, Section
 
 
 class SettingsChange(Section):
@@ -137,7 +137,7 @@ class EvaluationConfig(Section):
     Ray actor scores a checkpoint of the step, and training continues. The scores are the same."""
     split: str | None = "auto"
     """`auto`: the split `valid` if the data has it. null: no evaluation."""
-    path: str | None = None
+    path: PathText | None = None
     """Dataset of the split; null: the first corpus of `data` that has the split."""
     interval_steps: int = Field(default=500, ge=1)
     """Steps between two evaluations; the last step always has one."""

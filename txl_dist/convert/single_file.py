@@ -127,7 +127,7 @@ def describe_exported(directory: Path) -> Description:
 def load_exported(
     directory: Path, *, config: ModelConfig | None = None
 ) -> tuple[TransformerXL, Tokenizer | None]:
-    """The model, on the CPU in fp32, and its tokenizer if there is one.
+    """The model in evaluation mode, on the CPU in fp32, and its tokenizer if there is one.
 
     `config` may differ from the exported one in fields without weights (mem_len, clamp_len,
     same_length, attention). Raises CheckpointError naming the damaged file, ConfigError for an

@@ -7,6 +7,7 @@ their options against the description before the weights are loaded.
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.storage.remote_path import DatasetPath
@@ -22,7 +23,7 @@ from txl_dist.checkpoint.manifest import (
 )
 from txl_dist.checkpoint.reader import Weights, chosen_weights, load_model
 from txl_dist.convert.single_file import CONFIG_NAME, describe_exported, load_exported
-from txl_dist.errors import CheckpointError, DataError
+from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -45,8 +46,8 @@ class StoredModel:
     weights: Weights = "last"
     """Which weights of a checkpoint: the average over steps, or those of the last step."""
     load: Load
-    """Returns the model on the CPU and its tokenizer. The config may differ from the stored one in
-    fields without weights. Raises CheckpointError for damaged files."""
+    """Returns the model on the CPU, in evaluation mode, and its tokenizer. The config may differ
+    from the stored one in fields without weights. Raises CheckpointError for damaged files."""
 
     def check_data(self, manifest: ShardManifest, directory: DatasetPath) -> None:
         """Raises DataError if the dataset was prepared with another tokenizer.
@@ -81,12 +82,15 @@ class StoredModel:
         return model, tokenizer
 
 
-def find_model(path: Path, *, weights: Weights = "auto") -> StoredModel:
+def find_model(path: str | Path, *, weights: Weights = "auto") -> StoredModel:
     """The model of a checkpoint, of a run (its newest checkpoint) or of an exported directory.
 
     `weights` chooses between those of a checkpoint; an exported directory has one set. Raises
     CheckpointError if `path` is not one of them, or is damaged, or has no averaged weights.
     """
+    path = Path(path)
+    if weights not in get_args(Weights):
+        raise ConfigError(f"weights={weights!r}: expected one of {', '.join(get_args(Weights))}")
     # A directory with a manifest is a checkpoint, whatever else is in it.
     if (path / CONFIG_NAME).is_file() and not (path / MANIFEST_NAME).is_file():
         if weights == "averaged":

@@ -66,9 +66,12 @@ def empty_model(config: ModelConfig, *, origin: str, num_tensors: int) -> Transf
 
 
 def assign_weights(model: TransformerXL, weights: Mapping[str, Tensor]) -> TransformerXL:
-    """Make `weights` the parameters of a model on the meta device, without a copy."""
+    """Make `weights` the parameters of a model on the meta device, without a copy.
+
+    The model is in evaluation mode, as other libraries return models that they load.
+    """
     model.load_state_dict(weights, assign=True)
-    return model
+    return model.eval()
 
 
 def check_tensors(

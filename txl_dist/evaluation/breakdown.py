@@ -62,6 +62,14 @@ class DocumentSums:
     tokens_D: NDArray[np.int64]
     bytes_D: NDArray[np.int64]
 
+    @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        return self.start_D, self.nats_D, self.tokens_D, self.bytes_D
+
+    def rows(self) -> list[tuple[int, float, int, int]]:
+        """Start, nats, tokens and bytes of each document."""
+        return list(zip(*(column.tolist() for column in self.columns), strict=True))
+
     @classmethod
     def total(cls, parts: Sequence["DocumentSums"]) -> Self:
         """Add the parts of documents that are in several of `parts`, in the order of `parts`."""
@@ -82,8 +90,8 @@ class LossBreakdown:
     """The sums of some chunks."""
 
     tables: Mapping[str, LossTable]
-    """By name in TABLES. Buckets of `segment_position`: one per position; of the others: by
-    `log_bucket` of the position or of the number of occurrences."""
+    """By name in TABLES; none if only the documents are wanted. Buckets of `segment_position`: one
+    per position; of the others: by `log_bucket` of the position or of the number of occurrences."""
     documents: DocumentSums
 
     @classmethod
@@ -96,14 +104,12 @@ class LossBreakdown:
 
     def to_json(self) -> dict[str, Any]:
         """Every digit of the sums, for `from_json`."""
-        documents = self.documents
-        columns = documents.start_D, documents.nats_D, documents.tokens_D, documents.bytes_D
         return {
             "tables": {
                 name: [table.nats_K.tolist(), table.tokens_K.tolist()]
                 for name, table in self.tables.items()
             },
-            "documents": [column.tolist() for column in columns],
+            "documents": [column.tolist() for column in self.documents.columns],
         }
 
     @classmethod
@@ -111,7 +117,7 @@ class LossBreakdown:
         """Raises KeyError, TypeError or ValueError for content that `to_json` does not write."""
         tables = {
             name: LossTable(np.array(nats, np.float64), np.array(tokens, np.int64))
-            for name, (nats, tokens) in ((name, content["tables"][name]) for name in TABLES)
+            for name, (nats, tokens) in content["tables"].items()
         }
         start, nats, tokens, num_bytes = content["documents"]
         documents = DocumentSums(
@@ -127,8 +133,9 @@ class BreakdownCounter:
     """Adds the segments of one batch of chunks."""
 
     def __init__(
-        self, *, tgt_len: int, frequency_bucket_V: NDArray[np.uint8], byte_counts_V: Tensor
+        self, *, tgt_len: int, frequency_bucket_V: NDArray[np.uint8] | None, byte_counts_V: Tensor
     ) -> None:
+        """`frequency_bucket_V`: None leaves out all tables."""
         self._frequency_bucket_V, self._bytes_V = frequency_bucket_V, byte_counts_V.numpy()
         self._num_buckets = (NUM_LOG_BUCKETS, tgt_len, NUM_LOG_BUCKETS)
         self._parts: list[LossBreakdown] = []
@@ -143,11 +150,13 @@ class BreakdownCounter:
         index = tuple(axis.numpy() for axis in (target_BT >= 0).nonzero(as_tuple=True))
         columns = nats_BT.detach().double(), target_BT, position_BT, document_age_BT
         nats_N, target_N, position_N, age_N = (column.numpy()[index] for column in columns)
-        buckets = (log_bucket(age_N), index[1], self._frequency_bucket_V[target_N])
-        tables = {
-            name: LossTable.of(bucket_N, nats_N, size)
-            for name, bucket_N, size in zip(TABLES, buckets, self._num_buckets, strict=True)
-        }
+        tables = {}
+        if self._frequency_bucket_V is not None:
+            buckets = (log_bucket(age_N), index[1], self._frequency_bucket_V[target_N])
+            tables = {
+                name: LossTable.of(bucket_N, nats_N, size)
+                for name, bucket_N, size in zip(TABLES, buckets, self._num_buckets, strict=True)
+            }
         targets = DocumentSums(
             position_N - age_N, nats_N, np.ones_like(target_N), self._bytes_V[target_N]
         )

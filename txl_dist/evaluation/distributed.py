@@ -55,6 +55,8 @@ class PlannedJob:
     """The job as it was given, whose paths may be relative."""
     counted_split: str | None
     """The split whose token frequencies are used for the details; None: without details."""
+    per_document: bool = False
+    """Whether the finished batches have the sums of their documents, which details have too."""
 
     def batches(self) -> Iterator[range]:
         """The numbers of the chunks of every batch."""
@@ -67,13 +69,13 @@ class PlannedJob:
         """The sums of all batches, added in the order of the chunks."""
         numbers_of = list(self.batches())
         batches = [(numbers_of[number], scores) for number, scores in self.finished.batches.items()]
-        parts = [
-            scores.breakdown
-            for _, scores in sorted(batches, key=lambda batch: batch[0][0])
-            if scores.breakdown is not None
-        ]
         details = None
         if self.counted_split is not None:
+            parts = [
+                scores.breakdown
+                for _, scores in sorted(batches, key=lambda batch: batch[0][0])
+                if scores.breakdown is not None
+            ]
             details = ScoreDetails(LossBreakdown.total(parts), self.counted_split)
         sums_of = {
             chunk_number: sums
@@ -138,13 +140,15 @@ def plan_job(
     *,
     resume: bool = False,
     details: bool = False,
+    per_document: bool = False,
     allow_short_split: bool = False,
 ) -> PlannedJob:
     """Check that model and data fit, and cut the split into chunks.
 
     `directory`: where the sums of finished batches are kept; None: nowhere. `resume`: use those
-    that are there. `details`: also sum the loss by position, token frequency and document. A split
-    shorter than a segment is refused without `allow_short_split`.
+    that are there. `details`: also sum the loss by position, token frequency and document.
+    `per_document`: only by document (document_scores.py). A split shorter than a segment is refused
+    without `allow_short_split`.
     """
     given = job
     # Workers may have another working directory.
@@ -170,6 +174,8 @@ def plan_job(
     }
     if counted is not None:
         description["details"] = {"token_frequency_counted_on": counted}
+    elif per_document:
+        description["per_document"] = True
     # Without the path, which may be another one after a move.
     key = sha256_of({name: item for name, item in description.items() if name != "checkpoint"})
     if directory is None and resume:
@@ -181,7 +187,7 @@ def plan_job(
     finished = FinishedScores(path, key=key, description=description, resume=resume)
     text = scored_text(source, max_tokens=job.settings.max_tokens)
     data = Subject(job.data.name, manifest.digest)
-    return PlannedJob(job, chunks, finished, text, data, given, counted)
+    return PlannedJob(job, chunks, finished, text, data, given, counted, per_document)
 
 
 def _require_a_segment(source: SplitReader, job: EvaluationJob) -> None:
@@ -230,6 +236,7 @@ def _tasks(planned: Sequence[PlannedJob], buckets: _FrequencyBuckets) -> Iterato
                     chunk_numbers=numbers,
                     chunks=tuple(each.chunks[number] for number in numbers),
                     frequency_bucket_V=buckets.of(each),
+                    per_document=each.per_document,
                 )
 
 

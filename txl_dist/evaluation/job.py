@@ -6,6 +6,7 @@ scores it. A job contains paths and settings only, so it can be sent to a worker
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -40,6 +41,16 @@ class EvaluationSettings:
     max_tokens: int | None = None
     """Use only this many tokens from the start of the split."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError. What depends on the model is checked with it (`model_config`)."""
+        for name, minimum in (("tgt_len", 1), ("mem_len", 0), ("clamp_len", 1), ("max_tokens", 2)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < minimum):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}")
+        for name, literal in (("mode", Mode), ("reset", Reset), ("precision", Precision)):
+            if (value := getattr(self, name)) not in get_args(literal):
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(get_args(literal))}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationJob:
@@ -58,6 +69,13 @@ class EvaluationJob:
     """Threads of torch on the CPU of a worker."""
     digest: str = ""
     """Digest of the model, set by `plan_job`. Later the path may hold another model."""
+
+    def __post_init__(self) -> None:
+        """`checkpoint` and `data` can also be given as text. Raises ValueError."""
+        object.__setattr__(self, "checkpoint", Path(self.checkpoint))
+        object.__setattr__(self, "data", dataset_path(self.data))
+        if self.batch_chunks < 1:
+            raise ValueError(f"batch={self.batch_chunks} must be at least 1")
 
     def model_config(self, trained: ModelConfig) -> ModelConfig:
         """The trained architecture with the memory options of this evaluation.
@@ -120,7 +138,7 @@ def _require_finite(model: TransformerXL, checkpoint: Path) -> None:
 
 
 def evaluation_job(
-    checkpoint: Path,
+    checkpoint: str | Path,
     data: str | DatasetPath,
     *,
     split: str = "valid",
@@ -142,27 +160,27 @@ def evaluation_job(
     stored = find_model(checkpoint, weights=weights)
     trained = stored.config
     new_mem_len = trained.mem_len if mem_len is None else mem_len
-    settings = EvaluationSettings(
-        split=split,
-        mode=mode,
-        tgt_len=tgt_len or stored.tgt_len,
-        mem_len=new_mem_len,
-        # In a config, no clamping is null, which is here the setting of training.
-        clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
-        # mem_len 0 on a model trained with same_length: the option needs a memory.
-        same_length=same_length or (trained.same_length and new_mem_len > 0),
-        reset=stored.reset,
-        precision=precision,
-        max_tokens=max_tokens,
-    )
-    job = EvaluationJob(
-        checkpoint=stored.path,
-        data=dataset_path(data),
-        settings=settings,
-        batch_chunks=batch,
-        weights=stored.weights,
-    )
     try:  # Here, and not on the workers, so that wrong options start nothing.
+        settings = EvaluationSettings(
+            split=split,
+            mode=mode,
+            tgt_len=stored.tgt_len if tgt_len is None else tgt_len,
+            mem_len=new_mem_len,
+            # In a config, no clamping is null, which is here the setting of training.
+            clamp_len=trained.clamp_len if clamp_len is None else (clamp_len or None),
+            # mem_len 0 on a model trained with same_length: the option needs a memory.
+            same_length=same_length or (trained.same_length and new_mem_len != 0),
+            reset=stored.reset,
+            precision=precision,
+            max_tokens=max_tokens,
+        )
+        job = EvaluationJob(
+            checkpoint=stored.path,
+            data=dataset_path(data),
+            settings=settings,
+            batch_chunks=batch,
+            weights=stored.weights,
+        )
         job.model_config(trained)
     except ValueError as error:
         raise ConfigError(f"{stored.path}: {error}") from None

@@ -29,6 +29,8 @@ class ScoringTask:
     chunks: tuple[EvaluationChunk, ...]
     frequency_bucket_V: NDArray[np.uint8] | None = None
     """Bucket of the frequency of each token id; None: without details."""
+    per_document: bool = False
+    """Whether the sums of documents are wanted, without the other details."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +51,7 @@ def score_batch(task: ScoringTask) -> BatchScores:
     Raises NonFiniteScoreError if the score of a chunk is not finite.
     """
     scorer, counter = open_job.scorer(task.job), None
-    if task.frequency_bucket_V is not None:
+    if task.per_document or task.frequency_bucket_V is not None:
         counter = BreakdownCounter(
             tgt_len=scorer.tgt_len,
             frequency_bucket_V=task.frequency_bucket_V,

@@ -45,10 +45,9 @@ class BatchDecoder:
         sampling: Sampling,
         precision: Precision = "fp32",
     ) -> None:
-        if not all(prompts):
-            raise ValueError(
-                "the prompt needs at least one token, for example the end of a document"
-            )
+        if tgt_len < 1:
+            raise ValueError(f"tgt_len={tgt_len} must be at least 1")
+        token_lists = [_checked_ids(prompt, model.config.vocab_size) for prompt in prompts]
         self._model, self._tgt_len = model, tgt_len
         self._sampling, self._precision = sampling, precision
         self._device = next(model.parameters()).device
@@ -57,7 +56,7 @@ class BatchDecoder:
         self._min_tokens = 0 if model.config.encoding.allows_memory else tgt_len
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._pending = [
-            list(prompt if self._has_memory else prompt[-tgt_len:]) for prompt in prompts
+            tokens if self._has_memory else tokens[-tgt_len:] for tokens in token_lists
         ]
         """Tokens of each lane that the model has not read."""
         self._num_read = [0] * len(prompts)
@@ -132,3 +131,20 @@ class BatchDecoder:
         """Logits [B, V] of the next tokens, on the CPU."""
         with torch.inference_mode(), autocast(self._precision, self._device):
             return self._model.logits(hidden_BD).cpu()
+
+
+def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """Raises ValueError for text, for no tokens, and for an id outside the vocabulary."""
+    if isinstance(prompt, str):
+        raise ValueError(
+            f"prompt {prompt[:40]!r} is text; give its token ids: prompt_tokens(tokenizer, prompt)"
+        )
+    tokens = [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError("the prompt needs at least one token, for example the end of a document")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise ValueError(
+            f"the prompt has ids from {min(tokens)} to {max(tokens)}: expected 0 to "
+            f"{vocab_size - 1}"
+        )
+    return tokens

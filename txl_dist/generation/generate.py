@@ -3,21 +3,29 @@
 for text in generate_texts(model, tokenizer, ["Once", "def f("], tgt_len=128,
                            sampling=Sampling(), limits=TextLimits(max_tokens=50), seed=0):
     print(text.text)
+
+Prompts begin documents, as `prompt_tokens` encodes them. A warning names the symbols of prompts and
+stop strings that the vocabulary does not have.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from data_pipeline.readers.token_ids import IdRules, text_of_value
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config.run_config import Precision
 from txl_dist.generation.batch_decoder import BatchDecoder
-from txl_dist.generation.options import Sampling, TextLimits
+from txl_dist.generation.options import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 from txl_dist.generation.text import StopStrings, TextDecoder
+from txl_dist.generation.unknown_symbols import (
+    describe_unknown,
+    unknown_in_prompt,
+    warn_of_prompt,
+    warn_of_stop_string,
+)
 from txl_dist.model.transformer_xl import TransformerXL
-
-DEFAULT_BATCH_SIZE = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +38,10 @@ class GeneratedText:
     num_tokens: int
     """The number of `ids`."""
     finish_reason: Literal["end_of_document", "stop", "length"]
+    unknown_symbols: Mapping[str, int] = field(default_factory=dict)
+    """How often each symbol of the prompt occurs that the vocabulary does not have."""
+    unknown_stop_symbols: Mapping[str, int] = field(default_factory=dict)
+    """The same of the stop strings."""
 
 
 def generate_tokens(
@@ -77,10 +89,17 @@ def generate_texts(
     same way with that seed. Raises ValueError, before anything is generated, for a prompt without
     tokens.
     """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts={prompts[:40]!r} is one text; give a list of texts")
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1")
     tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
+    for string in limits.stop:
+        warn_of_stop_string(tokenizer, string)
+    unknown_stop = dict(sum(map(tokenizer.unknown_symbols, limits.stop), Counter[str]()))
     for first in range(0, len(tokens), batch_size):
         batch = tokens[first : first + batch_size]
-        yield from generate_batch(
+        texts = generate_batch(
             model,
             tokenizer,
             batch,
@@ -90,6 +109,9 @@ def generate_texts(
             limits=limits,
             precision=precision,
         )
+        for prompt, text in zip(prompts[first:], texts, strict=False):
+            unknown = dict(unknown_in_prompt(tokenizer, prompt))
+            yield replace(text, unknown_symbols=unknown, unknown_stop_symbols=unknown_stop)
 
 
 def generate_batch(
@@ -122,8 +144,18 @@ def generate_batch(
 def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
     """Token ids of a prompt, which begins a document. Raises ValueError if there are none.
 
-    The end-of-document id may be at both ends of a prompt of ids, and is dropped there.
+    A warning names the symbols that the vocabulary does not have. The end-of-document id may be at
+    both ends of a prompt of ids, and is dropped there.
     """
+    tokens = require_prompt(tokenizer, prompt)
+    warn_of_prompt(tokenizer, prompt)
+    return tokens
+
+
+def require_prompt(
+    tokenizer: Tokenizer, prompt: str | Sequence[int], *, strict: bool = False
+) -> list[int]:
+    """As `prompt_tokens`, without a warning; `strict`: raises ValueError for unknown symbols."""
     # Training texts of some tokenizers start each document with the end-of-document id.
     start_of_document = [tokenizer.end_of_document] if tokenizer.opens_documents else []
     if isinstance(prompt, str):
@@ -137,6 +169,8 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int
             f"the prompt {prompt!r} has no tokens, and the tokenizer of this model has no token "
             "that starts a document; give some text"
         )
+    if strict and (unknown := unknown_in_prompt(tokenizer, prompt)):
+        raise ValueError(f"{describe_unknown(unknown)}. Without strict it is a warning")
     return tokens
 
 

@@ -2,8 +2,12 @@
 
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from data_pipeline.tokenizers import Tokenizer
+from txl_dist.generation.unknown_symbols import warn_of_stop_string
+
+if TYPE_CHECKING:
+    from data_pipeline.tokenizers import Tokenizer
 
 
 class TextDecoder:
@@ -13,7 +17,7 @@ class TextDecoder:
     the space between two words does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, after: int | None = None) -> None:
+    def __init__(self, tokenizer: "Tokenizer", *, after: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._previous = tokenizer.end_of_document if after is None else after
         # An incomplete character stays in the decoder until its last byte has come.
@@ -70,12 +74,14 @@ class StopStrings:
 
 def stream_text(
     tokens: Iterable[int],
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer",
     *,
     after: int | None = None,
     stop: Sequence[str] = (),
 ) -> Iterator[str]:
     """The text of `tokens` as it grows, up to the first stop string. See `TextDecoder`."""
+    for string in stop:
+        warn_of_stop_string(tokenizer, string)
     decoder, stop_strings = TextDecoder(tokenizer, after=after), StopStrings(stop)
     for token in tokens:
         if text := stop_strings.add(decoder.add(token)):

@@ -5,6 +5,8 @@
 One harness process makes all requests, and our workers score them (docs/decisions/0035).
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.generation.options import Sampling, TextLimits
+from txl_dist.generation.unknown_symbols import describe_unknown
 from txl_dist.harness.arguments import (
     Mode,
     at_least,
@@ -48,6 +51,8 @@ except ModuleNotFoundError as error:
         "pip install 'txl-dist[lm-eval]'"
     ) from None
 
+log = logging.getLogger(__name__)
+
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 
@@ -68,6 +73,7 @@ class TransformerXLModel(TemplateLM):
     `add_bos_token`: begin every text with the end-of-document token; default: as in training.
     `prefix`: text before a text that has no context, for models trained without that token.
     `seed`: request i of `generate_until` draws with `seed` + i. `max_gen_toks`: default of tasks.
+    `strict`: refuse requests with symbols that the vocabulary does not have; default: a warning.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class TransformerXLModel(TemplateLM):
         prefix: str = "\n",
         seed: int = 0,
         max_gen_toks: int = 256,
+        strict: bool = False,
     ) -> None:
         super().__init__()
         require_one_process()
@@ -118,6 +125,7 @@ class TransformerXLModel(TemplateLM):
         end_of_document = self._tokenizer.end_of_document
         self._prefix_token = end_of_document if is_marked else self._token_of_prefix(prefix)
         self._seed, self._max_gen_toks = seed, max_gen_toks
+        self._strict, self._num_unknown = strict, 0
 
     # --- what the harness calls ---------------------------------------------------------------
 
@@ -125,6 +133,7 @@ class TransformerXLModel(TemplateLM):
         self, requests: "list[Instance]", disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether greedy decoding gives it."""
+        self._check_symbols(requests, ["".join(request.args) for request in requests])
         pairs = [self._pair(request) for request in requests]
         scores = self._run(score_unit, pairs, "loglikelihood", disable_tqdm)
         results = [(score.log_likelihood, score.is_greedy) for score in scores]
@@ -135,6 +144,7 @@ class TransformerXLModel(TemplateLM):
         self, requests: "list[Instance]", disable_tqdm: bool = False
     ) -> list[float]:
         """The log-likelihood of each document, whose first token follows the prefix token."""
+        self._check_symbols(requests, [request.args[0] for request in requests])
         documents = [self._windows(request.args[0]) for request in requests]
         windows = [window for document in documents for window in document]
         scores = iter(self._run(score_unit, windows, "loglikelihood_rolling", disable_tqdm))
@@ -145,6 +155,8 @@ class TransformerXLModel(TemplateLM):
     def generate_until(self, requests: "list[Instance]", disable_tqdm: bool = False) -> list[str]:
         """The continuation of each context, before its first stop string."""
         prompts = [self._prompt(request, self._seed + i) for i, request in enumerate(requests)]
+        contexts = [request.args[0] for request in requests]
+        self._check_symbols(requests, contexts, [prompt.limits.stop for prompt in prompts])
         results = self._run(generate_unit, prompts, "generate_until", disable_tqdm)
         self._cache("generate_until", requests, results)
         return results
@@ -180,6 +192,7 @@ class TransformerXLModel(TemplateLM):
             "precision": self._source.precision,
             "add_bos_token": self._add_bos,
             "prefix_token_id": self._prefix_token,
+            "unknown_symbols": self._num_unknown,
         }
 
     # --- texts to requests --------------------------------------------------------------------
@@ -291,6 +304,36 @@ class TransformerXLModel(TemplateLM):
                 f"max_length={self.max_length}: without memory the model sees tgt_len="
                 f"{self.tgt_len} tokens; give max_length={self.tgt_len} or less"
             )
+
+    def _check_symbols(
+        self,
+        requests: "list[Instance]",
+        texts: Sequence[str],
+        stops: Sequence[tuple[str, ...]] | None = None,
+    ) -> None:
+        """Warn of symbols that are not in the vocabulary: how many of which. `strict`: DataError.
+
+        `stops`: stop strings of each request.
+        """
+        total: Counter[str] = Counter()
+        num_affected = 0
+        for request, text, stop in zip(requests, texts, stops or [()] * len(texts), strict=True):
+            unknown: Counter[str] = sum(
+                map(self._tokenizer.unknown_symbols, (text, *stop)), Counter()
+            )
+            if unknown and self._strict:
+                raise DataError(f"{_name(request)}: {describe_unknown(unknown)} (strict=True)")
+            num_affected += bool(unknown)
+            total += unknown
+        if total:
+            log.warning(
+                "%s: %s, in %d of %d requests; the model reads the unknown token instead",
+                requests[0].request_type,
+                describe_unknown(total),
+                num_affected,
+                len(requests),
+            )
+        self._num_unknown += total.total()
 
     def _token_of_prefix(self, prefix: str) -> int:
         ids = self._tokenizer.encode(prefix)

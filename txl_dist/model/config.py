@@ -5,9 +5,12 @@ a run's config can be loaded and checked without it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from inspect import formatannotation
 from itertools import pairwise
-from typing import ClassVar
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, ClassVar, get_args, get_origin
 
 from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS, EncodingFacts
 
@@ -64,6 +67,7 @@ class ModelConfig:
     """Standard deviation of the initial projections of embedding and softmax."""
 
     def __post_init__(self) -> None:
+        _require_types(self)
         _require_known("distance_encoding", self.distance_encoding, DISTANCE_ENCODINGS)
         _require_known("attention", self.attention, ("auto", *ATTENTION_FORMS))
         for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"):
@@ -188,6 +192,27 @@ class ModelConfig:
     def has_projection(self) -> bool:
         """Whether there are projections between embedding tables and `d_model`."""
         return self.div_val > 1 or self.embedding_width != self.d_model
+
+
+def _require_types(config: ModelConfig) -> None:
+    """Raises ValueError for a value of another type, such as a number in quotes."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if not _has_type(value, field.type):
+            expected = formatannotation(field.type)
+            raise ValueError(f"{field.name}={value!r} has the wrong type: expected {expected}")
+
+
+def _has_type(value: object, annotation: Any) -> bool:
+    if get_origin(annotation) is UnionType:
+        return any(_has_type(value, each) for each in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        (each, _) = get_args(annotation)
+        return isinstance(value, tuple) and all(_has_type(entry, each) for entry in value)
+    if annotation in (int, float):  # numbers of numpy too; a bool would be 0 or 1
+        number = Integral if annotation is int else Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    return isinstance(value, annotation)
 
 
 def _require_known(option: str, name: str, known: Iterable[str]) -> None:

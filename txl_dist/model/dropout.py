@@ -1,7 +1,9 @@
 """Dropout with masks from the caller, so that they can be the same for any number of ranks.
 
-The caller passes `DropoutMasks` for training (`training/lane_dropout.py`) and None for evaluation.
-The model has no random state and no train/eval mode. See docs/decisions/0004-no-random-state.md.
+`txl train` passes `DropoutMasks` (`training/lane_dropout.py`), which apply in either mode of the
+model. If a caller passes none, the model does as any nn.Module: in training mode it draws masks
+that depend on torch's default generator (`device_dropout.py`), in evaluation mode nothing is
+dropped. The model has no random state. See docs/decisions/0004-no-random-state.md.
 """
 
 from typing import Literal, NamedTuple, Protocol

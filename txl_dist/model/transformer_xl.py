@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.model.attention import AttentionWeightsCallback, SegmentContext, choose_form
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.device_dropout import DeviceDropoutMasks
 from txl_dist.model.dropout import Dropout, DropoutMasks
 from txl_dist.model.embedding import AdaptiveEmbedding
 from txl_dist.model.encodings import encoding_class
@@ -25,6 +26,7 @@ from txl_dist.model.initialisation import initialise
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.layers import Layer
 from txl_dist.model.memory import Memory, read_as
+from txl_dist.model.segment_checks import check_segment, check_targets
 from txl_dist.model.visibility import Visibility
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
@@ -35,6 +37,9 @@ class TransformerXL(nn.Module):
 
     `memory` may also be a KVCache, if weights are constant and gradients are disabled. `forward`
     changes a KVCache in place and returns the same one; a Memory is not changed.
+
+    Dropout: `dropout_masks`, or if they are None and the model is in training mode, new masks that
+    follow `torch.manual_seed`. A segment with a KVCache has no dropout then, as it is not trained.
 
     `recompute_layers`: backward computes the activations inside each layer again, so forward stores
     only the layers' inputs (activation checkpointing). Results are the same bit for bit.
@@ -72,7 +77,12 @@ class TransformerXL(nn.Module):
         memory: Memory | KVCache,
         dropout_masks: DropoutMasks | None = None,
     ) -> tuple[Tensor, Memory | KVCache]:
-        """Score a segment. Where `target_BT` is IGNORED (-1), the nats are 0."""
+        """Score a segment. Where `target_BT` is IGNORED (-1), the nats are 0.
+
+        Raises ValueError for shapes that do not fit each other, and on CPUs for ids outside the
+        vocabulary and negative ages.
+        """
+        check_targets(self.config, target_BT, input_BT)
         hidden_BTD, memory = self.hidden(input_BT, age_BT, memory, dropout_masks)
         return self.softmax(hidden_BTD, target_BT, self.table), memory
 
@@ -85,6 +95,10 @@ class TransformerXL(nn.Module):
         on_attention_weights: AttentionWeightsCallback | None = None,
     ) -> tuple[Tensor, Memory | KVCache]:
         """The last layer's output [B, T, D], and the memory for the next segment."""
+        check_segment(self.config, input_BT, age_BT, memory)
+        is_trained = self.training and isinstance(memory, Memory)
+        if is_trained and dropout_masks is None and max(self.config.dropout, self.config.dropatt):
+            dropout_masks = DeviceDropoutMasks.random()
         x_BTD = self.table(input_BT)
         # Only absolute positions change the input; other encodings act on the scores.
         x_BTD = self.encoding.add_to_input(self.config, x_BTD)

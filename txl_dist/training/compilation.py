@@ -19,12 +19,12 @@ from torch import nn
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_form
+from txl_dist.model.device_dropout import DeviceDropoutMasks
 from txl_dist.model.dropout import Dropout, DropoutMasks
 from txl_dist.model.layers import Layer
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 from txl_dist.runtime.world import World
-from txl_dist.training.device_dropout import DeviceDropoutMasks
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 
 VECTOR_BYTES = 16
@@ -81,7 +81,7 @@ def _run_once(
     memory = model.empty_memory(len(lanes))
     masks: DropoutMasks = LaneDropoutMasks(seed=config.seed, step=0, lanes=lanes)
     if config.training.dropout_rng == "device":
-        masks = DeviceDropoutMasks(seed=config.seed, step=0, rank=0, micro_batch=0)
+        masks = DeviceDropoutMasks(seed=config.seed)
     with _at_any_address(list(model.parameters())):
         with autocast(config.precision, device):
             nats_BT, _ = model(token_BT, token_BT, age_BT, memory, masks)

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from txl_dist.config.run_config import RunConfig
+from txl_dist.config.section import PathText
 from txl_dist.errors import ConfigError
 
 
@@ -16,7 +17,7 @@ class TrainJob(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config: RunConfig
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: resume from the newest intact checkpoint of the run directory, if there is one.
     never: refuse a directory that has checkpoints. Otherwise the path of a checkpoint; the same job
     then continues from its own checkpoints."""

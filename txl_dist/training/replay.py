@@ -38,6 +38,8 @@ def replay(step: TrainStep, stream: SegmentStream, num_segments: int, *, config:
     fault_point("replay")
     segments = stream.segments_before(num_segments)
     with step.engine.whole_model() as model, torch.no_grad():
+        model.eval()  # or it would draw dropout masks
         for segment in segments:
             with autocast(config.precision, world.device):
                 step.replay(segment, model)
+        model.train()

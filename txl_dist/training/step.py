@@ -26,6 +26,7 @@ from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.model.device_dropout import DeviceDropoutMasks
 from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.host_copies import to_device
 from txl_dist.model.memory import Memory
@@ -33,7 +34,6 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
-from txl_dist.training.device_dropout import DeviceDropoutMasks
 from txl_dist.training.device_segments import DeviceSegment
 from txl_dist.training.engine import Decision, Engine
 from txl_dist.training.lane_dropout import LaneDropoutMasks

@@ -97,6 +97,8 @@ def test_an_evaluation_by_two_workers_is_that_of_one_process(
         ("--sweep", "mem_len=many"),
         ("--sweep", "mem_len=0,4", "--same-length"),
         ("--sweep", "mem_len=4", "--mem-len", 4),
+        ("--sweep", "mem_len=4", "--per-document", "documents.jsonl"),
+        ("--per-document", "no such folder/documents.jsonl"),
     ],
 )
 def test_impossible_evaluations_are_usage_errors(
@@ -138,6 +140,24 @@ def test_details_are_written_and_agree_with_the_score(
     low, high = details["interval"]["nats_per_token"]
     assert low < result["nats_per_token"] < high
     assert details["token_frequency_counted_on"] == "train"
+
+
+def test_the_documents_of_several_splits_are_in_one_file(
+    dataset: Path, run: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("of an earlier evaluation")
+    results = score(
+        "eval", run, dataset, "--split", "valid,train", "--tgt-len", 64, "--per-document", path
+    )
+    documents = [json.loads(line) for line in path.read_text().splitlines()]
+    for result in results:
+        own = [each for each in documents if each["split"] == result["split"]]
+        assert sum(each["tokens"] for each in own) == result["tokens_scored"]
+        assert sum(each["bytes"] for each in own) == result["bytes_scored"]
+        assert sum(each["nats"] for each in own) == pytest.approx(result["nats"], rel=1e-12)
+        assert {each["checkpoint"] for each in own} == {result["checkpoint"]}
+    assert len({each["id"] for each in documents}) == len(documents)
 
 
 def test_a_sweep_selects_on_the_first_split_and_reports_on_the_second(

@@ -1,9 +1,68 @@
 """`txl generate` as a command."""
 
+import inspect
 import json
 from pathlib import Path
 
-from tests.support.commands import run_txl
+import pytest
+
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.tokenizers import train_tokenizer
+from tests.support.commands import run_txl, txl
+from tests.support.small_models import small_model
+from txl_dist.cli.generate import generate
+from txl_dist.convert.single_file import Reading, write_exported
+from txl_dist.generation.generate import generate_texts
+from txl_dist.generation.options import Sampling, TextLimits
+
+
+@pytest.fixture
+def word_model(tmp_path: Path) -> Path:
+    settings = PrepareSettings(tokenizer="word")
+    tokenizer = train_tokenizer(settings, lambda: iter(["the cat sat on the mat\n"]))
+    model = small_model(vocab_size=tokenizer.vocab_size).float()
+    write_exported(tmp_path / "words", model, tokenizer, Reading(tgt_len=6, reset="stream"))
+    return tmp_path / "words"
+
+
+def test_the_defaults_are_those_of_python() -> None:
+    options = {name: each.default for name, each in inspect.signature(generate).parameters.items()}
+    sampling = {name: options[name] for name in ("temperature", "top_k", "top_p")}
+    assert Sampling(**sampling) == Sampling()
+    assert TextLimits(max_tokens=options["max_tokens"]) == TextLimits()
+    assert options["batch"] == inspect.signature(generate_texts).parameters["batch_size"].default
+
+
+def test_unknown_words_are_said_with_their_number_or_refused(
+    word_model: Path, tmp_path: Path
+) -> None:
+    command = ("generate", word_model, "--max-tokens", 3)
+    prompt = ("--prompt", "the dog sat, the dog slept")
+    ended = txl(*command, *prompt, "--stop", "the end", "--json")
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert result["unknown_symbols"] == {"dog": 2, "sat,": 1, "slept": 1}
+    assert result["unknown_stop_symbols"] == {"end": 1}
+    words = "4 symbols are not in the vocabulary of the model: 'dog' (2 times), 'sat,', 'slept'"
+    assert ended.stderr.count(words) == 1
+    assert "1 symbol is not in the vocabulary of the model: 'end'" in ended.stderr
+    ended = txl(*command, *prompt, "--stop", "the end")
+    assert ended.returncode == 0
+    assert (ended.stderr.count(words), ended.stderr.count("'end'")) == (1, 1)
+    code, message = run_txl(*command, *prompt, "--strict")
+    assert (code, f"--prompt: {words}" in message) == (2, True)
+    code, message = run_txl(*command, "--prompt", "the cat", "--stop", "the end", "--strict")
+    assert (code, "--stop 'the end': 1 symbol" in message) == (2, True)
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("the cat\nthe dog\n")
+    code, output = run_txl(*command, "--prompts", prompts)
+    results = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert code == 0
+    assert [result["unknown_symbols"] for result in results] == [{}, {"dog": 1}]
+    code, message = run_txl(*command, "--prompts", prompts, "--strict")
+    assert (code, f"{prompts}, line 2: 1 symbol" in message) == (3, True)
+    assert run_txl(*command, "--prompt", "the cat <unk>", "--stop", "cat", "--strict")[0] == 0
 
 
 def test_the_same_seed_generates_the_same_text(run: Path) -> None:

@@ -117,3 +117,64 @@ def test_prompts_without_tokens_are_refused() -> None:
 def test_invalid_limits_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"max_tokens|empty"):
         TextLimits(**options)
+
+
+def test_the_symbols_that_a_prompt_loses_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    letters = train_tokenizer(PrepareSettings(tokenizer="char"), lambda: iter(["the cat"]))
+    model = small_model(vocab_size=letters.vocab_size)
+    limits = TextLimits(max_tokens=2, stop=("a", "é"))
+    prompts = ["the dög", "the cat", "dd"]
+    texts = list(generate_texts(model, letters, prompts, limits=limits, seed=0, **HOW))
+    assert [text.unknown_symbols for text in texts] == [{"d": 1, "ö": 1, "g": 1}, {}, {"d": 2}]
+    assert all(text.unknown_stop_symbols == {"é": 1} for text in texts)
+    assert len(caplog.messages) == 3
+    for message, part in zip(
+        caplog.messages,
+        ["prompt 'the dög': 3 symbols", "model: 'd' (2 times)", "stop string 'é': 1 symbol is"],
+        strict=True,
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"prompts": "Once"}, "prompts='Once' is one text; give a list"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"tgt_len": 0}, "tgt_len=0 must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    model: TransformerXL, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        texts_of(model, **{"prompts": ["x"]} | options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("Once", r"prompt 'Once' is text; .* prompt_tokens\(tokenizer, prompt\)"),
+        ([], "at least one token"),
+        ([3, 257], "ids from 3 to 257: expected 0 to 256"),
+        ([-1], "ids from -1"),
+    ],
+)
+def test_a_prompt_that_is_not_token_ids_is_refused(
+    model: TransformerXL, prompt: Any, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        next(generate_tokens(model, prompt, seed=0, **HOW))
+
+
+def test_a_prompt_can_be_an_array(model: TransformerXL) -> None:
+    prompt = BYTES.encode("import ")
+    both = [
+        list(islice(generate_tokens(model, ids, seed=1, **HOW), 4)) for ids in (prompt, [*prompt])
+    ]
+    assert both[0] == both[1]
+
+
+def test_one_text_is_not_a_list_of_stop_strings() -> None:
+    with pytest.raises(ValueError, match="stop='end' is one text"):
+        TextLimits(max_tokens=3, stop="end")  # type: ignore[arg-type]

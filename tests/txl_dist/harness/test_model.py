@@ -1,5 +1,6 @@
 """Requests of the harness: each has the score of one pass over its tokens, in any batch."""
 
+import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -204,6 +205,31 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
     assert spec.loader is not None
     with pytest.raises(ConfigError, match=r"pip install 'txl-dist\[lm-eval\]'"):
         spec.loader.exec_module(module_from_spec(spec))
+
+
+def test_words_that_a_model_does_not_know_are_counted_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = export(tmp_path / "model", tokenizer_of("word"))
+    model = TransformerXLModel(directory)
+    assert model.get_model_info()["unknown_symbols"] == 0
+    generation = {"until": ["cat", "dog"], "max_gen_toks": 2}
+    calls: dict[str, tuple[list[tuple], str]] = {
+        "loglikelihood": ([("the dog", " sat"), ("the", " cat")], "1 symbol .*'dog', in 1 of 2"),
+        "loglikelihood_rolling": ([("the dog",), ("a cat",)], "2 symbols .*'dog', 'a', in 2 of 2"),
+        "generate_until": ([("the", generation)], "1 symbol .*'dog', in 1 of 1"),
+    }
+    for name, (arguments, expected) in calls.items():
+        caplog.clear()
+        getattr(model, name)(requests(name, *arguments), True)
+        (message,) = caplog.messages
+        assert re.match(f"{name}: {expected} requests", message), message
+        with pytest.raises(DataError, match=r"task local, document 0, .*: 1 symbol .*'dog'"):
+            getattr(TransformerXLModel(directory, strict=True), name)(requests(name, *arguments))
+    assert model.get_model_info()["unknown_symbols"] == 4
+    caplog.clear()
+    model.loglikelihood(requests("loglikelihood", ("the", " cat <unk>")), True)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

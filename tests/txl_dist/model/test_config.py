@@ -20,6 +20,14 @@ INVALID = [
     ({"div_val": 2}, "div_val=2 must be 1"),
     ({"d_embed": 4, "div_val": 8, "cutoffs": (3,)}, "div_val=8 narrows width 4 to 0"),
     ({"dropout": 1.0}, r"dropout=1.0 must be in \[0, 0.99\]"),
+    ({"vocab_size": "11"}, "vocab_size='11' has the wrong type: expected int"),
+    ({"n_layer": True}, "n_layer=True has the wrong type"),
+    ({"d_model": 8.0}, "d_model=8.0 has the wrong type"),
+    ({"dropout": "0.1"}, "dropout='0.1' has the wrong type: expected float"),
+    ({"clamp_len": "4"}, r"clamp_len='4' has the wrong type: expected int \| None"),
+    ({"cutoffs": (3, "6")}, "cutoffs=.*: expected tuple"),
+    ({"cutoffs": [3, 6]}, "cutoffs=.*: expected tuple"),
+    ({"tie_weight": "false"}, "tie_weight='false' has the wrong type: expected bool"),
     ({"clamp_len": 0}, "clamp_len=0 must be at least 1, or null"),
 ]
 

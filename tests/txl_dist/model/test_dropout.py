@@ -50,10 +50,41 @@ def test_a_model_gives_each_lane_the_same_nats_in_any_micro_batch(mem_len: int) 
     assert (whole - nats_without_dropout(model, text_BN)).abs().max() > 1e-3
 
 
-def nats_without_dropout(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
+def nats_of(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
+    """In the model's mode, without masks."""
     age_BT = torch.arange(text_BN.shape[1] - 1).expand(len(text_BN), -1)
     memory = model.empty_memory(len(text_BN))
     return model(text_BN[:, :-1], text_BN[:, 1:], age_BT, memory)[0]
+
+
+def nats_without_dropout(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
+    return nats_of(model.eval(), text_BN)
+
+
+@pytest.mark.parametrize("option", ["dropout", "dropatt"])
+@pytest.mark.parametrize("attention", ["reference", "fused", "biased"])
+def test_a_loop_without_masks_has_the_dropout_of_any_module(option: str, attention: str) -> None:
+    """Random in training mode, as `torch.manual_seed` says, and none in evaluation mode."""
+    model, text_BN = small_model(**{option: 0.2}, attention=attention), random_text(3, 7)
+    assert model.training, "as a module of torch is when it is created"
+    torch.manual_seed(4)
+    first, second = nats_of(model, text_BN), nats_of(model, text_BN)
+    torch.manual_seed(4)
+    assert torch.equal(nats_of(model, text_BN), first)
+    plain = nats_of(model.eval(), text_BN)
+    assert torch.equal(plain, nats_of(model, text_BN))
+    for one, other in ((first, second), (first, plain), (second, plain)):
+        assert (one - other).abs().max() > 1e-3
+    assert_close(plain, nats_of(small_model(attention=attention), text_BN))
+
+
+def test_a_segment_with_a_kv_cache_has_no_dropout() -> None:
+    model, text_BN = small_model(dropout=0.5, dropatt=0.5), random_text(3, 7)
+    age_BT = torch.arange(6).expand(3, 6)
+    with torch.no_grad():
+        cache = model.empty_kv_cache(3)
+        cached_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, cache)
+        assert_close(cached_BT, nats_without_dropout(model, text_BN))
 
 
 @pytest.mark.parametrize(

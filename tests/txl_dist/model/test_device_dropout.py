@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.keep_bits import unpack
-from txl_dist.training.device_dropout import DeviceDropoutMasks
+from txl_dist.model.device_dropout import DeviceDropoutMasks
 
 BASE: dict[str, Any] = {
     "seed": 3, "step": 5, "rank": 1, "micro_batch": 2, "layer": 1, "place": "inner",

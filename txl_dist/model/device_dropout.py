@@ -1,6 +1,7 @@
-"""`training.dropout_rng: device`: dropout masks from torch's generator of the rank's device.
+"""Dropout masks from torch's generator of the device: of `training.dropout_rng: device`, and of
+loops of users, which pass no masks.
 
-Unlike masks by lane (lane_dropout.py), these depend on the number of ranks, the size of
+Unlike masks by lane (training/lane_dropout.py), these depend on the number of ranks, the size of
 micro-batches and the kind of device, because a mask is drawn for all rows of a micro-batch. So the
 run has another trajectory if one of them changes. A mask is still a function of integers: a resume
 on the same ranks and devices continues bit for bit, and no generator is saved.
@@ -9,6 +10,7 @@ on the same ranks and devices continues bit for bit, and no generator is saved.
 import hashlib
 import math
 import struct
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,8 +21,13 @@ from txl_dist.model.dropout import KeepBits, Place
 class DeviceDropoutMasks:
     """Masks of one micro-batch at one step on one rank."""
 
-    def __init__(self, *, seed: int, step: int, rank: int, micro_batch: int) -> None:
+    def __init__(self, *, seed: int, step: int = 0, rank: int = 0, micro_batch: int = 0) -> None:
         self._key = struct.pack("<4q", seed, step, rank, micro_batch)
+
+    @classmethod
+    def random(cls) -> Self:
+        """New masks in every call, which `torch.manual_seed` makes repeatable."""
+        return cls(seed=int(torch.randint(2**62, (), device="cpu")))
 
     def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
         """0 or 1 / (1 - rate), with the shape of `x`."""

@@ -1,0 +1,132 @@
+"""`txl eval --per-document`: the sums of each document, against its targets one by one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams.cursor import read_range
+from tests.support.exported_model import export_small_model
+from txl_dist.convert.stored_model import find_model
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
+from txl_dist.evaluation.document_scores import document_lines
+from txl_dist.evaluation.evaluate import EvaluationResult
+from txl_dist.evaluation.job import EvaluationJob, evaluation_job
+
+from .test_distributed import Recorder
+
+TEXTS = ["z", "a long document, longer than a chunk. " * 40, "x", "y\n", *map(str, range(40)), "é"]
+
+
+@pytest.fixture(scope="module", params=["byte", "word", "wt103"])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
+    """Documents of one token (recipe wt103: the first one) to several chunks, in two shards."""
+    folder = tmp_path_factory.mktemp("documents")
+    lines = [json.dumps({"id": f"ü{number}", "text": text}) for number, text in enumerate(TEXTS)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:20]))
+    (folder / "b.jsonl").write_text("\n".join(lines[20:]))
+    kind = {"tokenizer": request.param}
+    if request.param == "wt103":
+        kind = {"tokenizer": "word", "recipe": "wt103"}
+    settings = PrepareSettings(**kind, block_bytes=512, shard_bytes=700)
+    prepare_dataset([folder], folder / "data", settings)
+    model = export_small_model(folder / "model", folder / "data")
+    return evaluation_job(model, folder / "data", split="train", tgt_len=5, batch=2)
+
+
+def evaluate(
+    job: EvaluationJob, workers: Workers, scores: Path | None = None, **options: Any
+) -> tuple[EvaluationResult, list[bytes]]:
+    planned = [plan_job(job, scores, per_document=True, **options)]
+    results = evaluate_on_workers(planned, workers)
+    return results[0], list(document_lines(planned, results))
+
+
+def expected_scores(job: EvaluationJob) -> list[dict[str, Any]]:
+    """By the definition: one sequential pass, and a loop over the targets."""
+    stored = find_model(job.checkpoint)
+    model, tokenizer = stored.load_with_tokenizer()
+    source = open_split(job.data, "train")
+    tokens, age = read_range(source, 0, source.num_tokens)
+    ids = torch.from_numpy(tokens.astype("int64"))[None]
+    memory, nats = model.empty_memory(1), []
+    with torch.no_grad():
+        for first in range(0, source.num_tokens - 1, 5):
+            stop = min(first + 5, source.num_tokens - 1)
+            age_BT = torch.from_numpy(age[None, first:stop])
+            segment = ids[:, first:stop], ids[:, first + 1 : stop + 1]
+            nats_BT, memory = model(*segment, age_BT, memory)
+            nats += nats_BT[0].double().tolist()
+    documents: list[dict[str, Any]] = []
+    names = [id_ for block in range(len(source.block_tokens)) for id_ in source.document_ids(block)]
+    num_bytes = tokenizer.token_bytes()
+    for position, token in enumerate(tokens.tolist()):
+        if age[position] == 0:
+            documents.append({"id": names[len(documents)], "tokens": 0, "bytes": 0, "nats": 0.0})
+        if position:
+            documents[-1]["tokens"] += 1
+            documents[-1]["bytes"] += int(num_bytes[token])
+            documents[-1]["nats"] += nats[position - 1]
+    return documents
+
+
+def test_every_document_has_the_sums_of_its_targets(job: EvaluationJob) -> None:
+    result, lines = evaluate(job, InProcess())
+    documents = [json.loads(line) for line in lines]
+    expected = expected_scores(job)
+    assert len(expected) == len(TEXTS)
+    is_word_model = result.text.is_word_model
+    assert documents == [
+        {
+            **document,
+            "checkpoint": str(job.checkpoint),
+            "split": "train",
+            "nats": pytest.approx(document["nats"], rel=1e-5, abs=1e-5),
+            "bytes": None if is_word_model else document["bytes"],
+        }
+        for document in expected
+    ]
+    assert sum(each["tokens"] for each in documents) == result.sums.num_tokens
+    assert sum(each["nats"] for each in documents) == pytest.approx(result.sums.nats, rel=1e-12)
+    if not is_word_model:
+        assert sum(each["bytes"] for each in documents) == result.sums.num_bytes
+
+
+def test_neither_workers_nor_a_stop_nor_details_change_a_bit(
+    job: EvaluationJob, tmp_path: Path
+) -> None:
+    expected = evaluate(job, InProcess())
+    assert evaluate(job, Recorder()) == expected, "the last batch first"
+    assert evaluate(job, InProcess(), details=True)[1] == expected[1]
+    with ProcessWorkers(2) as workers:
+        assert evaluate(job, workers) == expected
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(job, Recorder(stop_after=2), tmp_path)
+    again = Recorder()
+    assert evaluate(job, again, tmp_path, resume=True) == expected
+    num_batches = sum(1 for _ in plan_job(job).batches())
+    assert len(again.scored) == num_batches - 2
+    (_, lines), (_, others) = expected, evaluate(replace(job, batch_chunks=7), InProcess())
+    for line, other in zip(map(json.loads, lines), map(json.loads, others), strict=True):
+        assert other == line | {"nats": pytest.approx(line["nats"], rel=1e-5)}
+
+
+def test_scores_without_documents_are_not_used(job: EvaluationJob, tmp_path: Path) -> None:
+    plain, wanted = plan_job(job, tmp_path), plan_job(job, tmp_path, per_document=True)
+    assert plain.finished.path != wanted.finished.path
+
+
+def test_a_part_of_a_split_has_the_documents_that_begin_in_it(job: EvaluationJob) -> None:
+    part = replace(job, settings=replace(job.settings, max_tokens=30))
+    result, lines = evaluate(part, InProcess())
+    documents = [json.loads(line) for line in lines]
+    assert sum(each["tokens"] for each in documents) == result.sums.num_tokens == 29
+    (_, whole) = evaluate(job, InProcess())
+    assert [d["id"] for d in documents] == [json.loads(w)["id"] for w in whole[: len(documents)]]

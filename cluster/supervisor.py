@@ -238,9 +238,11 @@ class Supervisor:
 
     def _describe_wait(self) -> str:
         if self._ranks.locations:
-            return "the first step: the ranks are running and load data and model"
+            return self._output.describe_ranks()
         if self.monitor is not None:
-            return self.monitor.describe_wait(self._plan.ranks.minimum)
+            return self.monitor.describe_wait(
+                self._plan.ranks.minimum, waited_seconds=self._waited_seconds
+            )
         return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
 
     @property

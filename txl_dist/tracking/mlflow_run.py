@@ -123,7 +123,7 @@ class MlflowRun:
         state = TrackingState.load(self._run_dir / STATE)
         directory = directory_identity(self._run_dir)
         is_copy = state is not None and state.directory not in (None, directory)
-        if is_copy:
+        if state is not None and is_copy:
             log.info(
                 "a copy of the directory of MLflow run %s: it gets a run of its own", state.run_id
             )

@@ -103,8 +103,10 @@ class Report:
     def sync(self) -> None:
         """Flush all lines to disk. Call before a checkpoint, which assumes that they exist."""
 
-    def end(self, state: TrainState, *, is_complete: bool) -> None:
-        """Write the summary of the run. `is_complete`: it ends as planned, not by an error."""
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        """Write the summary of the run. `is_complete`: it has no steps left. `is_stopped`: a stop
+        request has ended it.
+        """
 
 
 @dataclass(slots=True)
@@ -277,8 +279,9 @@ class RankZeroReport(Report):
     def sync(self) -> None:
         self._journal.sync()
 
-    def end(self, state: TrainState, *, is_complete: bool) -> None:
-        if summary := self._goodput.end(state.step, is_complete=is_complete):
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        summary = self._goodput.end(state.step, is_complete=is_complete, is_stopped=is_stopped)
+        if summary:
             log.info("%s", summary)
 
     def _write(self, state: TrainState, values: dict[str, float]) -> None:

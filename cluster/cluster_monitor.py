@@ -17,6 +17,8 @@ from cluster.placement import Placement
 POLL_SECONDS = 2.0
 SUSPENDED_SECONDS = 10.0
 """A caller that has not asked for this long was suspended (Ctrl-Z, or the whole machine)."""
+LONG_START_SECONDS = 60.0
+"""Ranks that had room and have not started after this time may have lost it to other work."""
 _JOIN_SECONDS = 5.0
 
 
@@ -46,6 +48,8 @@ class ClusterMonitor:
         self.resource = "GPU" if use_gpu else "CPU"
         self.placement = placement or Placement(use_gpu, {self.resource: 1}, {})
         self.state: ClusterState | None = None
+        self._most_free_slots = 0
+        """Most ranks for which there was room at any time."""
         context = ray.get_runtime_context()
         self.head = str(context.gcs_address)
         self.own_node_id = str(context.get_node_id())
@@ -73,7 +77,7 @@ class ClusterMonitor:
         self._last_question = now
         return now - self._last_response
 
-    def describe_wait(self, num_ranks: int) -> str:
+    def describe_wait(self, num_ranks: int, *, waited_seconds: float = 0.0) -> str:
         """What the ranks are waiting for before they start. `num_ranks`: the fewest that may."""
         if self.silent_seconds > 3 * POLL_SECONDS:
             return f"the head of the Ray cluster at {self.head}, which does not respond"
@@ -88,13 +92,17 @@ class ClusterMonitor:
                 f"resources: {need}, the cluster has {total:g} on {num_nodes} live nodes. Add a "
                 "node, or start again with fewer --ranks"
             )
-        if self.state.num_free_slots >= num_ranks:
+        # If there was room, the ranks themselves have taken it: they import their libraries.
+        if self._most_free_slots >= num_ranks and waited_seconds < LONG_START_SECONDS:
             return "the ranks to start"
-        # Ranks that load their libraries have taken their resources already.
         return (
-            f"the ranks to start: they load their libraries or wait for resources: {need}, the "
-            f"cluster has {total:g}, {free:g} of them free"
+            f"the ranks to start. Other work may have taken the resources: {need}, and {free:g} of "
+            f"the {total:g} of the cluster are free"
         )
+
+    def _see(self, state: ClusterState) -> None:
+        self.state = state
+        self._most_free_slots = max(self._most_free_slots, state.num_free_slots)
 
     def _poll(self) -> None:
         import ray
@@ -104,7 +112,7 @@ class ClusterMonitor:
                 self._last_response = time.monotonic()
                 # If the head died after it responded, the state stays.
                 with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                    self.state = _read_state(self.resource, self.placement)
+                    self._see(_read_state(self.resource, self.placement))
             if self._stop.wait(POLL_SECONDS):
                 return
 

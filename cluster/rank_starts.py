@@ -95,7 +95,8 @@ class RankStarts:
 
     def begin_wait(self) -> None:
         """The ranks are lost, and others have to start."""
-        self.waiting_since, self._output.has_stepped = time.monotonic(), False
+        self.waiting_since = time.monotonic()
+        self._output.begin_ranks()
 
     def _start(self) -> None:
         cluster = self._ranks.cluster

@@ -61,8 +61,7 @@ def train_on_ray(
         files,
         plan=RankPlan(ranks, growth_interval_seconds=job.config.ray.growth_interval_seconds),
         address=address,
-        start_timeout_seconds=job.config.ray.start_timeout_seconds,
-        grace_seconds=job.config.training.grace_seconds,
+        config=job.config,
         budget=RestartBudget(job.config.ray.max_restarts if max_restarts is None else max_restarts),
         on_line=on_line,
     )

@@ -26,12 +26,14 @@ from cluster.rank_plan import RankPlan
 from cluster.rank_starts import RankStarts
 from data_pipeline.processes.stop_signals import StopSignals, block_stop_signals, end_now
 from txl_dist.checkpoint.directory import resume_advice
+from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launch_output import LaunchOutput
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.supervision import RestartBudget
 from txl_dist.runtime.stop_request import STOPPING
+from txl_dist.tracking.tracker import wait_for_delivery
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.run_directory import RunDirectory
 
@@ -56,13 +58,12 @@ class Supervisor:
         *,
         plan: RankPlan,
         address: str | None,
-        start_timeout_seconds: float,
-        grace_seconds: float,
+        config: RunConfig,
         budget: RestartBudget,
         on_line: OnLine,
     ) -> None:
         self._directory, self._files, self._plan, self._address = directory, files, plan, address
-        self._start_timeout_seconds, self._grace_seconds = start_timeout_seconds, grace_seconds
+        self._config, self._grace_seconds = config, config.training.grace_seconds
         # A private Ray has one node, which this process would not outlive.
         wait_seconds = 0.0 if address is None else NODE_LOSS_SECONDS
         self._counter = FailureCounter(budget, directory, wait_seconds=wait_seconds)
@@ -100,6 +101,7 @@ class Supervisor:
             place = "starting Ray" if self._address is None else f"connecting to {self._address}"
             self._output.print(f"{place}; ranks to start: {self._plan.ranks}")
             error = self._supervise(thread, signals)
+            wait_for_delivery(self._directory.path, self._config, signals, self._output.print)
             if thread.is_alive():
                 abandon_ray(self._address, error.exit_code if error else 0)
         if error:
@@ -236,9 +238,11 @@ class Supervisor:
 
     def _describe_wait(self) -> str:
         if self._ranks.locations:
-            return "the first step: the ranks are running and load data and model"
+            return self._output.describe_ranks()
         if self.monitor is not None:
-            return self.monitor.describe_wait(self._plan.ranks.minimum)
+            return self.monitor.describe_wait(
+                self._plan.ranks.minimum, waited_seconds=self._waited_seconds
+            )
         return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
 
     @property
@@ -256,9 +260,10 @@ class Supervisor:
     # --- 5. giving up -----------------------------------------------------------------------------
 
     def _check_time_limits(self) -> TxlError | None:
-        if not self._ranks.locations and self._waited_seconds > self._start_timeout_seconds:
+        limit_seconds = self._config.ray.start_timeout_seconds
+        if not self._ranks.locations and self._waited_seconds > limit_seconds:
             return TxlError(
-                f"the ranks did not start within {self._start_timeout_seconds:g} s "
+                f"the ranks did not start within {limit_seconds:g} s "
                 f"(ray.start_timeout_seconds), while waiting for {self._describe_wait()}. Ray's "
                 f"log: {self._ray_log}. Run the same command again, or use --on processes"
             )

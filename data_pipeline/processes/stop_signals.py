@@ -73,6 +73,11 @@ class StopSignals:
     def __bool__(self) -> bool:
         return bool(self._first_seen)
 
+    @property
+    def seconds_since_request(self) -> float:
+        """Since the first signal; 0 without one."""
+        return time.monotonic() - min(self._first_seen.values(), default=time.monotonic())
+
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self

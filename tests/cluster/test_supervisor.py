@@ -20,6 +20,8 @@ from cluster.rank_plan import RankPlan
 from cluster.rank_starts import StartOutcome
 from cluster.supervisor import Supervisor
 from tests.support.commands import wait_until
+from tests.support.training_runs import TINY
+from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import DataError, PreemptedError, TxlError
 from txl_dist.launch import supervision
 from txl_dist.launch.launch_files import LaunchFiles, RankLocation
@@ -32,7 +34,7 @@ from txl_dist.training.run_directory import RunDirectory
 class Launch:
     """A launch of ranks on nodes `a` and `b`, whose Ray is a thread that ends with the test."""
 
-    def __init__(self, run: Path, *, max_restarts: int = 0, ranks: str = "2") -> None:
+    def __init__(self, run: Path, *settings: str, max_restarts: int = 0, ranks: str = "2") -> None:
         self.directory = RunDirectory(run)
         self.directory.create()
         self.files = LaunchFiles(run, "0123")
@@ -43,8 +45,7 @@ class Launch:
             self.files,
             plan=RankPlan(RankRange.parse(ranks), growth_interval_seconds=0.0),
             address="127.0.0.1:1",
-            start_timeout_seconds=60,
-            grace_seconds=0.3,
+            config=load_run_config(TINY, ["training.grace_seconds=0.3", *settings]),
             budget=RestartBudget(max_restarts),
             on_line=self.lines.append,
         )
@@ -64,7 +65,7 @@ class Launch:
             own_node_id="a",
             head="127.0.0.1:1",
             silent_seconds=0.0,
-            describe_wait=lambda num_ranks: "the ranks to start",
+            describe_wait=lambda num_ranks, waited_seconds: "the ranks to start",
         )
         self.supervisor.monitor = cluster
 
@@ -292,8 +293,7 @@ def test_ranks_that_die_after_a_stop_request_are_not_success(tmp_path: Path) -> 
 
 
 def test_starts_that_ray_gives_up_do_not_extend_the_time_limit(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, ranks="1:2")
-    launch.supervisor._start_timeout_seconds = 0.5
+    launch = Launch(tmp_path, "ray.start_timeout_seconds=0.5", ranks="1:2")
 
     def give_up(_: int) -> StartOutcome:
         time.sleep(0.2)

@@ -152,7 +152,7 @@ def test_an_elastic_run_goes_on_with_fewer_ranks_and_grows_again(
     assert "Traceback" not in text
 
     last_step = max(losses(run))
-    assert [line["restarts"] for line in metrics(run)][-1] == 2
+    assert [line["restarts"] for line in metrics(run)][-1] == 1, "growing is no failure"
     job = tiny_job(dataset, straight, *SLOW, f"training.num_steps={last_step}")
     assert ranks(2).run(train, job) == [0, 0]
     assert losses(run) == pytest.approx(losses(straight), rel=TOLERANCE)

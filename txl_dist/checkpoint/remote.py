@@ -17,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_pipeline.storage.atomic_files import write_file, write_synced
@@ -31,8 +31,9 @@ from txl_dist.checkpoint.manifest import (
     load_checkpoint_manifest,
 )
 from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.tracking.state import STATE, TrackingState
 
-RUN_FILES = ("metrics.jsonl", "tracking.json", "goodput.json")
+RUN_FILES = ("metrics.jsonl", STATE, "goodput.json")
 """Files of the run directory that are copied: the metrics, which MLflow run has them, and how the
 time was spent."""
 _NAME = re.compile(r"step-(\d{8,})\.[0-9a-f]{8,64}")
@@ -187,7 +188,11 @@ class RemoteCheckpoints:
         """Copy the metrics and the tracking state to the run directory, if there are copies."""
         for name in RUN_FILES:
             with suppress(FileNotFoundError):  # tracking may be off
-                write_file(run / name, (self.url / name).read_bytes())
+                content = (self.url / name).read_bytes()
+                if name == STATE and (state := TrackingState.from_json(content)):
+                    # The run continues here, with its MLflow run: older attempts are fenced.
+                    content = replace(state, directory=None).to_json().encode() + b"\n"
+                write_file(run / name, content)
 
 
 def step_of(name: str) -> int:

@@ -1,6 +1,8 @@
 """`txl`: registers the commands, and turns errors into a message and an exit code."""
 
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -22,17 +24,18 @@ from txl_dist.cli import (
     recl,
     report,
     reproduce,
+    track,
     train,
 )
 from txl_dist.cli.errors import print_error
 
 app = typer.Typer(
     name="txl",
-    help="Train, evaluate and run Transformer-XL language models on one or many machines.",
     no_args_is_help=True,
     rich_markup_mode=None,  # Importing rich takes a third of the time of `txl --help`.
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them
 )
 app.command("prepare")(prepare.prepare)
 data.app.command("mix")(mixture.mix)
@@ -47,11 +50,30 @@ app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(track.app, name="track")
 app.add_typer(job.app, name="job")
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 app.command("import")(convert.import_)
 app.command("export")(convert.export)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"txl {metadata.version('txl-dist')}")
+        raise typer.Exit
+
+
+@app.callback()
+def txl(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Train, evaluate and run Transformer-XL language models on one or many machines."""
 
 
 def main() -> None:

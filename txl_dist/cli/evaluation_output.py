@@ -171,7 +171,7 @@ def print_score(scored: ScoredJob) -> None:
     _print_interval(result)
     print(f"  {result.num_chunks} chunks, {result.overhead:.1%} more tokens read as context")
     if result.overhead > MAX_OVERHEAD:
-        print("  so many because a short split is also cut into chunks for several workers")
+        print("  so many because a short split too is cut into chunks, the same for any --workers")
     if settings.mode == "fast":
         print("  fast: one memory length of context per chunk; the exact loss is usually lower")
     print(f"  protocol: {result.protocol}")

@@ -1,5 +1,6 @@
 """`txl recl`: loss by context length, and the relative effective context length of a group."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -20,6 +21,7 @@ from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
     from data_pipeline.storage.staged_directory import StagedDirectory
+    from txl_dist.context.measure import ReclRequest
     from txl_dist.context.report import GroupReport
 
 
@@ -85,11 +87,14 @@ def recl(
     apply to models trained with a memory. Intervals: 95 %, bootstrap over documents, or over
     targets if there are fewer than 10 documents.
 
+    A target is read again for every context, which takes a while: the tokens to read are printed
+    first, and the time left every few seconds. Fewer --positions or a larger --delta take less.
+
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
     from data_pipeline.storage.atomic_files import require_writable
     from data_pipeline.storage.staged_directory import StagedDirectory
-    from txl_dist.cli.progress import chunk_progress
+    from txl_dist.cli.work_progress import TOKENS, work_progress
     from txl_dist.context.measure import ReclRequest, check_group, measure_group
     from txl_dist.context.report import JSON_NAME
     from txl_dist.evaluation.job import evaluation_job
@@ -125,7 +130,13 @@ def recl(
         staged = out and stack.enter_context(StagedDirectory(out, last=JSON_NAME))
         if out:
             require_writable(out)
-        on_progress = stack.enter_context(chunk_progress(quiet=as_json))
+        show = stack.enter_context(work_progress(TOKENS))
+
+        def on_progress(done: int, total: int) -> None:
+            if done == 0:
+                print(_describe_work(request, total), file=sys.stderr, flush=True)
+            show("reading", done, total)
+
         report = measure_group(request, on_progress=on_progress)
         if staged:
             _write(staged, report)
@@ -135,6 +146,15 @@ def recl(
         _print(report)
         if out:
             print(f"recl.json, curve.csv, recl.png and recl.svg are in {out}")
+
+
+def _describe_work(request: "ReclRequest", num_tokens: int) -> str:
+    contexts, num_models = request.contexts, len(request.jobs)
+    return (
+        f"{num_tokens:,} tokens to read: {num_models} model{'s' if num_models > 1 else ''}, up to "
+        f"{request.num_positions:,} targets each (--positions), {len(contexts)} contexts of "
+        f"{contexts[0]:,} to {contexts[-1]:,} tokens for each target"
+    )
 
 
 def _has_memory(checkpoint: Path) -> bool:

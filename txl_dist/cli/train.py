@@ -194,9 +194,11 @@ def _train_as_rank(
     import os
 
     from data_pipeline.processes.process_exit import exit_without_teardown
+    from data_pipeline.processes.stop_signals import StopSignals
     from txl_dist.cli.errors import print_error
-    from txl_dist.errors import ConfigError, TxlError
+    from txl_dist.errors import ConfigError, PreemptedError, TxlError
     from txl_dist.runtime.world import World
+    from txl_dist.tracking.tracker import wait_for_delivery
     from txl_dist.training.rank import train_rank
 
     # Options that torchrun decides are refused, not ignored: the run would differ from them.
@@ -219,9 +221,14 @@ def _train_as_rank(
     try:
         train_rank(job, world, announce_stop=world.is_rank_zero)
         world.leave()
+        exit_code = 0
     except TxlError as error:
         print_error(error)
-        exit_without_teardown(error.exit_code)
+        exit_code = error.exit_code
+    # Not after a stop request: torchrun grants a time that is not known here.
+    if world.is_rank_zero and exit_code != PreemptedError.exit_code:
+        with StopSignals() as signals:
+            wait_for_delivery(job.run_path, job.config, signals, print)
     # Native threads abort a normal exit about once in 60 runs
     # (data_pipeline/processes/process_exit.py).
-    exit_without_teardown(0)
+    exit_without_teardown(exit_code)

@@ -138,7 +138,8 @@ class EvaluationConfig(Section):
     split: str | None = "auto"
     """`auto`: the split `valid` if the data has it. null: no evaluation."""
     path: PathText | None = None
-    """Dataset of the split; null: the first corpus of `data` that has the split."""
+    """Dataset of the split; null: the first corpus of `data` that has the split. With it, the names
+    of the scores begin with the dataset: `books/valid/loss` instead of `valid/loss`."""
     interval_steps: int = Field(default=500, ge=1)
     """Steps between two evaluations; the last step always has one."""
     batch_chunks: int = Field(default=8, ge=1)
@@ -159,6 +160,10 @@ class TrackingConfig(Section):
     """A server or sqlite URI; null: `mlflow.db` in the parent of the run directory."""
     experiment: str = Field(default="txl", max_length=250, pattern=r"^[\w/][\w .:@/+-]*$")
     """Name of the MLflow experiment that contains the run."""
+    end_timeout_seconds: float = Field(default=30.0, ge=0)
+    """How long `txl train` waits at its end until MLflow has everything, in a stop no longer than
+    `training.grace_seconds` after the request. The rest is delivered by the next start, or by
+    `txl track sync RUN`."""
 
     @field_validator("uri")
     @classmethod

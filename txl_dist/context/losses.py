@@ -31,9 +31,7 @@ def measure_losses(
     `on_progress(tokens read, tokens to read)`. Raises CheckpointError if a loss
     is not finite.
     """
-    useful = [context for context in contexts if context <= scorer.max_context]
-    if len(useful) < len(contexts):
-        useful.append(scorer.max_context)
+    useful = useful_contexts(contexts, scorer.max_context)
     losses_CN = np.empty((len(useful), len(positions)))
     done, total = 0, sum(useful) * len(positions)
     for columns, token_BS in _batches(source, positions, contexts[-1], batch_windows):
@@ -44,6 +42,12 @@ def measure_losses(
             on_progress(done, total)
     repeated = [losses_CN[-1:]] * (len(contexts) - len(useful))
     return np.concatenate([losses_CN, *repeated])
+
+
+def useful_contexts(contexts: Sequence[int], max_context: int) -> list[int]:
+    """The contexts that a model has to read: longer ones than its `max_context` change nothing."""
+    useful = [context for context in contexts if context <= max_context]
+    return useful if len(useful) == len(contexts) else [*useful, max_context]
 
 
 def _batches(

@@ -1,6 +1,6 @@
 """Measures a group of stored models on one split: the computation of `txl recl`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.segments import Reset
 from data_pipeline.tokenizers.comparison import differences
 from txl_dist.context.analysis import analyse_group
-from txl_dist.context.losses import measure_losses
+from txl_dist.context.losses import measure_losses, useful_contexts
 from txl_dist.context.positions import sample_positions
 from txl_dist.context.recl import check_contexts
 from txl_dist.context.report import GroupReport, ModelDescription
@@ -60,8 +60,9 @@ def measure_group(
 ) -> GroupReport:
     """Losses of every model at every context, their curves and RECL.
 
-    Holds one model in memory at a time. Raises DataError if no target has enough context,
-    CheckpointError for damaged weights.
+    Calls `on_progress(tokens read, tokens to read)`, first before anything is read. Holds one model
+    in memory at a time. Raises DataError if no target has enough context, CheckpointError for
+    damaged weights.
     """
     check_group(request)
     first = request.jobs[0]
@@ -76,6 +77,8 @@ def measure_group(
         reset=reset,
     )
     losses, descriptions = [], []
+    work = [tokens_per_target(job, request.contexts) * len(positions) for job in request.jobs]
+    on_progress(0, sum(work))
     for number, (name, job) in enumerate(zip(request.names, request.jobs, strict=True)):
         scorer, description = _open(name, job)
         descriptions.append(description)
@@ -86,7 +89,7 @@ def measure_group(
                 positions,
                 request.contexts,
                 batch_windows=job.batch_chunks,
-                on_progress=_shared_progress(on_progress, number, len(request.jobs)),
+                on_progress=_shared_progress(on_progress, work, number),
             )
         )
     delta = _fixed_step(request.contexts)
@@ -152,11 +155,17 @@ def _open(name: str, job: EvaluationJob) -> tuple[WindowScorer, ModelDescription
     return scorer, description
 
 
+def tokens_per_target(job: EvaluationJob, contexts: Sequence[int]) -> int:
+    """Tokens that a model reads to score one target after each of `contexts` tokens."""
+    config = job.model_config(find_model(job.checkpoint, weights=job.weights).config)
+    return sum(useful_contexts(contexts, max_context(config, job.settings.tgt_len)))
+
+
 def _shared_progress(
-    on_progress: Callable[[int, int], None], number: int, num_models: int
+    on_progress: Callable[[int, int], None], work: Sequence[int], number: int
 ) -> Callable[[int, int], None]:
-    """Progress of model `number` as a part of all models; each counts the same."""
-    return lambda done, total: on_progress(number * total + done, num_models * total)
+    """Progress of model `number` as a part of the work of all models."""
+    return lambda done, _: on_progress(sum(work[:number]) + done, sum(work))
 
 
 def _fixed_step(contexts: tuple[int, ...]) -> int | None:

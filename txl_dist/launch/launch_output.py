@@ -8,7 +8,8 @@ Until the first step, a launch names its stages, and is never silent for long:
     the model is built     with the optimizer
     first batch            then the first step begins
 
-If no line was printed for STATUS_SECONDS, the launcher prints what it waits for.
+If no line was printed for STATUS_SECONDS, the launcher prints what it waits for; after the first
+batch, for TRAINING_SECONDS.
 """
 
 import re
@@ -16,10 +17,12 @@ import threading
 import time
 
 from txl_dist.launch.launcher import OnLine
-from txl_dist.training.follow import step_of
+from txl_dist.training.follow import FIRST_BATCH, step_of
 
 STATUS_SECONDS = 4.0
-"""Before the first step, a status line is printed after this time without output."""
+"""Before the first batch, a status line is printed after this time without output."""
+TRAINING_SECONDS = 30.0
+"""The same between the first batch and the first step line, which may come after many steps."""
 _RECORD = re.compile(r"^\d\d:\d\d:\d\d (?!rank \d+ failed$)")
 """First line of a log record. Failures are excluded, as are the lines of tracebacks: the supervisor
 prints one line per failure."""
@@ -35,6 +38,8 @@ class LaunchOutput:
         """Whether the running ranks have printed a step."""
         self.has_records = False
         """Whether rank 0 has written anything to its log."""
+        self.is_training = False
+        """Whether the first step of the running ranks has begun."""
         self.last_step = 0
         """The last step that was printed since the launch began."""
 
@@ -46,17 +51,24 @@ class LaunchOutput:
     @property
     def status_is_due(self) -> bool:
         """Whether the launch was silent for too long."""
-        return not self.has_stepped and self.silent_seconds > STATUS_SECONDS
+        limit_seconds = TRAINING_SECONDS if self.is_training else STATUS_SECONDS
+        return not self.has_stepped and self.silent_seconds > limit_seconds
 
     def begin_ranks(self) -> None:
         """The ranks start, for the first time or again."""
         self._began = time.monotonic()
-        self.has_stepped = self.has_records = False
+        self.has_stepped = self.has_records = self.is_training = False
 
     def print_wait(self) -> None:
-        """Print what the ranks do before their first step."""
+        """Print what the ranks do before their first step line."""
+        self.print(f"waiting {time.monotonic() - self._began:.0f} s for {self.describe_ranks()}")
+
+    def describe_ranks(self) -> str:
+        """What the running ranks do, as far as their log says."""
+        if self.is_training:
+            return "the first step line; the ranks train"
         work = "load data and model" if self.has_records else "import their libraries"
-        self.print(f"waiting {time.monotonic() - self._began:.0f} s for the ranks, which {work}")
+        return f"the ranks, which {work}"
 
     def print(self, line: str) -> None:
         with self._lock:  # the log of rank 0 is followed in another thread
@@ -76,6 +88,7 @@ class LaunchOutput:
         if (step := step_of(line)) is not None:
             self.has_stepped, self.last_step = True, step
         self.has_records = True
+        self.is_training |= line.endswith(f" {FIRST_BATCH}")
         self.print(line)
 
     def describe_loss(self, newest_step: int | None) -> str:

@@ -38,6 +38,7 @@ from txl_dist.launch.supervision import (
 from txl_dist.runtime.gpus import num_gpus
 from txl_dist.runtime.stop_request import STOPPING, StopRequest
 from txl_dist.runtime.torchrun import without_torchrun
+from txl_dist.tracking.tracker import wait_for_delivery
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
@@ -92,6 +93,7 @@ class ProcessLauncher:
             follower = LogFollower(directory.log(0), output.print_log_line)
             log_of_rank_0 = stack.enter_context(follower)
             signals = stack.enter_context(StopSignals())
+            stack.callback(wait_for_delivery, directory.path, job.config, signals, output.print)
             while failure := _run_ranks(job, directory, files, num_ranks, signals, output):
                 if not failure.can_restart or budget.max_restarts == 0:
                     raise failure.error

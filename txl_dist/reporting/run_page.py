@@ -52,12 +52,13 @@ def _summary(run: RunRecord) -> Iterator[tuple[str, str]]:
         ("loss", "training loss, last step line", ".4f"),
         ("tokens_per_second", "tokens per second, last step line", ",.0f"),
         ("mfu", "model FLOPs utilisation, last step line", ".1%"),
-        ("goodput", "goodput: productive seconds / wall seconds", ".1%"),
-        ("restarts", "restarts", ",.0f"),
-        ("lost_steps", "steps trained again after failures", ",.0f"),
     ):
         if name in last:
             yield label, format(last[name], form)
+    if run.goodput is not None:  # not from the last step line, after which time has passed
+        yield "goodput: productive seconds / wall seconds", f"{run.goodput.goodput:.1%}"
+        yield "restarts after failures", f"{run.goodput.restarts:,}"
+        yield "steps trained again after failures", f"{run.goodput.lost_steps:,}"
     if (metric := run.evaluated) is not None:
         step, best = min(run.series(metric), key=lambda point: point[1])
         yield f"best {metric}", f"{best:.4f} at step {step:,}"

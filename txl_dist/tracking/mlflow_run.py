@@ -1,7 +1,8 @@
 """MlflowRun: finds, creates, describes, ends and replaces the MLflow run of a run directory.
 
 A run is replaced by a new one if it was deleted, or after a rollback: MLflow cannot delete the
-points of steps that training has discarded (docs/decisions/0013-mlflow-after-a-rollback.md).
+points of steps that training has discarded (docs/decisions/0013-mlflow-after-a-rollback.md). A copy
+of a run directory never writes to the run of the original: it gets a new one.
 RUN/tracking.json is written before every action that must not be repeated after a kill.
 """
 
@@ -20,7 +21,13 @@ from txl_dist.tracking.mlflow_client import (
     UnavailableError,
     connect,
 )
-from txl_dist.tracking.state import RUN_STATUSES, STATE, TrackingRequest, TrackingState
+from txl_dist.tracking.state import (
+    RUN_STATUSES,
+    STATE,
+    TrackingRequest,
+    TrackingState,
+    directory_identity,
+)
 
 log = logging.getLogger(__name__)
 
@@ -114,12 +121,18 @@ class MlflowRun:
         server = self._request.without_secrets().server
         new_key = self._request.new_run_key
         state = TrackingState.load(self._run_dir / STATE)
+        directory = directory_identity(self._run_dir)
+        is_copy = state is not None and state.directory not in (None, directory)
+        if state is not None and is_copy:
+            log.info(
+                "a copy of the directory of MLflow run %s: it gets a run of its own", state.run_id
+            )
         # Another server does not have the old run, and training from step 0 has other values.
-        if state is None or state.server != server or new_key not in (None, state.key):
+        if state is None or is_copy or state.server != server or new_key not in (None, state.key):
             key = new_key or uuid.uuid4().hex
             parent = state.run_id if state else None
-            return TrackingState(key=key, server=server, parent_run_id=parent)
-        return replace(state, delivered=False, status="running")
+            return TrackingState(key=key, server=server, directory=directory, parent_run_id=parent)
+        return replace(state, directory=directory, delivered=False, status="running")
 
     def _find_or_create(self, store: MlflowStore) -> None:
         experiment_id = self._state.experiment_id or store.experiment(self._request.experiment)

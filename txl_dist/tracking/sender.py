@@ -1,8 +1,8 @@
 """The sender: a process that sends a run's journal to MLflow while training runs.
 
     python -m txl_dist.tracking.sender RUN           # started by `Tracker`, with a pipe as stdin
-    python -m txl_dist.tracking.sender RUN --sync    # by a user: send what an ended run did not
-                                                     # deliver, for at most --timeout-seconds
+    python -m txl_dist.tracking.sender RUN --sync    # started by `txl track sync`: send what a run
+                                                     # that has ended did not deliver
 
 Standard input: one line with the request as JSON, later `end STATUS`. If it closes, or the parent
 process changes, training has ended, also by SIGKILL: the sender delivers the rest within a bounded
@@ -27,9 +27,8 @@ from txl_dist.tracking.state import LOCK, REQUEST, STATE, TrackingRequest, Track
 
 POLL_SECONDS = 1.0
 FLUSH_SECONDS = 30.0
-"""How long a sender may run after the end of training to deliver the rest."""
-SYNC_SECONDS = 600.0
-"""Default limit of a `--sync`, from the end of the import of mlflow."""
+"""How long a sender may run after the end of training to deliver the rest, at least; with `--sync`,
+from the end of the import of mlflow."""
 MAX_BACKOFF_SECONDS = 30.0
 WATCHDOG_SECONDS = 5.0
 """This long after the deadline, the process ends even in the middle of a call."""
@@ -199,7 +198,7 @@ def run(run_dir: Path, *, sync: bool, poll_seconds: float, flush_seconds: float)
 
 
 def sync_command(run_dir: Path) -> str:
-    return f"python -m txl_dist.tracking.sender {run_dir} --sync"
+    return f"txl track sync {run_dir}"
 
 
 def main() -> int:
@@ -209,12 +208,6 @@ def main() -> int:
     parser.add_argument("--sync", action="store_true", help="deliver the rest of an ended run")
     parser.add_argument("--poll-seconds", type=float, default=POLL_SECONDS)
     parser.add_argument("--flush-seconds", type=float, default=FLUSH_SECONDS)
-    parser.add_argument(
-        "--timeout-seconds",
-        type=float,
-        default=SYNC_SECONDS,
-        help="with --sync: give up after this time (default: %(default)s)",
-    )
     options = parser.parse_args()
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
@@ -224,7 +217,7 @@ def main() -> int:
         options.run_dir,
         sync=options.sync,
         poll_seconds=options.poll_seconds,
-        flush_seconds=options.timeout_seconds if options.sync else options.flush_seconds,
+        flush_seconds=options.flush_seconds,
     )
 
 

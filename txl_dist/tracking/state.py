@@ -18,6 +18,7 @@ from txl_dist.config.redaction import redact
 STATE = "tracking.json"
 REQUEST = "logs/tracking-request.json"
 LOCK = "logs/tracking.lock"
+"""Held by the sender. Never written, so its time of change identifies the directory."""
 LOG = "logs/tracking.log"
 
 RUN_STATUSES = {
@@ -91,10 +92,14 @@ class TrackingState(_JsonFile):
     """Tag `txl.key` of the MLflow run. Finds the run if the response to its creation was lost."""
     server: str | None
     """As in the request, without credentials."""
+    directory: str | None = None
+    """`directory_identity` of the run directory that the MLflow run belongs to. None: the next one
+    that uses this file takes it over (it is from an older version, or from a checkpoint URL)."""
     run_id: str | None = None
     experiment_id: str | None = None
     parent_run_id: str | None = None
-    """The previous MLflow run, if it was deleted, is on another server or was started over."""
+    """The previous MLflow run, if it was deleted, is on another server, was started over, or
+    belongs to the directory that this one is a copy of."""
     abandoned_run_id: str | None = None
     """The MLflow run that this one replaces after a rollback, until it is made a child of it."""
     abandoned_from_step: int | None = None
@@ -104,6 +109,22 @@ class TrackingState(_JsonFile):
     """The last step sent. For display only; the delivery queries the server."""
     delivered: bool = False
     """Whether the run ended and the server has every point of the journal."""
+
+
+def directory_identity(run_dir: Path) -> str:
+    """Distinguishes a run directory from its copies, also on other hosts, but not from itself after
+    it was renamed: the time at which the inode of LOCK was changed last, which is its creation.
+
+    No program can set this time, so no copy has it. `chmod`, `chown` and a move to another file
+    system change it too, and then the directory counts as a copy.
+    """
+    (run_dir / LOCK).parent.mkdir(parents=True, exist_ok=True)
+    # Not Path.touch, which changes the time of a file that exists.
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        return str(os.fstat(descriptor).st_ctime_ns)
+    finally:
+        os.close(descriptor)
 
 
 def as_text(value: Any) -> str:

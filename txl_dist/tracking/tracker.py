@@ -2,22 +2,31 @@
 
 Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and another
 process sends them (`sender.py`). The training log gets one warning for each kind of failure.
+
+Once the ranks have ended, the launcher waits for the sender (`wait_for_delivery`): in a container
+the sender ends with the launcher. No rank, restart or stop request waits for it.
 """
 
 import logging
+import os
 import subprocess
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from data_pipeline.processes.stop_signals import StopSignals
+from data_pipeline.storage.locks import try_lock
 from txl_dist.errors import DivergedError, FencedError, PreemptedError
-from txl_dist.tracking.sender import EXIT_UNDELIVERED, sync_command
+from txl_dist.tracking.sender import EXIT_UNDELIVERED, FLUSH_SECONDS, sync_command
 from txl_dist.tracking.state import (
+    LOCK,
     LOG,
+    REQUEST,
     STATE,
     TrackingRequest,
     TrackingState,
@@ -29,8 +38,11 @@ if TYPE_CHECKING:
     from txl_dist.config.run_config import RunConfig
 
 CLOSE_SECONDS = 1.5
-"""How long the end of a run waits for the sender, which then continues without training. A server
-that has everything but the last lines takes less; a database that does not exist yet takes more."""
+"""How long rank 0 waits at its end for the sender, which then continues without it. A server that
+has everything but the last lines takes less; a database that does not exist yet takes more."""
+START_SECONDS = 2.0
+"""How long the launcher waits for a sender that has not begun."""
+POLL_SECONDS = 0.1
 MAX_STARTS = 4
 """The sender is started at most this often: the first time, and again whenever it dies."""
 
@@ -44,9 +56,16 @@ class Tracker:
     removes.
     """
 
-    def __init__(self, run_dir: Path, request: TrackingRequest | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        request: TrackingRequest | None,
+        *,
+        flush_seconds: float = FLUSH_SECONDS,
+    ) -> None:
         self._run_dir = run_dir
         self._request = request
+        self._flush_seconds = flush_seconds
         self._lock = threading.Lock()
         """Guards `_process` and `_status`: `close` may run while a sender is being restarted."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,7 +91,8 @@ class Tracker:
             request = None
             if config.tracking.enabled:
                 request = _request(run_dir, config, data_manifest, tags or {}, new_run=new_run)
-            tracker = cls(run_dir, request)
+            flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
+            tracker = cls(run_dir, request, flush_seconds=flush_seconds)
             if request is not None:
                 tracker._thread.start()
         except Exception as error:
@@ -131,7 +151,7 @@ class Tracker:
         assert self._request is not None
         # Two threads write to the pipe. `close` writes only after `_process` is set, so the request
         # is always the first line.
-        with _start_sender(self._run_dir) as process:
+        with _start_sender(self._run_dir, self._flush_seconds) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -157,12 +177,65 @@ class Tracker:
             log.debug("the sender died before the end; the next one gets the status")
 
 
-def _start_sender(run_dir: Path) -> subprocess.Popen[bytes]:
+def wait_for_delivery(
+    run_dir: Path,
+    config: "RunConfig",
+    signals: StopSignals,
+    print_line: Callable[[str], None],
+) -> None:
+    """Wait until the sender has ended, then print if something is undelivered. Never raises.
+
+    Called by the launcher after the ranks have ended. Waits `tracking.end_timeout_seconds` at most,
+    and after a stop request no longer than `training.grace_seconds` since then. A stop request
+    during the wait ends it.
+    """
+    if not config.tracking.enabled or not (run_dir / REQUEST).exists():
+        return
+    seconds, was_stopped = config.tracking.end_timeout_seconds, bool(signals)
+    if was_stopped:
+        seconds = min(seconds, config.training.grace_seconds - signals.seconds_since_request)
+    begin, has_printed = time.monotonic(), False
+    while is_sending := _is_sending(run_dir, time.monotonic() - begin):
+        waited = time.monotonic() - begin
+        if waited >= seconds or (signals and not was_stopped):
+            break
+        if waited >= START_SECONDS and not has_printed:
+            has_printed = True
+            print_line(
+                f"waiting up to {seconds:.0f} s for MLflow to receive the last metrics "
+                "(tracking.end_timeout_seconds); Ctrl-C ends the wait"
+            )
+        time.sleep(POLL_SECONDS)
+    state = TrackingState.load(run_dir / STATE)
+    if is_sending or state is None or not state.delivered:
+        print_line(
+            "tracking: MLflow does not have everything yet; metrics.jsonl has. The next start of "
+            f"this run delivers the rest, or: {sync_command(run_dir)}"
+        )
+
+
+def _is_sending(run_dir: Path, waited_seconds: float) -> bool:
+    """Whether the sender runs, or may still begin."""
+    state = TrackingState.load(run_dir / STATE)
+    is_delivered = state is not None and state.delivered
+    try:
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        has_ended = True
+    else:
+        # A file system without locks: only the state tells.
+        has_ended = try_lock(descriptor, if_unsupported=is_delivered)
+        os.close(descriptor)
+    return not has_ended or (not is_delivered and waited_seconds < START_SECONDS)
+
+
+def _start_sender(run_dir: Path, flush_seconds: float) -> subprocess.Popen[bytes]:
     log_path = run_dir / LOG
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "txl_dist.tracking.sender", str(run_dir)]
     with log_path.open("ab") as log_file:
         return subprocess.Popen(
-            [sys.executable, "-m", "txl_dist.tracking.sender", str(run_dir)],
+            [*command, "--flush-seconds", str(flush_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_file,

@@ -96,7 +96,7 @@ def build_report(
         journal,
         goodput,
         tokens_after=config.tokens_after,
-        split=evaluation.name if evaluation else None,
+        scored=evaluation.label if evaluation else None,
     )
 
 

@@ -58,6 +58,9 @@ class EvaluatedSplit:
 
     corpus: Corpus
     name: str
+    label: str
+    """Begins the names of its scores, such as `valid/loss`: the split, and before it the dataset if
+    `evaluation.path` names one. The loss of training is `loss`."""
 
     def open(self) -> SplitReader:
         return self.corpus.open(self.name)
@@ -251,6 +254,7 @@ def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> EvaluatedSplit 
         cache = _cache_of(config.data)
         corpus = Corpus("evaluation.path", dataset_path(path), 1.0, load_manifest(path), cache)
         _require_same_tokens(corpora[0], corpus)
+        label = f"{corpus.directory.resolve().name}/{name}"
     else:
         candidates = [c for c in corpora if name in c.manifest.splits]
         if split == "auto":
@@ -258,6 +262,6 @@ def _evaluation(config: RunConfig, corpora: Sequence[Corpus]) -> EvaluatedSplit 
             candidates = [c for c in candidates if c.manifest.splits[name].tokens > 1]
             if not candidates:
                 return None
-        corpus = candidates[0] if candidates else corpora[0]
+        corpus, label = candidates[0] if candidates else corpora[0], name
     corpus.manifest.split(name, corpus.directory)  # raises DataError if it is missing
-    return EvaluatedSplit(corpus, name)
+    return EvaluatedSplit(corpus, name, label)

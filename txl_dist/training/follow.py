@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Self
 
 POLL_SECONDS = 0.2
+FIRST_BATCH = "first batch"
+"""The line of rank 0 before its first step."""
 _STEP = re.compile(r"^\S+ step (\d+) \| loss ")
 
 

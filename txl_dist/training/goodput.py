@@ -23,7 +23,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -53,15 +53,21 @@ class GoodputFile(StrictModel):
     step: int
     """Last step that was trained."""
     restarts: int = Field(ge=0)
-    """Starts of the run after the first one."""
+    """Starts of the run after a failure: not the first, and not those after a stop request."""
     lost_steps: int = Field(ge=0)
     is_complete: bool
-    """The last process ended as planned. If the run is extended later, it was not down until then.
-    """
+    """The last process trained to the end: if the run is extended later, it was not down."""
+    is_stopped: bool = False
+    """The last process ended by a stop request, so the next start is no restart."""
     seconds: dict[str, float]
     """By cause: `steps` are productive."""
     productive: dict[int, float]
     """Productive seconds up to a checkpoint, by step."""
+
+    @property
+    def goodput(self) -> float:
+        """Productive seconds / wall seconds."""
+        return goodput_of(self.seconds)
 
 
 class Goodput:
@@ -88,7 +94,7 @@ class Goodput:
         """
         self._path, self._activity, self._may_write = path, activity, may_write
         self._updated_at = 0.0
-        self._step, self._is_complete = step, False
+        self._step, self._is_complete, self._is_stopped = step, False, False
         self._restarts = self._lost_steps = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds of earlier processes, corrected for lost steps of this process."""
@@ -114,7 +120,7 @@ class Goodput:
         self._restarts = earlier.restarts
         self._step, self._is_complete = earlier.step, earlier.is_complete
         if is_restart and not earlier.is_complete:
-            self._restarts += 1
+            self._restarts += not earlier.is_stopped
             self._seconds[DOWN] += self._seconds_since(earlier)
         elif not is_restart:  # the old parts of the run were closed
             self._seconds[Span.START_UP.value] += self._seconds_since(earlier)
@@ -140,7 +146,7 @@ class Goodput:
         """Metrics of the step line."""
         seconds = self.seconds
         return {
-            "goodput": seconds[STEPS] / max(1e-9, sum(seconds.values())),
+            "goodput": goodput_of(seconds),
             "restarts": self._restarts,
             "lost_steps": self._lost_steps,
         }
@@ -169,24 +175,25 @@ class Goodput:
         self._productive = dict([first, *later[1 - MAX_CHECKPOINTS :]])
         self._write(sync=True)
 
-    def end(self, step: int, *, is_complete: bool) -> str | None:
+    def end(self, step: int, *, is_complete: bool, is_stopped: bool = False) -> str | None:
         """The summary of the run. None if this process has done no step."""
+        self._is_stopped = is_stopped
         has_trained = self._activity.num_steps > 0
+        seconds = self.seconds
         # A run that was finished already stays as it is; one may end after a last evaluation.
         if has_trained or (is_complete and not self._is_complete):
             self._step, self._is_complete = step, is_complete
-            self._write(sync=True)
-        return self._summary() if has_trained else None
+            self._write(sync=True, seconds=seconds)
+        return self._summary(seconds) if has_trained else None
 
-    def _summary(self) -> str:
-        seconds = self.seconds
+    def _summary(self, seconds: dict[str, float]) -> str:
         wall_seconds = max(1e-9, sum(seconds.values()))
-        shares = {cause: seconds[cause] / wall_seconds for cause in LOSSES}
+        shares = {cause: seconds.get(cause, 0.0) / wall_seconds for cause in LOSSES}
         restarts = f"{self._restarts} restart{'' if self._restarts == 1 else 's'}"
         return " | ".join(
             (
                 f"summary | {restarts}, {self._lost_steps} steps lost",
-                f"goodput {seconds[STEPS] / wall_seconds:.1%} of {_duration(wall_seconds)}",
+                f"goodput {goodput_of(seconds):.1%} of {_duration(wall_seconds)}",
                 *(f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 5e-4),
             )
         )
@@ -201,7 +208,7 @@ class Goodput:
         share = (step - before) / (after - before) if after > before else 0.0
         return low + share * (high - low)
 
-    def _write(self, *, sync: bool) -> None:
+    def _write(self, *, sync: bool, seconds: dict[str, float] | None = None) -> None:
         self._updated_at = time.monotonic()
         if not self._may_write():
             return
@@ -211,7 +218,8 @@ class Goodput:
             restarts=self._restarts,
             lost_steps=self._lost_steps,
             is_complete=self._is_complete,
-            seconds=dict(self.seconds),
+            is_stopped=self._is_stopped,
+            seconds=dict(seconds or self.seconds),
             productive=self._productive,
         )
         with contextlib.suppress(OSError):  # a full disk; training continues without this file
@@ -220,6 +228,11 @@ class Goodput:
                 write_file(self._path, text.encode())
             else:
                 overwrite_page(self._path, text)
+
+
+def goodput_of(seconds: Mapping[str, float]) -> float:
+    """The share of the productive seconds of all `seconds` by cause."""
+    return seconds.get(STEPS, 0.0) / max(1e-9, sum(seconds.values()))
 
 
 def read_goodput(path: Path) -> GoodputFile | None:

@@ -30,6 +30,7 @@ from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.advance import after_step
+from txl_dist.training.follow import FIRST_BATCH
 from txl_dist.training.profiler import StepProfiler
 from txl_dist.training.recovery import Recovery, Rollback
 from txl_dist.training.report import Report
@@ -95,10 +96,13 @@ class Trainer:
         run (that step is not saved), and PreemptedError after a stop request, once the state is
         saved.
         """
-        is_complete = False
+        is_complete = is_stopped = False
         try:
             state = self._train()
             is_complete = state.step >= self.config.num_steps
+        except PreemptedError:
+            is_stopped = True
+            raise
         except DivergedError as error:
             cause = self.saver.wait_after(error)
             # Not the checkpoint of this step: resuming from it would produce the same numbers.
@@ -106,7 +110,7 @@ class Trainer:
             advice = divergence_advice(self.config.run_path, before=last_update)
             raise DivergedError(f"{cause}. {advice}") from error
         finally:
-            self.report.end(self.state, is_complete=is_complete)
+            self.report.end(self.state, is_complete=is_complete, is_stopped=is_stopped)
         return state
 
     @property
@@ -192,7 +196,7 @@ class Trainer:
         segment = next(self.segments)
         self._activity.enter(Span.OTHER)
         if self._activity.num_steps == 0:
-            self.report.event("first batch")
+            self.report.event(FIRST_BATCH)
         self.report.data_wait(time.monotonic() - start)
         return segment
 

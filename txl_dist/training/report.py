@@ -103,8 +103,10 @@ class Report:
     def sync(self) -> None:
         """Flush all lines to disk. Call before a checkpoint, which assumes that they exist."""
 
-    def end(self, state: TrainState, *, is_complete: bool) -> None:
-        """Write the summary of the run. `is_complete`: it ends as planned, not by an error."""
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        """Write the summary of the run. `is_complete`: it has no steps left. `is_stopped`: a stop
+        request has ended it.
+        """
 
 
 @dataclass(slots=True)
@@ -131,10 +133,11 @@ class RankZeroReport(Report):
         goodput: Goodput,
         *,
         tokens_after: Callable[[int], int],
-        split: str | None = None,
+        scored: str | None = None,
     ) -> None:
+        """`scored`: `EvaluatedSplit.label` of the split that is scored."""
         super().__init__(utilisation, stragglers)
-        self._split = split
+        self._scored = scored
         self._journal, self._goodput = journal, goodput
         self._tokens_after = tokens_after
         """Function: step -> tokens of all later steps."""
@@ -207,7 +210,7 @@ class RankZeroReport(Report):
 
     def rewind(self, state: TrainState, *, abandoned_step: int) -> None:
         self._journal.sync()
-        self._journal.truncate_after(state.step, redone=redone_metrics(state, self._split))
+        self._journal.truncate_after(state.step, redone=redone_metrics(state, self._scored))
         self._goodput.update(abandoned_step)
         self._goodput.rewind(state.step)
         self._stopwatch = Stopwatch(time.monotonic())
@@ -219,20 +222,20 @@ class RankZeroReport(Report):
     def evaluation(
         self, result: EvaluationResult, *, step: int, tokens: int, improved: bool
     ) -> None:
-        sums, split = result.sums, result.settings.split
+        sums, scored = result.sums, self._scored
         values = {
-            f"{split}/loss": sums.nats_per_token,
-            f"{split}/perplexity": sums.perplexity,
-            f"{split}/tokens_scored": sums.num_tokens,
+            f"{scored}/loss": sums.nats_per_token,
+            f"{scored}/perplexity": sums.perplexity,
+            f"{scored}/tokens_scored": sums.num_tokens,
         }
         if sums.num_bytes:
-            values[f"{split}/bits_per_byte"] = sums.bits_per_byte
+            values[f"{scored}/bits_per_byte"] = sums.bits_per_byte
         self._journal.write({"step": step, "tokens": tokens, "time": time.time(), **values})
         per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes else ""
         log.info(
             "evaluation at step %d | %s loss %.4f | ppl %.2f%s | %s targets%s",
             step,
-            split,
+            scored,
             sums.nats_per_token,
             sums.perplexity,
             per_byte,
@@ -276,8 +279,9 @@ class RankZeroReport(Report):
     def sync(self) -> None:
         self._journal.sync()
 
-    def end(self, state: TrainState, *, is_complete: bool) -> None:
-        if summary := self._goodput.end(state.step, is_complete=is_complete):
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        summary = self._goodput.end(state.step, is_complete=is_complete, is_stopped=is_stopped)
+        if summary:
             log.info("%s", summary)
 
     def _write(self, state: TrainState, values: dict[str, float]) -> None:
@@ -286,10 +290,10 @@ class RankZeroReport(Report):
         )
 
 
-def redone_metrics(state: TrainState, split: str | None) -> dict[int, str]:
+def redone_metrics(state: TrainState, scored: str | None) -> dict[int, str]:
     """The metrics of the evaluations that a run at `state` still has to do, by step."""
     # A process killed after writing a score to the journal, but before saving it, left them.
-    return {} if split is None else dict.fromkeys(state.missing_scores, f"{split}/loss")
+    return {} if scored is None else dict.fromkeys(state.missing_scores, f"{scored}/loss")
 
 
 def _counters(state: TrainState) -> dict[str, float]:

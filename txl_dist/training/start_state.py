@@ -57,6 +57,6 @@ def open_run(rank: RankContext, state: TrainState, point: ResumePoint | None) ->
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
     write_file(directory.config, dump_run_config(rank.written_config).encode())
-    redone = redone_metrics(state, evaluation.name if evaluation else None)
+    redone = redone_metrics(state, evaluation.label if evaluation else None)
     with MetricsJournal(directory.metrics) as journal:
         journal.truncate_after(kept_step, redone=redone)

@@ -1,6 +1,7 @@
 """Every command of `txl`: its help, and where `--json` is declared."""
 
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -8,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.support.commands import run_txl
 from txl_dist.cli.app import app
 
 CLI = Path(__file__).parents[3] / "txl_dist" / "cli"
@@ -40,3 +42,13 @@ def test_the_help_of_every_command_has_an_example(words: tuple[str, ...]) -> Non
 def test_json_is_declared_once() -> None:
     declarations = [path.name for path in CLI.glob("*.py") if '"--json"' in path.read_text()]
     assert declarations == ["options.py"]
+
+
+@pytest.mark.parametrize("words", [(), ("data",), ("train",), ("track", "sync")], ids=" ".join)
+def test_the_short_option_prints_the_same_help(words: tuple[str, ...]) -> None:
+    short, long = (CliRunner().invoke(app, [*words, option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run_txl("--version") == (0, f"txl {metadata.version('txl-dist')}\n")

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
@@ -12,6 +13,8 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model
+from txl_dist.cli import work_progress
+from txl_dist.cli.app import app
 from txl_dist.convert.single_file import Reading, write_exported
 
 WRITTEN = ["curve.csv", "recl.json", "recl.png", "recl.svg"]
@@ -73,14 +76,29 @@ def test_it_writes_the_curve_and_recl_and_says_how(
         assert point["low"] <= point["nats"] <= point["high"]
 
 
+def test_the_work_is_printed_first_and_then_the_time_left(
+    group: list[Path], dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 targets after 8, 16 and 24 tokens; vanilla reads at most 12."""
+    monkeypatch.setattr(work_progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    code, output = run_txl("recl", *group, dataset, *SMALL)
+    assert code == 0, output
+    first, *lines = output.splitlines()
+    assert first.startswith(f"{30 * (8 + 16 + 24 + 8 + 12):,} tokens to read: 2 models"), output
+    amounts = [line for line in lines if line.startswith("reading: ")]
+    assert "s left" in amounts[1]
+    assert "2,040 of 2,040 tokens (100%)" in amounts[-1]
+
+
 def test_json_is_one_object_and_other_batches_give_the_same_numbers(
     group: list[Path], dataset: Path
 ) -> None:
     objects = []
     for batch in (16, 7):
-        code, output = run_txl("recl", group[0], dataset, *SMALL, "--json", "--batch", batch)
-        assert code == 0, output
-        objects.append(json.loads(output)["models"][0])
+        words = ("recl", group[0], dataset, *SMALL, "--json", "--batch", batch)
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        assert result.exit_code == 0, result.output
+        objects.append(json.loads(result.stdout)["models"][0])
     for first, second in zip(*(each["curve"] for each in objects), strict=True):
         assert first["nats"] == pytest.approx(second["nats"], rel=1e-5)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.training_runs import NO_EVALUATION, tiny_job
 from txl_dist.launch import launch_output
-from txl_dist.launch.launch_output import STATUS_SECONDS, LaunchOutput
+from txl_dist.launch.launch_output import STATUS_SECONDS, TRAINING_SECONDS, LaunchOutput
 from txl_dist.launch.processes import ProcessLauncher
 
 STAGES = ["2 ranks start", "rank 0 is up", "2 of 2 ranks are up", "the model is built",
@@ -37,9 +37,16 @@ def test_a_status_is_due_after_a_silence_until_the_first_step(
     output.print_log_line("12:00:00 rank 0 is up")
     clock += STATUS_SECONDS + 1
     output.print_wait()
+    output.print_log_line("12:00:01 first batch")  # a step is slow, or has no line
+    clock += STATUS_SECONDS + 1
+    assert not output.status_is_due
+    clock += TRAINING_SECONDS
+    assert output.status_is_due
+    output.print_wait()
     assert [line for line in lines if line.startswith("waiting")] == [
         "waiting 5 s for the ranks, which import their libraries",
         "waiting 10 s for the ranks, which load data and model",
+        "waiting 45 s for the first step line; the ranks train",
     ]
     output.print_log_line("12:00:00 step 1 | loss 3.4")
     clock += STATUS_SECONDS + 1

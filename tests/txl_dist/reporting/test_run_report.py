@@ -1,5 +1,6 @@
 """`txl report`: the page shows what the run directory says, and runs nothing that it contains."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.reporting.run_charts import draw_charts, thin_out
 from txl_dist.reporting.run_page import run_page
 from txl_dist.reporting.run_record import MAX_EVENTS, read_run
+from txl_dist.training.goodput import GoodputFile
 
 NUM_STEPS = 7
 
@@ -28,6 +30,12 @@ def run(tmp_path: Path) -> Path:
         if step in (3, 6):
             lines.append({**lines[-1], "valid/loss": 4.5 - step / 100, "valid/perplexity": 80.0})
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    seconds = {"steps": 6.0, "start-up": 3.0, "evaluation": 1.0}  # ended after the last step line
+    goodput = GoodputFile(
+        updated=1e9, step=NUM_STEPS, restarts=0, lost_steps=0, is_complete=True,
+        seconds=seconds, productive={},
+    )  # fmt: skip
+    (path / "goodput.json").write_text(goodput.model_dump_json())
     (path / "config.yaml").write_text("directory: runs/<b>bold</b>\n")
     (path / "logs" / "rank-0.log").write_text(
         "12:00:00 step 1 | loss 4.9\n12:00:01 resuming </pre><script>alert(1)</script>\n"
@@ -37,11 +45,20 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_page_has_the_numbers_of_the_run(run: Path) -> None:
     page = run_page(read_run(run))
-    for text in ("my run", "best valid/loss", "4.4400 at step 6", "50.0%", "105", "4.3000"):
+    for text in ("my run", "best valid/loss", "4.4400 at step 6", "60.0%", "105", "4.3000"):
         assert text in page, text
     assert "resuming" in page
     assert "step 1 | loss" not in page, "step lines are no events"
     assert page == run_page(read_run(run)), "the same bytes"
+
+
+def test_goodput_is_one_number_from_one_place(run: Path) -> None:
+    """In the summary and in the chart of the wall time; the last step line has an older one."""
+    page = run_page(read_run(run))
+    charts = [base64.b64decode(data).decode() for data in re.findall(r"base64,([^\"]*)", page)]
+    texts = [page, *charts]
+    assert sum("60.0%" in text for text in texts) == 2
+    assert not any("50.0%" in text for text in texts)
 
 
 def test_text_of_the_run_is_escaped_and_nothing_is_loaded_from_elsewhere(run: Path) -> None:
@@ -88,7 +105,8 @@ def test_long_series_are_drawn_as_means_that_keep_their_sum() -> None:
 
 def test_only_what_the_run_has_is_drawn(run: Path) -> None:
     titles = [title for title, _ in draw_charts(read_run(run))]
-    assert titles == ["Loss in nats per token", "Learning rate", "Gradient norm before clipping"]
+    always = ["Loss in nats per token", "Learning rate", "Gradient norm before clipping"]
+    assert titles == [*always, "Wall time by cause"]
 
 
 def test_the_command_writes_the_page_into_the_run(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 import random
 import sqlite3
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
@@ -106,6 +107,46 @@ def test_a_resume_that_loses_no_point_continues_the_same_run(run_dir: Path) -> N
     assert own == _journalled(run_dir)
     tags = tags_of(database, run_id_of(run_dir))
     assert (tags["txl.changed.lr"], tags["txl.status"]) == ("2", "preempted")
+
+
+def _train_to(
+    run_dir: Path, *, steps: range, since: float = START, status: str = "finished"
+) -> str:
+    """Continue a run as training and its sender do; returns the id of its MLflow run."""
+    write_steps(run_dir, steps, since=since)
+    delivery = delivery_for(run_dir)
+    delivery.pump()
+    delivery.set_end_status(status)
+    delivery.finish()
+    return run_id_of(run_dir)
+
+
+@pytest.mark.parametrize("copy", [("cp", "-r"), ("cp", "-a")])
+def test_a_copy_of_a_run_directory_is_a_fork_with_a_run_of_its_own(
+    run_dir: Path, copy: tuple[str, ...]
+) -> None:
+    """The MLflow run of the original has no point of the copy, and the reverse; both end."""
+    database, other = run_dir.parent / "mlflow.db", run_dir.parent / "other"
+    original = _train_to(run_dir, steps=range(1, 11), status="preempted")
+    subprocess.run([*copy, run_dir, other], check=True)
+    fork = _train_to(other, steps=range(11, 15), since=START + 1000)
+    assert fork != original
+    assert _train_to(run_dir, steps=range(11, 18), since=START + 2000) == original
+    assert _train_to(other, steps=range(15, 20), since=START + 3000) == fork
+
+    assert sorted(run_ids(database)) == sorted([original, fork])
+    for directory, run_id in ((run_dir, original), (other, fork)):
+        assert _curves(database, run_id) == _journalled(directory)
+        assert status_of(database, run_id) == "FINISHED"
+        assert "txl.abandoned" not in tags_of(database, run_id)
+    assert tags_of(database, fork)["txl.parent"] == original
+
+
+def test_a_renamed_run_directory_keeps_its_mlflow_run(run_dir: Path) -> None:
+    first = _train_to(run_dir, steps=range(1, 6), status="preempted")
+    run_dir.rename(run_dir.parent / "renamed")
+    assert _train_to(run_dir.parent / "renamed", steps=range(6, 11)) == first
+    assert run_ids(run_dir.parent / "mlflow.db") == [first]
 
 
 def test_points_that_no_later_step_replaces_are_not_in_the_curve(run_dir: Path) -> None:

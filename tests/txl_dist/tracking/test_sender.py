@@ -1,5 +1,6 @@
-"""The sender as a command: what was not delivered is delivered by `--sync`."""
+"""The sender as a command: what was not delivered is delivered by `txl track sync`."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import run_txl
 from txl_dist.tracking.state import TrackingState, child_environment
 
 from .conftest import (
@@ -20,7 +22,9 @@ from .conftest import (
 SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]
 
 
-def test_sync_delivers_what_an_ended_run_did_not(run_dir: Path, server: MlflowServer) -> None:
+def test_sync_delivers_what_an_ended_run_did_not(
+    run_dir: Path, server: MlflowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_steps(run_dir, range(1, 11))
     request = request_for(server.uri.replace("://", "://user:CANARY@"))
     command = [*SENDER, str(run_dir), "--poll-seconds", "0.1", "--flush-seconds", "0.2"]
@@ -37,18 +41,28 @@ def test_sync_delivers_what_an_ended_run_did_not(run_dir: Path, server: MlflowSe
     assert b"CANARY" not in warning + stdout + stderr
     assert all(b"CANARY" not in path.read_bytes() for path in run_dir.rglob("*") if path.is_file())
 
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow sets it in its server
+    code, output = run_txl("track", "sync", run_dir)
+    assert code == 2
+    assert "credentials are not stored" in output
     server.open()
-    subprocess.run(
-        [*SENDER, str(run_dir), "--sync"],
-        env={**child_environment(), "MLFLOW_TRACKING_URI": server.uri},
-        check=True,
-        capture_output=True,
-    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
+    code, output = run_txl("track", "sync", run_dir, "--json")
+    assert code == 0, output
     state = TrackingState.load(run_dir / "tracking.json")
     assert state is not None
     assert state.delivered
     assert recorded_steps(server.database, state.run_id or "") == list(range(1, 11))
     assert tags_of(server.database, state.run_id or "")["txl.status"] == "preempted"
+    expected = {"run": str(run_dir), "mlflow_run_id": state.run_id, "status": "preempted"}
+    assert json.loads(output) == {**expected, "delivered": True}
+
+
+def test_sync_of_a_directory_without_tracking_is_refused_by_name(tmp_path: Path) -> None:
+    code, message = run_txl("track", "sync", tmp_path)
+    assert code == 2
+    assert str(tmp_path) in message
+    assert "tracking.enabled" in message
 
 
 SLOW_IMPORT = """
@@ -73,7 +87,7 @@ def test_the_time_of_a_sync_starts_after_the_import_and_can_be_set(
     path = f"{tmp_path / 'site'}{os.pathsep}{child_environment()['PYTHONPATH']}"
 
     def sync(seconds: float, environment: dict[str, str]) -> int:
-        command = [*SENDER, str(run_dir), "--sync", "--timeout-seconds", str(seconds)]
+        command = [*SENDER, str(run_dir), "--sync", "--flush-seconds", str(seconds)]
         return subprocess.run(command, env=environment, check=False, capture_output=True).returncode
 
     assert sync(0.5, child_environment()) == 75

@@ -1,15 +1,25 @@
 """The tracker with real sender processes: no delay, no lost or doubled point, no process left."""
 
 import logging
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.txl_dist.tracking.real_senders import (
-    tracking_config,
+from tests.support.commands import num_lines, start_txl, txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, TINY
+from tests.txl_dist.tracking.conftest import (
+    MlflowServer,
+    recorded_steps,
+    run_id_of,
+    status_of,
 )
+from tests.txl_dist.tracking.real_senders import senders_of, tracking_config
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.tracking.state import child_environment
 from txl_dist.tracking.tracker import Tracker
@@ -57,3 +67,70 @@ def test_importing_the_training_side_imports_no_mlflow() -> None:
         "assert not {'mlflow', 'pydantic', 'torch'} & set(sys.modules), 'heavy'"
     )
     subprocess.run([sys.executable, "-c", code], env=child_environment(), check=True)
+
+
+def _train(dataset: Path, run: Path, uri: str, *settings: object) -> tuple[object, ...]:
+    return (
+        *("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes"),
+        f"tracking={{enabled: true, experiment: tests, uri: '{uri}'}}",
+        *settings,
+    )
+
+
+def test_the_end_is_delivered_before_the_launcher_ends(
+    dataset: Path, run_dir: Path, server: MlflowServer
+) -> None:
+    """As in a container: all processes end with `txl train`. A request takes half a second."""
+    server.open()
+    server.fault = lambda path, body: time.sleep(0.5) or ""
+    with start_txl(*_train(dataset, run_dir, server.uri, NO_EVALUATION)) as training:
+        output, _ = training.communicate(timeout=300)
+        for sender in senders_of(run_dir):
+            os.kill(sender, signal.SIGKILL)
+    assert training.returncode == 0, output
+    run_id = run_id_of(run_dir)
+    assert status_of(server.database, run_id) == "FINISHED", output
+    assert recorded_steps(server.database, run_id) == list(range(1, 21))
+
+
+@pytest.mark.fault_row(32)
+def test_the_wait_at_the_end_has_a_limit_and_the_rest_is_delivered_by_the_next_start(
+    dataset: Path, run_dir: Path, server: MlflowServer
+) -> None:
+    settings = (NO_EVALUATION, "tracking.end_timeout_seconds=0.5")
+    ended = txl(*_train(dataset, run_dir, server.uri, *settings), timeout_seconds=300)
+    assert ended.returncode == 0, ended.stderr
+    assert f"txl track sync {run_dir}" in ended.stdout
+    for sender in senders_of(run_dir):
+        os.kill(sender, signal.SIGKILL)
+    server.open()
+    settings = (NO_EVALUATION, "tracking.end_timeout_seconds=200")
+    again = txl(*_train(dataset, run_dir, server.uri, *settings), timeout_seconds=300)
+    assert "this run is finished" in again.stdout
+    run_id = run_id_of(run_dir)
+    assert status_of(server.database, run_id) == "FINISHED"
+    assert recorded_steps(server.database, run_id) == list(range(1, 21))
+
+
+@pytest.mark.fault_row(32)
+@pytest.mark.parametrize("on", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_stop_does_not_wait_longer_than_its_grace_period(
+    dataset: Path, run_dir: Path, on: str
+) -> None:
+    """The server accepts connections and never responds; without a stop the wait is unlimited."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        settings = (
+            *(NO_EVALUATION, "training.num_steps=100000", "training.grace_seconds=15"),
+            *("tracking.end_timeout_seconds=100000", "--on", on),
+        )
+        with start_txl(*_train(dataset, run_dir, uri, *settings)) as training:
+            wait_until(lambda: num_lines(run_dir / "metrics.jsonl") > 5)
+            training.send_signal(signal.SIGTERM)
+            output, _ = training.communicate(timeout=120)
+        for sender in senders_of(run_dir):
+            os.kill(sender, signal.SIGKILL)
+    assert training.returncode == 75, output
+    assert "MLflow does not have everything yet" in output

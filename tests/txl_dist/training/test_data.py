@@ -56,6 +56,17 @@ def test_null_disables_evaluation_without_a_warning(
     assert "evaluation | none, because evaluation.split=null" in _log(tmp_path)
 
 
+def test_a_score_of_another_dataset_is_named_after_it(
+    ranks: RankGroups, dataset: Path, train_only: Path, tmp_path: Path
+) -> None:
+    """The same in the log and in metrics.jsonl, from which MLflow and reports take it."""
+    other = (f"evaluation.path={train_only}", "evaluation.split=train")
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *other)) == [0]
+    names = {name for line in metrics(tmp_path) for name in line if name.endswith("/loss")}
+    assert names == {"train-only/train/loss"}
+    assert "evaluation at step 20 | train-only/train loss " in _log(tmp_path)
+
+
 def test_a_path_to_evaluate_must_have_a_valid_split(
     dataset: Path, train_only: Path, tmp_path: Path
 ) -> None:

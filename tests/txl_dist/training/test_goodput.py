@@ -70,8 +70,8 @@ class Process:
                 self.goodput.checkpoint(self.step)
         return self
 
-    def end(self, *, is_complete: bool = False) -> str:
-        return self.goodput.end(self.step, is_complete=is_complete) or ""
+    def end(self, *, is_complete: bool = False, is_stopped: bool = False) -> str:
+        return self.goodput.end(self.step, is_complete=is_complete, is_stopped=is_stopped) or ""
 
 
 def test_the_causes_of_a_killed_run_add_up_to_its_wall_time(tmp_path: Path, clocks: Clocks) -> None:
@@ -114,6 +114,15 @@ def test_steps_after_the_last_update_are_lost_too(
     # If that process is killed too, the next one does not count them again.
     again = Goodput(path, activity, step=resumed_at, reached_step=resumed_at)
     assert again.values()["lost_steps"] == 14 - resumed_at
+
+
+def test_a_start_after_a_stop_request_is_no_restart(tmp_path: Path, clocks: Clocks) -> None:
+    """But the time until then counts as down, and a kill of that start as a failure."""
+    Process(tmp_path, clocks).train(5).end(is_stopped=True)
+    clocks.wait(7)
+    resumed = Process(tmp_path, clocks, step=5).train(3).goodput
+    assert (resumed.values()["restarts"], resumed.seconds["down"]) == (0, 7)
+    assert Process(tmp_path, clocks, step=5).goodput.values()["restarts"] == 1
 
 
 def test_a_process_that_ends_before_its_first_line_counts(tmp_path: Path, clocks: Clocks) -> None:

@@ -24,6 +24,16 @@ def train_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def chapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of 40 documents in one block."""
+    text = tmp_path_factory.mktemp("text") / "chapters.txt"
+    text.write_text("".join(f"chapter {n} {'la ' * (n % 7)}\n" for n in range(40)))
+    out = tmp_path_factory.mktemp("data") / "chapters"
+    prepare_dataset([text], out, PrepareSettings(format="lines"))
+    return out
+
+
 def _log(run: Path) -> str:
     return (run / "logs" / "rank-0.log").read_text()
 
@@ -62,6 +72,18 @@ def test_a_path_to_evaluate_must_have_a_valid_split(
     job = tiny_job(dataset, tmp_path, DEFAULT, f"evaluation.path={train_only}")
     with pytest.raises(DataError, match="has no split 'valid'; it has train"):
         TrainingData.open(job.config, num_ranks=1)
+
+
+@pytest.mark.parametrize(("reset", "in_order"), [("stream", True), ("document", False)])
+def test_a_memory_that_continues_is_that_of_the_document_before(
+    ranks: RankGroups, chapters: Path, tmp_path: Path, reset: str, in_order: bool
+) -> None:
+    settings = (NO_EVALUATION, f"data.reset={reset}", "data.num_lanes=2", "training.num_steps=9")
+    for shuffle in ("blocks", "none"):
+        job = tiny_job(chapters, tmp_path / shuffle, *settings, f"data.shuffle={shuffle}")
+        assert ranks(1).run(train, job) == [0]
+    # One block: shuffled blocks differ from the order of the corpus only inside it.
+    assert (losses(tmp_path / "blocks") == losses(tmp_path / "none")) == in_order
 
 
 @pytest.mark.slow

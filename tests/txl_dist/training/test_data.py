@@ -86,6 +86,19 @@ def test_a_memory_that_continues_is_that_of_the_document_before(
     assert (losses(tmp_path / "blocks") == losses(tmp_path / "none")) == in_order
 
 
+def test_a_memory_that_continues_over_documents_shuffled_before_is_a_warning(
+    ranks: RankGroups, tmp_path: Path
+) -> None:
+    text, data = tmp_path / "lines.txt", tmp_path / "data"
+    text.write_text("".join(f"line {n}\n" for n in range(20)))
+    prepare_dataset([text], data, PrepareSettings(format="lines", shuffle=1))
+    for reset in ("document", "stream"):
+        settings = (NO_EVALUATION, f"data.reset={reset}", "training.num_steps=4")
+        assert ranks(1).run(train, tiny_job(data, tmp_path / reset, *settings)) == [0]
+        warns = f"{data} was prepared with --shuffle" in _log(tmp_path / reset)
+        assert warns == (reset == "stream")
+
+
 @pytest.mark.slow
 def test_ranks_of_a_node_train_through_one_cache_with_the_same_losses(
     ranks: RankGroups, dataset: Path, tmp_path: Path

@@ -90,9 +90,9 @@ def repeated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("lr", [1e-8, 1e-2])
+@pytest.mark.parametrize(("lr", "num_ranks"), [(1e-8, 2), (1e-2, 1)])
 def test_a_run_says_whether_it_learns_from_the_context(
-    ranks: RankGroups, repeated: Path, tmp_path: Path, lr: float
+    ranks: RankGroups, repeated: Path, tmp_path: Path, lr: float, num_ranks: int
 ) -> None:
     settings = (
         "training.num_steps=300",
@@ -101,7 +101,7 @@ def test_a_run_says_whether_it_learns_from_the_context(
         "evaluation={interval_steps: 120, max_tokens: 500}",
     )
     job = tiny_job(repeated, tmp_path, f"optimizer.lr={lr}", *settings)
-    assert ranks(1).run(train_checking_early, job) == [0]
+    assert ranks(num_ranks).run(train_checking_early, job) == [0] * num_ranks
     log = (tmp_path / "logs" / "rank-0.log").read_text()
     assert "learning | unigram entropy of the data 2.78" in log
     learns = lr == 1e-2

@@ -13,8 +13,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from txl_dist.runtime.world import World
 
 JOIN_TIMEOUT_SECONDS = 60.0
@@ -26,6 +24,8 @@ class RankGroup:
     """`num_ranks` processes that run the same functions at the same time."""
 
     def __init__(self, num_ranks: int) -> None:
+        from torch.distributed import TCPStore  # slow to import
+
         context = mp.get_context("spawn")
         # Listens already: a free port could be taken before rank 0 listens on it.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -74,7 +74,7 @@ def test_the_number_of_tokens_depends_on_vocabulary_warm_up_and_length(
 def train_checking_early(world: World, job: TrainJob) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning_check, "MIN_TOKENS", 400)
-        patch.setattr(learning_check, "MIN_STEPS", 200)
+        patch.setattr(learning_check, "MIN_STEPS", 60)
         patch.setattr(learning_check, "TOKENS_PER_ID", 1)
         return train(world, job)
 
@@ -95,10 +95,10 @@ def test_a_run_says_whether_it_learns_from_the_context(
     ranks: RankGroups, repeated: Path, tmp_path: Path, lr: float, num_ranks: int
 ) -> None:
     settings = (
-        "training.num_steps=300",
+        "training.num_steps=100",
         "training.log_interval_steps=10",
-        "training.checkpoint_interval_steps=300",
-        "evaluation={interval_steps: 120, max_tokens: 500}",
+        "training.checkpoint_interval_steps=100",
+        "evaluation={interval_steps: 40, max_tokens: 500}",
     )
     job = tiny_job(repeated, tmp_path, f"optimizer.lr={lr}", *settings)
     assert ranks(num_ranks).run(train_checking_early, job) == [0] * num_ranks

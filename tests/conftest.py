@@ -1,8 +1,11 @@
 """What every test may use: groups of ranks, and a small dataset of real text."""
 
+import atexit
 import os
+import shutil
 import signal
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before triton is imported: `attention: triton` runs in triton's interpreter. Set it to 0 to run
 # the kernels on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Two suites on one machine must not disturb each other: compilers, Ray and caches of the user get a
+# folder of this session. Workers of xdist inherit it. Its path is short, because those of Ray's
+# sockets are limited.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # `tmp_path` is kept
+    session_folder = tempfile.tempdir = tempfile.mkdtemp(prefix="txl-")
+    for name in ("TMPDIR", "XDG_CACHE_HOME", "TRITON_HOME"):
+        os.environ[name] = session_folder
+    atexit.register(shutil.rmtree, session_folder, ignore_errors=True)
 
 import pytest
 from hypothesis import settings

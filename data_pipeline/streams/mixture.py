@@ -87,14 +87,14 @@ class CyclicCorpus:
     ) -> None:  # fmt: skip
         """`start` is the token of the cyclic order at which `first_epoch` begins.
 
-        With `shuffle: blocks`, the order of the blocks follows from `seed` and `key`, a number
+        Unless `shuffle` is `none`, the order of the blocks follows from `seed` and `key`, a number
         below 2**64 that identifies the corpus; otherwise it is the corpus order.
         """
         self.source, self.tokens_per_epoch = source, tokens_per_epoch
         self._start, self._first_epoch = start, first_epoch
         num_blocks = len(source.block_tokens)
         self._blocks = np.arange(num_blocks)
-        if shuffle == "blocks":
+        if shuffle != "none":
             self._blocks = np.argsort(hash_ids(seed, key, num_ids=num_blocks))
         self._tokens = source.block_tokens[self._blocks]
         self._starts = np.cumsum(self._tokens) - self._tokens

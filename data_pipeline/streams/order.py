@@ -5,7 +5,7 @@ sorted by a hash of (seed, epoch, block), the documents inside a block by a hash
 block, document). Any position of any epoch can therefore be located from integers alone, in
 O(log blocks), and resuming needs no saved shuffle state. The trade-off: documents of one block stay
 together in every epoch. A library's random generator is not used, because its output may change
-with its version.
+with its version. With `whole_blocks`, the documents inside a block keep their order.
 
 This module opens no files (`cursor.py` reads) and does not know lanes (`lanes.py` cuts them).
 
@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-Shuffle = Literal["blocks", "none"]
+Shuffle = Literal["blocks", "whole_blocks", "none"]
 
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -81,7 +81,7 @@ class EpochOrder:
         epoch begins and not stored.
         """
         num_blocks = len(block_tokens)
-        if shuffle == "blocks":
+        if shuffle != "none":
             # No ties: hashes of one prefix are distinct, so any sort gives the same order.
             blocks = np.argsort(hash_ids(seed, epoch, num_ids=num_blocks)).astype(np.int64)
         else:
@@ -105,7 +105,7 @@ class EpochOrder:
 
     def document_order(self, block: int, num_documents: int) -> NDArray[np.int64] | None:
         """Document numbers of a block in reading order, [num_documents]; None for stored order."""
-        if self.shuffle == "none" or num_documents == 1:
+        if self.shuffle != "blocks" or num_documents == 1:
             return None
         # Hashes the block's number, so the result does not depend on where the epoch has the block.
         hashes = hash_ids(self.seed, self.epoch, block, num_ids=num_documents)

@@ -107,12 +107,9 @@ def epoch_tokens(case: Case, epoch: int) -> list[Token]:
             corpus.append((block, document, tokens))
             num_tokens += length
     if case.shuffle == "blocks":
-        corpus.sort(
-            key=lambda entry: (
-                splitmix64_of(case.seed, epoch, entry[0]),
-                splitmix64_of(case.seed, epoch, entry[0], entry[1]),
-            )
-        )
+        corpus.sort(key=lambda entry: splitmix64_of(case.seed, epoch, entry[0], entry[1]))
+    if case.shuffle != "none":  # documents of one block stay together
+        corpus.sort(key=lambda entry: splitmix64_of(case.seed, epoch, entry[0]))
     return [token for _, _, tokens in corpus for token in tokens]
 
 
@@ -147,7 +144,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_lanes=num_lanes,
         tgt_len=draw(st.integers(1, 12)),
         reset=draw(st.sampled_from(["document", "stream"])),
-        shuffle=draw(st.sampled_from(["blocks", "none"])),
+        shuffle=draw(st.sampled_from(["blocks", "whole_blocks", "none"])),
         seed=draw(st.integers(0, 2**63 - 1)),
         chunk_tokens=draw(st.sampled_from([1, 4, 1000])),
     )

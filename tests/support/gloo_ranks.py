@@ -7,7 +7,6 @@ broken and the next test gets a new one.
 
 import multiprocessing as mp
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,24 +16,26 @@ from typing import Any
 from txl_dist.runtime.world import World
 
 JOIN_TIMEOUT_SECONDS = 60.0
-ANSWER_TIMEOUT_SECONDS = 120.0
+ANSWER_TIMEOUT_SECONDS = 900.0
+"""Only ends a test that hangs. Compiling nine layers takes minutes on a busy machine."""
 
 
 class RankGroup:
     """`num_ranks` processes that run the same functions at the same time."""
 
     def __init__(self, num_ranks: int) -> None:
+        from torch.distributed import TCPStore  # slow to import
+
         context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Listens already: a free port could be taken before rank 0 listens on it.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes = []
         self.is_broken = False
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, num_ranks, port), daemon=True
+                target=_serve, args=(theirs, rank, num_ranks, self._store.port), daemon=True
             )
             process.start()
             theirs.close()
@@ -74,7 +75,11 @@ class RankGroup:
 
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 too connects to the store of the parent
+    }
     import torch
 
     torch.set_num_threads(1)

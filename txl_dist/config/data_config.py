@@ -1,12 +1,15 @@
 """The section `data`: the corpora of a run, and how lanes read them."""
 
 import re
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from data_pipeline.storage.urls import is_url, shown
 from txl_dist.config.section import PathText, Section
+
+if TYPE_CHECKING:
+    from data_pipeline.streams.order import Shuffle  # imports numpy
 
 SINGLE_CORPUS_NAME = "data"
 """Name of the corpus when `data.path` is set instead of `data.mixture`."""
@@ -46,10 +49,12 @@ class DataConfig(Section):
     tgt_len: int = Field(default=128, ge=1)
     """Tokens per segment: a step reads one segment of each lane."""
     reset: Literal["document", "stream"] = "document"
-    """`document`: no token sees another document. `stream`: memory continues, as in the paper."""
+    """`document`: no token sees another document. `stream`: memory continues into the next one, as
+    in the paper; for documents whose order has a meaning, such as chapters."""
     shuffle: Literal["blocks", "none"] = "blocks"
-    """`blocks`: shuffle blocks of whole documents, each epoch in another order. `none`: the corpus
-    in order, cut into one contiguous part per lane, as in the paper's code."""
+    """`blocks`: shuffle blocks of whole documents, each epoch in another order, and the documents
+    inside each block, except with `reset: stream`. `none`: the corpus in order, cut into one
+    contiguous part per lane, as in the paper's code."""
     prefetch_segments: int = Field(default=16, ge=1)
     """Size of the queue of segments that a reader thread fills."""
     cache_path: PathText | None = None
@@ -76,6 +81,14 @@ class DataConfig(Section):
         if path is not None and mixture is not None and mixture is not ...:
             raise ValueError("is set, but so is data.mixture; set one of them to null")
         return path
+
+    @property
+    def order(self) -> "Shuffle":
+        """The order in which lanes read, from `shuffle` and `reset`."""
+        # A memory that continues would otherwise be that of an unrelated document.
+        if self.reset == "stream" and self.shuffle == "blocks":
+            return "whole_blocks"
+        return self.shuffle
 
     @property
     def corpora(self) -> dict[str, CorpusConfig]:

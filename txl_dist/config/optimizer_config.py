@@ -19,7 +19,8 @@ class OptimizerConfig(Section):
     orthogonalised momentum for hidden matrices, AdamW for the rest, ZeRO stages 0 to 2 only."""
     # Defaults are those of the paper's base models: Adam, lr 2.5e-4, clipping at 0.25.
     lr: float = Field(default=2.5e-4, gt=0)
-    """Learning rate after the warm-up, the highest of the run."""
+    """Learning rate after the warm-up, the highest of the run. Small models learn faster with 1e-3
+    or more, and need a warm-up then."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay per step of the running mean of gradients."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -48,7 +49,8 @@ class OptimizerConfig(Section):
     down to `min_lr`. `inverse_sqrt`: `lr` x sqrt(warm-up steps / step). `constant`: `lr`. `wsd`:
     `lr`, then in the last `decay_steps` a line down to `min_lr` (warm-up, stable, decay)."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps at the start in which the learning rate rises linearly from 0 to `lr`."""
+    """Steps at the start in which the learning rate rises linearly from 0 to `lr`. With a high rate
+    and a short warm-up a model learns nothing: take 200 for rates from 1e-3 on."""
     warmup_tokens: int | None = Field(default=None, ge=1)
     """Length of the warm-up in tokens of all lanes, instead of `warmup_steps`; rounded up."""
     decay_steps: int | None = Field(default=None, ge=1)

@@ -51,6 +51,9 @@ def starting_file(name: str) -> str:
 #   txl prepare CORPUS --out data/{name} --split valid=0.01
 #   txl config validate {name}.yaml
 #   txl train {name}.yaml
+#
+# How to choose rate, warm-up and size: docs/how_to/choose_settings.md. The run warns if the loss
+# shows that it learns nothing from the context.
 
 """
     values = config.model_dump(mode="json")

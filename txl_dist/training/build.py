@@ -120,7 +120,7 @@ def build_trainer(
     report.event("%s", describe_start(rank, step, state, point))
     if point is not None:
         report.event("%s", count_tokens(phases_of(rank, point), state).line)
-    report.evaluation_plan(config.evaluation, data)
+    report.plan(config, data)
     if config.optimizer.averaging and data.evaluation:
         report.event("evaluation | scores the %s", describe_average(config.optimizer))
     report.phase(state)

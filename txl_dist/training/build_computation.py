@@ -98,7 +98,7 @@ def open_stream(rank: RankContext, step: TrainStep, state: TrainState) -> Segmen
         lanes=step.lanes,
         num_rows=len(step.lane_of_row),
         reset=data.reset,
-        shuffle=data.shuffle,
+        shuffle=data.order,
         seed=rank.config.seed,
         position=state.position,
         prefetch_segments=data.prefetch_segments,

@@ -1,6 +1,6 @@
 """Builds what observes a run: utilisation, MLflow tracker, report and profiler.
 
-Called by `build.py`. `measure_utilisation` is collective.
+Called by `build.py`. `measure_utilisation` and `build_report` are collective.
 """
 
 import logging
@@ -17,6 +17,7 @@ from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import Corpus
 from txl_dist.training.duration import how_to_extend
 from txl_dist.training.goodput import Goodput
+from txl_dist.training.learning_check import LearningCheck
 from txl_dist.training.profiler import StepProfiler
 from txl_dist.training.rank_context import RankContext
 from txl_dist.training.report import RankZeroReport, Report
@@ -75,6 +76,10 @@ def build_report(
     """`reached_step`: the last step of the metrics before the steps after `state` were removed."""
     world, config = rank.world, rank.config
     stragglers = StragglerCheck(world, zero_stage=config.deepspeed.zero_stage)
+    # Of the whole run, so that a change of settings does not move the check.
+    learning = world.run_on_all(
+        lambda: LearningCheck.of(rank.job.config, rank.data, state) if world.is_rank_zero else None
+    )[0]
     if not world.is_rank_zero:
         return Report(utilisation, stragglers)
     journal = rank.stack.enter_context(MetricsJournal(rank.directory.metrics))
@@ -97,6 +102,7 @@ def build_report(
         goodput,
         tokens_after=config.tokens_after,
         scored=evaluation.label if evaluation else None,
+        learning=learning,
     )
 
 

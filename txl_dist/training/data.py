@@ -21,6 +21,7 @@ from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
 from data_pipeline.streams.order import Shuffle
+from data_pipeline.streams.unigram_entropy import unigram_entropy
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
 from txl_dist.config.data_config import DataConfig
@@ -147,7 +148,18 @@ class TrainingData:
         """The tokens of a phase of these corpora. Raises DataError for damaged shard indexes."""
         split = config.data.train_split
         sources = {corpus.manifest.digest: corpus.open(split) for corpus in self.corpora}
-        return mixed_source(phase, sources, shuffle=config.data.shuffle, seed=config.seed)
+        return mixed_source(phase, sources, shuffle=config.data.order, seed=config.seed)
+
+    def unigram_entropy(self, phase: Phase, split: str) -> float:
+        """Entropy of the frequencies of tokens in a phase, in nats per token.
+
+        Reads a sample of tokens. Raises DataError for damaged shards.
+        """
+        return unigram_entropy(
+            [corpus.open(split) for corpus in self.corpora],
+            [phase.shares[corpus.name] for corpus in self.corpora],
+            vocab_size=self.vocabulary.vocab_size,
+        )
 
 
 def _require_segment_fits(plan: LanePlan) -> None:

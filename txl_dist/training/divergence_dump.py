@@ -101,7 +101,7 @@ class DivergenceDump:
             lanes=self.lanes,
             start=segment.position,
             stop=segment.next_position,
-            shuffle=self.config.data.shuffle,
+            shuffle=self.config.data.order,
             seed=self.config.seed,
         )
 

@@ -351,9 +351,9 @@ class Trainer:
             score = BestScore.of(result, step=step, data_digest=self.evaluated_data)
         except DivergedError as error:
             self._give_up_weights(error, step)
+        gain = score.gain_over(self.state.best)
         self.state = self.state.with_score(score)
-        improved = self.state.best == score
-        self.report.evaluation(result, step=step, tokens=tokens, improved=improved)
+        self.report.evaluation(result, step=step, tokens=tokens, gain=gain)
         return score
 
     def _save(self) -> None:

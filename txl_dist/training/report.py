@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import EvaluationConfig
 from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.goodput import Goodput
+from txl_dist.training.learning_check import LearningCheck
 from txl_dist.training.phases import realised_shares
 from txl_dist.training.state import TrainState
 from txl_dist.training.stragglers import StragglerCheck
@@ -81,16 +83,17 @@ class Report:
     def statistics(self, state: TrainState, values: Mapping[str, float]) -> None:
         """Write the norms by layer of this step, if it has any."""
 
-    def evaluation(
-        self, result: EvaluationResult, *, step: int, tokens: int, improved: bool
-    ) -> None:
-        """Write the score of a split after `step`, which may be an earlier one."""
+    def evaluation(self, result: EvaluationResult, *, step: int, tokens: int, gain: float) -> None:
+        """Write the score of a split after `step`, which may be an earlier one.
+
+        `gain`: nats per token below the best score before; 0 if it is not, or is the first.
+        """
 
     def no_score(self, step: int, reason: str) -> None:
         """Log that a checkpoint was not scored."""
 
-    def evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
-        """Log which split is scored and when; a warning if the data has none."""
+    def plan(self, config: RunConfig, data: TrainingData) -> None:
+        """Log the loss to fall below, and which split is scored and when; warn about wrong data."""
 
     def phase(self, state: TrainState) -> None:
         """Log the corpora of the phase; if it begins now, write their shares as metrics. Does
@@ -134,10 +137,11 @@ class RankZeroReport(Report):
         *,
         tokens_after: Callable[[int], int],
         scored: str | None = None,
+        learning: LearningCheck | None = None,
     ) -> None:
         """`scored`: `EvaluatedSplit.label` of the split that is scored."""
         super().__init__(utilisation, stragglers)
-        self._scored = scored
+        self._scored, self._learning = scored, learning
         self._journal, self._goodput = journal, goodput
         self._tokens_after = tokens_after
         """Function: step -> tokens of all later steps."""
@@ -203,6 +207,8 @@ class RankZeroReport(Report):
         step_share = max(1e-9, 1 - self._excluded_seconds / max(1e-9, self._seconds))
         eta_seconds = self._tokens_after(state.step) / values["tokens_per_second"] / step_share
         log.info("%s", step_line(state.step, values, eta_seconds=eta_seconds))
+        if self._learning and (warning := self._learning.warning(state.tokens, sums)):
+            log.warning("learning | WARNING: %s", warning)
 
     def without_loss(self, state: TrainState) -> None:
         if counters := _counters(state):
@@ -219,9 +225,7 @@ class RankZeroReport(Report):
         if values:
             self._write(state, dict(values))
 
-    def evaluation(
-        self, result: EvaluationResult, *, step: int, tokens: int, improved: bool
-    ) -> None:
+    def evaluation(self, result: EvaluationResult, *, step: int, tokens: int, gain: float) -> None:
         sums, scored = result.sums, self._scored
         values = {
             f"{scored}/loss": sums.nats_per_token,
@@ -232,6 +236,9 @@ class RankZeroReport(Report):
             values[f"{scored}/bits_per_byte"] = sums.bits_per_byte
         self._journal.write({"step": step, "tokens": tokens, "time": time.time(), **values})
         per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes else ""
+        comment = f" | best so far, by {gain:.2g}" if gain else ""
+        if self._learning and not self._learning.is_learned(sums.nats_per_token):
+            comment += f" | not clearly below the unigram entropy {self._learning.entropy:.3f}"
         log.info(
             "evaluation at step %d | %s loss %.4f | ppl %.2f%s | %s targets%s",
             step,
@@ -240,13 +247,26 @@ class RankZeroReport(Report):
             sums.perplexity,
             per_byte,
             f"{sums.num_tokens:,}",
-            " | best so far" if improved else "",
+            comment,
         )
 
     def no_score(self, step: int, reason: str) -> None:
         log.warning("evaluation at step %d | WARNING: no score: %s", step, reason)
 
-    def evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
+    def plan(self, config: RunConfig, data: TrainingData) -> None:
+        if self._learning:
+            log.info("learning | %s", self._learning.line)
+        shuffled = [c for c in data.corpora if c.manifest.settings.shuffle is not None]
+        if config.data.reset == "stream" and shuffled:
+            log.warning(
+                "memory | WARNING: data.reset=stream continues the memory into the next document, "
+                "but %s was prepared with --shuffle, so that is an unrelated one. Prepare it "
+                "without --shuffle, or set data.reset=document",
+                " and ".join(str(corpus.directory) for corpus in shuffled),
+            )
+        self._evaluation_plan(config.evaluation, data)
+
+    def _evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
         if config.split is None:
             log.info("evaluation | none, because evaluation.split=null")
         elif data.evaluation is None:

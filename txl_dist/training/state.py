@@ -57,6 +57,12 @@ class BestScore(StrictModel):
             other is None or self._text != other._text or self.nats_per_token < other.nats_per_token
         )
 
+    def gain_over(self, other: "BestScore | None") -> float:
+        """Nats per token by which this is below `other`; 0 if it is not, or on other text."""
+        if other is None or self._text != other._text:
+            return 0.0
+        return max(0.0, other.nats_per_token - self.nats_per_token)
+
     @property
     def _text(self) -> tuple[str, int | None, str | None]:
         return self.split, self.max_tokens, self.data_digest

@@ -69,7 +69,13 @@ def test_no_shuffle_is_corpus_order_in_every_epoch() -> None:
     assert plain.document_order(2, 20) is None
 
 
-@pytest.mark.parametrize("shuffle", ["blocks", "none"])
+def test_whole_blocks_are_shuffled_as_blocks_and_their_documents_keep_their_order() -> None:
+    whole = order(seed=5, epoch=9, shuffle="whole_blocks")
+    assert whole.blocks.tolist() == order(seed=5, epoch=9).blocks.tolist()
+    assert whole.document_order(2, 20) is None
+
+
+@pytest.mark.parametrize("shuffle", ["blocks", "whole_blocks", "none"])
 def test_locate_finds_the_block_of_every_token(shuffle: Shuffle) -> None:
     epoch = order(shuffle=shuffle)
     by_hand = [

@@ -24,6 +24,16 @@ def train_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def chapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of 40 documents in one block."""
+    text = tmp_path_factory.mktemp("text") / "chapters.txt"
+    text.write_text("".join(f"chapter {n} {'la ' * (n % 7)}\n" for n in range(40)))
+    out = tmp_path_factory.mktemp("data") / "chapters"
+    prepare_dataset([text], out, PrepareSettings(format="lines"))
+    return out
+
+
 def _log(run: Path) -> str:
     return (run / "logs" / "rank-0.log").read_text()
 
@@ -73,6 +83,31 @@ def test_a_path_to_evaluate_must_have_a_valid_split(
     job = tiny_job(dataset, tmp_path, DEFAULT, f"evaluation.path={train_only}")
     with pytest.raises(DataError, match="has no split 'valid'; it has train"):
         TrainingData.open(job.config, num_ranks=1)
+
+
+@pytest.mark.parametrize(("reset", "in_order"), [("stream", True), ("document", False)])
+def test_a_memory_that_continues_is_that_of_the_document_before(
+    ranks: RankGroups, chapters: Path, tmp_path: Path, reset: str, in_order: bool
+) -> None:
+    settings = (NO_EVALUATION, f"data.reset={reset}", "data.num_lanes=2", "training.num_steps=9")
+    for shuffle in ("blocks", "none"):
+        job = tiny_job(chapters, tmp_path / shuffle, *settings, f"data.shuffle={shuffle}")
+        assert ranks(1).run(train, job) == [0]
+    # One block: shuffled blocks differ from the order of the corpus only inside it.
+    assert (losses(tmp_path / "blocks") == losses(tmp_path / "none")) == in_order
+
+
+def test_a_memory_that_continues_over_documents_shuffled_before_is_a_warning(
+    ranks: RankGroups, tmp_path: Path
+) -> None:
+    text, data = tmp_path / "lines.txt", tmp_path / "data"
+    text.write_text("".join(f"line {n}\n" for n in range(20)))
+    prepare_dataset([text], data, PrepareSettings(format="lines", shuffle=1))
+    for reset in ("document", "stream"):
+        settings = (NO_EVALUATION, f"data.reset={reset}", "training.num_steps=4")
+        assert ranks(1).run(train, tiny_job(data, tmp_path / reset, *settings)) == [0]
+        warns = f"{data} was prepared with --shuffle" in _log(tmp_path / reset)
+        assert warns == (reset == "stream")
 
 
 @pytest.mark.slow

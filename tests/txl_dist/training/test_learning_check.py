@@ -1,0 +1,116 @@
+"""A run whose loss stays at the unigram entropy of its data warns once; one that learns never."""
+
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import TINY, metrics, tiny_job, train
+from txl_dist.config.config_file import load_run_config
+from txl_dist.config.run_config import RunConfig
+from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.runtime.world import World
+from txl_dist.training import learning_check
+from txl_dist.training.job import TrainJob
+from txl_dist.training.learning_check import LearningCheck, tokens_before_check
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_run_config(TINY, ["data.path=none", "directory=none", *overrides])
+
+
+def warnings(losses: list[float], *, tokens_per_line: int, done: int = 0) -> list[int]:
+    """The lines after which a check at 1,000 tokens of data with an entropy of 2 nats warns."""
+    check = LearningCheck(config(), 2.0, 1000, is_done=done >= 1000)
+    lines = []
+    for number, loss in enumerate(losses, 1):
+        sums = LossSums(loss * tokens_per_line, tokens_per_line)
+        if check.warning(done + number * tokens_per_line, sums):
+            lines.append(number)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("losses", "tokens_per_line", "lines"),
+    [
+        ([9.0] * 8 + [2.0] * 20, 100, [10]),
+        ([9.0] * 8 + [1.91, 1.91] + [1.5] * 20, 100, [10]),  # not clearly below
+        ([9.0] * 8 + [2.3, 1.3] + [9.0] * 20, 100, []),  # the mean of the last fifth
+        ([1.5] * 40, 30, []),
+        ([5.0, 1.5, 1.5], 5000, []),  # the mean of a line with the first steps says nothing
+        ([5.0, 2.1, 2.1], 5000, [2]),
+    ],
+)
+def test_the_mean_before_the_stated_number_of_tokens_decides_once(
+    losses: list[float], tokens_per_line: int, lines: list[int]
+) -> None:
+    assert warnings(losses, tokens_per_line=tokens_per_line) == lines
+
+
+def test_a_run_resumed_after_the_check_does_not_repeat_it() -> None:
+    assert warnings([2.0] * 20, tokens_per_line=100, done=400) == [6]
+    assert warnings([2.0] * 20, tokens_per_line=100, done=1000) == []
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "warmup_steps", "vocab_size", "tokens"),
+    [
+        (20, 4, 257, None),  # 300 tokens say nothing
+        (10**6, 4, 257, 250_000),
+        (10**6, 4, 40_000, 4_000_000),
+        (10**6, 100_000, 257, 3_000_000),
+        (100_000, 4, 40_000, 1_350_000),  # most of 1,500,000
+    ],
+)
+def test_the_number_of_tokens_depends_on_vocabulary_warm_up_and_length(
+    num_steps: int, warmup_steps: int, vocab_size: int, tokens: int | None
+) -> None:
+    settings = (f"training.num_steps={num_steps}", f"optimizer.warmup_steps={warmup_steps}")
+    assert tokens_before_check(config(*settings), vocab_size=vocab_size) == tokens
+
+
+def train_checking_early(world: World, job: TrainJob) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning_check, "MIN_TOKENS", 400)
+        patch.setattr(learning_check, "MIN_STEPS", 60)
+        patch.setattr(learning_check, "TOKENS_PER_ID", 1)
+        return train(world, job)
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text that is learned in a few steps; with a split valid."""
+    folder = tmp_path_factory.mktemp("text")
+    for name in "abcdefgh":
+        (folder / f"{name}.txt").write_text("abcdefghijklmnop" * 40)
+    out = tmp_path_factory.mktemp("data") / "repeated"
+    prepare_dataset([folder], out, PrepareSettings(split={"valid": 0.3}))
+    return out
+
+
+@pytest.mark.parametrize(("lr", "num_ranks"), [(1e-8, 2), (1e-2, 1)])
+def test_a_run_says_whether_it_learns_from_the_context(
+    ranks: RankGroups, repeated: Path, tmp_path: Path, lr: float, num_ranks: int
+) -> None:
+    settings = (
+        "training.num_steps=100",
+        "training.log_interval_steps=10",
+        "training.checkpoint_interval_steps=100",
+        "evaluation={interval_steps: 40, max_tokens: 500}",
+    )
+    job = tiny_job(repeated, tmp_path, f"optimizer.lr={lr}", *settings)
+    assert ranks(num_ranks).run(train_checking_early, job) == [0] * num_ranks
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "learning | unigram entropy of the data 2.78" in log
+    learns = lr == 1e-2
+    assert log.count("learning | WARNING: after ") == (0 if learns else 1)
+    assert ("optimizer.warmup_steps is 4" in log) != learns
+    scores = [line["valid/loss"] for line in metrics(tmp_path) if "valid/loss" in line]
+    evaluations = [line for line in log.splitlines() if "evaluation at step" in line]
+    assert len(scores) == len(evaluations) == 3
+    assert all(("not clearly below the unigram" in line) != learns for line in evaluations[1:])
+    assert "best so far" not in evaluations[0]
+    if learns:
+        assert f"best so far, by {scores[0] - scores[1]:.2g}" in evaluations[1]

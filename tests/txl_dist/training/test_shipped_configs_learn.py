@@ -1,0 +1,65 @@
+"""Every shipped config that trains on a CPU learns from the context: its loss falls clearly below
+the unigram entropy of its data.
+"""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams.unigram_entropy import unigram_entropy
+from tests.support.commands import start_txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, metrics
+from txl_dist.config.starting_file import starting_file
+from txl_dist.training.learning_check import CLEARLY_BELOW
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs"
+ELSEWHERE = ("paper", "nvidia", "wt103-", "tiny")
+"""A CPU is too slow for them; tiny.yaml, with 15 tokens per step, is in test_learning_check.py."""
+INIT = "txl config init"
+
+
+def shipped() -> list[object]:
+    paths = (str(path.relative_to(CONFIGS)) for path in sorted(CONFIGS.rglob("*.yaml")))
+    names = [INIT, *(name for name in paths if not any(part in name for part in ELSEWHERE))]
+    fast = ("cluster/first-run.yaml",)
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+def prepare_data(name: str, folder: Path) -> Path:
+    """Data like that of the config: modules of the standard library, or the documents of txl."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    is_code = name.startswith(("baselines", "quickstart"))
+    inputs = sorted(library.glob("*.py")) if is_code else [ROOT / "README.md", ROOT / "docs"]
+    prepare_dataset(inputs, folder, PrepareSettings(split={"valid": 0.1}), max_reject_rate=0.02)
+    return folder
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_its_loss_falls_clearly_below_the_unigram_entropy(name: str, tmp_path: Path) -> None:
+    path, run, text = CONFIGS / name, tmp_path / "run", prepare_data(name, tmp_path / "data")
+    if name == INIT:
+        path = tmp_path / "mine.yaml"
+        path.write_text(starting_file("mine"))
+    manifest = load_manifest(text)
+    entropy = unigram_entropy(
+        [open_split(text, "train", manifest=manifest)], [1.0], vocab_size=manifest.vocab_size
+    )
+
+    def learns() -> bool:
+        lines = metrics(run) if (run / "metrics.jsonl").exists() else []
+        return any(line.get("loss", entropy) < CLEARLY_BELOW * entropy for line in lines)
+
+    settings = (f"data.path={text}", f"directory={run}", NO_EVALUATION, "tracking.enabled=false")
+    words = ("train", path, "--on", "processes", "--ranks", "1", *settings)
+    with start_txl(*words) as process:
+        try:
+            wait_until(lambda: learns() or process.poll() is not None, timeout_seconds=3000)
+        finally:
+            process.kill()
+    assert learns()

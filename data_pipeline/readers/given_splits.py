@@ -133,7 +133,9 @@ def split_order(split: str) -> tuple[bool, bool, bool, str]:
 
 def count_by_split(files: Iterable[InputFile]) -> dict[str, int]:
     """Number of files by split, in that order. A file without a split is in train."""
-    counts = Counter(file.split or TRAIN for file in files)
+    counts: Counter[str] = Counter()
+    for file in files:
+        counts[file.split or TRAIN] += 1 + len(file.next_paths)
     return {split: counts[split] for split in sorted(counts, key=split_order)}
 
 

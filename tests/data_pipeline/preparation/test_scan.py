@@ -65,11 +65,11 @@ def test_every_format_gives_the_texts_that_were_put_in(tmp_path: Path) -> None:
 
 def test_lines_are_counted_from_the_file_when_a_range_is_blank(tmp_path: Path) -> None:
     source = tmp_path / "in.txt"
-    source.write_text(" \n \n \nwords\n = Title = \n x \n")
-    options = PrepareSettings(format="wikitext")
+    source.write_text("\n\n\n\n\n\nwords\nmore\n")
+    options = PrepareSettings(format="lines")
     prepare(source, tmp_path / "out", 2, settings=options)
     shown = excerpts(tmp_path / "out", documents=9)
-    assert [excerpt.document_id for excerpt in shown] == ["in.txt:4", "in.txt:5"]
+    assert [excerpt.document_id for excerpt in shown] == ["in.txt:7", "in.txt:8"]
 
 
 def test_an_input_of_rejects_only_ends_at_the_limit(

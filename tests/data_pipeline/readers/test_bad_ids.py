@@ -85,7 +85,7 @@ JSON = {
     ),
     "key twice": (b'{"ids": [1], "ids": [2]}', 'key "ids" twice in one object'),
     "truncated": (b'{"ids": [1, 2', "broken JSON"),
-    "empty": (b"", "broken JSON"),
+    "empty": (b"", "the file is empty"),
     "number": (b"7", "not a JSON object but a int"),
     "objects": (b'[{"ids": [1]}]', '"ids" has dict at position 0'),
     "end inside": (b'{"ids": [1, 0, 2]}', "end-of-document id 0 at position 1"),

@@ -15,7 +15,7 @@ from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
 CHAR, WORD = PrepareSettings(tokenizer="char"), PrepareSettings(tokenizer="word")
 
 
-LM1B = PrepareSettings(tokenizer="word", recipe="lm1b")
+LM1B = PrepareSettings(tokenizer="word", recipe="lm1b", min_freq=1)
 
 
 LINES = " the cat <eos> sat \n\n\tthe  mat <unk>\r\nthe end\n"

@@ -68,7 +68,8 @@ def docstring_example() -> str:
 
 def test_the_example_of_the_readme_is_that_of_the_docstring() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
-    imports, *statements = [line.split("  #")[0] for line in example.splitlines() if line]
+    imports, _, rest = example.partition("\n\n")
+    statements = [line.split("  #")[0] for line in rest.splitlines()]
     assert statements == docstring_example().splitlines()[: len(statements)]
     exec(imports, {})
 

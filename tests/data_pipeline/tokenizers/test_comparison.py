@@ -42,7 +42,7 @@ def test_names_of_ids_make_no_difference_also_in_old_digests(
         (IdTokenizer(7, 1, NAMED.names), "end_of_document 2 and 1, the text of id 1 is '1' and ''"),
         (ByteTokenizer(), "type ids and byte, vocab_size 7 and 257, end_of_document 2 and 256"),
     ],
-    ids=str,
+    ids=["size", "end", "type"],
 )
 def test_the_differences_are_listed(tmp_path: Path, other: Tokenizer, expected: str) -> None:
     assert differences(stored(tmp_path, NAMED), stored(tmp_path, other)).startswith(expected)

@@ -206,8 +206,10 @@ def test_evaluation_reads_the_first_corpus_that_has_the_split_or_the_one_named(
         settings = (f"training.num_steps={num_steps}", "evaluation.split=valid", override)
         job = mixed_job(wood, weights, run, *settings, allow_change=STEPS)
         assert ranks(2).run(train, job) == [0, 0]
-        line = [line for line in metrics(run) if "valid/loss" in line][-1]
-        assert (line["step"], line["valid/tokens_scored"]) == (num_steps, tokens[scored] - 1)
+        # The dataset of evaluation.path is part of the name; a corpus of the run is not.
+        label = "valid" if override == "evaluation.path=null" else f"{corpora[scored].name}/valid"
+        line = [line for line in metrics(run) if f"{label}/loss" in line][-1]
+        assert (line["step"], line[f"{label}/tokens_scored"]) == (num_steps, tokens[scored] - 1)
         best = state_of(checkpoint(run, num_steps)).best
         assert best is not None
         assert best.step == num_steps, "a score on other text is not compared"

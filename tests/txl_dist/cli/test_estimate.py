@@ -1,8 +1,10 @@
 """`txl estimate`: its JSON and table, and illegal numbers of GPUs."""
 
 import json
+import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from typer.testing import CliRunner, Result
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
 
-TINY = str(Path(__file__).parents[3] / "configs" / "tiny.yaml")
+ROOT = Path(__file__).parents[3]
+TINY = str(ROOT / "configs" / "tiny.yaml")
 
 
 def estimate(*words: object) -> Result:
@@ -83,3 +86,15 @@ def test_importing_the_command_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.split() == []
+
+
+def test_the_example_of_the_how_to_is_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = (ROOT / "docs" / "how_to" / "estimate_a_run.md").read_text("utf-8")
+    example = textwrap.dedent(text[text.index("    txl estimate") : text.index("How to read it")])
+    command, _, expected = example.partition("\n\n")
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, shlex.split(command.replace("\\\n", ""))[1:])
+    assert result.exit_code == 0, result.exception
+    assert result.stdout.strip() == expected.strip()

@@ -63,6 +63,7 @@ def run_in_order(heading: str) -> None:
         assert code == 0, f"txl {shlex.join(given)}\n{output}"
 
 
+@pytest.mark.slow
 def test_the_usage_runs_from_text_files_to_a_model(desk: Path) -> None:
     run_in_order("## Usage")
     assert (desk / "runs" / "books" / "LATEST").exists()

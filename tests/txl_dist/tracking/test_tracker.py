@@ -93,6 +93,7 @@ def test_the_end_is_delivered_before_the_launcher_ends(
     assert recorded_steps(server.database, run_id) == list(range(1, 21))
 
 
+@pytest.mark.fault
 @pytest.mark.fault_row(32)
 def test_the_wait_at_the_end_has_a_limit_and_the_rest_is_delivered_by_the_next_start(
     dataset: Path, run_dir: Path, server: MlflowServer
@@ -112,8 +113,9 @@ def test_the_wait_at_the_end_has_a_limit_and_the_rest_is_delivered_by_the_next_s
     assert recorded_steps(server.database, run_id) == list(range(1, 21))
 
 
+@pytest.mark.fault
 @pytest.mark.fault_row(32)
-@pytest.mark.parametrize("on", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("on", ["processes", "ray"])
 def test_a_stop_does_not_wait_longer_than_its_grace_period(
     dataset: Path, run_dir: Path, on: str
 ) -> None:

@@ -112,7 +112,7 @@ def test_folders_with_the_names_of_our_packages_change_nothing(module: str, tmp_
     for name in ("data_pipeline", "cluster"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('of the user')")
-    # Behind the current directory, as site-packages is.
+    # After the current directory in sys.path, as site-packages is.
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     program = [sys.executable, "-m", module, *(["config", "list"] if module == "txl_dist" else [])]
     ended = subprocess.run(

@@ -39,7 +39,7 @@ def expand_braces(address: str) -> list[str]:
         return [address]
     if not 0 < len(expanded) <= _MAX_EXPANDED:
         raise ConfigError(
-            f"{shown(address)}: the braces stand for more than {_MAX_EXPANDED:,} inputs. Give the "
+            f"{shown(address)}: the braces expand to more than {_MAX_EXPANDED:,} inputs. Give the "
             "folder, or a pattern with * that matches the files that exist."
         )
     return expanded

@@ -20,6 +20,7 @@ from pyarrow import ipc, parquet
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers.given_splits import split_order
+from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 
 Texts = dict[str, list[str]]
@@ -197,8 +198,16 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+def table_row(layout: Layout, manifest: ShardManifest, printed: str) -> str:
+    """The row of the table: what was printed of the splits, and what was written."""
+    entries = [manifest.splits[split] for split in sorted(manifest.splits, key=split_order)]
+    documents = ", ".join(f"{entry.documents:,}" for entry in entries)
+    tokens = ", ".join(f"{entry.tokens:,}" for entry in entries)
+    return f"| {layout.name} | `{printed}` | {documents} | {tokens} |"
+
+
 def main() -> None:
-    print("| layout | printed | documents | tokens |\n|---|---|--:|--:|")
+    print("| layout | printed | documents: train, valid, test | tokens |\n|---|---|--:|--:|")
     for layout in LAYOUTS:
         with tempfile.TemporaryDirectory() as scratch:
             lines: list[str] = []
@@ -207,11 +216,7 @@ def main() -> None:
                 [Path(scratch, "in")], Path(scratch, "out"), layout.settings, note=lines.append
             )
         printed = next(line for line in lines if line.startswith("splits"))
-        splits = report.manifest.splits
-        entries = [splits[split] for split in sorted(splits, key=split_order)]
-        documents = ", ".join(f"{entry.documents:,}" for entry in entries)
-        tokens = ", ".join(f"{entry.tokens:,}" for entry in entries)
-        print(f"| {layout.name} | `{printed.partition(', ')[2]}` | {documents} | {tokens} |")
+        print(table_row(layout, report.manifest, printed.partition(", ")[2]))
 
 
 if __name__ == "__main__":

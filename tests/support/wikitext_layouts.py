@@ -31,7 +31,7 @@ def write_tokens(directory: Path) -> Path:
 
 def write_parquet(directory: Path) -> Path:
     """Hugging Face's Salesforce/wikitext: one line per row, "" for a blank line. Returns the folder
-    of WikiText-103; there are others beside it.
+    of WikiText-103, which has other configurations too.
     """
     for name in ("wikitext-103-raw-v1", "wikitext-103-v1", "wikitext-2-v1"):
         folder = directory / name

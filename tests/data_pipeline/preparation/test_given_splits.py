@@ -14,7 +14,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
 from tests.data_pipeline.preparation.preparing import files_of, ids_of
-from tests.support.corpus_layouts import LAYOUTS, Layout
+from tests.support.corpus_layouts import LAYOUTS, Layout, table_row
 
 Txl = Callable[..., Any]
 
@@ -46,6 +46,8 @@ def test_every_published_layout_keeps_its_splits(layout: Layout, tmp_path: Path)
         ]
         assert (entry.documents, entry.tokens) == (len(documents), len(expected))
         assert tokens_of(out, split) == expected, split
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "keep_splits.md").read_text("utf-8")
+    assert table_row(layout, manifest, layout.printed) in page
 
 
 NAMES = {

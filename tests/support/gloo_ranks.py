@@ -7,6 +7,7 @@ broken and the next test gets a new one.
 
 import multiprocessing as mp
 import os
+import socket
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,8 +28,17 @@ class RankGroup:
         from torch.distributed import TCPStore  # slow to import
 
         context = mp.get_context("spawn")
-        # Listens already: a free port could be taken before rank 0 listens on it.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # Listens already: a free port could be taken before rank 0 listens on it. On its own,
+        # TCPStore would listen on all addresses.
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         self._pipes: list[Connection] = []
         self._processes = []
         self.is_broken = False

@@ -133,24 +133,20 @@ def _find_files(
     ignored: Counter[str] = Counter()
     named = [parse_input(each) for each in inputs]
     require_all_named([split for split, _ in named], inputs)
+    pairs = [(split, each) for split, address in named for each in expand_braces(address)]
     by_input = [
-        with_joined_shards(
-            [
-                file
-                for each in expand_braces(address)
-                for file in _files_of(each, format, exclude, ids, text_key, is_wikitext, ignored)
-            ]
-        )
-        for _, address in named
+        _files_of(address, format, exclude, ids, text_key, is_wikitext, ignored)
+        for _, address in pairs
     ]
     are_named = any(split for split, _ in named)
     if are_named:
-        splits = (split for split, _ in named)
+        splits = (split for split, _ in pairs)
         files = [
             replace(f, split=s) for s, each in zip(splits, by_input, strict=True) for f in each
         ]
     else:
         files = with_splits_of_names(by_input)
+    files = with_joined_shards(files)
     files = with_distinct_names(files)
     reject_ambiguous_names(files)
     require_json_lines(files)

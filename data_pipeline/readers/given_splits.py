@@ -9,7 +9,8 @@ A name gives a split if one of these words is part of it, whatever its case:
    `training-monolingual/news`, `data/validation/00.jsonl`.
 2. Otherwise the file's own name without numbers and compression, if the word is its first part, its
    last, or the one before: `validation-00000-of-00001.parquet`, `ptb.train.txt`, `c4-val.json.gz`.
-3. Otherwise, with several inputs, the name of the folder that was given: `corpus/train corpus/dev`.
+3. With several inputs, the name of the folder that was given: `corpus/train corpus/dev`. It counts
+   before the file's own name if the given folders have different splits, otherwise after it.
 
 Parts are separated by `.`, `-`, `_` and blanks. Files of source code (`test_parser.py`) name no
 split, and their folders only if one of the folders is named train. A file without a split is in
@@ -74,26 +75,22 @@ def require_all_named(splits: Sequence[str], arguments: Sequence[str]) -> None:
 
 def with_splits_of_names(inputs: Sequence[Sequence[InputFile]]) -> list[InputFile]:
     """The files of all inputs, each with the split that its name gives; "" if it gives none."""
-    by_input = [_splits_of_input(files, several=len(inputs) > 1) for files in inputs]
-    pairs = [
-        (file, split)
-        for files, splits in zip(inputs, by_input, strict=True)
-        for file, split in zip(files, splits, strict=True)
-    ]
-    return [replace(file, split=split) if split else file for file, split in pairs]
-
-
-def _splits_of_input(files: Sequence[InputFile], *, several: bool) -> list[str]:
+    files = [file for each in inputs for file in each]
     by_folder = [_split_of_folders(posixpath.dirname(file.name)) for file in files]
-    has_train_folder = TRAIN in by_folder
-    splits = []
-    for file, folder in zip(files, by_folder, strict=True):
+    given = [_WORDS.get(_given_folder(file).lower(), "") for file in files]
+    if len(inputs) == 1:  # one folder has one split, whatever it is called
+        given = [""] * len(files)
+    are_given_apart = len({*given} - {""}) > 1
+    has_train_folder = TRAIN in by_folder or TRAIN in given
+    with_splits = []
+    for file, folder, given_folder in zip(files, by_folder, given, strict=True):
         is_code = suffix_of(file.name).name in _SOURCE_CODE
         own = "" if is_code else _split_of_file(posixpath.basename(file.name))
-        splits.append((folder if has_train_folder or not is_code else "") or own)
-    if several and not any(splits):
-        return [_WORDS.get(_given_folder(file).lower(), "") for file in files]
-    return splits
+        folders = folder or (given_folder if are_given_apart else "")
+        split = (folders if has_train_folder or not is_code else "") or own
+        split = split or ("" if is_code else given_folder)
+        with_splits.append(replace(file, split=split) if split else file)
+    return with_splits
 
 
 def _split_of_folders(folder: str) -> str:

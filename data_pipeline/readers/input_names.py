@@ -21,7 +21,8 @@ def with_joined_shards(files: list[InputFile]) -> list[InputFile]:
     last_path = ""
     for file in files:
         first = joined[-1] if joined else file
-        if first.kind == "wikitext_rows" and file.path == next_shard(last_path):
+        continues = file.path == next_shard(last_path) and file.split == first.split
+        if first.kind == "wikitext_rows" and continues:
             joined[-1] = replace(
                 first,
                 name=name_of_shards(first.name),

@@ -95,6 +95,32 @@ def test_folders_given_one_by_one_are_splits_by_their_names(txl: Txl, tmp_path: 
     assert ids_of(tmp_path / "single") == {"train": ["bb.txt"]}
 
 
+@pytest.mark.parametrize(
+    "inputs", [["d/{train,test}"], ["d/{train,test}/*.txt"], ["d/train", "d/test"]]
+)
+def test_a_given_folder_counts_before_the_names_of_its_files(
+    inputs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("train/a.txt", "train/dev.txt", "test/x.txt", "test/dev_y.txt"):
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    found = find_files(inputs, format="auto", exclude=Path("/nowhere"))
+    assert [(Path(file.path).parent.name, file.split) for file in found.files] == [
+        *[("train", "train")] * 2,
+        *[("test", "test")] * 2,
+    ]
+
+
+def test_files_given_from_one_folder_are_split_by_their_own_names(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    paths = [tmp_path / "test" / f"{name}.txt" for name in ("train", "valid", "other")]
+    for path in paths:
+        path.write_text(path.name)
+    found = find_files([str(path) for path in paths], format="auto", exclude=Path("/nowhere"))
+    assert [file.split for file in found.files] == ["train", "valid", "test"]
+
+
 @pytest.fixture
 def three(tmp_path: Path) -> Path:
     """train, valid and test files; "z" is in the test file only."""

@@ -144,7 +144,9 @@ def _works(index: InputIndex, split_by: str | None) -> Iterator[str] | None:
     if split_by == "file":
         return (names[file] for file in index.file)
     is_work = [bool(file.ids) and file.kind == "json" for file in index.files]
-    stems = [_stem(key) for key in index.keys]
+    is_tar = [file.kind == "tar" for file in index.files]
+    keys = zip(index.file, index.keys, strict=False)
+    stems = [_stem(key) if is_tar[file] else "" for file, key in keys] if any(is_tar) else []
     if len(set(stems)) < _MIN_STEMS:
         stems = []
     if split_by == "document" or not (any(is_work) or stems):

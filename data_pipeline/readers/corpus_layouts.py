@@ -45,8 +45,12 @@ _MAX_STATE_BYTES = 16 * 2**20
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "metadata.csv", "metadata.tsv"}
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
 _HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
-_OSCAR_TEXT = re.compile(r"(?P<language>.+?)(?P<part>_part_\d+)?\.txt(\.gz)?", re.DOTALL)
-_OSCAR_META = re.compile(r"(?P<language>.+)_meta(?P<part>_part_\d+)?\.jsonl(\.gz)?", re.DOTALL)
+_OSCAR_TEXT = re.compile(
+    r"(?P<language>(.*/)?[a-z]{2,3})(?P<part>_part_\d+)?\.txt(\.gz)?", re.DOTALL
+)
+_OSCAR_META = re.compile(
+    r"(?P<language>(.*/)?[a-z]{2,3})_meta(?P<part>_part_\d+)?\.jsonl(\.gz)?", re.DOTALL
+)
 
 
 class _Entry(Protocol):

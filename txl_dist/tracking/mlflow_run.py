@@ -129,7 +129,9 @@ class MlflowRun:
             )
         # Another server does not have the old run, and training from step 0 has other values.
         if state is None or is_copy or state.server != server or new_key not in (None, state.key):
-            key = new_key or uuid.uuid4().hex
+            # The request of the original is a part of the copy, with the key of its run.
+            is_own_key = state is None or new_key != state.key
+            key = (new_key if is_own_key else None) or uuid.uuid4().hex
             parent = state.run_id if state else None
             return TrackingState(key=key, server=server, directory=directory, parent_run_id=parent)
         return replace(state, directory=directory, delivered=False, status="running")

@@ -115,3 +115,12 @@ def test_a_text_of_oscar_is_recognised_when_it_is_given_alone(tmp_path: Path) ->
     for address in (tmp_path / "af.txt", tmp_path / "*.txt"):
         found = find_files([str(address)], format="auto", exclude=Path("/nowhere"))
         assert found.kinds == {"blank_lines": 1}
+
+
+def test_a_text_with_other_metadata_is_no_text_of_oscar(tmp_path: Path) -> None:
+    write(tmp_path, {"novel.txt": OSCAR, "novel_meta.jsonl": lines({"text": "kept"})})
+    found = find_files([str(tmp_path)], format="auto", exclude=Path("/nowhere"))
+    assert {file.name: file.kind for file in found.files} == {
+        "novel.txt": "text",
+        "novel_meta.jsonl": "jsonl",
+    }

@@ -142,6 +142,21 @@ def test_a_copy_of_a_run_directory_is_a_fork_with_a_run_of_its_own(
     assert tags_of(database, fork)["txl.parent"] == original
 
 
+def test_syncing_a_copy_does_not_write_to_the_run_of_the_original(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 6), since=START)
+    delivery = delivery_for(run_dir, new_run_key="of the original")
+    delivery.pump()
+    delivery.finish()
+    original, other = run_id_of(run_dir), run_dir.parent / "other"
+    subprocess.run(["cp", "-r", run_dir, other], check=True)
+    # `txl track sync` reads the request that was copied with the directory.
+    synced = delivery_for(other, new_run_key="of the original")
+    synced.pump()
+    synced.finish()
+    assert run_id_of(other) != original
+    assert tags_of(run_dir.parent / "mlflow.db", run_id_of(other))["txl.parent"] == original
+
+
 def test_a_renamed_run_directory_keeps_its_mlflow_run(run_dir: Path) -> None:
     first = _train_to(run_dir, steps=range(1, 6), status="preempted")
     run_dir.rename(run_dir.parent / "renamed")

@@ -27,8 +27,7 @@ INIT = "txl config init"
 def shipped() -> list[object]:
     paths = (str(path.relative_to(CONFIGS)) for path in sorted(CONFIGS.rglob("*.yaml")))
     names = [INIT, *(name for name in paths if not any(part in name for part in ELSEWHERE))]
-    fast = ("cluster/first-run.yaml",)
-    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def prepare_data(name: str, folder: Path) -> Path:

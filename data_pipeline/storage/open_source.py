@@ -45,7 +45,7 @@ def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
             # Checked before opening, because opening a pipe blocks until it has a writer.
             if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
                 raise SourceError("not a regular file")
-            raw = stack.enter_context(io.BufferedReader(_CountedFile(path)))
+            raw = stack.enter_context(_buffered(_CountedFile(path)))
         if compression == "gz":
             raw = stack.enter_context(_buffered(_open_gzip(raw)))
         elif compression == "zst":

@@ -168,12 +168,16 @@ class PretrainedTokenizer:
         return self._library.encode(text, add_special_tokens=False).ids
 
     def unknown_symbols(self, text: str) -> Counter[str]:
-        if self._ranks:
+        if self._ranks or self._unknown is None:
             return Counter()
-        unknown = _unknown_id(self._description.tokenizer["model"], self._library.get_vocab())
         encoding = self._library.encode(text, add_special_tokens=False)
         tokens = zip(encoding.ids, encoding.offsets, strict=True)
-        return Counter(text[start:stop] for id_, (start, stop) in tokens if id_ == unknown)
+        return Counter(text[start:stop] for id_, (start, stop) in tokens if id_ == self._unknown)
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        """The id of unknown text, if there is one."""
+        return _unknown_id(self._description.tokenizer["model"], self._library.get_vocab())
 
     def decode(self, ids: npt.ArrayLike) -> str:
         if self._ranks:

@@ -14,6 +14,7 @@ script `wikitext.py` of Hugging Face, which writes the rows.
 import io
 import math
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -49,15 +50,21 @@ def is_title(line: bytes) -> bool:
 def read_wikitext(source: Source) -> Iterator[Record | Reject]:
     document: DocumentBuilder | None = None
     is_blank = True  # the lines of `document`
+    # Then the first article belongs to the first range, where its blank lines begin.
+    skips_article = source.start > 0 and _is_blank(source, source.start)
     # Past `stop`, because the last article of a range ends at a title of a later range.
     for chunk in read_line_chunks(source, past_stop=True):
         if chunk.starts_line and is_title(chunk.raw):
             if document and not is_blank:
                 yield document.build()
                 document = None
-            if not chunk.in_range:
+            if not (chunk.in_range or document):
                 return
+            if skips_article:
+                skips_article = False
+                continue
         elif not document and source.start > 0:  # the first range alone has text without a title
+            skips_article = skips_article and not chunk.raw.strip()
             if not chunk.in_range:
                 return
             continue
@@ -66,6 +73,17 @@ def read_wikitext(source: Source) -> Iterator[Record | Reject]:
         is_blank = is_blank and not chunk.raw.strip()
     if document and not is_blank:
         yield document.build()
+
+
+def _is_blank(source: Source, size: int) -> bool:
+    """Whether the first `size` bytes of the file are blank."""
+    source.stream.seek(0)
+    left = size
+    while left and (raw := source.stream.read(min(left, MAX_TITLE_BYTES))):
+        if raw.removeprefix(BOM_UTF8 if left == size else b"").strip():
+            return False
+        left -= len(raw)
+    return True
 
 
 def read_wikitext_rows(source: Source) -> Iterator[Record | Reject]:

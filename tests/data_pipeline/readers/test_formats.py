@@ -5,18 +5,22 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import UnfinishedError
 from data_pipeline.readers import Record, read_again, read_records, read_text_chunks, scan_ranges
 from tests.data_pipeline.readers.reading import one_file, read, texts
-from tests.data_pipeline.readers.test_lines import CONTENT
+from tests.data_pipeline.readers.test_lines import BOM, CONTENT
 
 
 @pytest.mark.parametrize("format_", ["lines", "jsonl", "wikitext"])
 @settings(max_examples=80, deadline=None)
 @given(content=CONTENT, unit_bytes=st.integers(1, 40))
+@example(content=b"\n = T = ", unit_bytes=1)
+@example(content=BOM + b" \n\n = T = \n = U = \n", unit_bytes=2)
+@example(content=b"\n \nx\n = T = \n", unit_bytes=1)
+@example(content=b"\n\n", unit_bytes=1)
 def test_any_ranges_give_the_records_of_the_whole_file(
     tmp_path_factory: pytest.TempPathFactory, format_: str, content: bytes, unit_bytes: int
 ) -> None:

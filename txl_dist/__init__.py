@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from txl_dist.analysis.recl import relative_effective_context_length
     from txl_dist.config.config_file import load_run_config
     from txl_dist.config.run_config import RunConfig
-    from txl_dist.context.recl import relative_effective_context_length
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.distributed import evaluate
     from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings, evaluation_job
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         generate_tokens,
         prompt_tokens,
     )
-    from txl_dist.generation.options import Sampling, TextLimits
+    from txl_dist.generation.text import Sampling, TextLimits
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
@@ -68,8 +68,8 @@ _MODULE_OF = {
     "EvaluationSettings": "txl_dist.evaluation.job",
     "ModelConfig": "txl_dist.model.config",
     "RunConfig": "txl_dist.config.run_config",
-    "Sampling": "txl_dist.generation.options",
-    "TextLimits": "txl_dist.generation.options",
+    "Sampling": "txl_dist.generation.text",
+    "TextLimits": "txl_dist.generation.text",
     "TrainJob": "txl_dist.training.job",
     "TransformerXL": "txl_dist.model.transformer_xl",
     "evaluate": "txl_dist.evaluation.distributed",
@@ -80,7 +80,7 @@ _MODULE_OF = {
     "generate_tokens": "txl_dist.generation.generate",
     "load_run_config": "txl_dist.config.config_file",
     "prompt_tokens": "txl_dist.generation.generate",
-    "relative_effective_context_length": "txl_dist.context.recl",
+    "relative_effective_context_length": "txl_dist.analysis.recl",
 }
 
 

@@ -11,9 +11,9 @@ from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
     from data_pipeline.storage.staged_directory import StagedDirectory
-    from txl_dist.evaluation.evaluate import EvaluationJob
+    from txl_dist.analysis.attention import AttentionByDistance
+    from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
-    from txl_dist.reporting.attention_by_distance import AttentionByDistance
 
 
 def attention(
@@ -45,8 +45,8 @@ def attention(
     """
     from data_pipeline.storage.atomic_files import require_writable
     from data_pipeline.storage.staged_directory import StagedDirectory
+    from txl_dist.analysis.attention import ATTENTION_NAME, attention_json
     from txl_dist.evaluation.job import evaluation_job
-    from txl_dist.reporting.attention_file import ATTENTION_NAME, attention_json
 
     job = evaluation_job(
         checkpoint,
@@ -76,9 +76,9 @@ def attention(
 
 
 def _measure(scorer: "Scorer", job: "EvaluationJob", *, quiet: bool) -> "AttentionByDistance":
+    from txl_dist.analysis.attention import attention_by_distance
     from txl_dist.cli.progress import chunk_progress
-    from txl_dist.evaluation.evaluate import plan_evaluation
-    from txl_dist.reporting.attention_by_distance import attention_by_distance
+    from txl_dist.evaluation.result import plan_evaluation
 
     chunks = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
     with chunk_progress(quiet=quiet) as on_progress:
@@ -89,8 +89,8 @@ def _write(
     staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
 ) -> None:
     from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
-    from txl_dist.reporting.attention_file import ATTENTION_NAME, as_utf8
-    from txl_dist.reporting.attention_plot import PLOT_NAMES, plot_attention, write_plots
+    from txl_dist.analysis.attention import ATTENTION_NAME, as_utf8
+    from txl_dist.analysis.plots import plot_attention, write_figure
 
     settings = job.settings
     title = (
@@ -100,9 +100,9 @@ def _write(
     )
     with explain_disk_errors("writing attention.json and its plots", staged.directory):
         staging = staged.stage()
-        write_plots(plot_attention(result, title=title), staging)
+        plots = write_figure(plot_attention(result, title=title), staging, "attention")
         write_synced(staging / ATTENTION_NAME, content.encode())
-        staged.publish([*PLOT_NAMES, ATTENTION_NAME])
+        staged.publish([*plots, ATTENTION_NAME])
 
 
 def _print_table(job: "EvaluationJob", result: "AttentionByDistance") -> None:

@@ -21,8 +21,7 @@ from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
     from data_pipeline.storage.staged_directory import StagedDirectory
-    from txl_dist.context.measure import ReclRequest
-    from txl_dist.context.report import GroupReport
+    from txl_dist.analysis.recl_report import GroupReport, ReclRequest
 
 
 def recl(
@@ -94,9 +93,8 @@ def recl(
     """
     from data_pipeline.storage.atomic_files import require_writable
     from data_pipeline.storage.staged_directory import StagedDirectory
+    from txl_dist.analysis.recl_report import JSON_NAME, ReclRequest, check_group, measure_group
     from txl_dist.cli.work_progress import TOKENS, work_progress
-    from txl_dist.context.measure import ReclRequest, check_group, measure_group
-    from txl_dist.context.report import JSON_NAME
     from txl_dist.evaluation.job import evaluation_job
 
     jobs = [
@@ -206,19 +204,19 @@ def _numbers(option: str, text: str) -> list[float]:
 
 def _write(staged: "StagedDirectory", report: "GroupReport") -> None:
     from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
-    from txl_dist.context.plot import PLOT_NAMES, plot_group, write_plots
-    from txl_dist.context.report import CSV_NAME, JSON_NAME
+    from txl_dist.analysis.plots import plot_group, write_figure
+    from txl_dist.analysis.recl_report import CSV_NAME, JSON_NAME
 
     with explain_disk_errors("writing recl.json and its plots", staged.directory):
         staging = staged.stage()
-        write_plots(plot_group(report), staging)
+        plots = write_figure(plot_group(report), staging, "recl")
         write_synced(staging / CSV_NAME, report.to_csv().encode())
         write_synced(staging / JSON_NAME, report.to_json_text().encode())
-        staged.publish([*PLOT_NAMES, CSV_NAME, JSON_NAME])
+        staged.publish([*plots, CSV_NAME, JSON_NAME])
 
 
 def _print(report: "GroupReport") -> None:
-    from txl_dist.context.report import curve_table, recl_table
+    from txl_dist.analysis.recl_report import curve_table, recl_table
 
     print("mean nats per token after exactly c tokens, with half the width of its interval")
     print("\n".join(curve_table(report)))

@@ -51,7 +51,7 @@ def reproduce(
     """
     from data_pipeline.shards.manifest import load_manifest
     from txl_dist.errors import ConfigError
-    from txl_dist.reporting.evaluation_files import RESULT_NAME
+    from txl_dist.evaluation.output import RESULT_NAME
     from txl_dist.reproduction.experiments import EXPERIMENTS
     from txl_dist.reproduction.published_files import count_differences, find_published
 

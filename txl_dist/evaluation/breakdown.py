@@ -7,16 +7,29 @@ Every scored target is in exactly one bucket of each table, and in exactly one d
 document_position: tokens from the start of the target's document to the target. The first token of
     a document, at 0, is an end-of-document token in datasets that have them.
 segment_position: the position in the segment of the query that predicts the target.
-token_frequency: how often the target's id occurs in the split that `token_counts.py` counts.
+token_frequency: how often the target's id occurs in the split that `counted_split` names:
+    `train`, or the scored split in a dataset without it. Workers count it.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+
+from data_pipeline.processes.progress import Progress
+from data_pipeline.processes.workers import Workers
+from data_pipeline.shards.manifest import ShardManifest, load_manifest
+from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.streams.cursor import read_range
+from txl_dist.evaluation import bootstrap
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Shapes: B chunks per batch, T segment tokens, V vocabulary, K buckets, D documents, N targets
 
@@ -133,7 +146,7 @@ class BreakdownCounter:
     """Adds the segments of one batch of chunks."""
 
     def __init__(
-        self, *, tgt_len: int, frequency_bucket_V: NDArray[np.uint8] | None, byte_counts_V: Tensor
+        self, *, tgt_len: int, frequency_bucket_V: NDArray[np.uint8] | None, byte_counts_V: "Tensor"
     ) -> None:
         """`frequency_bucket_V`: None leaves out all tables."""
         self._frequency_bucket_V, self._bytes_V = frequency_bucket_V, byte_counts_V.numpy()
@@ -141,7 +154,11 @@ class BreakdownCounter:
         self._parts: list[LossBreakdown] = []
 
     def add(
-        self, nats_BT: Tensor, target_BT: Tensor, position_BT: Tensor, document_age_BT: Tensor
+        self,
+        nats_BT: "Tensor",
+        target_BT: "Tensor",
+        position_BT: "Tensor",
+        document_age_BT: "Tensor",
     ) -> None:
         """Add the targets that are not negative.
 
@@ -179,3 +196,177 @@ def _counts(
 ) -> NDArray[np.int64]:
     """The sum of the counts of each bucket; None: every count is 1. Exact below 2**53."""
     return np.bincount(bucket_N, count_N, minlength=num_buckets).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """The interval of each score: (low, high)."""
+
+    num_documents: int
+    nats_per_token: tuple[float, float]
+    bits_per_byte: tuple[float, float] | None
+    """None if the scored text has no bytes."""
+
+    def to_json(self) -> dict[str, Any]:
+        low, high = self.nats_per_token
+        return {
+            "level": bootstrap.LEVEL,
+            "num_resamples": bootstrap.NUM_RESAMPLES,
+            "seed": bootstrap.SEED,
+            "num_documents": self.num_documents,
+            "nats_per_token": [low, high],
+            "perplexity": [_exp(low), _exp(high)],
+            "bits_per_token": [low / math.log(2), high / math.log(2)],
+            "bits_per_byte": None if self.bits_per_byte is None else list(self.bits_per_byte),
+        }
+
+
+def document_interval(documents: DocumentSums) -> Interval | None:
+    """The interval of the loss. None for fewer documents than a resample needs."""
+    num_documents = len(documents.start_D)
+    if num_documents < bootstrap.MIN_DOCUMENTS:
+        return None
+    table_D3 = np.stack([documents.nats_D, documents.tokens_D, documents.bytes_D], axis=1)
+    draws = bootstrap.Resampling("document", num_documents).draws()
+    nats_R, tokens_R, bytes_R = np.stack(
+        [np.bincount(drawn, minlength=num_documents) @ table_D3 for drawn in draws]
+    ).T
+    return Interval(
+        num_documents=num_documents,
+        nats_per_token=bootstrap.interval(nats_R / tokens_R),
+        bits_per_byte=bootstrap.interval(nats_R / bytes_R / math.log(2)) if bytes_R.all() else None,
+    )
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableRow:
+    """One bucket that has targets: values from `low` to `high`, both included."""
+
+    low: int
+    high: int
+    tokens: int
+    nats: float
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / self.tokens
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreDetails:
+    """The loss of one split by position, by token frequency and by document."""
+
+    breakdown: LossBreakdown
+    counted_split: str
+    """The split whose token frequencies are used."""
+
+    @cached_property
+    def interval(self) -> Interval | None:
+        """None if the split has too few documents."""
+        return document_interval(self.breakdown.documents)
+
+    @property
+    def documents(self) -> DocumentSums:
+        return self.breakdown.documents
+
+    def rows(self, table: str) -> list[TableRow]:
+        """The buckets of a table of TABLES, in rising order, without the empty ones."""
+        return list(_rows(self.breakdown.tables[table], is_log=table != "segment_position"))
+
+    def to_json(self) -> dict[str, Any]:
+        """The value of `details` in the JSON of a result."""
+        return {
+            "interval": None if self.interval is None else self.interval.to_json(),
+            "num_documents": len(self.documents.start_D),
+            "token_frequency_counted_on": self.counted_split,
+            **{
+                f"by_{name}": [
+                    {
+                        "from": row.low,
+                        "to": row.high,
+                        "tokens": row.tokens,
+                        "nats": row.nats,
+                        "nats_per_token": row.nats_per_token,
+                    }
+                    for row in self.rows(name)
+                ]
+                for name in TABLES
+            },
+        }
+
+
+def _rows(table: LossTable, *, is_log: bool) -> Iterator[TableRow]:
+    columns = table.tokens_K.tolist(), table.nats_K.tolist()
+    for bucket, (tokens, nats) in enumerate(zip(*columns, strict=True)):
+        low, high = log_bucket_bounds(bucket) if is_log else (bucket, bucket)
+        if tokens:
+            yield TableRow(low=low, high=high, tokens=tokens, nats=nats)
+
+
+TASK_TOKENS = 1 << 22
+COUNTED_TOKENS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class CountingTask:
+    """Tokens [start, stop) of a split."""
+
+    data: DatasetPath
+    split: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"tokens {self.start:,} to {self.stop:,} of split {self.split}"
+
+
+def counted_split(manifest: ShardManifest, scored: str) -> str:
+    """The split whose token frequencies are used for the scored split."""
+    return "train" if "train" in manifest.splits else scored
+
+
+def count_tokens(
+    data: DatasetPath,
+    split: str,
+    workers: Workers,
+    *,
+    progress: Progress = lambda phase, done, total: None,
+) -> NDArray[np.int64]:
+    """Occurrences of each token id, [V]."""
+    manifest = load_manifest(data)
+    num_tokens = manifest.split(split, data).tokens
+    count_V = np.zeros(manifest.vocab_size, np.int64)
+    done = 0
+    tasks = list(_counting_tasks(data, split, num_tokens))
+    for number, part_V in workers.map(count_range, tasks):
+        count_V += part_V
+        done += tasks[number].stop - tasks[number].start
+        progress("counting tokens", done, num_tokens)
+    _open_split.cache_clear()
+    return count_V
+
+
+def count_range(task: CountingTask) -> NDArray[np.int64]:
+    """Occurrences of each token id, on a worker."""
+    source = _open_split(task.data, task.split)
+    vocab_size = source.manifest.vocab_size
+    count_V = np.zeros(vocab_size, np.int64)
+    for start in range(task.start, task.stop, COUNTED_TOKENS):
+        tokens, _ = read_range(source, start, min(start + COUNTED_TOKENS, task.stop))
+        count_V += np.bincount(tokens, minlength=vocab_size)
+    return count_V
+
+
+def _counting_tasks(data: DatasetPath, split: str, num_tokens: int) -> Iterator[CountingTask]:
+    for start in range(0, num_tokens, TASK_TOKENS):
+        yield CountingTask(data, split, start, min(start + TASK_TOKENS, num_tokens))
+
+
+@lru_cache(maxsize=1)
+def _open_split(data: DatasetPath, split: str) -> SplitReader:
+    """A worker opens the split once, and not for each task."""
+    return open_split(data, split)

@@ -7,11 +7,16 @@ A batch is `batch_chunks` consecutive chunks (with `num_ranks`, of the chunks of
 worker scores a batch, in which order, and in which process of which attempt does not change its
 sums, so the result is always the same to the last bit. A worker holds one model and one batch of
 one segment per chunk at a time.
+
+A sweep (`txl eval --sweep`) scores every combination of memory options on one split and reports the
+best one on the others. The paper chose mem_len and clamp_len of its published numbers in this way:
+by the validation split. Every combination scores the same targets, so the lowest loss is the best.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,21 +30,97 @@ from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.storage.strict_json import sha256_of
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.evaluation.breakdown import LossBreakdown, log_bucket
-from txl_dist.evaluation.chunks import EvaluationChunk
-from txl_dist.evaluation.details import ScoreDetails
-from txl_dist.evaluation.evaluate import (
-    EvaluationJob,
+from txl_dist.evaluation.breakdown import (
+    BreakdownCounter,
+    LossBreakdown,
+    ScoreDetails,
+    count_tokens,
+    counted_split,
+    log_bucket,
+)
+from txl_dist.evaluation.finished_scores import BatchScores, FinishedScores
+from txl_dist.evaluation.job import EvaluationJob
+from txl_dist.evaluation.result import (
     EvaluationResult,
+    ScoredText,
+    Subject,
+    model_name,
     plan_evaluation,
+    scored_text,
     summarise,
 )
-from txl_dist.evaluation.finished_scores import FinishedScores
-from txl_dist.evaluation.protocol import Subject, model_name
-from txl_dist.evaluation.scored_text import ScoredText, scored_text
-from txl_dist.evaluation.token_counts import count_tokens, counted_split
-from txl_dist.evaluation.worker import ScoringTask, open_job, score_batch
+from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
 from txl_dist.runtime.source_digest import code_description
+from txl_dist.runtime.threads import torch_threads
+
+# Shapes: V vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringTask:
+    """One batch of chunks of one job."""
+
+    job: EvaluationJob
+    job_number: int
+    batch_number: int
+    chunk_numbers: range
+    chunks: tuple[EvaluationChunk, ...]
+    frequency_bucket_V: NDArray[np.uint8] | None = None
+    """Bucket of the frequency of each token id; None: without details."""
+    per_document: bool = False
+    """Whether the sums of documents are wanted, without the other details."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read, with the contexts."""
+        return sum(chunk.stop - chunk.context_start for chunk in self.chunks)
+
+    def __str__(self) -> str:
+        first, last = self.chunk_numbers[0], self.chunk_numbers[-1]
+        return (
+            f"chunks {first} to {last} of split {self.job.settings.split}, "
+            f"{self.job.checkpoint.name}"
+        )
+
+
+def score_batch(task: ScoringTask) -> BatchScores:
+    """Score one batch on a worker, which keeps model and split for its next batch.
+
+    Raises NonFiniteScoreError if the score of a chunk is not finite.
+    """
+    scorer, counter = open_job.scorer(task.job), None
+    if task.per_document or task.frequency_bucket_V is not None:
+        counter = BreakdownCounter(
+            tgt_len=scorer.tgt_len,
+            frequency_bucket_V=task.frequency_bucket_V,
+            byte_counts_V=scorer.byte_counts_V,
+        )
+    with torch_threads(task.job.num_threads):
+        sums = list(scorer.scores(task.chunks, counter=counter))
+    scores = BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
+    scores.require_finite(
+        f"split {task.job.settings.split}, {task.job.checkpoint}", numbers=task.chunk_numbers
+    )
+    return scores
+
+
+class OpenJob:
+    """The model and split of one job."""
+
+    def __init__(self) -> None:
+        self._opened: tuple[EvaluationJob, Scorer] | None = None
+
+    def close(self) -> None:
+        self._opened = None
+
+    def scorer(self, job: EvaluationJob) -> Scorer:
+        if self._opened is None or self._opened[0] != job:
+            self.close()  # free this model before the next one is loaded
+            self._opened = job, job.open()
+        return self._opened[1]
+
+
+open_job = OpenJob()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +228,7 @@ def plan_job(
 
     `directory`: where the sums of finished batches are kept; None: nowhere. `resume`: use those
     that are there. `details`: also sum the loss by position, token frequency and document.
-    `per_document`: only by document (document_scores.py). A split shorter than a segment is refused
+    `per_document`: only by document (output.py). A split shorter than a segment is refused
     without `allow_short_split`.
     """
     given = job
@@ -263,3 +344,85 @@ def _dead_workers_error(error: WorkerDiedError, job: EvaluationJob, workers: Wor
         f"the finished chunks, or with a smaller --batch (now {job.batch_chunks}), which starts "
         "again"
     )
+
+
+SMALLEST = {"tgt_len": 1, "mem_len": 0, "clamp_len": 0}
+"""The options that can be swept, and the smallest value of each. clamp_len 0: no clamping."""
+EXAMPLE = "--sweep mem_len=0,128,640 --sweep clamp_len=0,400"
+
+
+def parse_sweep(texts: Sequence[str]) -> dict[str, list[int]]:
+    """Values by option. Each text has one or more assignments such as `mem_len=0,128,640`.
+
+    Raises ConfigError naming the assignment that is wrong.
+    """
+    values: dict[str, list[int]] = {}
+    for assignment in " ".join(texts).split():
+        name, equals, numbers = assignment.partition("=")
+        if not equals or name not in SMALLEST:
+            raise ConfigError(
+                f"--sweep {assignment!r}: expected an option of {', '.join(SMALLEST)} and its "
+                f"values, as in {EXAMPLE}"
+            )
+        if name in values:
+            raise ConfigError(f"--sweep {assignment!r}: {name} is there twice; list all its values")
+        values[name] = [_value(assignment, name, number) for number in numbers.split(",")]
+        if len(set(values[name])) < len(values[name]):
+            raise ConfigError(f"--sweep {assignment!r}: a value is there twice")
+    return values
+
+
+def _value(assignment: str, name: str, number: str) -> int:
+    if not number.isdecimal() or int(number) < SMALLEST[name]:
+        raise ConfigError(
+            f"--sweep {assignment!r}: {number!r} is not a whole number of at least {SMALLEST[name]}"
+        )
+    return int(number)
+
+
+def combinations(values: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """Every combination of the values, the last option varying fastest."""
+    return [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedSweep:
+    """The jobs of one model: candidates[combination][split]. The first split selects."""
+
+    candidates: Sequence[Sequence[PlannedJob]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SweepResult:
+    """The scores of one model."""
+
+    candidates: list[EvaluationResult]
+    """Result of each combination on the first split."""
+    best: int
+    """The combination with the lowest loss; the first of equal ones."""
+    reported: list[EvaluationResult]
+    """Results of the best combination on the other splits."""
+
+
+def evaluate_sweep(
+    sweeps: Sequence[PlannedSweep],
+    workers: Workers,
+    *,
+    progress: Progress = lambda phase, done, total: None,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[SweepResult]:
+    """Score all combinations on the first split, and the best one of each model on the others."""
+    first_jobs = [jobs[0] for sweep in sweeps for jobs in sweep.candidates]
+    scored = iter(evaluate_on_workers(first_jobs, workers, progress=progress, note=note))
+    candidates = [[next(scored) for _ in sweep.candidates] for sweep in sweeps]
+    best = [_argmin([result.sums.nats for result in results]) for results in candidates]
+    chosen = [sweep.candidates[number] for sweep, number in zip(sweeps, best, strict=True)]
+    other_jobs = [job for jobs in chosen for job in jobs[1:]]
+    if other_jobs:
+        scored = iter(evaluate_on_workers(other_jobs, workers, progress=progress, note=note))
+    reported = [[next(scored) for _ in jobs[1:]] for jobs in chosen]
+    return [SweepResult(*each) for each in zip(candidates, best, reported, strict=True)]
+
+
+def _argmin(values: Sequence[float]) -> int:
+    return min(range(len(values)), key=values.__getitem__)

@@ -1,4 +1,4 @@
-"""The sums of finished batches of an evaluation, in a file from which `txl eval --resume` goes on.
+"""The sums of finished batches of an evaluation, in a file for `txl eval --resume`.
 
     DIR/<split>-<first 16 digits of the key>.jsonl
     {"evaluation": {...}}                                          what is scored, for people
@@ -13,14 +13,67 @@ may be cut, by a kill. JSON keeps every digit of a float64.
 
 import json
 import logging
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from data_pipeline.storage.atomic_files import write_file
 from data_pipeline.storage.strict_json import canonical, sha256_of
-from txl_dist.evaluation.batch_scores import BatchScores
+from txl_dist.errors import CheckpointError
+from txl_dist.evaluation.breakdown import LossBreakdown
+from txl_dist.evaluation.scores import LossSums
+
+
+class NonFiniteScoreError(CheckpointError):
+    """The model overflows on this text, although its weights are finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchScores:
+    """The sums of each chunk of a batch, in the order of the chunks."""
+
+    sums: list[LossSums]
+    kernel: str = ""
+    """The attention function and the device that computed them."""
+    breakdown: LossBreakdown | None = field(default=None, compare=False)
+    """None if the details are not wanted."""
+
+    def require_finite(self, name: str, *, numbers: Iterable[int]) -> None:
+        """Raise NonFiniteScoreError if a chunk's sum is not finite. `name`: model and split.
+
+        `numbers` of the chunks.
+        """
+        for number, sums in zip(numbers, self.sums, strict=True):
+            if not math.isfinite(sums.nats):
+                raise NonFiniteScoreError(
+                    f"chunk {number} of {name}: the sum of its losses is {sums.nats}, although all "
+                    "weights are finite, so the model overflows on this text. Try --precision "
+                    "fp32, or an earlier checkpoint: txl checkpoint list RUN"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """Keeps every digit."""
+        content: dict[str, Any] = {
+            "sums": [[each.nats, each.num_tokens, each.num_bytes] for each in self.sums],
+            "kernel": self.kernel,
+        }
+        if self.breakdown is not None:
+            content["breakdown"] = self.breakdown.to_json()
+        return content
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """Raises KeyError, TypeError or ValueError for content that `to_json` does not write."""
+        breakdown = content.get("breakdown")
+        return cls(
+            sums=[LossSums(*row) for row in content["sums"]],
+            kernel=content["kernel"],
+            breakdown=None if breakdown is None else LossBreakdown.from_json(breakdown),
+        )
+
 
 log = logging.getLogger(__name__)
 

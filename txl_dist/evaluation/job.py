@@ -18,8 +18,7 @@ from txl_dist.checkpoint.reader import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.evaluation.chunks import Mode
-from txl_dist.evaluation.scoring import Scorer
+from txl_dist.evaluation.scoring import Mode, Scorer
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.allocation import keep_freed_memory

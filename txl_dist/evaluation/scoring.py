@@ -1,14 +1,24 @@
-"""Scores chunks of a split, several per batch. Each row of a batch is one chunk with its memory.
+"""Cuts a split into chunks and scores them in batches, with the sums of one sequential pass.
 
-All rows advance by one segment at a time, and shorter rows are padded at the end. Rows do not
-influence each other, so the batch size changes only the order of additions inside matrix products.
-Sums are accumulated per chunk, in float64.
+The receptive field of a token is finite: each layer sees `mem_len` positions before the start of
+its segment. The context of a chunk is therefore n_layer * ceil(mem_len / tgt_len) whole segments
+before it, which are read but not scored. If chunk and context use the same segment boundaries as
+the sequential pass, the chunk starts with exactly the memory of that pass.
+
+Cost: the context is read twice, at most 5 % more tokens in a long split and half in a short one,
+which is cut nevertheless, so that several workers can score it. `txl eval` prints the cost. The cut
+depends on the split and the model, not on workers or batch size. Source: the dependency length
+O(N * L) of Dai et al. 2019, arXiv:1901.02860, section 3.2.
+
+Each row of a batch is one chunk with its memory. All rows advance by one segment at a time, and
+shorter rows are padded at the end. Rows do not influence each other, so the batch size changes only
+the order of additions inside matrix products. Sums are accumulated per chunk, in float64.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +29,82 @@ from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.segments import IGNORED, Reset
 from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.breakdown import BreakdownCounter
-from txl_dist.evaluation.chunks import EvaluationChunk
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.host_copies import to_device
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
+
+Mode = Literal["exact", "fast"]
+
+MAX_CONTEXTS_PER_CHUNK = 20
+"""A chunk is at most this many times as long as its context, or MAX_SEGMENTS_WITHOUT_CONTEXT
+segments if that is more."""
+MAX_OVERHEAD = 1 / MAX_CONTEXTS_PER_CHUNK
+"""The cost of the context in a split of at least TARGET_NUM_CHUNKS such chunks."""
+MIN_CONTEXTS_PER_CHUNK = 2
+"""A chunk is at least this many times as long, so the context costs at most half as much again."""
+TARGET_NUM_CHUNKS = 16
+"""Between these limits a split is cut into about this many chunks, to be distributed to workers."""
+MAX_SEGMENTS_WITHOUT_CONTEXT = 64
+"""Maximum segments of a chunk if its context is short or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationChunk:
+    """Score the targets of input positions [start, stop) after reading [context_start, start)."""
+
+    context_start: int
+    start: int
+    stop: int
+
+
+def plan_chunks(
+    *,
+    num_targets: int,
+    tgt_len: int,
+    mem_len: int,
+    n_layer: int,
+    mode: Mode,
+    document_start: Callable[[int], int] | None = None,
+) -> list[EvaluationChunk]:
+    """Chunks that score the targets of input positions [0, num_targets) exactly once, in order.
+
+    Mode `fast` uses the context of one layer instead of n_layer, and is not exact. With
+    `reset: document`, `document_start(position)` returns the position where the document of
+    `position` starts.
+    """
+    if num_targets < 1:
+        raise ValueError(f"num_targets={num_targets}: a split needs two tokens to have a target")
+    memory_segments = -(-mem_len // tgt_len)
+    context_segments = memory_segments * (n_layer if mode == "exact" else 1)
+    num_segments = -(-num_targets // tgt_len)
+    chunk_segments = _chunk_segments(num_segments, context_segments)
+    chunks = []
+    for first in range(0, num_segments, chunk_segments):
+        start = first * tgt_len
+        context_start = max(0, first - context_segments) * tgt_len
+        if document_start is not None and context_start < start:
+            # No token sees past its document, so the context may begin with the segment that has
+            # the document's start.
+            context_start = max(context_start, document_start(start) // tgt_len * tgt_len)
+        stop = min(num_targets, start + chunk_segments * tgt_len)
+        chunks.append(EvaluationChunk(context_start, start, stop))
+    return chunks
+
+
+def _chunk_segments(num_segments: int, context_segments: int) -> int:
+    """Segments per chunk: enough chunks for the workers, few enough for a low overhead."""
+    shortest = max(1, MIN_CONTEXTS_PER_CHUNK * context_segments)
+    longest = max(MAX_SEGMENTS_WITHOUT_CONTEXT, MAX_CONTEXTS_PER_CHUNK * context_segments)
+    return min(max(-(-num_segments // TARGET_NUM_CHUNKS), shortest), longest)
+
+
+def overhead(chunks: list[EvaluationChunk]) -> float:
+    """Context tokens as a fraction of the scored tokens."""
+    num_context_tokens = sum(chunk.start - chunk.context_start for chunk in chunks)
+    return num_context_tokens / sum(chunk.stop - chunk.start for chunk in chunks)
+
 
 # Shapes: B chunks per batch, T segment tokens, N tokens of one chunk and its context, V vocabulary
 

@@ -1,4 +1,7 @@
-"""What a worker computes for one unit: log-likelihoods, or texts.
+"""Requests in batches for workers, and what a worker computes: log-likelihoods or texts.
+
+How requests are divided into batches depends on them and on the batch size, not on the number of
+workers, which therefore cannot change a result.
 
 A text is read as in training and `txl eval`: from an empty memory, in segments of `tgt_len` tokens
 that begin at its first token. So its length has no limit, and one log-likelihood over a document
@@ -6,21 +9,104 @@ equals the nats that `txl eval` reports for a split with that document alone.
 """
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from data_pipeline.streams.segments import IGNORED
 from data_pipeline.tokenizers import Tokenizer
+from txl_dist.checkpoint.reader import Weights
+from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError
 from txl_dist.generation.generate import generate_batch
-from txl_dist.harness.requests import GenerationRequest, ModelSource, ScoringRequest, Unit
+from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 from txl_dist.runtime.threads import EXACT_THREADS, torch_threads
+
+R = TypeVar("R", "ScoringRequest", "GenerationRequest")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """Which model a worker opens, and how it reads."""
+
+    checkpoint: Path
+    weights: Weights
+    tgt_len: int
+    mem_len: int
+    precision: Precision
+    device: str | None
+    """As the harness names it; None: a GPU if the worker has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequest:
+    """Score `continuation` after `context`, which has at least one token."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+    wants_greedy: bool = True
+    """Whether the answer must say if greedy decoding gives the continuation."""
+
+    def __len__(self) -> int:
+        return len(self.context) + len(self.continuation)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Continue `prompt`, with its own random generator."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    sampling: Sampling
+    limits: TextLimits
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit(Generic[R]):
+    """A batch of requests. `indices` are their places in the list of all requests."""
+
+    source: ModelSource
+    indices: tuple[int, ...]
+    requests: tuple[R, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.indices)} harness requests, the first is number {self.indices[0]}"
+
+
+def batches(source: ModelSource, requests: Sequence[R], *, batch_size: int) -> Iterator[Unit[R]]:
+    """Units of at most `batch_size` requests, the longest first, so that little is padded."""
+    by_length = sorted(range(len(requests)), key=lambda index: -len(requests[index]))
+    for indices in _groups(by_length, requests, batch_size):
+        yield Unit(source, indices, tuple(requests[index] for index in indices))
+
+
+def _groups(
+    order: Iterable[int], requests: Sequence[R], batch_size: int
+) -> Iterator[tuple[int, ...]]:
+    """Consecutive indices whose requests can be computed in one batch."""
+    open_groups: dict[object, list[int]] = {}
+    for index in order:
+        request = requests[index]
+        # A batch of generation has one kind of sampling and limits.
+        key = (request.sampling, request.limits) if isinstance(request, GenerationRequest) else None
+        group = open_groups.setdefault(key, [])
+        group.append(index)
+        if len(group) == batch_size:
+            yield tuple(open_groups.pop(key))
+    for group in open_groups.values():
+        yield tuple(group)
+
 
 # Shapes: B requests, T segment tokens, N tokens of the longest request, D d_model, V vocabulary
 

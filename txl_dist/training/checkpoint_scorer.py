@@ -24,9 +24,10 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.config.training_config import EvaluationConfig
 from txl_dist.errors import TxlError
-from txl_dist.evaluation.batch_scores import NonFiniteScoreError
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationResult, EvaluationSettings
+from txl_dist.evaluation.finished_scores import NonFiniteScoreError
+from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.result import EvaluationResult
 from txl_dist.training.data import EvaluatedSplit
 
 POLL_SECONDS = 0.1

@@ -19,7 +19,7 @@ from data_pipeline.streams.documents import LaneDocument, documents_of_lanes
 from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import TxlError
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.data import TrainingData
 from txl_dist.training.state import Phase, TrainState
 from txl_dist.training.step import StepResult

@@ -9,12 +9,8 @@ from dataclasses import replace
 import torch
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.evaluation.evaluate import (
-    EvaluationResult,
-    EvaluationSettings,
-    evaluate_on_ranks,
-    plan_evaluation,
-)
+from txl_dist.evaluation.job import EvaluationSettings
+from txl_dist.evaluation.result import EvaluationResult, evaluate_on_ranks, plan_evaluation
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData

@@ -7,7 +7,7 @@ the loss stays at the unigram entropy of the data, a little lower at each evalua
 from dataclasses import dataclass, field
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.data import TrainingData
 from txl_dist.training.state import TrainState
 

@@ -23,8 +23,8 @@ from data_pipeline.streams.segments import Segment
 from txl_dist.checkpoint.directory import divergence_advice
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
-from txl_dist.evaluation.evaluate import EvaluationResult
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.result import EvaluationResult
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest

@@ -13,8 +13,8 @@ from typing import Any
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import EvaluationConfig
-from txl_dist.evaluation.evaluate import EvaluationResult
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.result import EvaluationResult
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
 from txl_dist.training.goodput import Goodput

@@ -21,7 +21,7 @@ from txl_dist.errors import CheckpointError, DivergedError
 from txl_dist.training.divergence import DivergenceState
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.evaluate import EvaluationResult
+    from txl_dist.evaluation.result import EvaluationResult
 
 
 class BestScore(StrictModel):

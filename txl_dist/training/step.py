@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.device_dropout import DeviceDropoutMasks
 from txl_dist.model.dropout import DropoutMasks
 from txl_dist.model.host_copies import to_device

@@ -12,12 +12,12 @@ from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model
-from txl_dist.convert.single_file import Reading, write_exported
+from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.errors import CheckpointError, ConfigError, DataError
-from txl_dist.evaluation.batch_scores import BatchScores
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
+from txl_dist.evaluation.finished_scores import BatchScores
 from txl_dist.evaluation.job import evaluation_job
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.transformer_xl import TransformerXL
 
 

@@ -10,7 +10,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import TINY, metrics, tiny_job, train
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.world import World
 from txl_dist.training import learning_check
 from txl_dist.training.job import TrainJob

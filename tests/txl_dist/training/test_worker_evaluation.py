@@ -18,8 +18,8 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.config.training_config import EvaluationConfig
 from txl_dist.errors import DivergedError, TxlError
-from txl_dist.evaluation.batch_scores import NonFiniteScoreError
-from txl_dist.evaluation.evaluate import EvaluationResult
+from txl_dist.evaluation.finished_scores import NonFiniteScoreError
+from txl_dist.evaluation.result import EvaluationResult
 from txl_dist.runtime.world import World
 from txl_dist.training.checkpoint_scorer import MAX_FAILURES, CheckpointScorer
 from txl_dist.training.job import TrainJob

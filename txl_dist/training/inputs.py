@@ -9,9 +9,8 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
 from txl_dist.training.duration import resolve_duration
-from txl_dist.training.job import TrainJob
+from txl_dist.training.job import TrainJob, require_same_job
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.same_job import require_same_job
 from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import last_trained_step
 from txl_dist.tracking.tracker import Tracker
-from txl_dist.training.begin_attempt import begin_attempt
 from txl_dist.training.build_reporting import (
     build_profiler,
     build_report,
@@ -38,14 +37,13 @@ from txl_dist.training.remote_resume import download_newest
 from txl_dist.training.report import Report
 from txl_dist.training.resume import find_resume_point
 from txl_dist.training.resume_point import ResumePoint, restore, run_id_of
-from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.run_directory import RunDirectory, begin_attempt
 from txl_dist.training.saving import RunSaver, open_saver
 from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
-from txl_dist.training.start_state import initial_state, open_run, phases_of
+from txl_dist.training.start_state import count_tokens, initial_state, open_run, phases_of
 from txl_dist.training.state import TrainState
 from txl_dist.training.statistics import WeightStatistics
 from txl_dist.training.step import TrainStep
-from txl_dist.training.token_count import count_tokens
 from txl_dist.training.worker_evaluation import build_worker_evaluation
 
 log = logging.getLogger(__name__)
@@ -127,7 +125,8 @@ def begin_run(inputs: RankContext, stop: StopRequest, run_stack: ExitStack) -> B
     download_newest(job, data, world)
     point, newest_step = find_resume_point(job, data, world), checkpoints.newest_step()
     # Only after all checks: beginning an attempt fences the one that is running.
-    checkpoints.attempt = begin_attempt(job, directory, world, point)
+    run_id = run_id_of(point, checkpoints)
+    checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
     if world.broadcast(checkpoints.newest_step() != newest_step):
         point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
     _share_stop(stop, directory, world, run_stack)

@@ -29,10 +29,11 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
 from data_pipeline.storage.staged_directory import StagedDirectory
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
-from txl_dist.evaluation.breakdown import TABLES, DocumentSums
+from txl_dist.evaluation.breakdown import TABLES, DocumentSums, score_intervals
+from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.distributed import PlannedJob, PlannedSweep, SweepResult
+    from txl_dist.evaluation.distributed import PlannedJob, Sweep, SweepResult
     from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.result import EvaluationResult
 
@@ -40,7 +41,7 @@ RESULT_NAME = "result.json"
 SCORES_NAME = "scores.csv"
 SWEEP_PLOT_NAME = "sweep.png"
 SETTINGS = ("checkpoint", "split", "weights", "tgt_len", "mem_len", "clamp_len", "same_length")
-SCORES = (
+COLUMNS = (
     *SETTINGS,
     "selected",
     "data",
@@ -49,13 +50,6 @@ SCORES = (
     "precision",
     "tokens_scored",
     "nats",
-    "nats_per_token",
-    "perplexity",
-    "bits_per_token",
-    "bits_per_byte",
-    "bits_per_character",
-    "word_perplexity",
-    "protocol",
 )
 BUCKETS = ("from", "to", "tokens", "nats", "nats_per_token")
 
@@ -75,7 +69,7 @@ def write_evaluation(
 
     with explain_disk_errors("writing the files of an evaluation", staged.directory):
         staging = staged.stage()
-        write_synced(staging / SCORES_NAME, _csv(SCORES, scored))
+        write_synced(staging / SCORES_NAME, _csv((*COLUMNS, *SCORES, "protocol"), scored))
         for name in TABLES if any("details" in each for each in scored) else ():
             rows = [
                 {**each, **bucket} for each in scored for bucket in each["details"][f"by_{name}"]
@@ -195,7 +189,7 @@ class EvaluationOutput:
     @classmethod
     def of_sweeps(
         cls,
-        planned: "Sequence[PlannedSweep]",
+        planned: "Sequence[Sweep]",
         results: "Sequence[SweepResult]",
         *,
         swept: list[str],
@@ -205,11 +199,9 @@ class EvaluationOutput:
         for sweep, result in zip(planned, results, strict=True):
             scored = [
                 ScoredJob(jobs[0].given, score, number == result.best)
-                for number, (jobs, score) in enumerate(
-                    zip(sweep.candidates, result.candidates, strict=True)
-                )
+                for number, (jobs, score) in enumerate(zip(sweep, result.candidates, strict=True))
             ]
-            others = zip(sweep.candidates[result.best][1:], result.reported, strict=True)
+            others = zip(sweep[result.best][1:], result.reported, strict=True)
             models.append(scored + [ScoredJob(each.given, score, True) for each, score in others])
         return cls(models, swept, num_workers)
 
@@ -268,7 +260,8 @@ def print_table(scored: Sequence[ScoredJob], swept: Sequence[str]) -> None:
     )
     for name, each in zip(names, scored, strict=True):
         result, sums = each.result, each.result.sums
-        per_byte = "-" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+        bits_per_byte = result.scores["bits_per_byte"]
+        per_byte = "-" if bits_per_byte is None else f"{bits_per_byte:.4f}"
         values = (getattr(result.settings, option) for option in swept)
         settings = "".join(f"  {'none' if value is None else value:>9}" for value in values)
         print(
@@ -298,14 +291,9 @@ def print_score(scored: ScoredJob) -> None:
         print("  weights          averaged over steps; those of the last one: --weights last")
     print(f"  targets scored   {sums.num_tokens:,}")
     print(f"  nats             {sums.nats:.4f}  ({sums.nats_per_token:.4f} per token)")
-    print(f"  perplexity       {sums.perplexity:.4f}")
-    print(f"  bits per token   {sums.bits_per_token:.4f}")
-    if result.bits_per_byte is not None:
-        print(f"  bits per byte    {result.bits_per_byte:.4f}")
-    if result.bits_per_character is not None:
-        print(f"  bits per char    {result.bits_per_character:.4f}")
-    if result.word_perplexity is not None:
-        print(f"  word perplexity  {_show(result.word_perplexity)}")
+    for name, value in result.scores.items():
+        if value is not None and name != "nats_per_token":
+            print(f"  {SCORES[name].label:15}  {_show(value)}")
     _print_interval(result)
     print(f"  {result.num_chunks} chunks, {result.overhead:.1%} more tokens read as context")
     if result.overhead > MAX_OVERHEAD:
@@ -323,15 +311,15 @@ def _show(value: float) -> str:
 def _print_interval(result: "EvaluationResult") -> None:
     if result.details is None:
         return
-    interval = result.details.interval
-    if interval is None:
+    documents = result.details.documents
+    intervals, num_documents = score_intervals(documents), len(documents.start_D)
+    if intervals is None:
         print(
-            f"  95 % interval    none: {len(result.details.documents.start_D)} documents are too "
-            f"few; resampling needs at least {MIN_DOCUMENTS}"
+            f"  95 % interval    none: {num_documents} documents are too few; resampling needs at "
+            f"least {MIN_DOCUMENTS}"
         )
-        return
-    low, high = interval.nats_per_token
-    print(
-        f"  95 % interval    {low:.4f} to {high:.4f} nats per token, from "
-        f"{interval.num_documents:,} documents"
-    )
+    elif (ends := intervals["nats_per_token"]) is not None:
+        print(
+            f"  95 % interval    {ends[0]:.4f} to {ends[1]:.4f} nats per token, from "
+            f"{num_documents:,} documents"
+        )

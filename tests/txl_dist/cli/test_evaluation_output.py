@@ -5,6 +5,7 @@
 
 import csv
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,19 @@ from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.streams.cursor import read_range
 from tests.support.exported_model import export_small_model
+from tests.txl_dist.evaluation.test_distributed import Recorder
 from txl_dist.analysis.plots import plot_sweep, plot_table
+from txl_dist.cli.evaluation_output import (
+    RESULT_NAME,
+    EvaluationOutput,
+    document_lines,
+    write_evaluation,
+)
 from txl_dist.convert.stored_model import find_model
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.job import EvaluationJob, evaluation_job
-from txl_dist.evaluation.output import RESULT_NAME, document_lines, write_evaluation
 from txl_dist.evaluation.result import EvaluationResult
-
-from .test_distributed import Recorder
+from txl_dist.evaluation.scores import SCORES, NamedSums, score
 
 
 def scored(**changes: Any) -> dict[str, Any]:
@@ -221,3 +227,32 @@ def test_a_part_of_a_split_has_the_documents_that_begin_in_it(job: EvaluationJob
     assert sum(each["tokens"] for each in documents) == result.sums.num_tokens == 29
     (_, whole) = evaluate(job, InProcess())
     assert [d["id"] for d in documents] == [json.loads(w)["id"] for w in whole[: len(documents)]]
+
+
+@pytest.mark.parametrize("job", ["byte"], indirect=True)
+def test_a_new_score_is_one_function(
+    job: EvaluationJob,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(SCORES, "nats_per_kilobyte", None)  # removed after the test
+
+    @score(needs="bytes")
+    def nats_per_kilobyte(sums: NamedSums) -> float:
+        return 1000 * sums["nats"] / sums["bytes"]
+
+    planned = [plan_job(job, details=True)]
+    results = evaluate_on_workers(planned, InProcess())
+    output = EvaluationOutput.of_jobs(planned, results, num_workers=1)
+    expected = 1000 * math.log(2) * output.objects[0]["bits_per_byte"]
+    (content,) = output.objects
+    assert content["nats_per_kilobyte"] == pytest.approx(expected)
+    low, high = content["details"]["interval"]["nats_per_kilobyte"]
+    assert low < expected < high
+    output.print()
+    assert f"nats per kilobyte  {expected:.4f}" in capsys.readouterr().out
+    with StagedDirectory(tmp_path / "out", last=RESULT_NAME) as staged:
+        write_evaluation(staged, output.content(), output.objects)
+    (row,) = csv.DictReader((tmp_path / "out" / "scores.csv").open())
+    assert float(row["nats_per_kilobyte"]) == pytest.approx(expected)

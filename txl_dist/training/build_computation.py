@@ -23,8 +23,8 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.triton_support import triton_unavailable_reason
 from txl_dist.model.variants import ATTENTION_FORMS
-from txl_dist.runtime.precision import TORCH_DTYPE
-from txl_dist.runtime.source_digest import code_description
+from txl_dist.runtime.device import TORCH_DTYPE
+from txl_dist.runtime.process import code_description
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.device_segments import DeviceSegments

@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.source_digest import LIBRARIES, source_digest
+from txl_dist.runtime.process import LIBRARIES, source_digest
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
 

@@ -33,7 +33,7 @@ from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
-from txl_dist.runtime.background_wait import wait_for_queues
+from txl_dist.runtime.world import wait_for_queues
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.state import BestScore, TrainState
 from txl_dist.training.step import TrainStep

@@ -28,7 +28,7 @@ from txl_dist.model.host_copies import to_device
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.device import autocast
 
 # Shapes: B rows, T segment tokens, N tokens of a row, X positions, D d_model, V vocabulary
 

@@ -52,8 +52,8 @@ from txl_dist.evaluation.result import (
     summarise,
 )
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
-from txl_dist.runtime.source_digest import code_description
-from txl_dist.runtime.threads import torch_threads
+from txl_dist.runtime.device import torch_threads
+from txl_dist.runtime.process import code_description
 
 # Shapes: V vocabulary
 

@@ -27,7 +27,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.generation.generate import generate_batch
 from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.threads import EXACT_THREADS, torch_threads
+from txl_dist.runtime.device import EXACT_THREADS, torch_threads
 from txl_dist.sequence import SequenceReader
 
 R = TypeVar("R", "ScoringRequest", "GenerationRequest")

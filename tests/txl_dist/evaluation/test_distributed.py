@@ -38,7 +38,7 @@ from txl_dist.evaluation.result import EvaluationResult, plan_evaluation, summar
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.threads import torch_threads
+from txl_dist.runtime.device import torch_threads
 
 SETTINGS = EvaluationSettings(
     split="valid",

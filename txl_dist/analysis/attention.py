@@ -37,6 +37,7 @@ from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
 from txl_dist.model.attention import AttentionWeightsCallback
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.visibility import visible_keys
+from txl_dist.sequence import SequenceReader
 
 # Shapes: L layers, H heads, D = M + T distances 0 to M + T - 1, B chunks of a batch, T segment
 # tokens, M memory tokens, S = M + T keys
@@ -84,23 +85,23 @@ def attention_by_distance(
 
     Calls `on_progress(chunks done, chunks)`. Raises CheckpointError if a weight is not finite.
     """
-    model, tgt_len = scorer.model, scorer.tgt_len
-    config, device = model.config, next(model.parameters()).device
+    config, device, tgt_len = scorer.model.config, scorer.device, scorer.tgt_len
     # float64: the sums of a long text have millions of terms.
     heads = _Sums(config.n_layer, config.n_head, tgt_len, config.mem_len, device)
     even = _Sums(1, 1, tgt_len, config.mem_len, device)
     num_queries = num_done = 0
     for group in scorer.groups(chunks):
-        cache = model.empty_kv_cache(len(group))  # changed in place by the model
+        # The whole memory, although a chunk may be shorter: `_Sums` counts all distances.
+        state = scorer.model.empty_kv_cache(len(group))
+        reader = SequenceReader(scorer.model, state=state, tgt_len=tgt_len)
         for segment in scorer.segments(group):
-            input_BT, target_BT, age_BT = (tensor.to(device) for tensor in segment)
-            scored_BT, on_attention_weights = target_BT != IGNORED, None
+            scored_BT, on_attention_weights = segment.target_BT.to(device) != IGNORED, None
+            age_BT = segment.age_BT.to(device)
             if scored_BT.any():
                 even.callback(scored_BT)(0, _even_weights(config, age_BT))
                 on_attention_weights = heads.callback(scored_BT)
                 num_queries += int(scored_BT.sum())
-            with torch.no_grad():
-                model.hidden(input_BT, age_BT, cache, on_attention_weights=on_attention_weights)
+            reader.read(segment.input_BT, age_BT, on_attention_weights=on_attention_weights)
         num_done += len(group)
         on_progress(num_done, len(chunks))
     return AttentionByDistance(

@@ -38,7 +38,7 @@ from txl_dist.config.run_config import Precision
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.sequence import SequenceReader
 
 # Shapes: N positions
 
@@ -137,52 +137,30 @@ class WindowScorer:
         """
         if not 0 < num_scored < token_BN.shape[1]:
             raise ValueError(f"num_scored={num_scored} must be in 1 .. {token_BN.shape[1] - 1}")
-        device = next(self.model.parameters()).device
-        token_BN = token_BN.to(device)
-        with torch.no_grad(), autocast(self.precision, device):
-            # The last token reaches back `max_context` inputs, and the first one of an earlier
-            # segment as far from that segment's end.
-            earlier = -(-(num_scored - 1) // self.tgt_len) * self.tgt_len
-            input_BN = token_BN[:, :-1][:, -(self.max_context + earlier) :]
-            hidden_BXD = self._last_hidden(input_BN, num_scored)
-            target_BX = token_BN[:, -hidden_BXD.shape[1] :]
-            nats_BX = self.model.softmax(hidden_BXD, target_BX, self.model.table).cpu()
+        # The last token reaches back `max_context` inputs, and the first one of an earlier segment
+        # as far from that segment's end.
+        earlier = -(-(num_scored - 1) // self.tgt_len) * self.tgt_len
+        input_BN = token_BN[:, :-1][:, -(self.max_context + earlier) :]
+        num_inputs = input_BN.shape[1]
+        # Keys that would be masked, because the window is shorter than the memory, are left out.
+        state = self.model.empty_kv_cache(len(token_BN), max_memory=num_inputs - self.tgt_len)
+        reader = SequenceReader(
+            self.model, state=state, tgt_len=self.tgt_len, precision=self.precision
+        )
+        segments = reader.read_rows(input_BN.to(reader.device), whole_last_segment=True)
+        outputs = [
+            hidden_BTD for columns, hidden_BTD in segments if columns.stop > num_inputs - num_scored
+        ]
+        hidden_BXD = torch.cat(outputs, dim=1)[:, -num_scored:]
+        target_BX = token_BN[:, -num_scored:].to(reader.device)
+        nats_BX = reader.nats(hidden_BXD, target_BX).cpu()
         if not nats_BX.isfinite().all():
             raise CheckpointError(
-                f"the loss after {input_BN.shape[1]} tokens is not finite: the weights are "
-                "damaged, or the model overflows on this text. Try an earlier checkpoint: txl "
-                "checkpoint list RUN"
+                f"the loss after {num_inputs} tokens is NaN or Inf: the weights are damaged, or "
+                "the model overflows on this text. Try an earlier checkpoint: txl checkpoint list "
+                "RUN"
             )
         return nats_BX
-
-    def _last_hidden(self, input_BN: Tensor, num_scored: int) -> Tensor:
-        """The last layer's outputs for the last `num_scored` inputs."""
-        num_inputs = input_BN.shape[1]
-        outputs = []
-        # Keys that would be masked, because the window is shorter than the memory, are left out.
-        cache = self.model.empty_kv_cache(len(input_BN), max_memory=num_inputs - self.tgt_len)
-        for start, stop in self._segments(num_inputs):
-            input_BT = input_BN[:, start:stop]
-            # Without memory, positions count from the segment's end.
-            if not self.model.config.encoding.allows_memory:
-                padding = self.tgt_len - (stop - start)
-                input_BT = torch.nn.functional.pad(input_BT, (0, padding))
-            age_T = torch.arange(start, start + input_BT.shape[1], device=input_BN.device)
-            hidden_BTD, _ = self.model.hidden(input_BT, age_T.expand_as(input_BT), cache)
-            if stop > num_inputs - num_scored:
-                outputs.append(hidden_BTD[:, : stop - start])
-        return torch.cat(outputs, dim=1)[:, -num_scored:]
-
-    def _segments(self, num_inputs: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) of each segment; all but the first have `tgt_len` tokens."""
-        stop = num_inputs % self.tgt_len or min(self.tgt_len, num_inputs)
-        start = 0
-        while start < num_inputs:
-            yield start, stop
-            start, stop = stop, stop + self.tgt_len
-
-
-# Shapes: B windows of a batch, C contexts, N targets, S = longest context + 1
 
 
 def measure_losses(

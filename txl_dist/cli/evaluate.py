@@ -20,8 +20,8 @@ from txl_dist.cli.options import (
 from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
+    from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.evaluation.distributed import PlannedJob
-    from txl_dist.evaluation.output import EvaluationOutput
     from txl_dist.evaluation.result import EvaluationResult
 
 
@@ -157,18 +157,14 @@ def evaluate(
     """
     from data_pipeline.storage.atomic_files import require_writable
     from data_pipeline.storage.staged_directory import StagedDirectory
+    from txl_dist.cli.evaluation_output import RESULT_NAME, EvaluationOutput
     from txl_dist.cli.progress import running
     from txl_dist.cli.work_progress import TOKENS, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
-    from txl_dist.evaluation.output import RESULT_NAME, EvaluationOutput
 
     with running("loading torch", quiet=False):
-        from txl_dist.evaluation.distributed import (
-            PlannedSweep,
-            combinations,
-            evaluate_on_workers,
-            evaluate_sweep,
-        )
+        from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
+        from txl_dist.evaluation.job import combinations
 
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = _swept_values(sweep or [], options)
@@ -202,12 +198,10 @@ def evaluate(
     splits, settings = _names(split), combinations(swept)
     with running("reading the checkpoints and the data", quiet=False):
         sweeps = [
-            PlannedSweep(
-                [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
-            )
+            [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
             for checkpoint in checkpoints
         ]
-    planned = [job for each in sweeps for jobs in each.candidates for job in jobs]
+    planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
     with ExitStack() as stack:
         # Opened first: an unusable --out must be an error before minutes of computing.
         staged = out and stack.enter_context(StagedDirectory(out, last=RESULT_NAME))
@@ -230,7 +224,7 @@ def evaluate(
                 _write_documents(per_document, planned, scored)
         _log_to_mlflow(output)
         if staged:
-            from txl_dist.evaluation.output import write_evaluation
+            from txl_dist.cli.evaluation_output import write_evaluation
 
             names = write_evaluation(staged, output.content(), output.objects, swept=output.swept)
             _note(f"wrote {', '.join(names)} to {out}")
@@ -247,7 +241,7 @@ def _note(line: str) -> None:
 def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> dict[str, list[int]]:
     """Values of --sweep by option, which must not have another value."""
     from txl_dist.errors import ConfigError
-    from txl_dist.evaluation.distributed import parse_sweep
+    from txl_dist.evaluation.job import parse_sweep
 
     values = parse_sweep(texts)
     for name in values:
@@ -274,7 +268,7 @@ def _write_documents(
     path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
 ) -> None:
     from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
-    from txl_dist.evaluation.output import document_lines
+    from txl_dist.cli.evaluation_output import document_lines
 
     if path:
         with explain_disk_errors("writing the scores of documents", path.parent):

@@ -50,8 +50,8 @@ def reproduce(
     Example: txl reproduce enwik8-base --data downloads/ --ranks 8
     """
     from data_pipeline.shards.manifest import load_manifest
+    from txl_dist.cli.evaluation_output import RESULT_NAME
     from txl_dist.errors import ConfigError
-    from txl_dist.evaluation.output import RESULT_NAME
     from txl_dist.reproduction.experiments import EXPERIMENTS
     from txl_dist.reproduction.published_files import count_differences, find_published
 

@@ -16,13 +16,15 @@ directory  of txl export (stored_model.py)
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.lib.npyio import NpzFile
 from safetensors.torch import load_file
 
+from data_pipeline.tokenizers import Tokenizer
+from txl_dist.convert import FORMATS, require_source
 from txl_dist.convert.conversion import (
     model_from_original,
     original_config,
@@ -30,37 +32,24 @@ from txl_dist.convert.conversion import (
     read_json,
     transformers_config,
 )
+from txl_dist.convert.stored_model import is_exported, load_exported
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 
-if TYPE_CHECKING:
-    from data_pipeline.tokenizers import Tokenizer
-    from txl_dist.model.transformer_xl import TransformerXL
 
-_FORMATS = (
-    "give a TransfoXL directory of transformers (config.json and the weights), the original's "
-    "state dict as .npz, or a directory written by txl export"
-)
-
-
-def read_model(source: Path) -> "tuple[TransformerXL, Tokenizer | None, str]":
+def read_model(source: Path) -> tuple[TransformerXL, Tokenizer | None, str]:
     """The model, its tokenizer (only `txl export` writes one) and the name of the format.
 
     Raises CheckpointError for invalid files, ConfigError for an invalid config.
     """
-    if not source.exists():
-        raise CheckpointError(f"{source} does not exist; {_FORMATS}: txl import SOURCE --out PATH")
-    # Imported only now: they import torch.
-    from txl_dist.convert.conversion import read_json
-    from txl_dist.convert.stored_model import is_exported, load_exported
-
+    require_source(source)
     if source.is_file() and source.suffix == ".npz":
         return read_original(source), None, "original"
     if not (source / "config.json").is_file():
         hint = ""
         if any((source / name).exists() for name in ("checkpoints", "manifest.json")):
             hint = f". This looks like a run or a checkpoint: txl export {source} --out PATH"
-        raise CheckpointError(f"the format of {source} is unknown; {_FORMATS}{hint}")
+        raise CheckpointError(f"the format of {source} is unknown; {FORMATS}{hint}")
     # Both remaining formats have a config.json; only an export has a matching "format" in it.
     if is_exported(read_json(source / "config.json")):
         return *load_exported(source), "exported"

@@ -7,5 +7,4 @@ finished_scores.py: the scores of finished batches, from which a stopped evaluat
 result.py:      the sums of all chunks, the line to quote, the words of the text
 scores.py:      the sums, also those of a training step, and the scores computed from them
 breakdown.py:   loss by position, token and document (--details); bootstrap.py: intervals
-output.py:      what `txl eval` prints and writes
 """

@@ -12,9 +12,9 @@ token_frequency: how often the target's id occurs in the split that `counted_spl
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -27,6 +27,7 @@ from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.streams.cursor import read_range
 from txl_dist.evaluation import bootstrap
+from txl_dist.evaluation.scores import SCORES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,113 +199,79 @@ def _counts(
     return np.bincount(bucket_N, count_N, minlength=num_buckets).astype(np.int64)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """The interval of each score: (low, high)."""
+def score_intervals(
+    documents: DocumentSums, known: Container[str] = ("tokens", "bytes")
+) -> dict[str, tuple[float, float] | None] | None:
+    """By name of each score of tokens or bytes: its interval, from resampled documents.
 
-    num_documents: int
-    nats_per_token: tuple[float, float]
-    bits_per_byte: tuple[float, float] | None
-    """None if the scored text has no bytes."""
-
-    def to_json(self) -> dict[str, Any]:
-        low, high = self.nats_per_token
-        return {
-            "level": bootstrap.LEVEL,
-            "num_resamples": bootstrap.NUM_RESAMPLES,
-            "seed": bootstrap.SEED,
-            "num_documents": self.num_documents,
-            "nats_per_token": [low, high],
-            "perplexity": [_exp(low), _exp(high)],
-            "bits_per_token": [low / math.log(2), high / math.log(2)],
-            "bits_per_byte": None if self.bits_per_byte is None else list(self.bits_per_byte),
-        }
-
-
-def document_interval(documents: DocumentSums) -> Interval | None:
-    """The interval of the loss. None for fewer documents than a resample needs."""
+    None for fewer documents than a resample needs, and for a score whose sum is not in `known` or
+    is 0 in a resample.
+    """
     num_documents = len(documents.start_D)
     if num_documents < bootstrap.MIN_DOCUMENTS:
         return None
+    names = ("nats", "tokens", "bytes")
     table_D3 = np.stack([documents.nats_D, documents.tokens_D, documents.bytes_D], axis=1)
-    draws = bootstrap.Resampling("document", num_documents).draws()
-    nats_R, tokens_R, bytes_R = np.stack(
-        [np.bincount(drawn, minlength=num_documents) @ table_D3 for drawn in draws]
-    ).T
-    return Interval(
-        num_documents=num_documents,
-        nats_per_token=bootstrap.interval(nats_R / tokens_R),
-        bits_per_byte=bootstrap.interval(nats_R / bytes_R / math.log(2)) if bytes_R.all() else None,
-    )
+    resampled = []
+    for drawn in bootstrap.Resampling("document", num_documents).draws():
+        sums_3 = np.bincount(drawn, minlength=num_documents) @ table_D3
+        resampled.append(dict(zip(names, sums_3.tolist(), strict=True)))
+    intervals: dict[str, tuple[float, float] | None] = {}
+    for name, score in SCORES.items():
+        if score.needs in names:
+            is_known = score.needs in known and all(sums[score.needs] for sums in resampled)
+            values = [score.finish(sums) for sums in resampled] if is_known else []
+            intervals[name] = bootstrap.interval(values) if values else None
+    return intervals
 
 
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableRow:
-    """One bucket that has targets: values from `low` to `high`, both included."""
-
-    low: int
-    high: int
-    tokens: int
-    nats: float
-
-    @property
-    def nats_per_token(self) -> float:
-        return self.nats / self.tokens
+def in_range(value: float | None) -> float | None:
+    """None for infinity, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreDetails:
-    """The loss of one split by position, by token frequency and by document."""
+    """What `txl eval --details` adds: the loss by position, token frequency and document."""
 
     breakdown: LossBreakdown
     counted_split: str
     """The split whose token frequencies are used."""
 
-    @cached_property
-    def interval(self) -> Interval | None:
-        """None if the split has too few documents."""
-        return document_interval(self.breakdown.documents)
-
     @property
     def documents(self) -> DocumentSums:
         return self.breakdown.documents
 
-    def rows(self, table: str) -> list[TableRow]:
-        """The buckets of a table of TABLES, in rising order, without the empty ones."""
-        return list(_rows(self.breakdown.tables[table], is_log=table != "segment_position"))
-
-    def to_json(self) -> dict[str, Any]:
-        """The value of `details` in the JSON of a result."""
+    def to_json(self, known: Container[str] = ("tokens", "bytes")) -> dict[str, Any]:
+        """The value of `details` in the JSON of a result. `known`: sums that the score has."""
+        intervals = score_intervals(self.documents, known)
+        num_documents = len(self.documents.start_D)
         return {
-            "interval": None if self.interval is None else self.interval.to_json(),
-            "num_documents": len(self.documents.start_D),
+            "interval": intervals
+            and {
+                "level": bootstrap.LEVEL,
+                "num_resamples": bootstrap.NUM_RESAMPLES,
+                "seed": bootstrap.SEED,
+                "num_documents": num_documents,
+                **{name: ends and [*map(in_range, ends)] for name, ends in intervals.items()},
+            },
+            "num_documents": num_documents,
             "token_frequency_counted_on": self.counted_split,
             **{
-                f"by_{name}": [
-                    {
-                        "from": row.low,
-                        "to": row.high,
-                        "tokens": row.tokens,
-                        "nats": row.nats,
-                        "nats_per_token": row.nats_per_token,
-                    }
-                    for row in self.rows(name)
-                ]
-                for name in TABLES
+                f"by_{name}": list(_rows(table, is_log=name != "segment_position"))
+                for name, table in self.breakdown.tables.items()
             },
         }
 
 
-def _rows(table: LossTable, *, is_log: bool) -> Iterator[TableRow]:
+def _rows(table: LossTable, *, is_log: bool) -> Iterator[dict[str, Any]]:
+    """The buckets that have targets, in rising order: values from `from` to `to`, both included."""
     columns = table.tokens_K.tolist(), table.nats_K.tolist()
     for bucket, (tokens, nats) in enumerate(zip(*columns, strict=True)):
         low, high = log_bucket_bounds(bucket) if is_log else (bucket, bucket)
         if tokens:
-            yield TableRow(low=low, high=high, tokens=tokens, nats=nats)
+            sums = {"tokens": tokens, "nats": nats, "nats_per_token": nats / tokens}
+            yield {"from": low, "to": high, **sums}
 
 
 TASK_TOKENS = 1 << 22

@@ -13,11 +13,13 @@ best one on the others. The paper chose mem_len and clamp_len of its published n
 by the validation split. Every combination scores the same targets, so the lowest loss is the best.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +40,7 @@ from txl_dist.evaluation.breakdown import (
     counted_split,
     log_bucket,
 )
-from txl_dist.evaluation.finished_scores import BatchScores, FinishedScores
+from txl_dist.evaluation.finished_scores import BatchScores, FinishedScores, NonFiniteScoreError
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.result import (
     EvaluationResult,
@@ -50,8 +52,8 @@ from txl_dist.evaluation.result import (
     summarise,
 )
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
-from txl_dist.runtime.source_digest import code_description
-from txl_dist.runtime.threads import torch_threads
+from txl_dist.runtime.device import torch_threads
+from txl_dist.runtime.process import code_description
 
 # Shapes: V vocabulary
 
@@ -88,7 +90,7 @@ def score_batch(task: ScoringTask) -> BatchScores:
 
     Raises NonFiniteScoreError if the score of a chunk is not finite.
     """
-    scorer, counter = open_job.scorer(task.job), None
+    scorer, counter = open_scorer(task.job), None
     if task.per_document or task.frequency_bucket_V is not None:
         counter = BreakdownCounter(
             tgt_len=scorer.tgt_len,
@@ -97,30 +99,27 @@ def score_batch(task: ScoringTask) -> BatchScores:
         )
     with torch_threads(task.job.num_threads):
         sums = list(scorer.scores(task.chunks, counter=counter))
-    scores = BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
-    scores.require_finite(
-        f"split {task.job.settings.split}, {task.job.checkpoint}", numbers=task.chunk_numbers
-    )
-    return scores
+    for number, chunk_sums in zip(task.chunk_numbers, sums, strict=True):
+        if not math.isfinite(chunk_sums.nats):
+            raise NonFiniteScoreError(
+                f"chunk {number} of split {task.job.settings.split}, {task.job.checkpoint}: the "
+                f"sum of its losses is {chunk_sums.nats}, although all weights are finite, so the "
+                "model overflows on this text. Try --precision fp32, or an earlier checkpoint: "
+                "txl checkpoint list RUN"
+            )
+    return BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
 
 
-class OpenJob:
-    """The model and split of one job."""
-
-    def __init__(self) -> None:
-        self._opened: tuple[EvaluationJob, Scorer] | None = None
-
-    def close(self) -> None:
-        self._opened = None
-
-    def scorer(self, job: EvaluationJob) -> Scorer:
-        if self._opened is None or self._opened[0] != job:
-            self.close()  # free this model before the next one is loaded
-            self._opened = job, job.open()
-        return self._opened[1]
+_opened: dict[EvaluationJob, Scorer] = {}
+"""The model and split of the last job, at most one."""
 
 
-open_job = OpenJob()
+def open_scorer(job: EvaluationJob) -> Scorer:
+    """Load model and split of a job, unless they are those of the last one."""
+    if job not in _opened:
+        _opened.clear()  # free this model before the next one is loaded
+        _opened[job] = job.open()
+    return _opened[job]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,7 +186,7 @@ def evaluate_on_workers(
 
     Raises the first TxlError of any worker.
     """
-    tasks = list(_tasks(planned, _FrequencyBuckets(workers, progress)))
+    tasks = list(_tasks(planned, workers, progress))
     _explain_plan(planned, tasks, workers.num_workers, note)
     done, total = 0, sum(task.num_tokens for task in tasks)
     with ExitStack() as stack:
@@ -203,7 +202,7 @@ def evaluate_on_workers(
         except WorkerDiedError as error:
             raise _dead_workers_error(error, planned[0].job, workers) from None
         finally:
-            open_job.close()
+            _opened.clear()
     return [each.result() for each in planned]
 
 
@@ -228,8 +227,8 @@ def plan_job(
 
     `directory`: where the sums of finished batches are kept; None: nowhere. `resume`: use those
     that are there. `details`: also sum the loss by position, token frequency and document.
-    `per_document`: only by document (output.py). A split shorter than a segment is refused
-    without `allow_short_split`.
+    `per_document`: only by document. A split shorter than a segment is refused without
+    `allow_short_split`.
     """
     given = job
     # Workers may have another working directory.
@@ -288,25 +287,15 @@ def default_scores_directory(checkpoint: Path) -> Path | None:
     return checkpoint.parent.parent / "evaluations"
 
 
-class _FrequencyBuckets:
-    """The bucket of each token id of a dataset, counted when first needed."""
-
-    def __init__(self, workers: Workers, progress: Progress) -> None:
-        self._workers, self._progress = workers, progress
-        self._bucket_V: dict[tuple[DatasetPath, str], NDArray[np.uint8]] = {}
-
-    def of(self, planned: PlannedJob) -> NDArray[np.uint8] | None:
-        if planned.counted_split is None:
-            return None
-        key = planned.job.data, planned.counted_split
-        if key not in self._bucket_V:
-            count_V = count_tokens(*key, self._workers, progress=self._progress)
-            self._bucket_V[key] = log_bucket(count_V).astype(np.uint8)
-        return self._bucket_V[key]
-
-
-def _tasks(planned: Sequence[PlannedJob], buckets: _FrequencyBuckets) -> Iterator[ScoringTask]:
+def _tasks(
+    planned: Sequence[PlannedJob], workers: Workers, progress: Progress
+) -> Iterator[ScoringTask]:
     """The unfinished batches, job after job, so that workers rarely change their model."""
+
+    @cache
+    def frequency_buckets(data: DatasetPath, split: str) -> NDArray[np.uint8]:
+        return log_bucket(count_tokens(data, split, workers, progress=progress)).astype(np.uint8)
+
     for job_number, each in enumerate(planned):
         for batch_number, numbers in enumerate(each.batches()):
             if batch_number not in each.finished.batches:
@@ -316,7 +305,8 @@ def _tasks(planned: Sequence[PlannedJob], buckets: _FrequencyBuckets) -> Iterato
                     batch_number=batch_number,
                     chunk_numbers=numbers,
                     chunks=tuple(each.chunks[number] for number in numbers),
-                    frequency_bucket_V=buckets.of(each),
+                    frequency_bucket_V=each.counted_split
+                    and frequency_buckets(each.job.data, each.counted_split),
                     per_document=each.per_document,
                 )
 
@@ -346,50 +336,8 @@ def _dead_workers_error(error: WorkerDiedError, job: EvaluationJob, workers: Wor
     )
 
 
-SMALLEST = {"tgt_len": 1, "mem_len": 0, "clamp_len": 0}
-"""The options that can be swept, and the smallest value of each. clamp_len 0: no clamping."""
-EXAMPLE = "--sweep mem_len=0,128,640 --sweep clamp_len=0,400"
-
-
-def parse_sweep(texts: Sequence[str]) -> dict[str, list[int]]:
-    """Values by option. Each text has one or more assignments such as `mem_len=0,128,640`.
-
-    Raises ConfigError naming the assignment that is wrong.
-    """
-    values: dict[str, list[int]] = {}
-    for assignment in " ".join(texts).split():
-        name, equals, numbers = assignment.partition("=")
-        if not equals or name not in SMALLEST:
-            raise ConfigError(
-                f"--sweep {assignment!r}: expected an option of {', '.join(SMALLEST)} and its "
-                f"values, as in {EXAMPLE}"
-            )
-        if name in values:
-            raise ConfigError(f"--sweep {assignment!r}: {name} is there twice; list all its values")
-        values[name] = [_value(assignment, name, number) for number in numbers.split(",")]
-        if len(set(values[name])) < len(values[name]):
-            raise ConfigError(f"--sweep {assignment!r}: a value is there twice")
-    return values
-
-
-def _value(assignment: str, name: str, number: str) -> int:
-    if not number.isdecimal() or int(number) < SMALLEST[name]:
-        raise ConfigError(
-            f"--sweep {assignment!r}: {number!r} is not a whole number of at least {SMALLEST[name]}"
-        )
-    return int(number)
-
-
-def combinations(values: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """Every combination of the values, the last option varying fastest."""
-    return [dict(zip(values, each, strict=True)) for each in product(*values.values())]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedSweep:
-    """The jobs of one model: candidates[combination][split]. The first split selects."""
-
-    candidates: Sequence[Sequence[PlannedJob]]
+Sweep: TypeAlias = Sequence[Sequence[PlannedJob]]
+"""The jobs of one model: sweep[combination][split]. The first split selects."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -405,18 +353,18 @@ class SweepResult:
 
 
 def evaluate_sweep(
-    sweeps: Sequence[PlannedSweep],
+    sweeps: Sequence[Sweep],
     workers: Workers,
     *,
     progress: Progress = lambda phase, done, total: None,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[SweepResult]:
     """Score all combinations on the first split, and the best one of each model on the others."""
-    first_jobs = [jobs[0] for sweep in sweeps for jobs in sweep.candidates]
+    first_jobs = [jobs[0] for sweep in sweeps for jobs in sweep]
     scored = iter(evaluate_on_workers(first_jobs, workers, progress=progress, note=note))
-    candidates = [[next(scored) for _ in sweep.candidates] for sweep in sweeps]
+    candidates = [[next(scored) for _ in sweep] for sweep in sweeps]
     best = [_argmin([result.sums.nats for result in results]) for results in candidates]
-    chosen = [sweep.candidates[number] for sweep, number in zip(sweeps, best, strict=True)]
+    chosen = [sweep[number] for sweep, number in zip(sweeps, best, strict=True)]
     other_jobs = [job for jobs in chosen for job in jobs[1:]]
     if other_jobs:
         scored = iter(evaluate_on_workers(other_jobs, workers, progress=progress, note=note))

@@ -13,9 +13,8 @@ may be cut, by a kill. JSON keeps every digit of a float64.
 
 import json
 import logging
-import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -40,19 +39,6 @@ class BatchScores:
     """The attention function and the device that computed them."""
     breakdown: LossBreakdown | None = field(default=None, compare=False)
     """None if the details are not wanted."""
-
-    def require_finite(self, name: str, *, numbers: Iterable[int]) -> None:
-        """Raise NonFiniteScoreError if a chunk's sum is not finite. `name`: model and split.
-
-        `numbers` of the chunks.
-        """
-        for number, sums in zip(numbers, self.sums, strict=True):
-            if not math.isfinite(sums.nats):
-                raise NonFiniteScoreError(
-                    f"chunk {number} of {name}: the sum of its losses is {sums.nats}, although all "
-                    "weights are finite, so the model overflows on this text. Try --precision "
-                    "fp32, or an earlier checkpoint: txl checkpoint list RUN"
-                )
 
     def to_json(self) -> dict[str, Any]:
         """Keeps every digit."""

@@ -11,9 +11,8 @@ each split. The first token of a split has no loss, so its text is subtracted; i
 is an end-of-document token, which has no text.
 """
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from data_pipeline.streams.cursor import read_range
 from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.word import WordTokenizer
 from txl_dist.errors import DataError
-from txl_dist.evaluation.breakdown import ScoreDetails
+from txl_dist.evaluation.breakdown import ScoreDetails, in_range
 from txl_dist.evaluation.job import EvaluationSettings
-from txl_dist.evaluation.scores import LossSums
+from txl_dist.evaluation.scores import LossSums, finish
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead, plan_chunks
 from txl_dist.runtime.world import World
 
@@ -187,48 +186,32 @@ class EvaluationResult:
         )
 
     @property
-    def word_perplexity(self) -> float | None:
-        """exp(nats per word); None if the words of the scored text are not known or there are none.
-
-        Comparable across tokenizers. A word is defined by `ScoredText.num_words`.
-        """
-        if self.text.is_word_model:
-            return self.sums.perplexity
-        num_words = self.text.num_words
-        return replace(self.sums, num_tokens=num_words).perplexity if num_words else None
-
-    @property
-    def num_bytes(self) -> float | None:
-        """UTF-8 bytes of the scored text. None for a word model if the text is not known."""
-        return self.text.num_bytes if self.text.is_word_model else self.sums.num_bytes
+    def named_sums(self) -> dict[str, float]:
+        """The sums of the whole text; those that are not known are missing."""
+        text, sums = self.text, self.sums.named
+        sums |= {
+            # A word model replaces unknown words, so its tokens have other bytes than the text.
+            "bytes": text.num_bytes if text.is_word_model else sums["bytes"],
+            "characters": text.counts and text.counts.characters,
+            "words": sums["tokens"] if text.is_word_model else text.num_words,
+        }
+        return {name: size for name, size in sums.items() if size is not None}
 
     @property
-    def bits_per_byte(self) -> float | None:
-        """None if the bytes are not known or there are none."""
-        num_bytes = self.num_bytes
-        return replace(self.sums, num_bytes=num_bytes).bits_per_byte if num_bytes else None
-
-    @property
-    def bits_per_character(self) -> float | None:
-        """None if the characters of the scored text are not known or there are none."""
-        counts = self.text.counts
-        if counts is None or not counts.characters:
-            return None
-        return replace(self.sums, num_tokens=counts.characters).bits_per_token
+    def scores(self) -> dict[str, float | None]:
+        """All registered scores (scores.py); None for those whose sums are not known."""
+        return finish(self.named_sums)
 
     def to_json(self) -> dict[str, Any]:
         """The object that `txl eval --json` prints; a number too large for a float is null."""
-        sums = self.sums
+        named = self.named_sums
+        # The tokens of a word model have other bytes than the text, also by document.
+        known = {"tokens"} if self.text.is_word_model else {"tokens", "bytes"}
         return {
-            "nats": sums.nats,
-            "tokens_scored": sums.num_tokens,
-            "bytes_scored": self.num_bytes,
-            "nats_per_token": sums.nats_per_token,
-            "perplexity": _in_range(sums.perplexity),
-            "bits_per_token": sums.bits_per_token,
-            "bits_per_byte": self.bits_per_byte,
-            "bits_per_character": self.bits_per_character,
-            "word_perplexity": _in_range(self.word_perplexity),
+            "nats": named["nats"],
+            "tokens_scored": named["tokens"],
+            "bytes_scored": named.get("bytes"),
+            **{name: in_range(value) for name, value in finish(named).items()},
             **(
                 {"not_counted": self.text.reason}
                 if self.text.counts is None
@@ -240,13 +223,8 @@ class EvaluationResult:
             "data_sha256": self.data and self.data.digest,
             "model_sha256": self.model and self.model.digest,
             "protocol": self.protocol,
-            **({} if self.details is None else {"details": self.details.to_json()}),
+            **({"details": self.details.to_json(known)} if self.details else {}),
         }
-
-
-def _in_range(value: float | None) -> float | None:
-    """JSON has no infinity."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def plan_evaluation(

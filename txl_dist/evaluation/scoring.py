@@ -31,9 +31,8 @@ from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.attention import choose_attention
-from txl_dist.model.host_copies import to_device
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.sequence import SequenceReader
 
 Mode = Literal["exact", "fast"]
 
@@ -112,13 +111,15 @@ READ_TOKENS = 1 << 18
 """Tokens of each chunk that are read at a time, which bounds the memory for long chunks."""
 
 
-class _Segment(NamedTuple):
+class BatchSegment(NamedTuple):
     """One segment of a batch, [B, T] each."""
 
     input_BT: Tensor
     target_BT: Tensor
     """IGNORED in the context and in padding."""
     age_BT: Tensor
+    """From 0 at the start of the context, where the memory is empty, and with `reset: document` at
+    document starts."""
     position_BT: Tensor
     """Position of the target in the split."""
     document_age_BT: Tensor
@@ -182,36 +183,30 @@ class Scorer:
     def _score_group(
         self, group: list[EvaluationChunk], stop: object, counter: BreakdownCounter | None
     ) -> list[LossSums] | None:
-        device = self.device
-        longest = max(chunk.stop - chunk.context_start for chunk in group)
-        memory = self.model.empty_kv_cache(len(group), max_memory=longest)
+        reader = self.reader(group)
         sums = [LossSums() for _ in group]
-        for segment in self._segments(group):
-            input_BT, target_BT, age_BT = segment.input_BT, segment.target_BT, segment.age_BT
+        for segment in self.segments(group):
             if stop:
                 return None
-            with torch.no_grad(), autocast(self.precision, device):
-                # Targets on the host: the softmax finds the rows of its clusters there.
-                nats_BT, memory = self.model(
-                    to_device(input_BT, device), target_BT, to_device(age_BT, device), memory
-                )
-            nats_BT = nats_BT.cpu()  # one copy per segment, instead of one per chunk
+            target_BT = segment.target_BT
+            # One copy from the device per segment, instead of one per chunk.
+            nats_BT = reader.score(segment.input_BT, target_BT, segment.age_BT).cpu()
             for row in range(len(group)):
                 sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
             if counter is not None:
                 counter.add(nats_BT, target_BT, segment.position_BT, segment.document_age_BT)
         return sums
 
-    def segments(self, group: list[EvaluationChunk]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Input, target and age [B, T] of each segment, from the context to the longest row's end.
+    def reader(self, group: Sequence[EvaluationChunk]) -> SequenceReader:
+        """A reader of a batch of chunks, before their contexts."""
+        longest = max(chunk.stop - chunk.context_start for chunk in group)
+        state = self.model.empty_kv_cache(len(group), max_memory=longest)
+        return SequenceReader(
+            self.model, state=state, tgt_len=self.tgt_len, precision=self.precision
+        )
 
-        Targets in the context are IGNORED. Ages start at 0 where the context starts, because the
-        memory is empty there, and also at document starts with `reset: document`.
-        """
-        for segment in self._segments(group):
-            yield segment.input_BT, segment.target_BT, segment.age_BT
-
-    def _segments(self, group: list[EvaluationChunk]) -> Iterator["_Segment"]:
+    def segments(self, group: Sequence[EvaluationChunk]) -> Iterator[BatchSegment]:
+        """The segments of a batch of chunks, from the context to the end of the longest row."""
         num_tokens = max(chunk.stop - chunk.context_start for chunk in group)
         num_segments = -(-num_tokens // self.tgt_len)
         num_read = max(1, READ_TOKENS // self.tgt_len)
@@ -221,12 +216,12 @@ class Scorer:
             stacked = [torch.from_numpy(np.stack(arrays)) for arrays in zip(*rows, strict=True)]
             for segment in range(stop - first):
                 columns = slice(segment * self.tgt_len, (segment + 1) * self.tgt_len)
-                yield _Segment(*(tensor[:, columns] for tensor in stacked))
+                yield BatchSegment(*(tensor[:, columns] for tensor in stacked))
 
     def _row(self, chunk: EvaluationChunk, first: int, stop: int) -> list[np.ndarray]:
-        """The arrays of a `_Segment` for tokens [first, stop) of one chunk, from its context on.
+        """The arrays of a `BatchSegment` for tokens [first, stop) of one chunk.
 
-        Padded after the end of the chunk.
+        Counted from the start of its context, and padded after the end of the chunk.
         """
         length, begin = stop - first, chunk.context_start
         first, stop = (min(begin + position, chunk.stop) for position in (first, stop))

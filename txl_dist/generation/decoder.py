@@ -23,7 +23,7 @@ from txl_dist.errors import TxlError
 from txl_dist.generation.text import Sampling
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.sequence import SequenceReader
 
 # Shapes: B lanes, T segment tokens, D d_model, V vocabulary
 
@@ -48,19 +48,20 @@ class BatchDecoder:
         if tgt_len < 1:
             raise ValueError(f"tgt_len={tgt_len} must be at least 1")
         token_lists = [_checked_ids(prompt, model.config.vocab_size) for prompt in prompts]
-        self._model, self._tgt_len = model, tgt_len
-        self._sampling, self._precision = sampling, precision
-        self._device = next(model.parameters()).device
+        self._model, self._tgt_len, self._sampling = model, tgt_len, sampling
         self._has_memory = model.config.mem_len > 0
-        # Without memory, positions count from the segment's end: pad it to the length of training.
-        self._min_tokens = 0 if model.config.encoding.allows_memory else tgt_len
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._pending = [
             tokens if self._has_memory else tokens[-tgt_len:] for tokens in token_lists
         ]
         """Tokens of each lane that the model has not read."""
         self._num_read = [0] * len(prompts)
-        self._cache = model.empty_kv_cache(len(prompts))
+        self._reader = SequenceReader(
+            model,
+            state=model.empty_kv_cache(len(prompts)),
+            tgt_len=tgt_len,
+            precision=precision,
+        )
         self._has_token_step = TokenStep.supports(model)
         self._token_step: TokenStep | None = None
 
@@ -82,7 +83,7 @@ class BatchDecoder:
         self._generators = [self._generators[lane] for lane in lanes]
         self._pending = [self._pending[lane] for lane in lanes]
         self._num_read = [self._num_read[lane] for lane in lanes]
-        self._cache.select(lanes, [0] * len(lanes))
+        self._reader.select(lanes, [0] * len(lanes))
 
     def _num_segments(self, tokens: Sequence[int]) -> int:
         return -(-len(tokens) // self._tgt_len)
@@ -91,25 +92,23 @@ class BatchDecoder:
         """Read the first `lengths` pending tokens; the last layer's output after them, [B, D]."""
         if self._has_token_step and set(lengths) == {1}:
             return self._read_one_token()
-        num_tokens = max(self._min_tokens, *lengths)
+        num_tokens = max(lengths)
         input_BT = torch.zeros((len(lengths), num_tokens), dtype=torch.long)
         for row, length, tokens in zip(input_BT, lengths, self._pending, strict=True):
             row[:length] = torch.tensor(tokens[:length])
         age_BT = torch.tensor(self._num_read)[:, None] + torch.arange(num_tokens)
-        with torch.inference_mode(), autocast(self._precision, self._device):
-            hidden_BTD, _ = self._model.hidden(
-                input_BT.to(self._device), age_BT.to(self._device), self._cache
-            )
+        with torch.inference_mode():
+            hidden_BTD = self._reader.read(input_BT, age_BT)
         self._advance(lengths, num_tokens)
         last_B = torch.tensor([max(length - 1, 0) for length in lengths])
         return hidden_BTD[torch.arange(len(lengths)), last_B]
 
     def _read_one_token(self) -> Tensor:
         """`_read` if every lane reads one token."""
-        token_B = torch.tensor([tokens[0] for tokens in self._pending], device=self._device)
-        with torch.inference_mode(), autocast(self._precision, self._device):
+        token_B = torch.tensor([tokens[0] for tokens in self._pending], device=self._reader.device)
+        with torch.inference_mode(), self._reader.inference():
             if self._token_step is None:
-                self._token_step = TokenStep(self._model, self._cache)
+                self._token_step = TokenStep(self._model, self._reader.state)
             hidden_BD = self._token_step(token_B, self._num_read)
         self._advance([1] * len(self._pending), 1)
         return hidden_BD
@@ -125,12 +124,12 @@ class BatchDecoder:
         # A lane that has not begun needs no removal: no token sees what is before age 0.
         num_removed = [num_tokens - length if length else 0 for length in lengths]
         if any(num_removed):
-            self._cache.select(range(len(lengths)), num_removed)
+            self._reader.select(range(len(lengths)), num_removed)
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
         """Logits [B, V] of the next tokens, on the CPU."""
-        with torch.inference_mode(), autocast(self._precision, self._device):
-            return self._model.logits(hidden_BD).cpu()
+        with torch.inference_mode():
+            return self._reader.logits(hidden_BD).cpu()
 
 
 def _checked_ids(prompt: Sequence[int], vocab_size: int) -> list[int]:

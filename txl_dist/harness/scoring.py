@@ -27,8 +27,8 @@ from txl_dist.errors import CheckpointError
 from txl_dist.generation.generate import generate_batch
 from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
-from txl_dist.runtime.threads import EXACT_THREADS, torch_threads
+from txl_dist.runtime.device import EXACT_THREADS, torch_threads
+from txl_dist.sequence import SequenceReader
 
 R = TypeVar("R", "ScoringRequest", "GenerationRequest")
 
@@ -168,42 +168,37 @@ def generate_unit(unit: Unit[GenerationRequest]) -> list[str]:
 def _score(
     model: TransformerXL, requests: tuple[ScoringRequest, ...], source: ModelSource
 ) -> tuple[list[float], list[bool]]:
-    input_BN, target_BN = _padded(requests, _row_length(model, requests, source.tgt_len))
-    device, cache = next(model.parameters()).device, model.empty_kv_cache(len(requests))
+    input_BN, target_BN = _padded(requests)
+    reader = SequenceReader(
+        model,
+        state=model.empty_kv_cache(len(requests)),
+        tgt_len=source.tgt_len,
+        precision=source.precision,
+    )
     wants_greedy = any(request.wants_greedy for request in requests)
     nats_B = torch.zeros(len(requests), dtype=torch.float64)
     is_greedy_B = torch.ones(len(requests), dtype=torch.bool)
-    for first in range(0, input_BN.shape[1], source.tgt_len):
-        columns = slice(first, first + source.tgt_len)
-        input_BT, target_BT = input_BN[:, columns].to(device), target_BN[:, columns].to(device)
-        age_T = torch.arange(first, first + input_BT.shape[1], device=device)
-        with torch.no_grad(), autocast(source.precision, device):
-            hidden_BTD, _ = model.hidden(input_BT, age_T.expand_as(input_BT), cache)
-            nats_B += model.softmax(hidden_BTD, target_BT, model.table).double().sum(1).cpu()
-            if wants_greedy:
-                is_greedy_B &= _is_greedy(model, hidden_BTD, target_BT).all(1).cpu()
+    for columns, hidden_BTD in reader.read_rows(input_BN):
+        target_BT = target_BN[:, columns].to(reader.device)
+        nats_B += reader.nats(hidden_BTD, target_BT).double().sum(1).cpu()
+        if wants_greedy:
+            is_greedy_B &= _is_greedy(reader, hidden_BTD, target_BT).all(1).cpu()
     return nats_B.tolist(), is_greedy_B.tolist()
 
 
-def _is_greedy(model: TransformerXL, hidden_BTD: Tensor, target_BT: Tensor) -> Tensor:
+def _is_greedy(reader: SequenceReader, hidden_BTD: Tensor, target_BT: Tensor) -> Tensor:
     """Whether each target is the most likely token, [B, T]; true where there is no target."""
     is_greedy_BT = torch.ones_like(target_BT, dtype=torch.bool)
     is_scored_BT = target_BT != IGNORED
     # Logits only where they are needed: a vocabulary can have many thousands of words.
-    logits_NV = model.logits(hidden_BTD[is_scored_BT][None])[0]
+    logits_NV = reader.logits(hidden_BTD[is_scored_BT][None])[0]
     is_greedy_BT[is_scored_BT] = logits_NV.argmax(-1) == target_BT[is_scored_BT]
     return is_greedy_BT
 
 
-def _row_length(model: TransformerXL, requests: tuple[ScoringRequest, ...], tgt_len: int) -> int:
-    """Inputs of the longest request; absolute positions need whole segments, as in training."""
-    longest = max(map(len, requests)) - 1
-    return longest if model.config.encoding.allows_memory else -(-longest // tgt_len) * tgt_len
-
-
-def _padded(requests: tuple[ScoringRequest, ...], num_tokens: int) -> tuple[Tensor, Tensor]:
+def _padded(requests: tuple[ScoringRequest, ...]) -> tuple[Tensor, Tensor]:
     """Input and target [B, N], padded at the end. Targets in the context are IGNORED."""
-    input_BN = torch.zeros((len(requests), num_tokens), dtype=torch.long)
+    input_BN = torch.zeros((len(requests), max(map(len, requests)) - 1), dtype=torch.long)
     target_BN = torch.full_like(input_BN, IGNORED)
     for row, request in enumerate(requests):
         tokens = torch.tensor(request.context + request.continuation)

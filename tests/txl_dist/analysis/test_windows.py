@@ -154,7 +154,7 @@ def test_damaged_weights_are_named() -> None:
     source = TextSource([[random_text(1, 9)[0].tolist()]])
     positions = Positions(np.array([8]), np.array([0]))
     scorer = WindowScorer(model=model, tgt_len=2)
-    with pytest.raises(CheckpointError, match="after 3 tokens is not finite"):
+    with pytest.raises(CheckpointError, match="after 3 tokens is NaN or Inf"):
         measure_losses(scorer, source, positions, [3], batch_windows=1)
 
 

@@ -25,7 +25,7 @@ from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation import distributed
 from txl_dist.evaluation.distributed import (
     PlannedJob,
-    PlannedSweep,
+    Sweep,
     combinations,
     evaluate_on_workers,
     evaluate_sweep,
@@ -38,7 +38,7 @@ from txl_dist.evaluation.result import EvaluationResult, plan_evaluation, summar
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.threads import torch_threads
+from txl_dist.runtime.device import torch_threads
 
 SETTINGS = EvaluationSettings(
     split="valid",
@@ -305,7 +305,7 @@ def test_a_wrong_assignment_is_named(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def planned(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[PlannedSweep]:
+def planned(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Sweep]:
     """Two models, three settings, two splits."""
     sweeps = []
     for seed in range(2):
@@ -313,12 +313,10 @@ def planned(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pla
         model = export_small_model(path, dataset, seed=seed)
         settings = combinations({"mem_len": [0, 8], "tgt_len": [50, 100]})
         sweeps.append(
-            PlannedSweep(
-                [
-                    [plan(model, dataset, split=split, **setting) for split in ("valid", "train")]
-                    for setting in settings
-                ]
-            )
+            [
+                [plan(model, dataset, split=split, **setting) for split in ("valid", "train")]
+                for setting in settings
+            ]
         )
     return sweeps
 
@@ -328,22 +326,20 @@ def plan(model: Path, data: Path, *, split: str, **options: int) -> PlannedJob:
 
 
 def test_the_lowest_loss_on_the_first_split_is_reported_on_the_others(
-    planned: list[PlannedSweep],
+    planned: list[Sweep],
 ) -> None:
     for model, result in zip(planned, evaluate_sweep(planned, InProcess()), strict=True):
         losses = [candidate.sums.nats for candidate in result.candidates]
         assert losses[result.best] == min(losses)
         assert len(set(losses)) == 4
-        settings = [jobs[0].job.settings for jobs in model.candidates]
+        settings = [jobs[0].job.settings for jobs in model]
         assert [candidate.settings for candidate in result.candidates] == settings
-        assert result.reported == evaluate_on_workers(
-            model.candidates[result.best][1:], InProcess()
-        )
+        assert result.reported == evaluate_on_workers(model[result.best][1:], InProcess())
         assert [each.settings.split for each in result.reported] == ["train"]
 
 
 def test_only_the_best_setting_is_scored_on_the_other_splits(
-    planned: list[PlannedSweep], monkeypatch: pytest.MonkeyPatch
+    planned: list[Sweep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[str] = []
 
@@ -356,8 +352,8 @@ def test_only_the_best_setting_is_scored_on_the_other_splits(
     assert scored == ["valid"] * 4 + ["train"]
 
 
-def test_equal_losses_select_the_first_setting(planned: list[PlannedSweep]) -> None:
-    jobs = planned[0].candidates[0]
-    (result,) = evaluate_sweep([PlannedSweep([jobs[:1], jobs[:1]])], InProcess())
+def test_equal_losses_select_the_first_setting(planned: list[Sweep]) -> None:
+    jobs = planned[0][0]
+    (result,) = evaluate_sweep([[jobs[:1], jobs[:1]]], InProcess())
     assert result.best == 0
     assert result.reported == []

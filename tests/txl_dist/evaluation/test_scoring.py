@@ -19,8 +19,7 @@ from data_pipeline.streams import cursor
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import small_model
 from tests.support.token_sources import NumberedSource
-from txl_dist.evaluation import scoring
-from txl_dist.evaluation.distributed import OpenJob
+from txl_dist.evaluation import distributed, scoring
 from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.evaluation.scoring import (
     MIN_CONTEXTS_PER_CHUNK,
@@ -143,6 +142,7 @@ def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.M
         return model
 
     monkeypatch.setattr(EvaluationJob, "open", open_)
+    monkeypatch.setattr(distributed, "_opened", {})
     settings = EvaluationSettings(
         split="valid",
         mode="exact",
@@ -155,7 +155,6 @@ def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.M
     job = EvaluationJob(
         checkpoint=Path("model"), data=Path("data"), settings=settings, batch_chunks=1
     )
-    open_job = OpenJob()
     for split in ("valid", "valid", "test", "valid"):
-        open_job.scorer(replace(job, settings=replace(settings, split=split)))
+        distributed.open_scorer(replace(job, settings=replace(settings, split=split)))
     assert len(alive) == 3, "opened once for batches of one job in a row"

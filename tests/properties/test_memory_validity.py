@@ -16,11 +16,11 @@ from torch import Tensor
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Reset, Segment, SegmentReader
-from tests.support.attention_forms import TORCH_FORMS
+from tests.support.attention_implementations import TORCH_IMPLEMENTATIONS
 from tests.support.hypothesis_examples import examples
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import OPENER, TextSource, random_corpus
-from txl_dist.model.variants import DISTANCE_ENCODINGS
+from txl_dist.model.config import DISTANCE_ENCODINGS
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def with_legal_clamp_len(options: dict) -> dict:
                 "mem_len": st.integers(1, 12),
                 "pre_lnorm": st.booleans(),
                 "same_length": st.booleans(),
-                "attention": st.sampled_from(TORCH_FORMS),
+                "attention": st.sampled_from(TORCH_IMPLEMENTATIONS),
                 "distance_encoding": st.sampled_from(
                     [name for name, facts in DISTANCE_ENCODINGS.items() if facts.allows_memory]
                 ),

@@ -70,7 +70,7 @@ class Inputs:
         )
 
     def with_keep_bits(self) -> "Inputs":
-        """The same, for a form that reads the dropout mask as bits."""
+        """The same, for an implementation that reads the dropout mask as bits."""
         if self.keep_BHTS is None:
             return self
         assert isinstance(self.keep_BHTS, Tensor)

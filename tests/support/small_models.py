@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory.recurrent import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 
 VOCAB_SIZE = 11

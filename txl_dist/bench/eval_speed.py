@@ -37,7 +37,7 @@ from torch import Tensor
 from txl_dist.bench.rounds import Times, one_thread, time_rounds
 from txl_dist.bench.window_path import WindowReader
 from txl_dist.model.flops import inference_flops, window_flops
-from txl_dist.model.kv_cache import KVCache
+from txl_dist.model.memory.kv_cache import KVCache
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.allocation import keep_freed_memory
 

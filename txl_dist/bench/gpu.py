@@ -1,4 +1,4 @@
-"""`txl bench gpu`: training steps of the published models on one GPU, one row per attention form.
+"""`txl bench gpu`: training steps of the published models on one GPU, by attention implementation.
 
 A step is a micro-batch as training computes it, without DeepSpeed, which has nothing to divide on
 one GPU: dropout by lane, forward under autocast, backward, clipping and fused AdamW, with a full
@@ -23,13 +23,13 @@ from torch.profiler import ProfilerActivity, profile
 from txl_dist.bench.gpu_models import BenchModel
 from txl_dist.config.run_config import Precision
 from txl_dist.model.attention import choose_attention
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.devices import to_device
+from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.flops import training_flops
-from txl_dist.model.host_copies import to_device
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.precision import TORCH_DTYPE, autocast
 from txl_dist.training.compilation import compile_model
-from txl_dist.training.lane_dropout import LaneDropoutMasks
 from txl_dist.training.utilisation import SECONDS_PER_SIZE, SIZES, product_flops
 
 # Shapes: B lanes, T segment tokens, M memory tokens
@@ -43,16 +43,16 @@ PROFILE_ROWS = 15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuRow:
-    """One model with one form of attention."""
+    """One model with one implementation of attention."""
 
     model: str
-    form: str
+    attention: str
     kernel: str
-    """The function that `form` selects for this model."""
+    """The function that `attention` selects for this model."""
     num_lanes: int
     tgt_len: int
     step_ms: float | None = None
-    """Median over the rounds; None if the form could not run, see `note`."""
+    """Median over the rounds; None if it could not run, see `note`."""
     tokens_per_second: float | None = None
     mfu_data_sheet: float | None = None
     """None if the data sheet of the device is not known."""
@@ -74,27 +74,31 @@ class Settings:
     data_sheet_flops: float | None = None
 
 
-def forms_for(model: BenchModel, names: Sequence[str]) -> list[str]:
-    """The forms among `names` that can run the model as it is; without names, all but `reference`.
+def implementations_for(model: BenchModel, names: Sequence[str]) -> list[str]:
+    """The implementations among `names` that can run the model; without names, all but `reference`.
 
-    A form without dropout would be replaced by another one if the model drops attention weights.
+    One without dropout would be replaced by another if the model drops attention weights.
     """
     with_dropout = model.config.dropatt > 0
-    chosen = names or [name for name in ATTENTION_FORMS if name != "reference"]
+    chosen = names or [name for name in ATTENTION_IMPLEMENTATIONS if name != "reference"]
     return [
         name
         for name in chosen
-        if name == "auto" or ATTENTION_FORMS[name].supports_dropout or not with_dropout
+        if name == "auto" or ATTENTION_IMPLEMENTATIONS[name].supports_dropout or not with_dropout
     ]
 
 
 def bench_gpu(
-    models: dict[str, BenchModel], forms: Sequence[str], settings: Settings, *, peak_flops: float
+    models: dict[str, BenchModel],
+    implementations: Sequence[str],
+    settings: Settings,
+    *,
+    peak_flops: float,
 ) -> Iterator[GpuRow]:
     """Yield each row as soon as it is measured. `peak_flops`: that of `measured_peak`."""
     for name, model in models.items():
-        for form in forms_for(model, forms):
-            yield _row(name, model, form, settings, peak_flops)
+        for attention in implementations_for(model, implementations):
+            yield _row(name, model, attention, settings, peak_flops)
 
 
 def measured_peak(settings: Settings) -> float:
@@ -106,17 +110,19 @@ def measured_peak(settings: Settings) -> float:
     )
 
 
-def _row(name: str, model: BenchModel, form: str, settings: Settings, peak_flops: float) -> GpuRow:
+def _row(
+    name: str, model: BenchModel, attention: str, settings: Settings, peak_flops: float
+) -> GpuRow:
     """Measure; halve the number of lanes until the step fits in memory."""
     kernel = choose_attention(
-        form,
+        attention,
         device=settings.device,
         with_dropout=model.config.dropatt > 0,
         d_head=model.config.d_head,
     ).__name__
     row = GpuRow(
-        model=name, form=form, kernel=kernel, num_lanes=model.num_lanes, tgt_len=model.tgt_len,
-        mfu_goal=model.mfu_goal,
+        model=name, attention=attention, kernel=kernel, num_lanes=model.num_lanes,
+        tgt_len=model.tgt_len, mfu_goal=model.mfu_goal,
     )  # fmt: skip
     while True:
         try:
@@ -136,7 +142,7 @@ def _measured(row: GpuRow, model: BenchModel, settings: Settings, peak_flops: fl
         gc.collect()  # compiled models are in reference cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(settings.device)
-    step = TrainingStep(replace(model, num_lanes=row.num_lanes), row.form, settings)
+    step = TrainingStep(replace(model, num_lanes=row.num_lanes), row.attention, settings)
     for _ in range(WARM_UP_STEPS):
         step()
     seconds = statistics.median(_round_seconds(step, settings) for _ in range(settings.rounds))
@@ -170,8 +176,8 @@ def _synchronize(device: torch.device) -> None:
 class TrainingStep:
     """A training step that can be called repeatedly; `flops` are those of its products."""
 
-    def __init__(self, model: BenchModel, form: str, settings: Settings) -> None:
-        config = replace(model.config, attention=form)
+    def __init__(self, model: BenchModel, attention: str, settings: Settings) -> None:
+        config = replace(model.config, attention=attention)
         self._settings, self._lanes = settings, range(model.num_lanes)
         self._model = TransformerXL(config).to(settings.device)
         if settings.compile:
@@ -214,10 +220,10 @@ def zipf_tokens(vocab_size: int, shape: tuple[int, int]) -> torch.Tensor:
     return (vocab_size**uniform - 1).long().clamp(max=vocab_size - 1)
 
 
-def profile_step(model: BenchModel, form: str, settings: Settings) -> str:
+def profile_step(model: BenchModel, attention: str, settings: Settings) -> str:
     """The operations that take most of the time of a step, as a table."""
     is_gpu = settings.device.type == "cuda"
-    step = TrainingStep(model, form, settings)
+    step = TrainingStep(model, attention, settings)
     for _ in range(WARM_UP_STEPS):
         step()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]

@@ -28,10 +28,10 @@ def device_name(device: torch.device) -> str:
 
 
 def table_row(row: GpuRow) -> str:
-    form = row.form if row.form == row.kernel else f"{row.form} ({row.kernel})"
+    attention = row.attention if row.attention == row.kernel else f"{row.attention} ({row.kernel})"
     cells = [
         row.model,
-        form,
+        attention,
         f"{row.num_lanes} x {row.tgt_len}",
         _number(row.step_ms, ".1f"),
         _number(row.tokens_per_second, ",.0f"),
@@ -45,7 +45,7 @@ def table_row(row: GpuRow) -> str:
 
 def markdown(title: str, machine: str, rows: Sequence[GpuRow], profile: str | None) -> str:
     """A section for docs/experiments.md."""
-    notes = [f"- {row.model}, {row.form}: {row.note}" for row in rows if row.note]
+    notes = [f"- {row.model}, {row.attention}: {row.note}" for row in rows if row.note]
     lines = [f"## {title}", "", machine, "", HEADER]
     lines += [table_row(row) for row in rows]
     lines += ["", *notes] if notes else []

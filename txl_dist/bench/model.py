@@ -18,8 +18,8 @@ from txl_dist.bench.products import products_alone
 from txl_dist.bench.rounds import Figure, Times, time_rounds
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, training_flops
-from txl_dist.model.kv_cache import KVCache
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory.kv_cache import KVCache
+from txl_dist.model.memory.recurrent import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
 from txl_dist.runtime.allocation import keep_freed_memory

@@ -29,11 +29,11 @@ def gpu(
         str | None,
         typer.Option(metavar="NAME,...", help="nvidia-base, wt103-base, ...; default: all."),
     ] = None,
-    forms: Annotated[
+    implementations: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Forms of attention, or auto; default: all except reference.",
+            help="Implementations of attention, or auto; default: all except reference.",
         ),
     ] = None,
     precision: Annotated[
@@ -63,10 +63,14 @@ def gpu(
 
     from txl_dist.bench.gpu import Settings
     from txl_dist.bench.gpu_models import MODELS, data_sheet_flops
-    from txl_dist.model.variants import ATTENTION_FORMS
+    from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS
 
     chosen_models = _chosen("models", models, [*MODELS])
-    chosen_forms = _chosen("forms", forms, ["auto", *ATTENTION_FORMS]) if forms else []
+    chosen_implementations = (
+        _chosen("attention", implementations, ["auto", *ATTENTION_IMPLEMENTATIONS])
+        if implementations
+        else []
+    )
     if not torch.cuda.is_available():
         print(json.dumps({"skipped": NO_GPU}) if as_json else NO_GPU)
         return
@@ -81,7 +85,7 @@ def gpu(
     )
     run(
         {name: MODELS[name] for name in chosen_models},
-        chosen_forms,
+        chosen_implementations,
         settings,
         profile=profile,
         out=out,
@@ -91,7 +95,7 @@ def gpu(
 
 def run(
     models: "dict[str, BenchModel]",
-    forms: list[str],
+    implementations: list[str],
     settings: "Settings",
     *,
     profile: bool,
@@ -109,12 +113,12 @@ def run(
     if not as_json:
         print(f"{machine}\n\n{HEADER}", flush=True)
     rows: list[GpuRow] = []
-    for row in bench_gpu(models, forms, settings, peak_flops=peak_flops):
+    for row in bench_gpu(models, implementations, settings, peak_flops=peak_flops):
         rows.append(row)
         if not as_json:
             print(table_row(row), flush=True)
         if row.note:
-            print(f"{row.model}, {row.form}: {row.note}", file=sys.stderr)
+            print(f"{row.model}, {row.attention}: {row.note}", file=sys.stderr)
     table = _profile(rows[0], models[rows[0].model], settings) if profile else None
     if out is not None:
         title = f"{datetime.now(UTC):%Y-%m-%d}: training steps on {device_name(settings.device)}"

@@ -22,7 +22,7 @@ from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.model.attention import choose_attention
-from txl_dist.model.host_copies import to_device
+from txl_dist.model.devices import to_device
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 

@@ -9,8 +9,8 @@ tokens it keeps
 - per layer: weights, and the distance terms arranged for a single query (`_QueryTerms`),
 - the mask of lanes whose memory is full, which is the same for every later token.
 
-Results equal those of `TransformerXL.hidden` with the form of attention `biased`, bit for bit.
-Gradients, dropout and models without memory are not supported.
+Results equal those of `TransformerXL.hidden` with the attention `sdpa`, bit for bit. Gradients,
+dropout and models without memory are not supported.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
-from txl_dist.model.distance_scores import cast_like
-from txl_dist.model.encodings import DistanceTerms, apply_rotary
-from txl_dist.model.kv_cache import KVCache, LayerKVCache
-from txl_dist.model.layers import Layer
-from txl_dist.model.sdpa_attention import gpu_kernels
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.attention.sdpa import gpu_kernels
+from txl_dist.model.encodings import DistanceTerms, apply_rotary, cast_like
+from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
+from txl_dist.model.transformer_xl import Layer, TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
 
 # Shapes: B lanes, M memory tokens, S = M + 1 keys, D d_model, H heads, K d_head, X = H K
@@ -42,7 +40,7 @@ class TokenStep:
 
     def __init__(self, model: TransformerXL, cache: KVCache) -> None:
         if not self.supports(model):
-            raise ValueError("TokenStep needs a memory, and attention=auto or biased")
+            raise ValueError("TokenStep needs a memory, and attention=auto or sdpa")
         self._model, self._mem_len = model, cache.mem_len
         config, like = model.config, model.table.weights[0]
         self._same_length = config.same_length
@@ -63,8 +61,8 @@ class TokenStep:
 
     @staticmethod
     def supports(model: TransformerXL) -> bool:
-        """Whether the model can be computed one token at a time, in the form `biased`."""
-        return model.config.mem_len > 0 and model.config.attention in ("auto", "biased")
+        """Whether the model can be computed one token at a time, in the implementation `sdpa`."""
+        return model.config.mem_len > 0 and model.config.attention in ("auto", "sdpa")
 
     def __call__(self, token_B: Tensor, ages: Sequence[int]) -> Tensor:
         x_BD: Tensor = self._model.table(token_B)
@@ -172,7 +170,7 @@ class _LayerStep:
 
 
 def _scaled(q_HBK: Tensor, scaled_bias_H1K: Tensor | None) -> Tensor:
-    """(q + bias) / sqrt(K), contiguous, rounded as `scaled_query` (distance_scores.py) does."""
+    """(q + bias) / sqrt(K), contiguous, rounded as `scaled_query` (encodings.py) does."""
     scale = q_HBK.shape[-1] ** -0.5
     if scaled_bias_H1K is None:
         return (q_HBK * scale).contiguous()

@@ -4,6 +4,11 @@
     x_(l+1) = layer_l(x_l, memory_l)       memory_l: x_l of the previous mem_len tokens, no gradient
     nats    = softmax(x_L, targets)
 
+A layer is attention and feed-forward, each with a residual and a LayerNorm:
+
+    post-norm (the paper)    x = norm(x + f(x))
+    pre-norm (pre_lnorm)     x = x + f(norm(x)), where attention also normalises the memory
+
 The model has no state: `forward` takes the memory and returns the next one. The data decides with
 `age` which tokens a token may see (visibility.py). Source: Dai et al. 2019, arXiv:1901.02860.
 """
@@ -13,21 +18,74 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
-from txl_dist.model.attention import AttentionWeightsCallback, SegmentContext, choose_form
+from txl_dist.model.attention import (
+    Attention,
+    AttentionWeightsCallback,
+    SegmentContext,
+    choose_implementation,
+)
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.device_dropout import DeviceDropoutMasks
-from txl_dist.model.dropout import Dropout, DropoutMasks
-from txl_dist.model.embedding import AdaptiveEmbedding
+from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks
 from txl_dist.model.encodings import encoding_class
-from txl_dist.model.initialisation import initialise
-from txl_dist.model.kv_cache import KVCache
-from txl_dist.model.layers import Layer
-from txl_dist.model.memory import Memory, read_as
-from txl_dist.model.segment_checks import check_segment, check_targets
-from txl_dist.model.visibility import Visibility
+from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
+from txl_dist.model.memory.recurrent import Memory, read_as
+from txl_dist.model.visibility import Visibility, check_segment, check_targets
+from txl_dist.model.vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
+
+# Shapes: B lanes, T segment tokens, N = B T, D d_model, I d_inner
+
+
+class FeedForward(nn.Module):
+    """forward(x_BTD, dropout_masks) -> out_BTD, without the residual."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.d_inner)
+        self.down = nn.Linear(config.d_inner, config.d_model)
+        self.inner_dropout = Dropout(config.dropout, layer=layer, place="inner")
+
+    def forward(self, x_BTD: Tensor, dropout_masks: DropoutMasks | None) -> Tensor:
+        # Flatten to 2-D: nn.Linear on 3-D input returns a view, which the in-place ReLU would
+        # force autograd to copy.
+        inner_NI = in_place_relu(self.up(x_BTD.flatten(0, 1)))
+        inner_BTI = inner_NI.unflatten(0, x_BTD.shape[:2])
+        return self.down(self.inner_dropout(inner_BTI, dropout_masks))
+
+
+class Layer(nn.Module):
+    """forward(x_BTD, memory, context) -> the next layer's input [B, T, D]; see `Attention`."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.pre_lnorm = config.pre_lnorm
+        self.attention = Attention(config, layer)
+        self.attention_norm = nn.LayerNorm(config.d_model)
+        self.attention_dropout = Dropout(config.dropout, layer=layer, place="attention")
+        self.feed_forward = FeedForward(config, layer)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model)
+        self.feed_forward_dropout = Dropout(config.dropout, layer=layer, place="feed-forward")
+
+    def forward(
+        self, x_BTD: Tensor, memory: Tensor | LayerKVCache, context: SegmentContext
+    ) -> Tensor:
+        masks = context.dropout_masks
+        if self.pre_lnorm:
+            norm = self.attention_norm
+            # The memory holds inputs from before the norm; a cache holds keys computed after it.
+            memory = norm(memory) if isinstance(memory, Tensor) else memory
+            mixed_BTD = self.attention(norm(x_BTD), memory, context)
+            x_BTD = x_BTD + self.attention_dropout(mixed_BTD, masks)
+            out_BTD = self.feed_forward(self.feed_forward_norm(x_BTD), masks)
+            return x_BTD + self.feed_forward_dropout(out_BTD, masks)
+        mixed_BTD = self.attention(x_BTD, memory, context)
+        x_BTD = self.attention_norm(x_BTD + self.attention_dropout(mixed_BTD, masks))
+        out_BTD = self.feed_forward(x_BTD, masks)
+        return self.feed_forward_norm(x_BTD + self.feed_forward_dropout(out_BTD, masks))
+
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
 
@@ -143,13 +201,13 @@ class TransformerXL(nn.Module):
         on_attention_weights: AttentionWeightsCallback | None,
     ) -> SegmentContext:
         config, num_keys = self.config, mem_len + x_BTD.shape[1]
-        form = choose_form(
+        implementation = choose_implementation(
             config.attention,
             device=x_BTD.device,
             with_dropout=dropout_masks is not None and config.dropatt > 0,
             d_head=config.d_head,
         )
-        needs_mask = not form.masks_by_reach or on_attention_weights is not None
+        needs_mask = not implementation.masks_by_reach or on_attention_weights is not None
         return SegmentContext(
             distances=self.encoding.prepare(
                 config, num_keys, x_BTD, lambda x: self.distance_dropout(x, dropout_masks)
@@ -157,8 +215,8 @@ class TransformerXL(nn.Module):
             biases_HK=(
                 (self.content_bias_HK, self.distance_bias_HK) if config.shares_biases else None
             ),
-            attention=resolve_name(form.implementation),
-            reads_keep_bits=form.reads_keep_bits,
+            attention=resolve_name(implementation.function),
+            reads_keep_bits=implementation.reads_keep_bits,
             visibility=Visibility.of(
                 age_BT,
                 mem_len=mem_len,
@@ -215,3 +273,52 @@ class TransformerXL(nn.Module):
 def _compute_layer(layer: nn.Module, x_BTD: Tensor, memory: Any, context: SegmentContext) -> Tensor:
     output_BTD: Tensor = layer(x_BTD, memory, context)
     return output_BTD
+
+
+def initialise(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
+    """Fill all parameters in place, as a function of the config and `seed`.
+
+        matrices, u and v                          normal(0, init_std)
+        projections of embedding and softmax       normal(0, proj_init_std)
+        gains of LayerNorm                         normal(1, init_std)
+        biases                                     0
+
+    as in the paper's training script. One generator draws all parameters in their order, so every
+    rank has the same weights without a broadcast.
+    """
+    # A separate generator on the CPU: the weights depend neither on global state nor on the device.
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            if "projections." in name:
+                parameter.normal_(0.0, config.proj_init_std, generator=generator)
+            elif name.endswith("norm.weight"):
+                parameter.normal_(1.0, config.init_std, generator=generator)
+            elif name.endswith((".bias", "cluster_bias")):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, config.init_std, generator=generator)
+
+
+def in_place_relu(x: Tensor) -> Tensor:
+    """ReLU that overwrites `x`, and in backward the gradient of its output.
+
+    `x` must be the output of a product that nothing else reads. A forward hook on that product sees
+    the values after the ReLU, and must not use its gradient.
+    """
+    return _InPlaceRelu.apply(x)
+
+
+class _InPlaceRelu(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x.relu_())
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        (gradient,) = gradients  # safe to overwrite: the next product computed it for this node
+        return torch.ops.aten.threshold_backward.grad_input(gradient, y, 0, grad_input=gradient)

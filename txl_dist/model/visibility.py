@@ -1,9 +1,13 @@
-"""Which keys a query may see: one rule for empty memory, document starts and `same_length`.
+"""What a segment must look like, and which keys a query may see.
 
     key j is visible to query i  iff  0 <= i - j <= age(i)  (and i - j < mem_len: `same_length`)
 
-The age of a token is its distance to the first token of its document or stream
-(data_pipeline/streams/segments.py).
+This is one rule for empty memory, document starts and `same_length`. The age of a token is its
+distance to the first token of its document or stream (data_pipeline/streams/segments.py).
+
+The checks raise one error that names what does not fit. Without them, a wrong age gives NaN, a
+memory of one row is broadcast to all, and a token id outside an adaptive embedding has a vector of
+zeros. Values are only read where no GPU has to be waited for.
 """
 
 from dataclasses import dataclass
@@ -12,18 +16,22 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory.kv_cache import KVCache
+from txl_dist.model.memory.recurrent import Memory
+
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visibility:
-    """The rule for one segment, in the two ways in which forms of attention apply it."""
+    """The rule for one segment, in the two ways in which implementations of attention apply it."""
 
     reach_BT: Tensor
     """A query sees the keys at distances 0 to its reach. B is the number of lanes, or 1."""
     mask_BTS: Tensor | None
-    """To add to scores: 0 where a query may see a key, else minus infinity. None if the form of
-    attention compares distances with `reach_BT` (`AttentionForm.masks_by_reach`)."""
+    """To add to scores: 0 where a query may see a key, else minus infinity. None if the
+    implementation of attention compares distances with `reach_BT` (`masks_by_reach`)."""
 
     @classmethod
     def of(
@@ -43,8 +51,8 @@ class Visibility:
 
     @property
     def mask(self) -> Tensor:
-        """`mask_BTS`, for a form that needs it."""
-        assert self.mask_BTS is not None, "the form of attention was chosen as masks_by_reach"
+        """`mask_BTS`, for an implementation that needs it."""
+        assert self.mask_BTS is not None, "the chosen attention has masks_by_reach"
         return self.mask_BTS
 
 
@@ -69,3 +77,75 @@ def mask_scores(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask to add to scores, [B, T, S]: 0 for visible keys, minus infinity for others."""
     mask_BTS = torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device)
     return mask_BTS.masked_fill_(~visible_BTS, -torch.inf)
+
+
+# Shapes: B lanes, T segment tokens, M memory tokens, D d_model
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def check_segment(
+    config: ModelConfig, input_BT: Tensor, age_BT: Tensor, memory: Memory | KVCache
+) -> None:
+    """Raises ValueError, or TypeError for another kind of memory."""
+    if input_BT.dim() != 2 or not input_BT.numel():
+        raise ValueError(
+            f"input_BT has the shape {list(input_BT.shape)}: expected [lanes, tokens], at least "
+            "one of each"
+        )
+    is_read = _can_be_read(input_BT)
+    _check_integers("input_BT", input_BT, 0, config.vocab_size - 1, is_read=is_read)
+    num_lanes, tgt_len = input_BT.shape
+    if age_BT.shape not in (input_BT.shape, (1, tgt_len)):  # one row: the ages of all lanes
+        raise ValueError(
+            f"age_BT has the shape {list(age_BT.shape)}, input_BT {list(input_BT.shape)}: every "
+            "token needs an age, its distance to the start of its document or stream"
+        )
+    _check_integers("age_BT", age_BT, 0, None, is_read=is_read)
+    if isinstance(memory, Memory):
+        shapes = [tuple(layer.shape) for layer in memory.layers]
+        expected = (num_lanes, memory.mem_len, config.d_model)
+        if shapes != [expected] * config.n_layer:
+            raise ValueError(
+                f"the memory has {len(shapes)} layers, the first of shape {list(shapes[0])}: "
+                f"expected {config.n_layer} of shape [{num_lanes}, mem_len, {config.d_model}], for "
+                f"the lanes of input_BT; streams start with model.empty_memory({num_lanes})"
+            )
+    elif not isinstance(memory, KVCache):  # which compares the lanes itself
+        raise TypeError(
+            f"memory is {memory!r:.60}: expected what the previous segment returned, or "
+            f"model.empty_memory({num_lanes}) at the start of streams"
+        )
+
+
+def check_targets(config: ModelConfig, target_BT: Tensor, input_BT: Tensor) -> None:
+    """Raises ValueError."""
+    if target_BT.shape != input_BT.shape:
+        raise ValueError(
+            f"target_BT has the shape {list(target_BT.shape)}, input_BT {list(input_BT.shape)}: "
+            "every token needs a target, which is -1 where nothing is scored"
+        )
+    # For a model on a GPU, targets are on the host: nothing is read there either.
+    is_read = _can_be_read(input_BT)
+    _check_integers("target_BT", target_BT, -1, config.vocab_size - 1, is_read=is_read)
+
+
+def _can_be_read(input_BT: Tensor) -> bool:
+    """Whether reading values waits for no GPU. Compilers and a FakeTensor have no values."""
+    has_values = input_BT.numel() and type(input_BT) is Tensor
+    is_on_cpu = input_BT.device.type == "cpu"
+    return bool(has_values and is_on_cpu and not torch.compiler.is_compiling())
+
+
+def _check_integers(
+    name: str, tensor: Tensor, lowest: int, highest: int | None, *, is_read: bool
+) -> None:
+    """Raises ValueError for another dtype, and for values outside of [lowest, highest]."""
+    if tensor.dtype not in _INTEGERS:
+        raise ValueError(f"{name} has the dtype {tensor.dtype}: expected torch.int64 or int32")
+    if not is_read:
+        return
+    smallest, largest = (int(value) for value in tensor.aminmax())
+    if smallest < lowest or (highest is not None and largest > highest):
+        limits = f"{lowest} to {highest}" if highest is not None else f"at least {lowest}"
+        raise ValueError(f"{name} has values from {smallest} to {largest}: expected {limits}")

@@ -11,9 +11,8 @@ step.py           one step, in micro-batches
 divergence.py     decides whether a step has diverged, before it updates the weights
 recovery.py       what follows: stop, skip or rollback
 divergence_dump.py  losses and documents of the lanes of a step that has diverged
-engine/           DeepSpeed, one module per ZeRO stage
+engine/           DeepSpeed behind one interface, and the optimizers
 schedule.py       the learning rate of each step
-lane_dropout.py   dropout masks as a function of seed, step and lane
 evaluator.py      the evaluation of a split during training
 state.py          progress of a run, stored in each checkpoint
 saving.py         when checkpoints are written and removed

@@ -32,7 +32,7 @@ from txl_dist.training.build_reporting import (
 )
 from txl_dist.training.data import TrainingData
 from txl_dist.training.duration import resolve_duration
-from txl_dist.training.engine.averaging import describe_average
+from txl_dist.training.engine.optimizers import describe_average
 from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer

@@ -19,15 +19,13 @@ from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import flatten_config
 from txl_dist.errors import ConfigError
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.triton_support import triton_unavailable_reason
-from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.runtime.source_digest import code_description
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.compilation import compile_layers
-from txl_dist.training.device_segments import DeviceSegments
 from txl_dist.training.divergence_dump import DivergenceDump
 from txl_dist.training.engine import create_engine
 from txl_dist.training.rank_context import RankContext
@@ -38,7 +36,7 @@ from txl_dist.training.resume_point import ResumePoint, restore
 from txl_dist.training.saving import RunSaver, retention_of
 from txl_dist.training.start_state import initial_state
 from txl_dist.training.state import TrainState
-from txl_dist.training.step import TrainStep
+from txl_dist.training.step import DeviceSegments, TrainStep
 
 DATA_TIMEOUT_SHARE = 0.9
 """Time limit for one read of the data, as a fraction of training.rank_timeout_seconds."""
@@ -77,10 +75,10 @@ def build_step(rank: RankContext) -> TrainStep:
 
 
 def _require_attention(config: ModelConfig, device: torch.device) -> None:
-    """Evaluation and generation replace a form that cannot run; training was asked for it."""
-    form = ATTENTION_FORMS.get(config.attention)
+    """Evaluation and generation replace one that cannot run; training was asked for it."""
+    implementation = ATTENTION_IMPLEMENTATIONS.get(config.attention)
     reason = triton_unavailable_reason(device)
-    if form is None or not form.needs_triton or not reason:
+    if implementation is None or not implementation.needs_triton or not reason:
         return
     raise ConfigError(
         f"model.attention={config.attention} needs the package triton and a GPU of compute "

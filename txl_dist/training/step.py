@@ -15,9 +15,9 @@ segment's arrays on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,17 +26,14 @@ from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
 from txl_dist.evaluation.loss_sums import LossSums
-from txl_dist.model.device_dropout import DeviceDropoutMasks
-from txl_dist.model.dropout import DropoutMasks
-from txl_dist.model.host_copies import to_device
-from txl_dist.model.memory import Memory
+from txl_dist.model.devices import to_device
+from txl_dist.model.dropout import DeviceDropoutMasks, DropoutMasks, LaneDropoutMasks
+from txl_dist.model.memory.recurrent import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
-from txl_dist.training.device_segments import DeviceSegment
 from txl_dist.training.engine import Decision, Engine
-from txl_dist.training.lane_dropout import LaneDropoutMasks
 from txl_dist.training.statistics import WeightStatistics
 
 # Shapes: R rows of a micro-batch, T segment tokens, M memory tokens, D d_model, L layers,
@@ -286,3 +283,54 @@ class TrainStep:
 def _raised(flags: Mapping[str, bool], counts: Sequence[float]) -> frozenset[str]:
     """The flags that at least one rank has raised; `counts` are the sums over ranks."""
     return frozenset(name for name, count in zip(flags, counts, strict=True) if count > 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceSegment(Segment):
+    """A segment whose input and ages are also on a device. Targets are used on the host only."""
+
+    input_BT: Tensor
+    age_BT: Tensor
+
+    @classmethod
+    def of(cls, segment: Segment, device: torch.device) -> Self:
+        """Start the copies; the host does not wait for them."""
+        return cls(
+            **{field.name: getattr(segment, field.name) for field in fields(Segment)},
+            input_BT=to_device(torch.from_numpy(segment.input), device),
+            age_BT=to_device(torch.from_numpy(segment.age), device),
+        )
+
+
+class DeviceSegments:
+    """The segments of `source` as DeviceSegments, the next one copied while a step is computed.
+
+    Only on GPUs: on a CPU, the step reads the arrays of the stream itself. `is_ready`: whether
+    `next(source)` has a segment without waiting.
+    """
+
+    def __init__(
+        self, source: Iterator[Segment], device: torch.device, *, is_ready: Callable[[], bool]
+    ) -> None:
+        self._source, self._device, self._is_ready = source, device, is_ready
+        self._next: DeviceSegment | Exception | None = None
+
+    def prefetch(self) -> None:
+        """Take the next segment and start its copies, if the stream has read it already."""
+        if self._next is None and self._is_ready():
+            try:
+                self._next = self._take()
+            except Exception as error:  # damaged data; the step that is running does not need it
+                self._next = error
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> DeviceSegment:
+        segment, self._next = self._next, None
+        if isinstance(segment, Exception):
+            raise segment
+        return self._take() if segment is None else segment
+
+    def _take(self) -> DeviceSegment:
+        return DeviceSegment.of(next(self._source), self._device)

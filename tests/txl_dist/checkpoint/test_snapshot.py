@@ -9,7 +9,7 @@ SNAPSHOT = """
 import sys, torch
 from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.checkpoint.snapshot import Snapshot
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory.recurrent import Memory
 from txl_dist.training.step import TrainStep
 
 def peak():

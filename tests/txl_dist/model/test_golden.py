@@ -16,13 +16,13 @@ from tests.support.replayed_models import (
     read_arrays,
 )
 from txl_dist.convert.architecture import original_config
-from txl_dist.model.adaptive_softmax import IGNORED
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory.recurrent import Memory
 from txl_dist.model.original_weights import from_original, to_original
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.vocabulary import IGNORED
 
-FORMS = ["reference", "fused", "biased"]
+IMPLEMENTATIONS = ["reference", "cpu", "sdpa"]
 ENCODINGS = {0: "sinusoidal", 1: "shaw", 2: "absolute"}
 """By the original's `attn_type`."""
 FILES = {
@@ -94,7 +94,7 @@ def load(path: Path, attention: str) -> Golden:
     return Golden(arrays, config)
 
 
-@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["fp64", "fp32"]
@@ -128,7 +128,7 @@ def assert_memories_equal(memory: Memory, golden: Golden, k: int) -> None:
         assert_close(newest_BMD, expected_BMD, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", WITHOUT_EXTENSION)
 def test_gradients_equal_the_originals(name: str, attention: str) -> None:
     golden = load(FILES[name], attention)

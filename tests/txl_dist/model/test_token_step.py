@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.small_models import random_text, small_model
 from txl_dist.config.run_config import Precision
-from txl_dist.model.kv_cache import KVCache
+from txl_dist.model.memory.kv_cache import KVCache
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
@@ -16,7 +16,7 @@ from txl_dist.runtime.precision import autocast
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"pre_lnorm": True, "untie_r": True, "clamp_len": 3},
-    {"same_length": True, "attention": "biased"},
+    {"same_length": True, "attention": "sdpa"},
     {"distance_encoding": "shaw", "clamp_len": 4},
     {"distance_encoding": "rotary", "pre_lnorm": True},
     {"distance_encoding": "alibi"},

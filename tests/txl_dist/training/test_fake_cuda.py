@@ -21,13 +21,12 @@ from data_pipeline.streams.segments import Segment
 from tests.support.fake_cuda import CUDA, backward, fake_cuda, to_fake_cuda
 from tests.support.small_models import VOCAB_SIZE, small_model
 from txl_dist.model import token_step
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory.recurrent import Memory
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import Precision, autocast
 from txl_dist.runtime.world import World
-from txl_dist.training.device_segments import DeviceSegments
-from txl_dist.training.step import TrainStep
+from txl_dist.training.step import DeviceSegments, TrainStep
 
 ENCODINGS: dict[str, dict[str, Any]] = {
     "sinusoidal": {"same_length": True},
@@ -49,15 +48,15 @@ FAST = [
     ("alibi", "plain", DROPOUT),
     ("absolute", "plain", {}),
     # `auto` takes triton in all of these.
-    ("sinusoidal", "plain", {"attention": "biased"}),
-    ("shaw", "plain", {"attention": "fused"} | DROPOUT),
+    ("sinusoidal", "plain", {"attention": "sdpa"}),
+    ("shaw", "plain", {"attention": "cpu"} | DROPOUT),
 ]
 ALL = [
     case
     for case in product(
         ENCODINGS,
         SOFTMAXES,
-        ({}, DROPOUT, *({"attention": name} for name in ("reference", "biased", "fused"))),
+        ({}, DROPOUT, *({"attention": name} for name in ("reference", "sdpa", "cpu"))),
     )
     if case not in FAST
 ]

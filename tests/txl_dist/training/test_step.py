@@ -1,14 +1,17 @@
 """A rejected step leaves no trace, and no token attends across the gap that it leaves."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from data_pipeline.errors import DataError
 from data_pipeline.streams.segments import Segment
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job
@@ -19,6 +22,7 @@ from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.step import DeviceSegments
 
 
 def step_with_poison(world: World, job: TrainJob, poison: str) -> tuple[str, bool]:
@@ -184,3 +188,48 @@ def test_no_token_attends_across_a_gap(ranks: RankGroups, dataset: Path, tmp_pat
     job = tiny_job(dataset, tmp_path, NO_EVALUATION, "data.reset=stream")
     (seen,) = ranks(1).run(losses_after_gaps, job)
     assert seen == {0: (False, 0.0), 1: (True, 1 / 7), 7: (True, 1.0), 9: (True, 1.0)}
+
+
+CPU = torch.device("cpu")
+
+
+def stream(num_segments: int) -> Iterator[Segment]:
+    for position in range(num_segments):
+        row = np.full((2, 3), position)
+        yield Segment(row, row + 1, row.astype(np.int32), position, position + 1)
+    raise DataError("damaged")
+
+
+@pytest.mark.parametrize("calls", [(0, 0, 0), (1, 1, 1), (2, 0, 1)], ids=str)
+def test_no_segment_is_lost_or_read_twice(calls: tuple[int, ...]) -> None:
+    """`calls` of prefetch before each segment."""
+    segments = DeviceSegments(stream(3), CPU, is_ready=lambda: True)
+    for position, num_calls in enumerate(calls):
+        for _ in range(num_calls):
+            segments.prefetch()
+        segment = next(segments)
+        assert segment.position == position
+        assert torch.equal(segment.input_BT, torch.from_numpy(segment.input))
+        assert torch.equal(segment.age_BT, torch.from_numpy(segment.age))
+
+
+def test_a_segment_that_is_not_ready_is_not_waited_for() -> None:
+    taken: list[int] = []
+
+    def recorded() -> Iterator[Segment]:
+        for segment in stream(2):
+            taken.append(segment.position)
+            yield segment
+
+    segments = DeviceSegments(recorded(), CPU, is_ready=lambda: False)
+    segments.prefetch()
+    assert taken == []
+    assert next(segments).position == 0
+
+
+def test_an_error_of_the_stream_is_raised_at_its_segment() -> None:
+    segments = DeviceSegments(stream(1), CPU, is_ready=lambda: True)
+    assert next(segments).position == 0
+    segments.prefetch()  # the step that is running must not fail
+    with pytest.raises(DataError, match="damaged"):
+        next(segments)

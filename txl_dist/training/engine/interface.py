@@ -16,14 +16,11 @@ from torch import Tensor
 from txl_dist.checkpoint.fragments import AVERAGE, Fragment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.dropout import DropoutMasks
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory.recurrent import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.averaging import WeightAveraging
-from txl_dist.training.engine.initialise import initialise_deepspeed
-from txl_dist.training.engine.optimizers import create_optimizer
-from txl_dist.training.engine.parameter_groups import states_by_name
-from txl_dist.training.engine.settings import deepspeed_settings
+from txl_dist.training.engine.optimizers import WeightAveraging, create_optimizer, states_by_name
+from txl_dist.training.engine.settings import deepspeed_settings, initialise_deepspeed
 
 
 class Decision(NamedTuple):

@@ -18,7 +18,7 @@ from txl_dist.model.attention import choose_implementation
 from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.memory.kv_cache import KVCache
-from txl_dist.model.memory.recurrent import Memory
+from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 
 pytestmark = pytest.mark.gpu
@@ -138,11 +138,11 @@ def test_the_golden_files(name: str, implementation: str) -> None:
 
 
 def golden_segment(
-    golden: Any, k: int, model: TransformerXL, memory: Memory
-) -> tuple[Tensor, Memory]:
+    golden: Any, k: int, model: TransformerXL, memory: RecurrentMemory
+) -> tuple[Tensor, RecurrentMemory]:
     """`Golden.read` with inputs and ages on the GPU."""
 
-    def read(input_BT: Tensor, target_BT: Tensor, age_BT: Tensor, memory: Memory) -> Any:
+    def read(input_BT: Tensor, target_BT: Tensor, age_BT: Tensor, memory: RecurrentMemory) -> Any:
         return model(input_BT.to(DEVICE), target_BT, age_BT.to(DEVICE), memory)
 
     return golden.read(k, read, memory)
@@ -154,7 +154,7 @@ def test_a_kv_cache_has_the_numbers_of_the_memory(implementation: str) -> None:
     text_BN = random_text(LANES, 10).to(DEVICE)
     age_BN = torch.arange(9, device=DEVICE).expand(LANES, -1)
 
-    def nats(memory: Memory | KVCache) -> Tensor:
+    def nats(memory: RecurrentMemory | KVCache) -> Tensor:
         parts = []
         for start in range(0, 9, 3):
             columns = slice(start, start + 3)
@@ -164,7 +164,7 @@ def test_a_kv_cache_has_the_numbers_of_the_memory(implementation: str) -> None:
         return torch.cat(parts, dim=1)
 
     with torch.no_grad():
-        cached, stored = nats(model.empty_kv_cache(LANES)), nats(model.empty_memory(LANES))
+        cached, stored = nats(model.inference_state(LANES)), nats(model.empty_memory(LANES))
     assert_close(cached, stored, rtol=1e-3, atol=1e-4)
 
 

@@ -65,7 +65,7 @@ class Inputs:
                 # ALiBi's scores are constant.
                 **{n: draw(shapes[n]).requires_grad_(terms != "alibi") for n in TERMS[terms]}
             ),
-            Visibility.of(age_BT, mem_len=M, same_length=same_length, mask_dtype=torch.float64),
+            Visibility.of(age_BT, num_past=M, same_length=same_length, mask_dtype=torch.float64),
             torch.randint(0, 2, (B, H, T, S)).double() * KEEP_FACTOR if dropout else None,
         )
 

@@ -147,7 +147,7 @@ def _causal_context(config: ModelConfig, x_BTD: Tensor, start: int) -> SegmentCo
     )
     visibility = Visibility.of(
         torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None],
-        mem_len=start,
+        num_past=start,
         same_length=False,
         mask_dtype=None if implementation.masks_by_reach else x_BTD.dtype,
     )

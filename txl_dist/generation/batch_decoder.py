@@ -60,7 +60,7 @@ class BatchDecoder:
         ]
         """Tokens of each lane that the model has not read."""
         self._num_read = [0] * len(prompts)
-        self._cache = model.empty_kv_cache(len(prompts))
+        self._cache = model.inference_state(len(prompts))
         self._has_token_step = TokenStep.supports(model)
         self._token_step: TokenStep | None = None
 
@@ -82,7 +82,7 @@ class BatchDecoder:
         self._generators = [self._generators[lane] for lane in lanes]
         self._pending = [self._pending[lane] for lane in lanes]
         self._num_read = [self._num_read[lane] for lane in lanes]
-        self._cache.select(lanes, [0] * len(lanes))
+        self._cache = self._cache.select(lanes, [0] * len(lanes))
 
     def _num_segments(self, tokens: Sequence[int]) -> int:
         return -(-len(tokens) // self._tgt_len)
@@ -125,7 +125,7 @@ class BatchDecoder:
         # A lane that has not begun needs no removal: no token sees what is before age 0.
         num_removed = [num_tokens - length if length else 0 for length in lengths]
         if any(num_removed):
-            self._cache.select(range(len(lengths)), num_removed)
+            self._cache = self._cache.select(range(len(lengths)), num_removed)
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
         """Logits [B, V] of the next tokens, on the CPU."""

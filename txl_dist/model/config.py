@@ -1,7 +1,7 @@
 """The architecture of one Transformer-XL, as frozen data that is checked when it is created.
 
-It also lists the distance encodings and the implementations of attention that a config can name,
-with facts about each. To add one, write its class or function and add one entry here.
+It also lists the distance encodings, the kinds of memory and the implementations of attention that
+a config can name. To add one, write its class or function and add one entry here.
 
 Names follow the paper's code (arXiv:1901.02860) where it has the same option. Imports no torch, so
 a run's config can be loaded and checked without it.
@@ -90,6 +90,9 @@ DISTANCE_ENCODINGS = {
 }
 """By the value of `ModelConfig.distance_encoding`."""
 
+MEMORY_KINDS = {"recurrent": "txl_dist.model.memory.recurrent:Recurrent"}
+"""By the value of `ModelConfig.memory`: a `MemoryKind` (memory/__init__.py), as "module:class"."""
+
 # In order of preference: `auto` takes the first that supports the call and the device.
 _ATTENTION = (
     AttentionImplementation(
@@ -127,6 +130,8 @@ class ModelConfig:
     """Width of the hidden layer of the feed-forward sublayer."""
     d_embed: int | None = None
     """Width of the token embedding; None is `d_model`. Another width adds projections."""
+    memory: str = "recurrent"
+    """What a lane carries from segment to segment: `recurrent`, the paper's."""
     mem_len: int = 128
     """Tokens of memory per lane and layer; 0 disables recurrence."""
     distance_encoding: str = "sinusoidal"
@@ -161,6 +166,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require_types(self)
         _require_known("distance_encoding", self.distance_encoding, DISTANCE_ENCODINGS)
+        _require_known("memory", self.memory, MEMORY_KINDS)
         _require_known("attention", self.attention, ("auto", *ATTENTION_IMPLEMENTATIONS))
         for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"):
             if getattr(self, name) < 1:

@@ -31,8 +31,7 @@ from txl_dist.model.attention import (
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks
 from txl_dist.model.encodings import encoding_class
-from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
-from txl_dist.model.memory.recurrent import Memory, read_as
+from txl_dist.model.memory import SequenceState, memory_kind
 from txl_dist.model.visibility import Visibility, check_segment, check_targets
 from txl_dist.model.vocabulary import AdaptiveEmbedding, AdaptiveSoftmax
 
@@ -57,11 +56,15 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """forward(x_BTD, memory, context) -> the next layer's input [B, T, D]; see `Attention`."""
+    """forward(x_BTD, past, context) -> the next layer's input [B, T, D].
+
+    `past` is what `SequenceState.past` returns; see `Attention`.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.pre_lnorm = config.pre_lnorm
+        self.memory_reader = memory_kind(config).reader(layer)
         self.attention = Attention(config, layer)
         self.attention_norm = nn.LayerNorm(config.d_model)
         self.attention_dropout = Dropout(config.dropout, layer=layer, place="attention")
@@ -69,10 +72,10 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
         self.feed_forward_dropout = Dropout(config.dropout, layer=layer, place="feed-forward")
 
-    def forward(
-        self, x_BTD: Tensor, memory: Tensor | LayerKVCache, context: SegmentContext
-    ) -> Tensor:
-        masks = context.dropout_masks
+    def forward(self, x_BTD: Tensor, past: Any, context: SegmentContext) -> Tensor:
+        masks, memory = context.dropout_masks, past
+        if self.memory_reader is not None:
+            x_BTD, memory = self.memory_reader(x_BTD, past, context)
         if self.pre_lnorm:
             norm = self.attention_norm
             # The memory holds inputs from before the norm; a cache holds keys computed after it.
@@ -93,8 +96,8 @@ class Layer(nn.Module):
 class TransformerXL(nn.Module):
     """forward(input_BT, target_BT, age_BT, memory, dropout_masks) -> (nats_BT, next memory).
 
-    `memory` may also be a KVCache, if weights are constant and gradients are disabled. `forward`
-    changes a KVCache in place and returns the same one; a Memory is not changed.
+    `memory` is a state of `empty_memory` or, if weights are constant and gradients are disabled, of
+    `inference_state`, which `forward` may change in place. What they hold: memory/__init__.py.
 
     Dropout: `dropout_masks`, or if they are None and the model is in training mode, new masks that
     follow `torch.manual_seed`. A segment with a KVCache has no dropout then, as it is not trained.
@@ -132,9 +135,9 @@ class TransformerXL(nn.Module):
         input_BT: Tensor,
         target_BT: Tensor,
         age_BT: Tensor,
-        memory: Memory | KVCache,
+        memory: SequenceState,
         dropout_masks: DropoutMasks | None = None,
-    ) -> tuple[Tensor, Memory | KVCache]:
+    ) -> tuple[Tensor, SequenceState]:
         """Score a segment. Where `target_BT` is IGNORED (-1), the nats are 0.
 
         Raises ValueError for shapes that do not fit each other, and on CPUs for ids outside the
@@ -148,13 +151,13 @@ class TransformerXL(nn.Module):
         self,
         input_BT: Tensor,
         age_BT: Tensor,
-        memory: Memory | KVCache,
+        memory: SequenceState,
         dropout_masks: DropoutMasks | None = None,
         on_attention_weights: AttentionWeightsCallback | None = None,
-    ) -> tuple[Tensor, Memory | KVCache]:
+    ) -> tuple[Tensor, SequenceState]:
         """The last layer's output [B, T, D], and the memory for the next segment."""
         check_segment(self.config, input_BT, age_BT, memory)
-        is_trained = self.training and isinstance(memory, Memory)
+        is_trained = self.training and memory.is_trainable
         if is_trained and dropout_masks is None and max(self.config.dropout, self.config.dropatt):
             dropout_masks = DeviceDropoutMasks.random()
         x_BTD = self.table(input_BT)
@@ -163,31 +166,30 @@ class TransformerXL(nn.Module):
         x_BTD = self.embedding_dropout(x_BTD, dropout_masks)
         # Built once for all layers, including the mask that follows from the ages.
         context = self._segment_context(
-            x_BTD, age_BT, memory.mem_len, dropout_masks, on_attention_weights
+            x_BTD, age_BT, memory.num_past, dropout_masks, on_attention_weights
         )
-        inputs = []  # of each layer: the next memory
-        for layer, layer_memory in zip(self.layers, memory.layers, strict=True):
-            inputs.append(x_BTD)
-            x_BTD = self._run_layer(layer, x_BTD, layer_memory, context)
-        return self.output_dropout(x_BTD, dropout_masks), memory.after(inputs)
+        hidden = [x_BTD]  # the input of each layer, and the last output: the next memory
+        for number, layer in enumerate(self.layers):
+            x_BTD = self._run_layer(layer, x_BTD, memory.past(number, x_BTD), context)
+            hidden.append(x_BTD)
+        return self.output_dropout(x_BTD, dropout_masks), memory.after(hidden, age_BT)
 
     def _run_layer(
         self,
         layer: nn.Module,
         x_BTD: Tensor,
-        memory: Any,
+        past: Any,
         context: SegmentContext,
     ) -> Tensor:
-        memory = read_as(memory, x_BTD) if isinstance(memory, Tensor) else memory
         if not torch.is_grad_enabled():
-            return layer(x_BTD, memory, context)
+            return layer(x_BTD, past, context)
         if not self.recompute_layers:
-            return self.compute_layer(layer, x_BTD, memory, context)
+            return self.compute_layer(layer, x_BTD, past, context)
         # No random state to restore: dropout masks are a function of their place (dropout.py).
         # No early stop: it leaves forward by an exception, so hooks that release the layer's
         # gathered weights (ZeRO stage 3) would not run.
         output_BTD: Tensor = checkpoint(
-            self.compute_layer, layer, x_BTD, memory, context,
+            self.compute_layer, layer, x_BTD, past, context,
             use_reentrant=False, preserve_rng_state=False, early_stop=False,
         )  # fmt: skip
         return output_BTD
@@ -196,11 +198,11 @@ class TransformerXL(nn.Module):
         self,
         x_BTD: Tensor,
         age_BT: Tensor,
-        mem_len: int,
+        num_past: int,
         dropout_masks: DropoutMasks | None,
         on_attention_weights: AttentionWeightsCallback | None,
     ) -> SegmentContext:
-        config, num_keys = self.config, mem_len + x_BTD.shape[1]
+        config, num_keys = self.config, num_past + x_BTD.shape[1]
         implementation = choose_implementation(
             config.attention,
             device=x_BTD.device,
@@ -219,7 +221,7 @@ class TransformerXL(nn.Module):
             reads_keep_bits=implementation.reads_keep_bits,
             visibility=Visibility.of(
                 age_BT,
-                mem_len=mem_len,
+                num_past=num_past,
                 same_length=config.same_length,
                 mask_dtype=x_BTD.dtype if needs_mask else None,
             ),
@@ -233,45 +235,34 @@ class TransformerXL(nn.Module):
 
     def empty_memory(
         self, num_lanes: int, *, dtype: torch.dtype | None = None, on_host: bool = False
-    ) -> Memory:
+    ) -> SequenceState:
         """The memory at the start of `num_lanes` streams, with the parameters' dtype and device.
 
-        `dtype`: another one to store it in. `on_host`: for a model on a GPU, in pinned memory of
-        the host.
+        `dtype`: another one to store it in. `on_host`: for a model on a GPU, in pinned RAM of the
+        host.
         """
         # Like a weight, so that `model.to(...)` or `.double()` also applies to new memories.
-        weight, config = self.table.weights[0], self.config
-        pin = on_host and weight.device.type == "cuda"
-        return Memory.empty(
-            n_layer=config.n_layer,
-            num_lanes=num_lanes,
-            mem_len=config.mem_len,
-            d_model=config.d_model,
+        weight = self.table.weights[0]
+        return memory_kind(self.config).empty(
+            num_lanes,
             dtype=dtype or weight.dtype,
             device="cpu" if on_host else weight.device,
-            pin=pin,
+            pin=on_host and weight.device.type == "cuda",
         )
 
-    def empty_kv_cache(self, num_lanes: int, *, max_memory: int | None = None) -> KVCache:
-        """A cache to pass instead of a memory if weights are constant and gradients disabled.
+    def inference_state(self, num_lanes: int, *, max_tokens: int | None = None) -> SequenceState:
+        """The same in the fastest way for constant weights and disabled gradients.
 
-        `max_memory`: no segment has more tokens before it than this, so no more are kept.
+        `max_tokens`: no segment has more tokens before it than this, so no more are kept.
         """
-        config, mem_len = self.config, self.config.mem_len
-        # Under same_length, mem_len also limits the attention span.
-        if max_memory is not None and not config.same_length:
-            mem_len = min(mem_len, max(0, max_memory))
-        return KVCache.empty(
-            n_layer=config.n_layer,
-            num_lanes=num_lanes,
-            mem_len=mem_len,
-            n_head=config.n_head,
-            d_head=config.d_head,
+        weight = self.table.weights[0]
+        return memory_kind(self.config).for_inference(
+            num_lanes, max_tokens=max_tokens, dtype=weight.dtype, device=weight.device
         )
 
 
-def _compute_layer(layer: nn.Module, x_BTD: Tensor, memory: Any, context: SegmentContext) -> Tensor:
-    output_BTD: Tensor = layer(x_BTD, memory, context)
+def _compute_layer(layer: nn.Module, x_BTD: Tensor, past: Any, context: SegmentContext) -> Tensor:
+    output_BTD: Tensor = layer(x_BTD, past, context)
     return output_BTD
 
 

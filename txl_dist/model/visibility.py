@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory.kv_cache import KVCache
-from txl_dist.model.memory.recurrent import Memory
+from txl_dist.model.memory import SequenceState
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
 
@@ -38,15 +37,15 @@ class Visibility:
         cls,
         age_BT: Tensor,
         *,
-        mem_len: int,
+        num_past: int,
         same_length: bool,
         mask_dtype: torch.dtype | None,
     ) -> Self:
         """`mask_dtype`: None leaves out the mask."""
-        reach_BT = age_BT.clamp(max=mem_len - 1) if same_length else age_BT
+        reach_BT = age_BT.clamp(max=num_past - 1) if same_length else age_BT
         if mask_dtype is None:
             return cls(reach_BT=reach_BT, mask_BTS=None)
-        visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=same_length)
+        visible_BTS = visible_keys(age_BT, num_past=num_past, same_length=same_length)
         return cls(reach_BT=reach_BT, mask_BTS=mask_scores(visible_BTS, mask_dtype))
 
     @property
@@ -56,20 +55,20 @@ class Visibility:
         return self.mask_BTS
 
 
-def visible_keys(age_BT: Tensor, *, mem_len: int, same_length: bool) -> Tensor:
+def visible_keys(age_BT: Tensor, *, num_past: int, same_length: bool) -> Tensor:
     """Booleans [B, T, S]. Every query sees at least itself, so no softmax row is empty.
 
-    Query t is at position M + t of the keys, with M = `mem_len`.
+    Query t is at position M + t of the keys, with M = `num_past`.
     """
     # The same code for training, evaluation and a KVCache. Its mask and the addition of it cost
     # 0.4 % of a training step of `txl bench model`.
     tgt_len = age_BT.shape[1]
-    position_T = torch.arange(mem_len, mem_len + tgt_len, device=age_BT.device)
-    position_S = torch.arange(mem_len + tgt_len, device=age_BT.device)
+    position_T = torch.arange(num_past, num_past + tgt_len, device=age_BT.device)
+    position_S = torch.arange(num_past + tgt_len, device=age_BT.device)
     distance_TS = position_T[:, None] - position_S[None, :]
     allowed_TS = distance_TS >= 0
     if same_length:
-        allowed_TS &= distance_TS < mem_len
+        allowed_TS &= distance_TS < num_past
     return allowed_TS & (distance_TS <= age_BT[:, :, None])
 
 
@@ -85,7 +84,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def check_segment(
-    config: ModelConfig, input_BT: Tensor, age_BT: Tensor, memory: Memory | KVCache
+    config: ModelConfig, input_BT: Tensor, age_BT: Tensor, memory: SequenceState
 ) -> None:
     """Raises ValueError, or TypeError for another kind of memory."""
     if input_BT.dim() != 2 or not input_BT.numel():
@@ -102,20 +101,12 @@ def check_segment(
             "token needs an age, its distance to the start of its document or stream"
         )
     _check_integers("age_BT", age_BT, 0, None, is_read=is_read)
-    if isinstance(memory, Memory):
-        shapes = [tuple(layer.shape) for layer in memory.layers]
-        expected = (num_lanes, memory.mem_len, config.d_model)
-        if shapes != [expected] * config.n_layer:
-            raise ValueError(
-                f"the memory has {len(shapes)} layers, the first of shape {list(shapes[0])}: "
-                f"expected {config.n_layer} of shape [{num_lanes}, mem_len, {config.d_model}], for "
-                f"the lanes of input_BT; streams start with model.empty_memory({num_lanes})"
-            )
-    elif not isinstance(memory, KVCache):  # which compares the lanes itself
+    if not isinstance(memory, SequenceState):
         raise TypeError(
             f"memory is {memory!r:.60}: expected what the previous segment returned, or "
             f"model.empty_memory({num_lanes}) at the start of streams"
         )
+    memory.check(config, num_lanes)
 
 
 def check_targets(config: ModelConfig, target_BT: Tensor, input_BT: Tensor) -> None:

@@ -54,7 +54,7 @@ def build_evaluator(
         batch_chunks=config.evaluation.batch_chunks,
         byte_counts_V=torch.from_numpy(data.tokenizer.token_bytes()),
     )
-    chunks = plan_evaluation(scorer.source, settings, n_layer=model.config.n_layer)
+    chunks = plan_evaluation(scorer.source, settings, model.config)
 
     def evaluate(*, stop: object) -> EvaluationResult | None:
         world.activity.name = f"evaluation of split {settings.split}"

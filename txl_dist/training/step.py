@@ -28,7 +28,7 @@ from data_pipeline.streams.segments import Segment
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.model.devices import to_device
 from txl_dist.model.dropout import DeviceDropoutMasks, DropoutMasks, LaneDropoutMasks
-from txl_dist.model.memory.recurrent import Memory
+from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
@@ -36,8 +36,7 @@ from txl_dist.runtime.world import World
 from txl_dist.training.engine import Decision, Engine
 from txl_dist.training.statistics import WeightStatistics
 
-# Shapes: R rows of a micro-batch, T segment tokens, M memory tokens, D d_model, L layers,
-# V vocabulary
+# Shapes: R rows of a micro-batch, T segment tokens, V vocabulary
 
 NO_LANE = -1
 """Marks padding rows: all ranks compute as many rows as the rank with the most lanes."""
@@ -50,7 +49,7 @@ class StepResult:
     sums: LossSums
     gradient_norm: float
     memory_valid: float
-    """Share of the memory tokens of all lanes that the segment's first tokens may attend to."""
+    """Share of the memory of all lanes that the segment's first tokens may read."""
     raised: frozenset[str]
     """Flags that are true on at least one rank."""
     event: str | None = None
@@ -74,7 +73,7 @@ class _MicroBatch(NamedTuple):
     nats_RT: Tensor
     target_RT: Tensor
     """On the host."""
-    memory: Memory
+    memory: SequenceState
     """The next memory, which is used once the step is accepted."""
 
 
@@ -167,8 +166,9 @@ class TrainStep:
     def _without_gap(self, segment: Segment, contiguous_from: int) -> Segment:
         """The segment with ages that limit attention to tokens from `contiguous_from` on."""
         num_contiguous = segment.position - contiguous_from
-        if num_contiguous >= self.memories[0].mem_len:
-            return segment  # the gap is before the memory
+        # The first segment after a gap must not read the state; later ones only keys after the gap.
+        if num_contiguous > 0 and num_contiguous >= self.memories[0].num_past:
+            return segment
         tgt_len = segment.age.shape[1]
         limit_T = np.arange(num_contiguous, num_contiguous + tgt_len, dtype=np.int32)
         age = np.minimum(segment.age, limit_T)
@@ -247,29 +247,22 @@ class TrainStep:
         for index, memory in enumerate(self.memories):
             rows = self._rows_of(index)
             _, next_memory = model.hidden(input_BT[rows], age_BT[rows], memory)
-            assert isinstance(next_memory, Memory)  # not a KVCache
             self.memories[index] = next_memory
 
     def _visible_memory(self, segment: Segment) -> tuple[int, int]:
-        """Memory tokens of this rank's lanes: those the first tokens may attend to, and all."""
-        # A first token of age a may attend to a earlier tokens, of which mem_len are in memory.
-        mem_len = self.memories[0].layers[0].shape[1]
+        """The memory of this rank's lanes: what the first tokens may read of it, and all."""
         ages = [segment.age[row, 0] for row, lane in enumerate(self.lane_of_row) if lane != NO_LANE]
-        return sum(min(int(age), mem_len) for age in ages), mem_len * len(ages)
+        return self.memories[0].visible_share([int(age) for age in ages])
 
-    def memory_of_lanes(self) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        """Each lane and its memory: per layer a view [M, D], in the dtype of the memory."""
+    def memory_of_lanes(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Each lane and its memory: views of its tensors by name."""
         for index, row, lane in self._rows_with_lanes():
-            yield lane, [layer[row] for layer in self.memories[index].layers]
+            yield lane, self.memories[index].row(row)
 
-    def load_memory(self, memory_of_lane: dict[int, Tensor]) -> None:
-        """Copy the memory [L, M, D] of each of this rank's lanes from a checkpoint.
-
-        If the checkpoint has more tokens, the newest ones.
-        """
+    def load_memory(self, memory_of_lane: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Copy the memory of each of this rank's lanes from a checkpoint."""
         for index, row, lane in self._rows_with_lanes():
-            for saved, layer in zip(memory_of_lane[lane], self.memories[index].layers, strict=True):
-                layer[row].copy_(saved[saved.shape[0] - layer.shape[1] :])
+            self.memories[index].load_row(row, memory_of_lane[lane])
 
     def _rows_with_lanes(self) -> list[tuple[int, int, int]]:
         """(micro-batch, row in it, lane) of every lane of this rank."""

@@ -49,7 +49,7 @@ def test_segments_equal_one_segment_in_every_form(implementation: str) -> None:
 def test_a_kv_cache_gives_the_same_numbers() -> None:
     model, text_BN = small_model(distance_encoding="log", mem_len=9), random_text(2, 9)
     expected_BN, _ = read_stream(model, text_BN, tgt_len=4)
-    cache, nats = model.empty_kv_cache(2), []
+    cache, nats = model.inference_state(2), []
     for start in (0, 4):
         here, after = slice(start, start + 4), slice(start + 1, start + 5)
         age_BT = torch.arange(start, start + 4).expand(2, 4)

@@ -89,7 +89,7 @@ def test_a_segment_with_a_kv_cache_has_no_dropout() -> None:
     model, text_BN = small_model(dropout=0.5, dropatt=0.5), random_text(3, 7)
     age_BT = torch.arange(6).expand(3, 6)
     with torch.no_grad():
-        cache = model.empty_kv_cache(3)
+        cache = model.inference_state(3)
         cached_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, cache)
         assert_close(cached_BT, nats_without_dropout(model, text_BN))
 

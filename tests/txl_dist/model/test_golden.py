@@ -17,7 +17,7 @@ from tests.support.replayed_models import (
 )
 from txl_dist.convert.architecture import original_config
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory.recurrent import Memory
+from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.original_weights import from_original, to_original
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.vocabulary import IGNORED
@@ -72,7 +72,9 @@ class Golden:
         """Tokens at the start of segment `k` that repeat the previous segment."""
         return len(self.arrays[f"input/{k}"]) - len(self.arrays[f"target/{k}"])
 
-    def read(self, k: int, model: TransformerXL, memory: Memory) -> tuple[torch.Tensor, Memory]:
+    def read(
+        self, k: int, model: TransformerXL, memory: RecurrentMemory
+    ) -> tuple[torch.Tensor, RecurrentMemory]:
         """The scored nats of segment `k`, and the memory for the next segment."""
         input_BT, target_BT, age_BT = self.segment(k)
         nats_BT, after = model(input_BT, target_BT, age_BT, memory)
@@ -116,7 +118,7 @@ def test_nats_and_memories_equal_the_originals(
             assert_memories_equal(memory, golden, k)
 
 
-def assert_memories_equal(memory: Memory, golden: Golden, k: int) -> None:
+def assert_memories_equal(memory: RecurrentMemory, golden: Golden, k: int) -> None:
     """The original's memory grows to `mem_len`; ours has that length from the start."""
     for layer, memory_BMD in enumerate(memory.layers):
         if golden.config.mem_len == 0:

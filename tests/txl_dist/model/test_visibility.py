@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.small_models import VOCAB_SIZE, random_text, small_model
-from txl_dist.model.memory.recurrent import Memory
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory.recurrent import Recurrent, RecurrentMemory
 from txl_dist.model.visibility import Visibility, check_segment, check_targets, visible_keys
 
 
@@ -28,7 +29,7 @@ from txl_dist.model.visibility import Visibility, check_segment, check_targets, 
 def test_a_key_is_visible_iff_its_distance_is_at_most_the_age(
     ages: list[list[int]], mem_len: int, same_length: bool
 ) -> None:
-    visible_BTS = visible_keys(torch.tensor(ages), mem_len=mem_len, same_length=same_length)
+    visible_BTS = visible_keys(torch.tensor(ages), num_past=mem_len, same_length=same_length)
     for b, row in enumerate(ages):
         for t, age in enumerate(row):
             for s in range(mem_len + len(row)):
@@ -40,25 +41,25 @@ def test_a_key_is_visible_iff_its_distance_is_at_most_the_age(
 @pytest.mark.parametrize("mem_len", [1, 3, 8])
 def test_same_length_shows_exactly_mem_len_keys(mem_len: int) -> None:
     age_BT = torch.full((2, 5), 1000)
-    visible_BTS = visible_keys(age_BT, mem_len=mem_len, same_length=True)
+    visible_BTS = visible_keys(age_BT, num_past=mem_len, same_length=True)
     assert (visible_BTS.sum(dim=-1) == mem_len).all()
 
 
 @pytest.mark.parametrize("mem_len", [0, 1, 3, 8])
 def test_a_query_of_high_age_sees_all_memory_and_the_segment_up_to_itself(mem_len: int) -> None:
-    visible_BTS = visible_keys(torch.full((2, 5), 1000), mem_len=mem_len, same_length=False)
+    visible_BTS = visible_keys(torch.full((2, 5), 1000), num_past=mem_len, same_length=False)
     assert visible_BTS.sum(dim=-1).tolist() == [[mem_len + t + 1 for t in range(5)]] * 2
 
 
 def test_every_query_sees_itself() -> None:
-    visible_BTS = visible_keys(torch.zeros(2, 5, dtype=torch.int32), mem_len=3, same_length=True)
+    visible_BTS = visible_keys(torch.zeros(2, 5, dtype=torch.int32), num_past=3, same_length=True)
     assert torch.equal(visible_BTS[0], torch.eye(5, 8, dtype=torch.bool).roll(3, dims=1))
 
 
 @pytest.mark.parametrize("same_length", [False, True])
 def test_reach_and_mask_are_the_same_rule(same_length: bool) -> None:
     mem_len, age_BT = 4, torch.tensor([[0, 1, 2], [9, 3, 0]], dtype=torch.int32)
-    options = {"mem_len": mem_len, "same_length": same_length}
+    options = {"num_past": mem_len, "same_length": same_length}
     visibility = Visibility.of(age_BT, mask_dtype=torch.float64, **options)
     distance_TS = mem_len + torch.arange(3)[:, None] - torch.arange(mem_len + 3)
     in_reach_BTS = (distance_TS >= 0) & (distance_TS <= visibility.reach_BT[..., None])
@@ -81,9 +82,10 @@ def score(model: torch.nn.Module, **changed: Any) -> torch.Tensor:
     return model(**arguments | changed)[0]
 
 
-def memory(**shape: int) -> Memory:
+def memory(**shape: int) -> RecurrentMemory:
     sizes = {"n_layer": 2, "num_lanes": LANES, "mem_len": 5, "d_model": 6} | shape
-    return Memory.empty(**sizes, dtype=torch.float64)
+    num_lanes = sizes.pop("num_lanes")
+    return Recurrent(ModelConfig(**sizes)).empty(num_lanes, dtype=torch.float64)
 
 
 AGES = torch.arange(TGT_LEN).expand(LANES, TGT_LEN)

@@ -82,7 +82,7 @@ def snapshot(trainer: Trainer) -> list[Tensor]:
         *(fragment.master.clone() for fragment in fragments),
         *(state.clone() for fragment in fragments for state in fragment.states.values()),
         *(state["step"].clone() for state in engine._optimizer.state.values()),
-        *(torch.stack([*layers]) for _, layers in sorted(trainer.step.memory_of_lanes())),
+        *(x.clone() for _, row in trainer.step.memory_of_lanes() for x in row.values()),
     ]
 
 
@@ -154,8 +154,8 @@ def loss_with_memory(
 ) -> tuple[float, float]:
     """Loss and share of valid memory of a rejected step with this memory."""
     for memory in trainer.step.memories:
-        for layer in memory.layers:
-            layer.fill_(fill)
+        for tensor in memory.tensors().values():
+            tensor.fill_(fill)
     result = trainer.step(
         segment,
         step=5,

@@ -182,9 +182,9 @@ class _PackHeads(Function):
     def forward(
         ctx: Any, memory_BMX: Tensor, segment_BTX: Tensor, heads: Heads
     ) -> tuple[Tensor, ...]:
-        ctx.heads, ctx.mem_len = heads, memory_BMX.shape[1]
+        ctx.heads, ctx.num_past = heads, memory_BMX.shape[1]
         num_lanes, tgt_len, _ = segment_BTX.shape
-        shape = (heads[0], num_lanes, ctx.mem_len + tgt_len, heads[1])
+        shape = (heads[0], num_lanes, ctx.num_past + tgt_len, heads[1])
         packed = segment_BTX.new_empty(shape), segment_BTX.new_empty(shape)
         for whole_HBNK, part_HBNK in _parts(packed, memory_BMX, segment_BTX, heads):
             whole_HBNK.copy_(part_HBNK)
@@ -194,8 +194,8 @@ class _PackHeads(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         num_heads, num_lanes, num_keys, d_head = gradients[0].shape
         width = 2 * num_heads * d_head
-        memory_BMX = gradients[0].new_empty(num_lanes, ctx.mem_len, width)
-        segment_BTX = gradients[0].new_empty(num_lanes, num_keys - ctx.mem_len, width)
+        memory_BMX = gradients[0].new_empty(num_lanes, ctx.num_past, width)
+        segment_BTX = gradients[0].new_empty(num_lanes, num_keys - ctx.num_past, width)
         for whole_HBNK, part_HBNK in _parts(gradients, memory_BMX, segment_BTX, ctx.heads):
             part_HBNK.copy_(whole_HBNK)
         return memory_BMX, segment_BTX, None
@@ -205,7 +205,7 @@ def _parts(
     packed: tuple[Tensor, ...], memory_BMX: Tensor, segment_BTX: Tensor, heads: Heads
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(view of a packed tensor, view of the projection that it holds), both [H, B, N, K]."""
-    mem_len = memory_BMX.shape[1]
-    for part_BNX, keys in ((memory_BMX, slice(mem_len)), (segment_BTX, slice(mem_len, None))):
+    num_past = memory_BMX.shape[1]
+    for part_BNX, keys in ((memory_BMX, slice(num_past)), (segment_BTX, slice(num_past, None))):
         for whole_HBSK, part_HBNK in zip(packed, heads_first(part_BNX, heads), strict=True):
             yield whole_HBSK[:, :, keys], part_HBNK

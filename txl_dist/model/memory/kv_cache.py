@@ -1,7 +1,7 @@
 """KV cache for inference: the keys and values of the memory, instead of the layers' inputs.
 
 While weights are constant, a token's keys and values do not change, so they are projected once.
-Projected distances are cached too. The numbers equal those with `Memory`, which is
+Projected distances are cached too. The numbers equal those with a `RecurrentMemory`, which is
 projected again for every segment. Gradients are not supported.
 """
 
@@ -12,7 +12,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from txl_dist.model.config import ModelConfig
 from txl_dist.model.encodings import DistanceTerms
+from txl_dist.model.memory import SequenceState
 
 # Shapes: B lanes, T segment tokens, M memory tokens, H heads, K d_head
 
@@ -36,6 +38,16 @@ class LayerKVCache:
         # By number of keys: M + T takes few values, such as those of prompt and single tokens.
         self._terms: dict[int, DistanceTerms] = {}
 
+    @property
+    def mem_len(self) -> int:
+        """M, including the zeros before the start of a stream."""
+        return self._shape[2]
+
+    def memory(self) -> tuple[Tensor, ...]:
+        """Views of the keys and the values of the memory [H, B, M, K]; () before any segment."""
+        buffers = self._keys_values or ()
+        return tuple(buffer.narrow(2, self._start, self.mem_len) for buffer in buffers)
+
     def append(self, k_HBTK: Tensor, v_HBTK: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of T tokens; return those of memory and segment, [H, B, M + T, K].
 
@@ -57,7 +69,7 @@ class LayerKVCache:
         return keys.narrow(2, start, num_keys), values.narrow(2, start, num_keys)
 
     def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> None:
-        """See `KVCache.select`."""
+        """See `SequenceState.select`. In place."""
         num_heads, _, mem_len, d_head = self._shape
         self._shape = (num_heads, len(lanes), mem_len, d_head)
         if self._keys_values is None:
@@ -110,28 +122,49 @@ def _move_to_start(buffer_HBNK: Tensor, start: int, length: int) -> None:
         buffer_HBNK[:, :, first:stop] = buffer_HBNK[:, :, start + first : start + stop]
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """Replaces `Memory` where no gradient is needed. The model's forward changes it in place."""
+@dataclass(frozen=True)
+class KVCache(SequenceState):
+    """Replaces a `RecurrentMemory` where no gradient is needed. Segments change it in place."""
 
     layers: tuple[LayerKVCache, ...]
-    mem_len: int
+    is_trainable = False
 
     @classmethod
-    def empty(cls, *, n_layer: int, num_lanes: int, mem_len: int, n_head: int, d_head: int) -> Self:
-        """The cache at the start of `num_lanes` streams; ages must start at 0."""
-        shape = {"num_heads": n_head, "num_lanes": num_lanes, "d_head": d_head}
-        return cls(tuple(LayerKVCache(mem_len=mem_len, **shape) for _ in range(n_layer)), mem_len)
+    def empty(cls, config: ModelConfig, num_lanes: int, *, max_tokens: int | None = None) -> Self:
+        """The cache at the start of `num_lanes` streams; ages must start at 0.
 
-    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> None:
-        """Keep these lanes, in this order, each without its newest `num_removed` tokens.
-
-        At most the tokens of the last segment can be removed. So lanes can read segments of
-        different lengths: pad them at the end, and remove the padding.
+        `max_tokens`: no segment has more tokens before it than this, so no more are kept.
         """
-        for layer in self.layers:
-            layer.select(lanes, num_removed)
+        mem_len = config.mem_len
+        # Under same_length, mem_len also limits the attention span.
+        if max_tokens is not None and not config.same_length:
+            mem_len = min(mem_len, max(0, max_tokens))
+        shape = {"num_heads": config.n_head, "num_lanes": num_lanes, "d_head": config.d_head}
+        return cls(tuple(LayerKVCache(mem_len=mem_len, **shape) for _ in range(config.n_layer)))
 
-    def after(self, inputs_BTD: Sequence[Tensor]) -> "KVCache":
+    @property
+    def num_past(self) -> int:
+        return self.layers[0].mem_len
+
+    def past(self, number: int, x_BTD: Tensor) -> LayerKVCache:
+        return self.layers[number]
+
+    def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "KVCache":
         """Itself: `LayerKVCache.append` has already stored the segment."""
         return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Keys and values [B, H, M, K] of each layer; nothing before the first segment."""
+        return {
+            f"layer-{number}-{name}": tensor_HBMK.transpose(0, 1)
+            for number, layer in enumerate(self.layers)
+            for name, tensor_HBMK in zip(("keys", "values"), layer.memory(), strict=False)
+        }
+
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "KVCache":
+        for layer in self.layers:
+            layer.select(lanes, num_removed)
+        return self
+
+    def check(self, config: ModelConfig, num_lanes: int) -> None:
+        """`LayerKVCache.append` compares the lanes."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from txl_dist.checkpoint.snapshot import AVERAGE, Fragment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.dropout import DropoutMasks
-from txl_dist.model.memory.recurrent import Memory
+from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
 from txl_dist.training.engine.optimizers import WeightAveraging, create_optimizer, states_by_name
@@ -111,9 +111,9 @@ class Engine(ABC):
         input_BT: Tensor,
         target_BT: Tensor,
         age_BT: Tensor,
-        memory: Memory,
+        memory: SequenceState,
         dropout: DropoutMasks,
-    ) -> tuple[Tensor, Memory]:
+    ) -> tuple[Tensor, SequenceState]:
         """The model's forward: nats [B, T] of the targets and the next memory."""
         return self._engine(input_BT, target_BT, age_BT, memory, dropout)
 

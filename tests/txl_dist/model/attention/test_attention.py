@@ -163,7 +163,7 @@ def test_every_encoding_runs_in_every_form_in_bf16(name: str, implementation: st
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
     assert_close(nats_BT, exact_BT, rtol=0.1, atol=0.1)  # bf16 has three digits
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        again_BT, _ = model(text_BT, text_BT, age_BT, model.empty_kv_cache(2))
+        again_BT, _ = model(text_BT, text_BT, age_BT, model.inference_state(2))
     assert_close(again_BT, exact_BT.detach(), rtol=0.1, atol=0.1)
 
 

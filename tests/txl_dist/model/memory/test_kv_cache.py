@@ -1,4 +1,4 @@
-"""KVCache: the same numbers as a Memory, which is projected again for every segment."""
+"""KVCache: the same numbers as a RecurrentMemory, which is projected again for every segment."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from tests.support.small_models import random_text, small_model
 from txl_dist.model.memory import kv_cache
 from txl_dist.model.memory.kv_cache import KVCache
-from txl_dist.model.memory.recurrent import Memory
+from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 
 OPTIONS = [
@@ -25,7 +25,7 @@ OPTIONS = [
 
 
 def nats_of_segments(
-    model: TransformerXL, tgt_lens: list[int], memory: Memory | KVCache
+    model: TransformerXL, tgt_lens: list[int], memory: RecurrentMemory | KVCache
 ) -> list[Tensor]:
     """Nats of a random text read in segments of these lengths."""
     text_BN, start, nats = random_text(2, sum(tgt_lens) + 1), 0, []
@@ -56,7 +56,7 @@ def test_the_numbers_are_those_of_the_memory(
     expected = nats_of_segments(model, tgt_lens, model.empty_memory(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache, "_SPARE_TOKENS", spare)  # copied after a few tokens
-        nats = nats_of_segments(model, tgt_lens, model.empty_kv_cache(2))
+        nats = nats_of_segments(model, tgt_lens, model.inference_state(2))
     assert_close(nats, expected)
 
 
@@ -65,14 +65,14 @@ def test_each_token_is_projected_once() -> None:
     model.layers[0].attention.key_value.register_forward_hook(
         lambda _module, inputs, _output: rows.append(inputs[0].shape[1])
     )
-    nats_of_segments(model, [4, 4, 1, 1], model.empty_kv_cache(2))
+    nats_of_segments(model, [4, 4, 1, 1], model.inference_state(2))
     assert rows == [4, 4, 1, 1]
 
 
 def test_distances_are_projected_once_per_number_of_keys() -> None:
     model, calls = small_model(), []
     model.layers[1].attention.distances.register_forward_hook(lambda *_: calls.append(1))
-    nats_of_segments(model, [4, 4, 1, 1, 1, 4], model.empty_kv_cache(2))
+    nats_of_segments(model, [4, 4, 1, 1, 1, 4], model.inference_state(2))
     assert len(calls) == 2
 
 
@@ -80,14 +80,14 @@ def test_gradients_and_other_numbers_of_lanes_are_refused() -> None:
     model, text_BT = small_model(), random_text(2, 3)
     segment = (text_BT, text_BT, torch.zeros_like(text_BT))
     with pytest.raises(RuntimeError, match="no_grad"):
-        model(*segment, model.empty_kv_cache(2))
+        model(*segment, model.inference_state(2))
     with torch.no_grad(), pytest.raises(ValueError, match="2 lanes for a KVCache of 3"):
-        model(*segment, model.empty_kv_cache(3))
+        model(*segment, model.inference_state(3))
 
 
 def test_a_cache_holds_no_autograd_graph() -> None:
     model, text_BT = small_model(), random_text(2, 3)
-    cache = model.empty_kv_cache(2)
+    cache = model.inference_state(2)
     with torch.no_grad():
         model(text_BT, text_BT, torch.zeros_like(text_BT), cache)
     with torch.no_grad():

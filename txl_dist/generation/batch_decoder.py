@@ -21,6 +21,7 @@ from torch import Tensor
 from txl_dist.config.run_config import Precision
 from txl_dist.generation.options import Sampling
 from txl_dist.generation.sampling import next_tokens
+from txl_dist.model.memory import memory_kind
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
@@ -51,7 +52,7 @@ class BatchDecoder:
         self._model, self._tgt_len = model, tgt_len
         self._sampling, self._precision = sampling, precision
         self._device = next(model.parameters()).device
-        self._has_memory = model.config.mem_len > 0
+        self._has_memory = memory_kind(model.config).receptive_tokens(tgt_len) != 0
         # Without memory, positions count from the segment's end: pad it to the length of training.
         self._min_tokens = 0 if model.config.encoding.allows_memory else tgt_len
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -61,7 +62,7 @@ class BatchDecoder:
         """Tokens of each lane that the model has not read."""
         self._num_read = [0] * len(prompts)
         self._cache = model.inference_state(len(prompts))
-        self._has_token_step = TokenStep.supports(model)
+        self._has_token_step = TokenStep.supports(model, self._cache)
         self._token_step: TokenStep | None = None
 
     def draw(self) -> list[int]:

@@ -40,8 +40,9 @@ class TokenStep:
     """
 
     def __init__(self, model: TransformerXL, cache: SequenceState) -> None:
-        if not self.supports(model) or not isinstance(cache, KVCache):
+        if not self.supports(model, cache):
             raise ValueError("TokenStep needs a KVCache with a memory, and attention=auto or sdpa")
+        assert isinstance(cache, KVCache)
         self._model, self._num_past = model, cache.num_past
         config, like = model.config, model.table.weights[0]
         self._same_length = config.same_length
@@ -61,10 +62,10 @@ class TokenStep:
         self._kernels = gpu_kernels if like.device.type == "cuda" else nullcontext
 
     @staticmethod
-    def supports(model: TransformerXL) -> bool:
+    def supports(model: TransformerXL, cache: SequenceState) -> bool:
         """Whether the model can be computed one token at a time, in the implementation `sdpa`."""
-        has_cache = model.config.memory == "recurrent" and model.config.mem_len > 0
-        return has_cache and model.config.attention in ("auto", "sdpa")
+        has_keys = isinstance(cache, KVCache) and cache.num_past > 0
+        return has_keys and model.config.attention in ("auto", "sdpa")
 
     def __call__(self, token_B: Tensor, ages: Sequence[int]) -> Tensor:
         x_BD: Tensor = self._model.table(token_B)

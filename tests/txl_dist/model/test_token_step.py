@@ -87,6 +87,6 @@ def test_a_full_memory_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{"mem_len": 0}, {"attention": "reference"}], ids=str)
 def test_other_models_are_refused(options: dict[str, Any]) -> None:
     model = small_model(**options)
-    assert not TokenStep.supports(model)
+    assert not TokenStep.supports(model, model.inference_state(1))
     with pytest.raises(ValueError, match="memory"):
         TokenStep(model, model.inference_state(1))

@@ -107,6 +107,11 @@ class MemoryKind(ABC):
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
+    @property
+    def num_past(self) -> int:
+        """M of a state of `empty`."""
+        return 0
+
     @abstractmethod
     def receptive_tokens(self, tgt_len: int) -> int | None:
         """The tokens before a segment of `tgt_len` that determine its state; a multiple of tgt_len.

@@ -25,6 +25,10 @@ from txl_dist.model.memory.kv_cache import KVCache
 class Recurrent(MemoryKind):
     """`model.memory: recurrent`. In inference its keys and values are cached."""
 
+    @property
+    def num_past(self) -> int:
+        return self.config.mem_len
+
     def receptive_tokens(self, tgt_len: int) -> int:
         """Each layer sees `mem_len` positions before its segment, so whole segments per layer.
 

@@ -61,10 +61,10 @@ def build_step(rank: RankContext) -> TrainStep:
 
 
 def _require_attention(config: ModelConfig, device: torch.device) -> None:
-    """Evaluation and generation replace a form that cannot run; training was asked for it."""
-    form = ATTENTION_IMPLEMENTATIONS.get(config.attention)
+    """Evaluation and generation replace one that cannot run; training was asked for it."""
+    facts = ATTENTION_IMPLEMENTATIONS.get(config.attention)
     reason = triton_unavailable_reason(device)
-    if form is None or not form.needs_triton or not reason:
+    if facts is None or not facts.needs_triton or not reason:
         return
     raise ConfigError(
         f"model.attention={config.attention} needs the package triton and a GPU of compute "

@@ -183,11 +183,18 @@ def losses_after_gaps(world: World, job: TrainJob) -> dict[int, tuple[bool, floa
     return seen
 
 
-def test_no_token_attends_across_a_gap(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
-    """The memory has 7 tokens. A gap directly before the segment hides all of them."""
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, "data.reset=stream")
+@pytest.mark.parametrize(("kind", "after_a_token"), [("recurrent", 1 / 7), ("running_mean", 1.0)])
+def test_no_token_reads_across_a_gap(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str, after_a_token: float
+) -> None:
+    """The memory has 7 tokens. A gap directly before the segment hides all of them.
+
+    A mean has no tokens: the first segment after a gap does not read it, and begins another one.
+    """
+    kind = f"model.memory={kind}"
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, "data.reset=stream", kind)
     (seen,) = ranks(1).run(losses_after_gaps, job)
-    assert seen == {0: (False, 0.0), 1: (True, 1 / 7), 7: (True, 1.0), 9: (True, 1.0)}
+    assert seen == {0: (False, 0.0), 1: (True, after_a_token), 7: (True, 1.0), 9: (True, 1.0)}
 
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ from txl_dist.model.devices import to_device
 from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.flops import training_flops
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import TORCH_DTYPE, autocast
+from txl_dist.runtime.device import TORCH_DTYPE, autocast
 from txl_dist.training.compilation import compile_model
 from txl_dist.training.utilisation import SECONDS_PER_SIZE, SIZES, product_flops
 

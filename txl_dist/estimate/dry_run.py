@@ -31,7 +31,7 @@ from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from txl_dist.model.dropout import KeepBits
 from txl_dist.model.encodings import encode_distances, pad_channels
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import TORCH_DTYPE
+from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.engine.optimizers import parameter_groups, states_by_name
 
 # Shapes: B lanes, T segment tokens, H heads, S keys

@@ -21,7 +21,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.model.attention import choose_implementation
 from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks, LaneDropoutMasks
 from txl_dist.model.transformer_xl import Layer, TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World
 
 VECTOR_BYTES = 16

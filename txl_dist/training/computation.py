@@ -14,7 +14,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import TORCH_DTYPE
+from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.engine import create_engine
 from txl_dist.training.inputs import RankContext

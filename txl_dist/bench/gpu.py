@@ -30,7 +30,7 @@ from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.precision import TORCH_DTYPE, autocast
 from txl_dist.training.compilation import compile_model
 from txl_dist.training.lane_dropout import LaneDropoutMasks
-from txl_dist.training.utilisation import SECONDS_PER_SIZE, SIZES, product_flops
+from txl_dist.training.speed import SECONDS_PER_SIZE, SIZES, product_flops
 
 # Shapes: B lanes, T segment tokens, M memory tokens
 

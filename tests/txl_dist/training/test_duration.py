@@ -10,7 +10,7 @@ from tests.support.training_runs import NO_EVALUATION, losses, refusal, tiny_job
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
-from txl_dist.training.duration import resolve_duration
+from txl_dist.training.schedule import resolve_duration
 
 PLAN = LanePlan(num_tokens=64, num_lanes=5, tgt_len=3)  # 12 tokens per lane: 4 steps per epoch
 ALL_UNSET = ("training.num_steps=null", NO_EVALUATION)

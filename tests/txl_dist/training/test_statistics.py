@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, metrics, tiny_job, train
 from txl_dist.convert.stored_model import find_model
-from txl_dist.training.statistics import group_of
+from txl_dist.training.diagnostics import group_of
 
 SETTINGS = (NO_EVALUATION, *DROPOUT, "optimizer.warmup_steps=2", "training.num_steps=4",
     "training.statistics_interval_steps=2")  # fmt: skip

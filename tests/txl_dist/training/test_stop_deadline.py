@@ -10,8 +10,8 @@ from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import PreemptedError
 from txl_dist.runtime.activity import Activity
 from txl_dist.runtime.stop_request import StopRequest
-from txl_dist.training import stop_deadline
-from txl_dist.training.stop_deadline import StopDeadline
+from txl_dist.training import rank
+from txl_dist.training.rank import StopDeadline
 
 LONG_SECONDS = 1000.0
 
@@ -22,8 +22,8 @@ class Ends:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.errors: list[PreemptedError] = []
         self.ended = threading.Event()
-        monkeypatch.setattr(stop_deadline, "end_now", self.ended.set)
-        monkeypatch.setattr(stop_deadline, "POLL_SECONDS", 0.01)
+        monkeypatch.setattr(rank, "end_now", self.ended.set)
+        monkeypatch.setattr(rank, "POLL_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_report_that_blocks_does_not_keep_the_process(
     tmp_path: Path, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that does not respond."""
-    monkeypatch.setattr(stop_deadline, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(rank, "REPORT_SECONDS", 0.05)
     never = threading.Event()
     watched = deadline(tmp_path, ends, grace_seconds=LONG_SECONDS)
     watched._report = lambda error: never.wait(60) and None

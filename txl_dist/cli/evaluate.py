@@ -285,7 +285,11 @@ def _watch(run: Path, on: str, workers: int) -> None:
     is_here = on == "processes" and workers == 1
     pool = ProcessWorkers(1) if is_here else open_workers(on, workers, use_gpus=True)
     with stoppable("finished batches are kept, and the same command continues"), pool as opened:
-        num_scored = watch(run, opened, num_threads=num_threads, note=_note)
+        # The run ends the process that it has started; also where files cannot be locked.
+        is_training = (lambda: True) if is_of_run else None
+        num_scored = watch(
+            run, opened, num_threads=num_threads, note=_note, is_training=is_training
+        )
     _note(f"{num_scored} checkpoints scored")
 
 

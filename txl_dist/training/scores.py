@@ -134,7 +134,8 @@ class ScoreTable:
         self._checkpoints, self.is_due, self._inherited = checkpoints, is_due, inherited
         self._folder = checkpoints.run / FOLDER
         self._by_step: dict[int, Score] = {}
-        self._damaged: set[int] = set()
+        self._from_files: set[int] = set()
+        """Steps whose files were read or written."""
         self.best: Score | None = None
         """The best score up to now."""
         self._read_all()
@@ -149,24 +150,35 @@ class ScoreTable:
         return self._by_step.get(step)
 
     def refresh(self) -> list[tuple[Score, float | None]]:
-        """Read the files that are new; these scores with their gains, by ascending step."""
+        """Read the files that are new; these scores with their gains, by ascending step.
+
+        Forgets the scores whose files a rollback has removed.
+        """
         if not self._folder.is_dir():
             return []
         matches = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
-        steps = sorted(int(match[1]) for match in matches if match)
-        known = self._by_step.keys() | self._damaged
-        new = [self._read(step) for step in steps if step not in known]
+        steps = {int(match[1]) for match in matches if match}
+        if removed := self._from_files - steps:
+            self._by_step = {n: s for n, s in self._by_step.items() if n not in removed}
+            self._from_files -= removed
+            self.best = None
+            for step in sorted(self._by_step):
+                self._take(self._by_step[step])
+        new = [self._read(step) for step in sorted(steps - self._from_files)]
         return [(score, self._take(score)) for score in new if score is not None]
 
     def _read(self, step: int) -> Score | None:
         path = self._folder / f"step-{step:08d}.json"
         try:
             score = Score.model_validate_json(path.read_bytes())
-            return score if self._is_current(score) else None
+            if not self._is_current(score):
+                return None
+            self._from_files.add(step)
+            return score
         except FileNotFoundError:  # a rollback has removed it
             return None
         except (OSError, ValidationError) as error:
-            self._damaged.add(step)  # one warning is enough
+            self._from_files.add(step)  # one warning is enough
             problem = first_problem(error) if isinstance(error, ValidationError) else error
             log.warning("%s cannot be read (%s): the step counts as not evaluated", path, problem)
             return None
@@ -197,6 +209,7 @@ class ScoreTable:
         try:
             self._folder.mkdir(exist_ok=True)
             write_file(path, score.model_dump_json(indent=1).encode() + b"\n")
+            self._from_files.add(score.step)
         except OSError as error:
             log.warning("%s cannot be written (%s)", path, error.strerror)
         return self._take(score)
@@ -213,7 +226,7 @@ class ScoreTable:
         self._read_all()
 
     def _read_all(self) -> None:
-        self._by_step, self.best = {}, None
+        self._by_step, self._from_files, self.best = {}, set(), None
         if self._inherited is not None:
             self._take(self._inherited)
         self.refresh()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from data_pipeline.processes.workers import Workers
@@ -35,8 +36,17 @@ POLL_SECONDS = 0.5
 """Between two looks at the files of the run."""
 
 
-def watch(run: Path, workers: Workers, *, num_threads: int, note: Callable[[str], None]) -> int:
+def watch(
+    run: Path,
+    workers: Workers,
+    *,
+    num_threads: int,
+    note: Callable[[str], None],
+    is_training: Callable[[], bool] | None = None,
+) -> int:
     """Score the checkpoints of a run until it has ended and none waits; returns how many.
+
+    `is_training`: whether the run goes on; None: as long as a process holds its lock.
 
     A checkpoint that cannot be scored is noted with the reason, and tried again by the next start
     of the run. Raises ConfigError if `run` cannot be watched.
@@ -50,10 +60,11 @@ def watch(run: Path, workers: Workers, *, num_threads: int, note: Callable[[str]
         raise ConfigError(f"{directory.config} names no split to score: set evaluation.split=NAME")
     config, num_scored = resolve_duration(config, data.plan), 0
     scorer = _CheckpointScorer(directory.checkpoints, data.evaluation, config, workers, num_threads)
+    is_training = is_training or partial(_is_locked, directory)
     with _only_watcher(run):
         table = ScoreTable(directory.checkpoints, due_in(config))
         while True:
-            is_training = _is_training(directory)  # before the list: the last save is in it
+            is_over = not is_training()  # before the list: the last save is in it
             table.refresh()
             table.mark_best()
             if waiting := table.waiting():
@@ -61,7 +72,7 @@ def watch(run: Path, workers: Workers, *, num_threads: int, note: Callable[[str]
                     table.add(score)
                     num_scored += score.nats is not None
                     note(f"evaluation at step {score.step} | {score}")
-            elif is_training:
+            elif not is_over:
                 time.sleep(POLL_SECONDS)
             else:
                 with suppress(ConfigError), directory.locked():  # else a new start writes them
@@ -84,7 +95,7 @@ def _only_watcher(run: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_training(directory: RunDirectory) -> bool:
+def _is_locked(directory: RunDirectory) -> bool:
     """Whether a process holds the lock of the run."""
     try:
         descriptor = os.open(directory.path / "lock", os.O_RDWR | os.O_CLOEXEC)

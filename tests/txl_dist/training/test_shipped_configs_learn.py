@@ -20,7 +20,7 @@ from txl_dist.training.diagnostics import CLEARLY_BELOW
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 ELSEWHERE = ("paper", "nvidia", "wt103-", "tiny")
-"""A CPU is too slow for them; tiny.yaml, with 15 tokens per step, is in test_learning_check.py."""
+"""A CPU is too slow for them; tiny.yaml, with 15 tokens per step, is in test_diagnostics.py."""
 INIT = "txl config init"
 
 

@@ -53,8 +53,13 @@ class ThreadProcess:
         self.thread.start()
 
     def _watch(self, run: Path) -> None:
-        watch_module._is_training = lambda _: not self.is_stopped.is_set()  # type: ignore[assignment]
-        watch(run, InProcess(), num_threads=torch.get_num_threads(), note=lambda line: None)
+        watch(
+            run,
+            InProcess(),
+            num_threads=torch.get_num_threads(),
+            note=lambda line: None,
+            is_training=lambda: not self.is_stopped.is_set(),
+        )
         self.code = 0
 
     def poll(self) -> int | None:
@@ -72,7 +77,6 @@ class ThreadProcess:
 def train_with_thread(world: World, job: TrainJob, *faults: Any) -> Any:
     """Train with a thread of rank 0 that scores."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch_module, "_is_training", watch_module._is_training)
         patch.setattr(watch_module, "POLL_SECONDS", 0.05)
         patch.setattr(score_watch, "POLL_SECONDS", 0.05)
         patch.setattr(score_watch.subprocess, "Popen", ThreadProcess)
@@ -148,7 +152,7 @@ def test_a_process_computes_the_scores_of_the_ranks(
     ended = txl("train", TINY, *words, "--on", "processes", "--ranks", num_ranks)
     assert ended.returncode == 0, ended.stderr
     assert_same(tmp_path, on_ranks(num_ranks))
-    assert "4 checkpoints scored" in (tmp_path / "logs" / "evaluation.log").read_text()
+    assert "evaluation at step 20 | loss" in (tmp_path / "logs" / "evaluation.log").read_text()
 
 
 @pytest.mark.slow
@@ -311,8 +315,12 @@ def test_after_a_rollback_no_score_of_the_abandoned_steps_counts(
     tmp_path: Path, processes: Processes
 ) -> None:
     watch, table, _ = watched(tmp_path, 10, 20, 30)
+    other = ScoreTable(CheckpointDirectory(tmp_path), is_due=bool)  # of the other process
     table.add(score_of(20, nats=1.0))
+    assert [score.step for score, _ in other.refresh()] == [20]
     table.rewind(10)
+    assert other.refresh() == []
+    assert other.get(20) is None
     watch.rollback(TrainState(step=10), 30)
     assert watch.expected == [10]
     assert table.best is None

@@ -277,7 +277,7 @@ def _watch(run: Path, on: str, workers: int) -> None:
     with running("loading torch", quiet=False):
         import torch
 
-        from txl_dist.runtime.threads import EXACT_THREADS
+        from txl_dist.runtime.device import EXACT_THREADS
         from txl_dist.training.watch import watch
 
     num_threads = torch.get_num_threads() if is_of_run else EXACT_THREADS

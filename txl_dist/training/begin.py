@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob, require_same_job

@@ -23,7 +23,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, PreemptedError
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.runtime.stop import StopRequest
 from txl_dist.training.follow import FIRST_BATCH
 from txl_dist.training.observer import Observers
 from txl_dist.training.recovery import Recovery, Rollback

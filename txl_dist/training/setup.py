@@ -11,7 +11,7 @@ Some stages are collective, so every rank has to go through all of them in this 
 
 from contextlib import ExitStack
 
-from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.begin import begin_run, open_inputs

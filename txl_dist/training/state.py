@@ -16,7 +16,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import tokens_per_epoch
 from data_pipeline.streams.remainder import Remainder
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
-from txl_dist.config.divergence_config import DivergenceConfig
+from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.training.divergence import DivergenceState

@@ -48,12 +48,6 @@ class ResumePoint:
             config.model
         ).fits(self.manifest.architecture)
 
-    @property
-    def settings_step(self) -> int:
-        """The run continues with the settings after this step (`RunConfig.after_step`)."""
-        # A pending evaluation belongs to the last step, so it precedes a change after that step.
-        return self.state.step - self.state.evaluation_pending
-
     def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
         """The step of this checkpoint, or of its copy, in a run; None if it is superseded there."""
         own = checkpoints.at(self.state.step)

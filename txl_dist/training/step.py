@@ -34,7 +34,6 @@ from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import Decision, Engine
-from txl_dist.training.statistics import WeightStatistics
 
 # Shapes: R rows of a micro-batch, T segment tokens, V vocabulary
 
@@ -58,8 +57,6 @@ class StepResult:
     """Whether the weights were updated and the memory advanced."""
     lane_sums: Mapping[int, LossSums] = field(default_factory=dict)
     """Loss sums of each lane of this rank, of a step that has diverged; else empty."""
-    statistics: Mapping[str, float] = field(default_factory=dict)
-    """Norms by layer (statistics.py), in steps that have them."""
 
 
 DropoutRng = Literal["lane", "device"]
@@ -92,10 +89,11 @@ class TrainStep:
         num_rows = micro_batch_rows * num_micro_batches
         # Padding rows are last, so row i is lanes[i] for all rows with a lane.
         self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
-        self.statistics: WeightStatistics | None = None
         self._byte_counts_V = byte_counts_V
         self.while_computing: Callable[[], None] = lambda: None
         """Called when a GPU has all work of the micro-batches, before the host waits for it."""
+        self.before_update: Callable[[int], None] = lambda step: None
+        """Called with the number of the step when all gradients are there."""
         self.memories = [
             engine.model.empty_memory(micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host)
             for _ in range(num_micro_batches)
@@ -137,9 +135,7 @@ class TrainStep:
             event = check(sums, gradient_norm)
             return Decision(gradient_norm, is_accepted=event is None)
 
-        statistics = self.statistics if self.statistics and self.statistics.is_due(step) else None
-        if statistics is not None:
-            statistics.before_update()
+        self.before_update(step)
         gradient_norm = self.engine.step(lr, accept)
         if event is None:
             self.memories = [batch.memory for batch in batches]
@@ -151,7 +147,6 @@ class TrainStep:
             event=event,
             is_update=event is None,
             lane_sums={} if event is None else self._lane_sums(batches),
-            statistics=statistics.after_update() if statistics and event is None else {},
         )
 
     def skip(self, *, step: int, flags: Mapping[str, bool]) -> StepResult:

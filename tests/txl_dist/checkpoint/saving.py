@@ -14,11 +14,12 @@ from txl_dist.checkpoint.writer import CheckpointHeader, Save
 from txl_dist.errors import TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.training.state import BestScore, TrainState
+from txl_dist.training.scores import Score
+from txl_dist.training.state import TrainState
 
 NUM_LANES = 3
 STATES = ("exp_avg", "exp_avg_sq")
-BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)
+BEST = Score(step=1, nats=2.5, tokens_scored=1, split="valid", max_tokens=None)
 CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d_inner=7, mem_len=5)
 _TOKENIZER = ByteTokenizer()
 HEADER = CheckpointHeader(
@@ -42,8 +43,7 @@ def save(
     run: Path,
     *,
     step: int,
-    best: BestScore | None = BEST,
-    evaluation_pending: bool = False,
+    best: Score | None = BEST,
     start: bool = True,
     change: Callable[[str, torch.Tensor], None] = leave,
 ) -> Path:
@@ -54,9 +54,7 @@ def save(
     directory = CheckpointDirectory(run)
     if start:
         directory.open()
-    state = TrainState(
-        step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
-    )
+    state = TrainState(step=step, position=4 * step, best=best)
     one_rank = Save(
         directory=directory,
         save_id=uuid.uuid4().hex,

@@ -5,7 +5,7 @@ attention and generation; and replay, whose state is a memory of training. It is
 they have in common: the device, precision without gradients, the state that every segment
 replaces, and segments that are shorter than in training.
 
-    reader = SequenceReader(model, state=model.empty_kv_cache(num_rows), tgt_len=128)
+    reader = SequenceReader(model, state=model.inference_state(num_rows), tgt_len=128)
     for segment in segments:
         nats_BT = reader.score(segment.input_BT, segment.target_BT, segment.age_BT)
 
@@ -24,9 +24,8 @@ from torch.nn.functional import pad
 from data_pipeline.streams.segments import IGNORED
 from txl_dist.config.run_config import Precision
 from txl_dist.model.attention import AttentionWeightsCallback
-from txl_dist.model.host_copies import to_device
-from txl_dist.model.kv_cache import KVCache
-from txl_dist.model.memory import Memory
+from txl_dist.model.devices import to_device
+from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
 
@@ -40,7 +39,7 @@ class SequenceReader:
         self,
         model: TransformerXL,
         *,
-        state: Memory | KVCache,
+        state: SequenceState,
         tgt_len: int,
         precision: Precision = "fp32",
     ) -> None:
@@ -109,7 +108,7 @@ class SequenceReader:
         At most the tokens of the last segment can be removed. So rows can read segments of
         different lengths: pad them at the end, and remove the padding.
         """
-        self.state.select(rows, num_removed)
+        self.state = self.state.select(rows, num_removed)
 
     def nats(self, hidden_BXD: Tensor, target_BX: Tensor) -> Tensor:
         """Nats [B, X] of targets after outputs of `read`, 0 where a target is IGNORED."""

@@ -92,7 +92,7 @@ def attention_by_distance(
     num_queries = num_done = 0
     for group in scorer.groups(chunks):
         # The whole memory, although a chunk may be shorter: `_Sums` counts all distances.
-        state = scorer.model.empty_kv_cache(len(group))
+        state = scorer.model.inference_state(len(group))
         reader = SequenceReader(scorer.model, state=state, tgt_len=tgt_len)
         for segment in scorer.segments(group):
             scored_BT, on_attention_weights = segment.target_BT.to(device) != IGNORED, None
@@ -114,7 +114,7 @@ def attention_by_distance(
 
 def _even_weights(config: ModelConfig, age_BT: Tensor) -> Tensor:
     """Equal weights on all visible keys, [B, 1, T, S]."""
-    visible_BTS = visible_keys(age_BT, mem_len=config.mem_len, same_length=config.same_length)
+    visible_BTS = visible_keys(age_BT, num_past=config.mem_len, same_length=config.same_length)
     return (visible_BTS.double() / visible_BTS.sum(-1, keepdim=True))[:, None]
 
 

@@ -37,6 +37,7 @@ from data_pipeline.streams.segments import Reset
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sequence import SequenceReader
 
@@ -109,12 +110,14 @@ def _stratified(total: int, num_samples: int, seed: int) -> NDArray[np.int64]:
 # Shapes: B windows, N tokens of a window with its target, T segment tokens, X scored targets
 
 
-def max_context(config: ModelConfig, tgt_len: int) -> int:
-    """Tokens before a target that can influence its loss, if the last segment ends before it.
+UNLIMITED = 2**31
+"""`max_context` of a memory that may depend on any earlier token."""
 
-    As in evaluation/scoring.py, each layer reaches ceil(mem_len / tgt_len) whole segments back.
-    """
-    return tgt_len * (1 + config.n_layer * -(-config.mem_len // tgt_len))
+
+def max_context(config: ModelConfig, tgt_len: int) -> int:
+    """Tokens before a target that can influence its loss, if the last segment ends before it."""
+    reach = memory_kind(config).receptive_tokens(tgt_len)
+    return UNLIMITED if reach is None else tgt_len + reach
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +146,7 @@ class WindowScorer:
         input_BN = token_BN[:, :-1][:, -(self.max_context + earlier) :]
         num_inputs = input_BN.shape[1]
         # Keys that would be masked, because the window is shorter than the memory, are left out.
-        state = self.model.empty_kv_cache(len(token_BN), max_memory=num_inputs - self.tgt_len)
+        state = self.model.inference_state(len(token_BN), max_tokens=num_inputs - self.tgt_len)
         reader = SequenceReader(
             self.model, state=state, tgt_len=self.tgt_len, precision=self.precision
         )

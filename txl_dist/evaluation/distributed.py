@@ -53,6 +53,7 @@ from txl_dist.evaluation.result import (
 )
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
 from txl_dist.runtime.device import torch_threads
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.process import code_description
 
 # Shapes: V vocabulary
@@ -90,6 +91,7 @@ def score_batch(task: ScoringTask) -> BatchScores:
 
     Raises NonFiniteScoreError if the score of a chunk is not finite.
     """
+    fault_point("score")
     scorer, counter = open_scorer(task.job), None
     if task.per_document or task.frequency_bucket_V is not None:
         counter = BreakdownCounter(
@@ -237,7 +239,7 @@ def plan_job(
     model.check_data(manifest, job.data)
     job = replace(job, digest=model.digest)
     source = open_split(job.data, job.settings.split, manifest=manifest)
-    chunks = plan_evaluation(source, job.settings, n_layer=model.config.n_layer)
+    chunks = plan_evaluation(source, job.settings, model.config)
     if not allow_short_split:
         _require_a_segment(source, job)
     counted = counted_split(manifest, job.settings.split) if details else None

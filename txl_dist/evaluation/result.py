@@ -4,7 +4,7 @@ The protocol line has everything that a reader must know to compare a score:
 
 split test of wt103 (sha256 0f3c96a1b2d4), model wt103-base/step-00200000 (sha256 91d0a7c3e5f2),
 245,568 tokens scored, mode exact, tgt_len 64, mem_len 640, clamp_len 400, same_length true,
-reset stream, weights last, fp32, biased_attention on cpu, word = ...
+reset stream, weights last, fp32, sdpa on cpu, word = ...
 
 The text is counted in units that do not depend on the tokenizer. The manifest has the counts of
 each split. The first token of a split has no loss, so its text is subtracted; in most datasets it
@@ -12,7 +12,7 @@ is an end-of-document token, which has no text.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from txl_dist.evaluation.breakdown import ScoreDetails, in_range
 from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.scores import LossSums, finish
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead, plan_chunks
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.world import World
 
 SHOWN_DIGITS = 12
@@ -228,9 +230,12 @@ class EvaluationResult:
 
 
 def plan_evaluation(
-    source: TokenSource, settings: EvaluationSettings, *, n_layer: int
+    source: TokenSource, settings: EvaluationSettings, model: ModelConfig
 ) -> list[EvaluationChunk]:
-    """The chunks of a split. Raises DataError if it has no target."""
+    """The chunks of a split for this model. Raises DataError if the split has no target.
+
+    Mode `fast` has the context of a model of one layer, and is not exact.
+    """
     num_tokens = int(source.block_tokens.sum())
     num_targets = min(num_tokens, settings.max_tokens or num_tokens) - 1
     if num_targets < 1:
@@ -244,12 +249,16 @@ def plan_evaluation(
         _, age = read_range(source, position, position + 1)
         return position - int(age[0])
 
+    reaching = replace(
+        model,
+        n_layer=model.n_layer if settings.mode == "exact" else 1,
+        mem_len=settings.mem_len,
+        same_length=settings.same_length,
+    )
     return plan_chunks(
         num_targets=num_targets,
         tgt_len=settings.tgt_len,
-        mem_len=settings.mem_len,
-        n_layer=n_layer,
-        mode=settings.mode,
+        context_tokens=memory_kind(reaching).receptive_tokens(settings.tgt_len),
         document_start=document_start if settings.reset == "document" else None,
     )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import TxlError
 from txl_dist.generation.text import Sampling
+from txl_dist.model.memory import memory_kind
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.sequence import SequenceReader
@@ -49,7 +50,7 @@ class BatchDecoder:
             raise ValueError(f"tgt_len={tgt_len} must be at least 1")
         token_lists = [_checked_ids(prompt, model.config.vocab_size) for prompt in prompts]
         self._model, self._tgt_len, self._sampling = model, tgt_len, sampling
-        self._has_memory = model.config.mem_len > 0
+        self._has_memory = memory_kind(model.config).receptive_tokens(tgt_len) != 0
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._pending = [
             tokens if self._has_memory else tokens[-tgt_len:] for tokens in token_lists
@@ -58,11 +59,11 @@ class BatchDecoder:
         self._num_read = [0] * len(prompts)
         self._reader = SequenceReader(
             model,
-            state=model.empty_kv_cache(len(prompts)),
+            state=model.inference_state(len(prompts)),
             tgt_len=tgt_len,
             precision=precision,
         )
-        self._has_token_step = TokenStep.supports(model)
+        self._has_token_step = TokenStep.supports(model, self._reader.state)
         self._token_step: TokenStep | None = None
 
     def draw(self) -> list[int]:

@@ -171,7 +171,7 @@ def _score(
     input_BN, target_BN = _padded(requests)
     reader = SequenceReader(
         model,
-        state=model.empty_kv_cache(len(requests)),
+        state=model.inference_state(len(requests)),
         tgt_len=source.tgt_len,
         precision=source.precision,
     )

@@ -295,7 +295,9 @@ def _tasks(
     """The unfinished batches, job after job, so that workers rarely change their model."""
 
     @cache
-    def frequency_buckets(data: DatasetPath, split: str) -> NDArray[np.uint8]:
+    def frequency_buckets(data: DatasetPath, split: str | None) -> NDArray[np.uint8] | None:
+        if split is None:
+            return None
         return log_bucket(count_tokens(data, split, workers, progress=progress)).astype(np.uint8)
 
     for job_number, each in enumerate(planned):
@@ -307,8 +309,7 @@ def _tasks(
                     batch_number=batch_number,
                     chunk_numbers=numbers,
                     chunks=tuple(each.chunks[number] for number in numbers),
-                    frequency_bucket_V=each.counted_split
-                    and frequency_buckets(each.job.data, each.counted_split),
+                    frequency_bucket_V=frequency_buckets(each.job.data, each.counted_split),
                     per_document=each.per_document,
                 )
 

@@ -191,13 +191,14 @@ class EvaluationResult:
     def named_sums(self) -> dict[str, float]:
         """The sums of the whole text; those that are not known are missing."""
         text, sums = self.text, self.sums.named
-        sums |= {
+        known: dict[str, float | None] = {
+            **sums,
             # A word model replaces unknown words, so its tokens have other bytes than the text.
             "bytes": text.num_bytes if text.is_word_model else sums["bytes"],
-            "characters": text.counts and text.counts.characters,
+            "characters": text.counts.characters if text.counts else None,
             "words": sums["tokens"] if text.is_word_model else text.num_words,
         }
-        return {name: size for name, size in sums.items() if size is not None}
+        return {name: size for name, size in known.items() if size is not None}
 
     @property
     def scores(self) -> dict[str, float | None]:

@@ -26,14 +26,18 @@ from txl_dist.evaluation import distributed
 from txl_dist.evaluation.distributed import (
     PlannedJob,
     Sweep,
-    combinations,
     evaluate_on_workers,
     evaluate_sweep,
-    parse_sweep,
     plan_job,
 )
 from txl_dist.evaluation.finished_scores import BatchScores
-from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings, evaluation_job
+from txl_dist.evaluation.job import (
+    EvaluationJob,
+    EvaluationSettings,
+    combinations,
+    evaluation_job,
+    parse_sweep,
+)
 from txl_dist.evaluation.result import EvaluationResult, plan_evaluation, summarise
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.config import ModelConfig

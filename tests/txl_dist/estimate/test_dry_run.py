@@ -7,9 +7,7 @@ import torch
 
 from tests.txl_dist.estimate.models import run_config
 from txl_dist.config.run_config import RunConfig
-from txl_dist.estimate.assumptions import Device
-from txl_dist.estimate.dry_run import dry_run, tail_rows
-from txl_dist.estimate.live_memory import LiveMemory
+from txl_dist.estimate.dry_run import Device, LiveMemory, dry_run, tail_rows
 from txl_dist.model import adaptive_softmax
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL

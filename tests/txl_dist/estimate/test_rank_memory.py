@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.txl_dist.estimate.models import model_of
-from txl_dist.estimate.memory import MemoryUse, RankMemory
-from txl_dist.estimate.zero_settings import ZeroSettings
+from txl_dist.estimate.rank_memory import MemoryUse, RankMemory, ZeroSettings
 
 GB = 10**9
 # 7.5 billion parameters on 64 ranks: figure 1 of the ZeRO paper.

@@ -1,4 +1,4 @@
-"""A Transformer-XL trained in one process: dataset, lanes, memory, optimizer, evaluation, model file.
+"""A Transformer-XL trained in one process: dataset, lanes, memory, optimizer, evaluation, saving.
 
     txl prepare BOOKS/*.txt --out data/books --split valid=0.05
     python examples/minimal_train.py data/books --out models/books

@@ -27,7 +27,7 @@ from txl_dist.cli import (
     track,
     train,
 )
-from txl_dist.cli.errors import print_error
+from txl_dist.errors import print_error
 
 app = typer.Typer(
     name="txl",

@@ -63,7 +63,7 @@ def attention(
         if out:
             require_writable(out)
         scorer = job.open()
-        result = _measure(scorer, job, quiet=as_json)
+        result = _measure(scorer, job)
         content = attention_json(result, job, scorer.model.config)
         if staged:
             _write(staged, job, result, content)
@@ -75,14 +75,16 @@ def attention(
             print(f"  attention.json, attention.png and attention.svg are in {out}")
 
 
-def _measure(scorer: "Scorer", job: "EvaluationJob", *, quiet: bool) -> "AttentionByDistance":
-    from txl_dist.cli.progress import chunk_progress
+def _measure(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDistance":
+    from txl_dist.cli.progress import WorkUnit, work_progress
     from txl_dist.evaluation.evaluate import plan_evaluation
     from txl_dist.reporting.attention_by_distance import attention_by_distance
 
     chunks = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
-    with chunk_progress(quiet=quiet) as on_progress:
-        return attention_by_distance(scorer, chunks, on_progress=on_progress)
+    with work_progress(WorkUnit("chunks")) as show:
+        return attention_by_distance(
+            scorer, chunks, on_progress=lambda done, total: show("reading", done, total)
+        )
 
 
 def _write(

@@ -228,7 +228,7 @@ def recall(
     from data_pipeline.shards.shard_reader import open_split
     from data_pipeline.storage.remote_path import dataset_path
     from txl_dist.bench.recall import RecallProbe, measure_recall, random_text, sampled_text
-    from txl_dist.cli.progress import chunk_progress
+    from txl_dist.cli.progress import WorkUnit, work_progress
     from txl_dist.context.windows import WindowScorer
     from txl_dist.convert.stored_model import find_model
 
@@ -264,8 +264,14 @@ def recall(
         model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
         tgt_len=tgt_len or stored.tgt_len,
     )
-    with chunk_progress(quiet=as_json) as on_progress:
-        result = measure_recall(scorer, probe, *texts, batch_windows=batch, on_progress=on_progress)
+    with work_progress(WorkUnit("distances")) as show:
+        result = measure_recall(
+            scorer,
+            probe,
+            *texts,
+            batch_windows=batch,
+            on_progress=lambda done, total: show("reading", done, total),
+        )
     settings = {
         "checkpoint": str(stored.path),
         "text": data or "random tokens",

@@ -10,7 +10,7 @@ import typer
 from data_pipeline.errors import DataError, ReadFailureError, printable
 from txl_dist.cli.options import AsJson, NumWorkers, On
 from txl_dist.cli.paths import dataset_address, local_path_parser
-from txl_dist.cli.work_progress import MIB, work_progress
+from txl_dist.cli.progress import MIB, work_progress
 from txl_dist.cli.workers import open_workers
 
 if TYPE_CHECKING:

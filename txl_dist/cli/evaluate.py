@@ -158,12 +158,11 @@ def evaluate(
     from data_pipeline.storage.atomic_files import require_writable
     from data_pipeline.storage.staged_directory import StagedDirectory
     from txl_dist.cli.evaluation_output import EvaluationOutput
-    from txl_dist.cli.progress import running
-    from txl_dist.cli.work_progress import TOKENS, work_progress
+    from txl_dist.cli.progress import TOKENS, running, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
     from txl_dist.reporting.evaluation_files import RESULT_NAME
 
-    with running("loading torch", quiet=False):
+    with running("loading torch"):
         from txl_dist.evaluation.distributed import evaluate_on_workers
         from txl_dist.evaluation.sweep import PlannedSweep, combinations, evaluate_sweep
 
@@ -197,7 +196,7 @@ def evaluate(
 
     # All are planned first, so that an impossible one is refused before anything starts.
     splits, settings = _names(split), combinations(swept)
-    with running("reading the checkpoints and the data", quiet=False):
+    with running("reading the checkpoints and the data"):
         sweeps = [
             PlannedSweep(
                 [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
@@ -310,5 +309,5 @@ def _log_to_mlflow(output: "EvaluationOutput") -> None:
         run = each.job.checkpoint.resolve().parent.parent
         if (run / "tracking.json").exists():
             scored.append((run, {**content, "checkpoint": each.job.checkpoint.name}))
-    with running("recording the scores in MLflow", quiet=False):
+    with running("recording the scores in MLflow"):
         log_evaluations(scored)

@@ -111,7 +111,7 @@ def generate(
         require_writable(out.parent)
     options = _options(prompt, temperature, top_k, top_p, max_tokens, stop)
     lines = read_prompts(prompts) if prompts else []
-    with running(f"loading {checkpoint}", quiet=False):
+    with running(f"loading {checkpoint}"):
         from torch import cuda
 
         from txl_dist.convert.stored_model import find_model
@@ -257,14 +257,14 @@ def _result_lines(
 def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
     """Print every result when it is there, or write all to a file at the end."""
     from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
-    from txl_dist.cli.work_progress import WorkUnit, work_progress
+    from txl_dist.cli.progress import WorkUnit, work_progress
 
     if out is None:
         for line in results:
             print(line, flush=True)
         return
     written = []
-    with work_progress(WorkUnit("prompts", 1, 0)) as progress:
+    with work_progress(WorkUnit("prompts")) as progress:
         for line in results:
             written.append(f"{line}\n")
             progress("generating", len(written), num_prompts)

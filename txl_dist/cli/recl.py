@@ -94,7 +94,7 @@ def recl(
     """
     from data_pipeline.storage.atomic_files import require_writable
     from data_pipeline.storage.staged_directory import StagedDirectory
-    from txl_dist.cli.work_progress import TOKENS, work_progress
+    from txl_dist.cli.progress import TOKENS, work_progress
     from txl_dist.context.measure import ReclRequest, check_group, measure_group
     from txl_dist.context.report import JSON_NAME
     from txl_dist.evaluation.job import evaluation_job

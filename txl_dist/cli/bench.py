@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from txl_dist.cli.options import AsJson, Checkpoint, MemLen, TgtLen
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import AsJson, Batch, Checkpoint, MemLen, Seed, TgtLen, local_path_parser
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def eval_speed(
         int,
         typer.Option(min=64, help="Width of the random model, a multiple of 64; heads have 64."),
     ] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, text and windows.")] = 0,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Time per token with reused states, and with a window that is read again for every token.
@@ -209,8 +208,8 @@ def recall(
         int, typer.Option(min=0, help="Tokens at the start of the repetition without a score.")
     ] = 4,
     sequences: Annotated[int, typer.Option(min=2, help="Sequences per distance.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Of texts and intervals.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 16,
+    seed: Seed = 0,
+    batch: Batch = 16,
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
     as_json: AsJson = False,

@@ -10,14 +10,17 @@ import typer
 from typer.core import TyperCommand
 
 from txl_dist.cli.options import (
+    COPY_TO_URL,
     AsJson,
+    Batch,
     Checkpoints,
+    ClampLen,
     EvaluationData,
     MemLen,
     PrecisionOption,
     TgtLen,
+    local_path_parser,
 )
-from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
     from txl_dist.cli.evaluation_output import EvaluationOutput
@@ -56,18 +59,12 @@ def evaluate(
     ] = "exact",
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
-    clamp_len: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Larger distances share one encoding; 0: no limit. Default: as in training.",
-        ),
-    ] = None,
+    clamp_len: ClampLen = None,
     same_length: Annotated[
         bool, typer.Option("--same-length", help="Every query sees exactly mem_len keys.")
     ] = False,
     precision: PrecisionOption = "fp32",
-    batch: Annotated[int, typer.Option(min=1, help="Chunks per batch.")] = 8,
+    batch: Batch = 8,
     weights: Annotated[
         Literal["auto", "averaged", "last"],
         typer.Option(

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption
-from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
+from txl_dist.cli.options import COPY_TO_URL, AsJson, Checkpoint, PrecisionOption, local_path_parser
 from txl_dist.generation.options import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from txl_dist.cli.options import AsJson, Overrides
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import AsJson, Overrides, local_path_parser
 
 if TYPE_CHECKING:
     from txl_dist.cli.published_files import Experiment

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.options import ConfigPath, Overrides
-from txl_dist.cli.paths import require_local
+from txl_dist.cli.options import ConfigPath, Overrides, require_local
 
 if TYPE_CHECKING:
     from txl_dist.launch.rank_range import RankRange

@@ -337,7 +337,7 @@ def gpu(
     The table is Markdown. MFU is against the data sheet and against the fastest matrix product
     measured here. Without a GPU it says so and ends with exit code 0.
 
-    Example: txl bench gpu --models nvidia-base,wt103-base > gpu.md
+    Example: txl bench gpu --models nvidia-base,wt103-base
     """
     import torch
 

@@ -67,7 +67,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 
 
 def _yaml() -> YAML:
-    yaml = YAML(typ="safe", pure=True)
+    yaml: Any = YAML(typ="safe", pure=True)  # its attributes have no declared types
     yaml.Constructor, yaml.Representer = _Constructor, _Representer
     yaml.allow_duplicate_keys = True  # `_index` reports them, without their values.
     yaml.default_flow_style, yaml.width = False, 100
@@ -122,7 +122,7 @@ def _index(node: Node, path: KeyPath, document: YamlDocument) -> None:
     elif isinstance(node, MappingNode):
         for key_node, value_node in node.value:
             _index_entry(key_node, value_node, path, document)
-    elif node.tag.endswith((":int", ":float")):
+    elif str(node.tag).endswith((":int", ":float")):
         try:
             is_finite = math.isfinite(float(node.value))
         except ValueError:  # .inf, or a number that is not decimal

@@ -76,9 +76,7 @@ class TrainingConfig(Section):
     statistics_interval_steps: int | None = Field(default=None, ge=1)
     """Steps between two lines with norms of weights, gradients and updates by layer; null: none."""
     profile_steps: tuple[int, int] | None = None
-    """First and last step of a trace by torch.profiler in RUN/profile; null: none."""
-    profile_ranks: tuple[int, ...] = (0,)
-    """Ranks that write a trace."""
+    """First and last step of rank 0's trace by torch.profiler in RUN/profile; null: none."""
 
     @field_validator("profile_steps")
     @classmethod

@@ -165,7 +165,6 @@ def test_every_rate_of_a_short_run_is_that_of_the_paper_s_script(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": 1, "warmup_tokens": 9}, "both set the length of the warm-up"),
         ({"schedule": "wsd"}, "needs decay_steps"),
         ({"decay_steps": 3}, "has no effect with schedule=cosine"),
         ({"schedule": "linear", "schedule_of_paper_code": True}, "not in the paper's code"),

@@ -66,7 +66,7 @@ class Muon(AdamW):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        momentum: float,
+        momentum: float = 0.95,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         self._momentum = momentum

@@ -28,4 +28,4 @@ def create_optimizer(model: TransformerXL, config: OptimizerConfig) -> torch.opt
         case "lamb":
             return Lamb(groups, lr=lr, betas=betas, eps=eps)
         case "muon":
-            return Muon(groups, lr=lr, betas=betas, eps=eps, momentum=config.muon_momentum)
+            return Muon(groups, lr=lr, betas=betas, eps=eps)

@@ -44,7 +44,7 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
     Besides torch's keys a group has `rule` (muon or adam) and `states`, the names of the
     optimizer's states of its parameters.
     """
-    hidden, decayed = hidden_matrices(model), _decayed(model, config)
+    hidden, decayed = hidden_matrices(model), matrices(model)
     average = (AVERAGE,) if config.averaging else ()
     groups: dict[tuple[str, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -59,12 +59,6 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
         }
         groups.setdefault((rule, weight_decay), empty)["params"].append(parameter)
     return list(groups.values())
-
-
-def _decayed(model: TransformerXL, config: OptimizerConfig) -> frozenset[str]:
-    if config.weight_decay_parameters == "all":
-        return frozenset(name for name, _ in model.named_parameters())
-    return matrices(model)
 
 
 def states_by_name(

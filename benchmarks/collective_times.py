@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from txl_dist.estimate.rank_memory import FP32_BYTES, STAGE_0_BUCKET, ModelNeeds, ZeroSettings
+from txl_dist.estimate.rank_bytes import FP32_BYTES, STAGE_0_BUCKET, ModelNeeds, ZeroSettings
 
 CONTROL_MESSAGES = 2
 """All-reduces of a few numbers per step: loss sums and flags, and the gradient norm."""

@@ -83,7 +83,7 @@ def communication_seconds(stage: int, *, gbit: float) -> float:
     from collective_times import Links, collectives_of_step
 
     from txl_dist.estimate.dry_run import dry_run
-    from txl_dist.estimate.rank_memory import ZeroSettings
+    from txl_dist.estimate.rank_bytes import ZeroSettings
 
     config = build(stage)
     links = Links(gpus_per_node=1, node_gbit=gbit, latency_seconds=1e-4)

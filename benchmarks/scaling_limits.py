@@ -27,7 +27,7 @@ from data_pipeline.storage.manifest_file import MAX_BYTES
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import dry_run, tail_rows
-from txl_dist.estimate.rank_memory import FP32_BYTES, ModelNeeds, ZeroSettings
+from txl_dist.estimate.rank_bytes import FP32_BYTES, ModelNeeds, ZeroSettings
 from txl_dist.estimate.run_estimate import Assumptions, DataFacts
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.collective_watch import BEAT_SECONDS

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import RunConfig
-from txl_dist.estimate.dry_run import LiveMemory
+from txl_dist.estimate.dry_run import LiveBytes
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.runtime.world import World
@@ -64,7 +64,7 @@ def measure_steps(
     return _measure(config, world, live, num_steps)
 
 
-class _LiveStep(LiveMemory):
+class _LiveStep(LiveBytes):
     """Also counts collectives."""
 
     def __init__(self) -> None:

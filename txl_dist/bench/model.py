@@ -65,7 +65,7 @@ def bench_model(*, rounds: int) -> Iterator[Figure]:
         yield from _training_figures(rounds, torch.bfloat16)
     yield from _evaluation_figures(rounds)
     yield _generation_figure(rounds)
-    yield from _memory_figure()
+    yield from _peak_ram_figure()
 
 
 def has_bf16() -> bool:
@@ -203,7 +203,7 @@ def _mask_figure(step: Times, rounds: int) -> Figure:
     return Figure("(a) age masks, share of the fp32 training step", share * 100, "%")
 
 
-def _memory_figure() -> Iterator[Figure]:
+def _peak_ram_figure() -> Iterator[Figure]:
     mib = peak_mib(_step_of_twelve_layers)
     if mib is not None:
         name = "peak RAM of training above the built model, 12 layers of (a)"

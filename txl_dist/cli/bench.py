@@ -13,8 +13,7 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.bench.eval_speed import SpeedRow
-    from txl_dist.bench.gpu import GpuRow, Settings
-    from txl_dist.bench.gpu_models import BenchModel
+    from txl_dist.bench.gpu import BenchModel, GpuRow, Settings
     from txl_dist.bench.recall import RecallProbe, RecallResult
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
@@ -341,8 +340,7 @@ def gpu(
     """
     import torch
 
-    from txl_dist.bench.gpu import Settings
-    from txl_dist.bench.gpu_models import MODELS, data_sheet_flops
+    from txl_dist.bench.gpu import MODELS, Settings, data_sheet_flops
     from txl_dist.model.variants import ATTENTION_FORMS
 
     chosen_models = _chosen("models", models, [*MODELS])

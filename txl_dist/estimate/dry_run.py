@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.estimate.rank_memory import ActivationPeaks, ModelNeeds, Parameter, ZeroSettings
+from txl_dist.estimate.rank_bytes import ActivationPeaks, ModelNeeds, Parameter, ZeroSettings
 from txl_dist.model import attention, host_copies, sdpa_attention
 from txl_dist.model.attention import choose_form
 from txl_dist.model.config import ModelConfig
@@ -41,7 +41,7 @@ from txl_dist.training.engine.parameter_groups import parameter_groups, states_b
 Device = Literal["cuda", "cpu"]
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """While the context is open, counts the storages of the tensors that operations return.
 
     The count is of tensors, not of the process: neither the allocator's rounding nor libraries are
@@ -170,7 +170,7 @@ def _parameters(model: TransformerXL, config: RunConfig) -> Iterator[Parameter]:
 class _PeaksByPhase:
     """Follows the live bytes from now on, through forward and backward of `model`."""
 
-    def __init__(self, model: TransformerXL, live: LiveMemory, *, bucket_size: int) -> None:
+    def __init__(self, model: TransformerXL, live: LiveBytes, *, bucket_size: int) -> None:
         self.after_forward = self.before_gradients = self.with_gradients = 0
         self.without_gradients = self.after_first_bucket = 0
         self._live, self._start_bytes, self._gradient_bytes = live, live.live_bytes, 0
@@ -211,7 +211,7 @@ class _Masks:
         return KeepBits(torch.empty(*x.shape[:-1], num_words, dtype=torch.int16), factor=1.0)
 
 
-class _ClusterRows(LiveMemory):
+class _ClusterRows(LiveBytes):
     """Gives `nonzero`, whose result has no shape without data, the expected number of rows."""
 
     def __init__(self, config: ModelConfig, num_tokens: int) -> None:

@@ -1,6 +1,6 @@
 """The estimate of one run for several numbers of GPUs, and the text that `txl estimate` prints.
 
-Bytes are those of a dry run and of DeepSpeed's buffers (`rank_memory.py`). Time is that of the
+Bytes are those of a dry run and of DeepSpeed's buffers (`rank_bytes.py`). Time is that of the
 matrix products at an assumed share of the peak; communication, failures and saves are not in it
 (docs/scaling.md).
 """
@@ -16,11 +16,11 @@ from data_pipeline.storage.remote_path import dataset_path
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.estimate.dry_run import Device, dry_run, tail_rows
-from txl_dist.estimate.rank_memory import (
+from txl_dist.estimate.rank_bytes import (
     FP32_BYTES,
-    MemoryUse,
     ModelNeeds,
-    RankMemory,
+    RankBytes,
+    RankPeak,
     ZeroSettings,
 )
 from txl_dist.model.flops import training_flops
@@ -102,7 +102,7 @@ class ScaleEstimate:
     micro_batches: int
     padded_share: float
     """Share of the computed rows that are padding, because the lanes do not divide evenly."""
-    stages: dict[int, MemoryUse]
+    stages: dict[int, RankBytes]
     """By ZeRO stage; without the stages that the optimizer does not support."""
     checkpoint_bytes: int
     step_seconds: float
@@ -199,7 +199,7 @@ class _Estimator:
         rows = min(lanes_per_rank, config.training.micro_batch_lanes or lanes_per_rank)
         micro_batches = math.ceil(lanes_per_rank / rows)
         stages = {
-            stage: self._memory(gpus, stage, rows, micro_batches)
+            stage: self._peak(gpus, stage, rows, micro_batches)
             for stage in STAGES
             if not any(config.optimizer.problems_at_stage(stage))
         }
@@ -225,12 +225,12 @@ class _Estimator:
             days=None if steps is None else steps * seconds / DAY_SECONDS,
         )
 
-    def _memory(self, gpus: int, stage: int, rows: int, micro_batches: int) -> MemoryUse:
+    def _peak(self, gpus: int, stage: int, rows: int, micro_batches: int) -> RankBytes:
         training, device = self._config.training, self._assumptions.device
         if rows not in self._models:  # A dry run takes seconds.
             self._models[rows] = dry_run(self._config, micro_batch_rows=rows, device=device)
         element_bytes = 2 if training.memory_dtype == "bf16" else 4
-        return RankMemory(
+        return RankPeak(
             model=self._models[rows],
             zero=ZeroSettings.of(
                 self._config.deepspeed, num_ranks=gpus, on_gpu=device == "cuda", stage=stage

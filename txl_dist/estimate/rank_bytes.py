@@ -169,7 +169,7 @@ class ModelNeeds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryUse:
+class RankBytes:
     """Bytes of tensors on one rank at one moment."""
 
     weights: int
@@ -207,7 +207,7 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankMemory:
+class RankPeak:
     """Computes the bytes of one rank."""
 
     model: ModelNeeds
@@ -220,14 +220,14 @@ class RankMemory:
     copies_to_reduce: bool = False
     """Whether a reduce-scatter copies its input, as torch's for gloo does."""
 
-    def peak(self) -> MemoryUse:
+    def peak(self) -> RankBytes:
         """The phase of a step that needs most device memory."""
         phases = (self._stage_0, self._stage_1, self._stage_2, self._stage_3)[self.zero.stage]
         if self.zero.stage == 1 and self.zero.overlap_comm and self.num_micro_batches == 1:
             phases = self._stage_2  # gradients are freed during backward too
         return max((self._use(phase) for phase in phases()), key=lambda use: use.device)
 
-    def _use(self, phase: Phase) -> MemoryUse:
+    def _use(self, phase: Phase) -> RankBytes:
         part, is_offloaded = self._part, self.zero.offload != "none"
         states = FP32_BYTES * self.model.num_states
         masters = part if self.zero.stage > 0 else 0
@@ -250,7 +250,7 @@ class RankMemory:
         phase = phase._replace(activations=max(0, phase.activations - new_memory))
         if self.lanes_on_host:
             host, lanes = host + lanes, 0
-        return MemoryUse(
+        return RankBytes(
             weights=weights + masters,
             optimizer=optimizer,
             lanes=lanes,

@@ -23,7 +23,6 @@ from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.visibility import mask_scores, visible_keys
 from txl_dist.runtime.allocation import keep_freed_memory
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
@@ -89,8 +88,6 @@ def _training_figures(rounds: int, dtype: torch.dtype) -> Iterator[Figure]:
         yield _utilisation(
             f"{name} training step, {short}", work, times[name], peak, limits[name], bound
         )
-    if dtype == torch.float32:
-        yield _mask_figure(times["(a)"], rounds)
 
 
 def _evaluation_figures(rounds: int) -> Iterator[Figure]:
@@ -184,23 +181,6 @@ def _generation_figure(rounds: int, *, mem_len: int = 1600, tokens: int = 4) -> 
     return Figure(
         f"generation, mem {mem_len}, one token at a time", ratio, "x re-projecting", 6.0, note=note
     )
-
-
-def _mask_figure(step: Times, rounds: int) -> Figure:
-    """The cost of masks by age: computing the mask, and adding it to the scores of every layer."""
-    _, _, age_BT = _segment(PLAIN, 128)
-    score_HBTS = torch.zeros(PLAIN.n_head, LANES, 128, 128 + PLAIN.mem_len)
-
-    def mask() -> Tensor:
-        visible_BTS = visible_keys(age_BT, mem_len=PLAIN.mem_len, same_length=False)
-        mask_BTS = mask_scores(visible_BTS, torch.float32)
-        for _ in range(PLAIN.n_layer):
-            masked = score_HBTS + mask_BTS
-        return masked
-
-    times = time_rounds({"mask": mask}, rounds=rounds)
-    share = times["mask"].median / step.median
-    return Figure("(a) age masks, share of the fp32 training step", share * 100, "%")
 
 
 def _peak_ram_figure() -> Iterator[Figure]:

@@ -4,10 +4,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from txl_dist.cli.options import (
     COPY_TO_URL,
@@ -26,22 +25,6 @@ if TYPE_CHECKING:
     from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.evaluation.distributed import PlannedJob
     from txl_dist.evaluation.evaluate import EvaluationResult
-
-
-class SweepCommand(TyperCommand):
-    """Reads `--sweep mem_len=0,64 tgt_len=32` as `--sweep mem_len=0,64 --sweep tgt_len=32`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        expanded: list[str] = []
-        in_sweep = False
-        for word in args:
-            if word.startswith("-"):
-                in_sweep = word == "--sweep"
-            elif in_sweep and expanded[-1] != "--sweep":
-                in_sweep = "=" in word
-                expanded += ["--sweep"] * in_sweep
-            expanded.append(word)
-        return super().parse_args(ctx, expanded)
 
 
 def evaluate(

@@ -22,7 +22,7 @@ from txl_dist.generation.batch_decoder import BatchDecoder
 from txl_dist.generation.options import Sampling
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.allocation import keep_freed_memory
+from txl_dist.runtime.process import keep_freed_memory
 
 TGT_LEN = 128
 LENGTHS = (1_024, 4_096, 16_384, 65_536)

@@ -33,7 +33,7 @@ from txl_dist.model.flops import training_flops
 from txl_dist.model.host_copies import to_device
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.variants import ATTENTION_FORMS
-from txl_dist.runtime.precision import TORCH_DTYPE, autocast
+from txl_dist.runtime.device import TORCH_DTYPE, autocast
 from txl_dist.training.compilation import compile_model
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 from txl_dist.training.utilisation import SECONDS_PER_SIZE, SIZES, product_flops

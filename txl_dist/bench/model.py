@@ -23,7 +23,7 @@ from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.allocation import keep_freed_memory
+from txl_dist.runtime.process import keep_freed_memory
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from txl_dist.config.data_config import PathText
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.source_digest import LIBRARIES, source_digest
+from txl_dist.runtime.process import LIBRARIES, source_digest
 
 if TYPE_CHECKING:  # launchers use jobs without importing torch
     from txl_dist.runtime.world import World

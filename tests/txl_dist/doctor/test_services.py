@@ -12,9 +12,13 @@ from threading import Thread
 
 import pytest
 
-from txl_dist.doctor import tracking
-from txl_dist.doctor.exposure import check_exposure, check_token_file, judge_exposure
-from txl_dist.doctor.tracking import check_tracking
+from txl_dist.doctor import services
+from txl_dist.doctor.services import (
+    check_exposure,
+    check_token_file,
+    check_tracking,
+    judge_exposure,
+)
 
 Answer = Callable[[str, str | None], tuple[int, str]]
 """(path, Authorization header) -> (status, body)"""
@@ -73,7 +77,7 @@ def test_another_version_is_a_problem() -> None:
 def test_a_server_that_never_answers_is_a_problem_after_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tracking, "RESPONSE_SECONDS", 0.2)
+    monkeypatch.setattr(services, "MLFLOW_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         begin = time.monotonic()
         (finding,) = check_tracking(f"http://127.0.0.1:{listener.getsockname()[1]}")

@@ -1,6 +1,7 @@
-"""`precision: bf16`: matrix products in bf16; parameters, gradients, memory and nats in fp32."""
+"""bf16 in matrix products only, and `training.deterministic`."""
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from txl_dist.generation.generate import generate_tokens
 from txl_dist.generation.options import Sampling
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.device import ENVIRONMENT, autocast, deterministic
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import check_config
 from txl_dist.training.job import TrainJob
@@ -171,7 +172,7 @@ def test_a_resume_is_bit_for_bit(
 
 
 def forward_both_ways(world: World, job: TrainJob) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats of the first segment: from the engine, under `runtime.precision.autocast`, in fp32."""
+    """Nats of the first segment: from the engine, under `runtime.device.autocast`, in fp32."""
     directory = RunDirectory(job.run_path)
     directory.create()
     with ExitStack() as stack:
@@ -230,3 +231,31 @@ def test_another_precision_on_resume_must_be_allowed() -> None:
     with pytest.raises(CheckpointError, match="--allow-change precision"):
         check_config(old, new, allowed=(), checkpoint="here")
     check_config(old, new, allowed=("precision",), checkpoint="here")
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # registered, so that it is restored
+        monkeypatch.delenv(name)
+
+
+def test_only_reproducible_operations_are_allowed_inside() -> None:
+    with deterministic(enabled=True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert {name: os.environ.get(name) for name in ENVIRONMENT} == ENVIRONMENT
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # torch's default
+
+
+def test_a_value_of_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with deterministic(enabled=True):
+        assert os.environ["NCCL_ALGO"] == "Tree"
+
+
+def test_disabled_it_changes_nothing() -> None:
+    with deterministic(enabled=False):
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ

@@ -1,5 +1,7 @@
-"""A process is a rank only if it has the complete set of torchrun's variables."""
+"""Ranks of torchrun are recognised, and freed host memory is used again."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from typer.testing import CliRunner
 from tests.support.training_runs import TINY
 from txl_dist.cli.app import app
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.torchrun import (
+from txl_dist.runtime.process import (
     TORCHRUN_VARIABLES,
     is_torchrun,
     stray_variables,
@@ -75,3 +77,38 @@ def test_options_that_contradict_torchrun_are_rejected(
     assert isinstance(done.exception, ConfigError)
     assert f"rank 1 of 2, which contradicts {named}." in str(done.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = """
+import resource
+import sys
+
+import torch
+
+from txl_dist.runtime.process import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+
+
+def faults_of_a_step() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(int(mib * 2**18)) for mib in (0.5, 3, 50, 70)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+for _ in range(20):  # the heap grows until its free blocks have the right sizes: up to 10 steps
+    faults_of_a_step()
+print(faults_of_a_step())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc")
+def test_a_warm_step_has_no_page_faults_for_blocks_of_any_size() -> None:
+    def faults(mode: str) -> int:
+        command = [sys.executable, "-c", SCRIPT, mode]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert faults("kept") < 100
+    assert faults("returned") > 100, "the test would not notice memory that is returned"

@@ -17,6 +17,8 @@ way. Covered: calls of torch.distributed, waits for its asynchronous work inside
 GPUs, where a collective returns immediately, the calls that wait for its result.
 """
 
+import contextlib
+import faulthandler
 import linecache
 import logging
 import os
@@ -28,26 +30,22 @@ import time
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Self
 
 from txl_dist.errors import LostRankError
 from txl_dist.runtime.activity import Activity
 from txl_dist.runtime.heartbeat import Heartbeat, HeartbeatFiles, Peers
-from txl_dist.runtime.stacks import (
-    MAX_CHARS,
-    StackFrames,
-    frames_of,
-    innermost_calls,
-    label_of,
-    stack_file,
-    write_stacks,
-)
+from txl_dist.runtime.process import PACKAGES
 
 NOTICE_SECONDS = 10.0
 BEAT_SECONDS = 5.0
 POLL_SECONDS = 1.0
 STACKS_SHARE = 0.8
 """All ranks write their stacks after this share of the time limit."""
+NUM_CALLS = 5
+MAX_CHARS = 200
+"""Longest text of one call: a heartbeat has to fit into a page."""
 GPU_WAIT = "a GPU synchronisation"
 """Reported as the collective: on a GPU, a collective and a slow kernel look the same."""
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
@@ -64,8 +62,45 @@ _DISCONNECTED = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|unhandled system error",
     re.IGNORECASE,
 )
+_ROOT = str(Path(__file__).parents[2]) + os.sep
+_OURS = tuple(_ROOT + package + os.sep for package in PACKAGES)
+
+StackFrames = list[tuple[str, int, str]]
+"""(file, line, function) of each call, outermost first."""
 
 log = logging.getLogger("txl_dist.training")
+
+
+# --- stacks ---------------------------------------------------------------------------------------
+
+
+def frames_of(frame: FrameType | None) -> StackFrames:
+    """The calls of a thread whose innermost frame is `frame`. Line 0: not known."""
+    return [
+        # A running frame has no line number between two lines.
+        (inner.f_code.co_filename, line or 0, inner.f_code.co_name)
+        for inner, line in (reversed(list(traceback.walk_stack(frame))) if frame else ())
+    ]
+
+
+def innermost_calls(frames: StackFrames) -> tuple[str, ...]:
+    """The innermost calls of this project's code, innermost first."""
+    calls = [
+        f"{file.removeprefix(_ROOT)}:{line} in {function}"[:MAX_CHARS]
+        for file, line, function in reversed(frames)
+        if file.startswith(_OURS)
+    ]
+    return tuple(calls[:NUM_CALLS])
+
+
+def label_of(activity: str) -> str:
+    """`step 12` -> `step-12`, for file names."""
+    return re.sub(r"[^a-z0-9]+", "-", activity.lower()).strip("-")[:80]
+
+
+def stack_file(run: Path, label: str, rank: int | str) -> Path:
+    """The file for the stacks of a rank, in the directory of the logs."""
+    return run / "logs" / f"stacks-{label}-rank-{rank}.txt"
 
 
 def collective_name(frames: Iterable[tuple[str, int, str]], *, on_gpu: bool = False) -> str | None:
@@ -92,10 +127,15 @@ def collective_name(frames: Iterable[tuple[str, int, str]], *, on_gpu: bool = Fa
     return GPU_WAIT if on_gpu and _WAITS_FOR_GPU.search(innermost_line) else None
 
 
+# --- the watch of a rank --------------------------------------------------------------------------
+
+
 class CollectiveWatch:
     """Watches the thread that enters the context until it exits the context.
 
-    `run` is the run directory; without one there are no heartbeats and no stacks of other ranks.
+    `run` is the run directory. Covered: calls of torch.distributed, waits for its asynchronous work
+    inside DeepSpeed, and on GPUs, where a collective returns immediately, the calls that wait for
+    its result.
     """
 
     def __init__(
@@ -104,8 +144,8 @@ class CollectiveWatch:
         *,
         rank: int,
         limit_seconds: float,
-        num_ranks: int = 1,
-        run: Path | None = None,
+        num_ranks: int,
+        run: Path,
         on_gpu: bool = False,
         notice_seconds: float = NOTICE_SECONDS,
     ) -> None:
@@ -116,13 +156,10 @@ class CollectiveWatch:
         self._notice_seconds = min(notice_seconds, STACKS_SHARE * limit_seconds)
         # Several intervals have to pass before a rank counts as silent.
         self._beat_seconds = min(BEAT_SECONDS, self._notice_seconds / 2, limit_seconds / 8)
-        self._files = HeartbeatFiles(run, rank=rank) if run else None
-        if self._files:
-            self._files.remove()  # of a killed process; before other ranks can wait for this one
-        self._peers = (
-            Peers(self._files, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds)
-            if self._files
-            else None
+        self._files = HeartbeatFiles(run, rank=rank)
+        self._files.remove()  # of a killed process; before other ranks can wait for this one
+        self._peers = Peers(
+            self._files, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds
         )
         self._host, self._pid, self._num_beats = socket.gethostname(), os.getpid(), 0
         self._requested: set[str] = set()
@@ -138,12 +175,11 @@ class CollectiveWatch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        if self._files:
-            self._files.remove()
+        self._files.remove()
 
     def describe_others(self) -> str:
         """What the other ranks do, if this rank waits for them; empty if that is not known."""
-        return self._peers.describe(self._activity.name) if self._peers else ""
+        return self._peers.describe(self._activity.name)
 
     def _watch(self) -> None:
         previous: tuple[object, ...] | None = None
@@ -162,7 +198,7 @@ class CollectiveWatch:
             if current != previous:
                 previous, since = current, now
                 next_read, next_notice = now + self._beat_seconds, now + self._notice_seconds
-                if name and self._peers:
+                if name:
                     self._peers.clear()
             if now >= next_beat:
                 next_beat = now + self._beat_seconds
@@ -170,7 +206,7 @@ class CollectiveWatch:
             self._write_requested_stacks(name)
             if name is None:
                 continue
-            if now >= next_read and self._peers:
+            if now >= next_read:
                 next_read = now + self._beat_seconds
                 self._peers.read(self._activity.name)
             if now >= next_notice:
@@ -180,8 +216,6 @@ class CollectiveWatch:
                 self._request_stacks()
 
     def _beat(self, frames: StackFrames, name: str | None, *, seconds: float) -> None:
-        if self._files is None:
-            return
         self._num_beats += 1
         beat = Heartbeat(
             rank=self._rank,
@@ -212,7 +246,7 @@ class CollectiveWatch:
 
     def _request_stacks(self) -> None:
         label = label_of(self._activity.name)
-        if self._files and self._run and label not in self._requested:
+        if label not in self._requested:
             self._requested.add(label)
             log.warning(
                 "all ranks that respond write their stacks to %s", stack_file(self._run, label, "*")
@@ -220,8 +254,6 @@ class CollectiveWatch:
             self._files.request_stacks(label)
 
     def _write_requested_stacks(self, name: str | None) -> None:
-        if not (self._files and self._run):
-            return
         for label in self._files.new_requests():
             if label in self._written:  # several ranks asked
                 continue
@@ -230,9 +262,14 @@ class CollectiveWatch:
             title = (
                 f"rank {self._rank}, host {self._host}, pid {self._pid}: {self._activity.name}, "
                 f"{self._activity.span}, {f'waits in {name}' if name else 'not in a collective'}"
+                f"{f'. Other ranks: {others}' if others else ''}"
             )
             path = stack_file(self._run, label, self._rank)
-            write_stacks(path, f"{title}. Other ranks: {others}" if others else title)
+            with contextlib.suppress(OSError), path.open("ab") as file:
+                file.write(f"{title}\n\n".encode())
+                file.flush()  # faulthandler writes to the descriptor
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write(b"\n")
 
 
 def lost_rank_error(

@@ -4,9 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from txl_dist.doctor.dataset import check_dataset
-from txl_dist.doctor.finding import Finding, ok
-from txl_dist.doctor.run import run_checks
+from txl_dist.doctor.checks import check_dataset
+from txl_dist.doctor.finding import Finding, ok, run_checks
 
 
 def test_a_check_that_blocks_is_abandoned_after_the_limit(tmp_path: Path) -> None:

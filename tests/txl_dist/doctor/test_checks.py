@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import txl_dist
-from txl_dist.doctor.versions import check_versions, installed_versions, pinned_versions
+from txl_dist.doctor.checks import check_versions, installed_versions, pinned_versions
 
 
 def test_the_versions_of_constraints_txt_are_installed() -> None:

@@ -8,8 +8,7 @@ from threading import Thread
 
 import pytest
 
-from cluster.address import RESPONSE_SECONDS, responds
-from cluster.connection import ray_connection
+from cluster.connection import RESPONSE_SECONDS, ray_connection, responds
 from data_pipeline.errors import ConfigError
 
 

@@ -1,14 +1,28 @@
-"""Which resources and nodes ranks get, for clusters described as Ray describes them."""
+"""Which resources and nodes ranks get, whether the head responds, the interface for NCCL."""
 
 import json
+import os
+import socket
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import ray
 
-from cluster.placement import choose_placement, num_threads
+from cluster import nodes as module
+from cluster.nodes import (
+    INTERFACE_VARIABLES,
+    LONG_START_SECONDS,
+    ClusterMonitor,
+    ClusterState,
+    choose_placement,
+    interface_of,
+    num_threads,
+    use_interface_of,
+)
 from tests.support.commands import start_txl, wait_until
 from tests.support.nodes import RayNode, ray_node, token_environment
 from tests.support.training_runs import NO_EVALUATION, TINY
@@ -155,3 +169,85 @@ def placed(pids: list[int], nodes: dict[str, RayNode]) -> Counter[str]:
         for pid in pids
         if node.process.pid in {parent.pid for parent in psutil.Process(pid).parents()}
     )
+
+
+class Clock:
+    """Replaces the module `time`."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def monitor(monkeypatch: pytest.MonkeyPatch) -> ClusterMonitor:
+    """Its thread is not started: the head never responds."""
+    context = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "node")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    return ClusterMonitor(use_gpu=False)
+
+
+def state(*, total: float, free: int) -> ClusterState:
+    return ClusterState(node_ids=frozenset("ab"), total=total, free=free, num_free_slots=free)
+
+
+def test_resources_that_the_ranks_have_taken_themselves_are_not_missing(
+    monitor: ClusterMonitor,
+) -> None:
+    monitor._see(state(total=2, free=2))
+    assert monitor.describe_wait(2) == "the ranks to start"
+    monitor._see(state(total=2, free=0))  # they import their libraries
+    assert monitor.describe_wait(2) == "the ranks to start"
+    late = monitor.describe_wait(2, waited_seconds=LONG_START_SECONDS)
+    assert "2 ranks need a CPU each, and 0 of the 2" in late
+
+
+def test_resources_that_others_have_are_named(monitor: ClusterMonitor) -> None:
+    monitor._see(state(total=3, free=1))
+    assert "2 ranks need a CPU each, and 1 of the 3" in monitor.describe_wait(2)
+    monitor._see(state(total=1, free=1))
+    assert "the cluster has 1 on 2 live nodes" in monitor.describe_wait(2)
+
+
+def test_a_suspension_of_the_launcher_is_not_a_silence_of_the_head(
+    monitor: ClusterMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "time", clock := Clock())
+    monitor._last_question = monitor._last_response = clock.now
+    for second in range(1, 60):
+        clock.now += 1
+        assert monitor.silent_seconds == second
+    clock.now += 3600  # with Ctrl-Z, for example
+    assert monitor.silent_seconds == 0
+    for second in range(1, 60):
+        clock.now += 1
+        assert monitor.silent_seconds == second
+
+
+def test_the_interface_of_an_address_has_that_address() -> None:
+    for addresses in psutil.net_if_addrs().values():
+        for entry in addresses:
+            if entry.family == socket.AF_INET:
+                interface = interface_of(entry.address)
+                assert interface is not None  # one of them, if several have the address
+                assert entry.address in {e.address for e in psutil.net_if_addrs()[interface]}
+    assert interface_of("192.0.2.254") is None  # reserved for documentation (RFC 5737)
+
+
+def test_an_interface_that_the_user_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo, nccl = INTERFACE_VARIABLES
+    loopback = interface_of("127.0.0.1")
+    assert loopback is not None
+    monkeypatch.setenv(gloo, "eth7")
+    monkeypatch.delenv(nccl, raising=False)
+    use_interface_of("127.0.0.1")
+    assert (os.environ[gloo], os.environ[nccl]) == ("eth7", f"={loopback}")
+    monkeypatch.delenv(nccl)
+
+
+def test_an_address_without_an_interface_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in INTERFACE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    use_interface_of("192.0.2.254")
+    assert not set(INTERFACE_VARIABLES) & set(os.environ)

@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ import torch.distributed as dist
 from tests.support.commands import wait_until
 from tests.support.gloo_ranks import RankGroups
 from txl_dist.runtime.activity import Activity
-from txl_dist.runtime.collective_watch import (
+from txl_dist.runtime.watch import (
     GPU_WAIT,
     CollectiveWatch,
     collective_name,
+    frames_of,
     lost_rank_error,
+    stack_file,
 )
-from txl_dist.runtime.stacks import stack_file
 from txl_dist.runtime.world import World
 
 NOTICE_SECONDS = 0.4
@@ -162,8 +164,17 @@ def test_a_stack_names_its_outermost_collective(
     assert collective_name(frames) == name
 
 
-def test_the_watch_ends_with_its_context() -> None:
+def test_the_watch_ends_with_its_context(tmp_path: Path) -> None:
     before: list[Any] = threading.enumerate()
-    with CollectiveWatch(Activity(), rank=0, limit_seconds=1):
+    with CollectiveWatch(Activity(), rank=0, num_ranks=1, run=tmp_path, limit_seconds=1):
         assert len(threading.enumerate()) == len(before) + 1
     assert threading.enumerate() == before
+
+
+def test_a_running_frame_without_a_line_number_is_read() -> None:
+    """Python 3.11 gives None for it; the watch of a rank ended with a TypeError."""
+    code: Any = SimpleNamespace(co_filename="loop.py", co_name="run")
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    frames = frames_of(frame)
+    assert frames == [("loop.py", 0, "run")]
+    assert collective_name(frames) is None

@@ -298,7 +298,7 @@ def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDi
     from txl_dist.evaluation.evaluate import plan_evaluation
     from txl_dist.reporting.attention_by_distance import attention_by_distance
 
-    chunks = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
+    chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
     with work_progress(WorkUnit("chunks")) as show:
         return attention_by_distance(
             scorer, chunks, on_progress=lambda done, total: show("reading", done, total)

@@ -24,6 +24,7 @@ from txl_dist.estimate.rank_bytes import (
     ZeroSettings,
 )
 from txl_dist.model.flops import training_flops
+from txl_dist.model.memory import memory_kind
 from txl_dist.training.data import first_phase, open_corpora
 
 STAGES = (0, 1, 2, 3)
@@ -169,7 +170,8 @@ class _Estimator:
         self._config = config.model_copy(update={"model": model})
         self._facts, self._assumptions = facts, assumptions
         self._models: dict[int, ModelNeeds] = {}
-        self._lane_elements = model.n_layer * model.mem_len * model.d_model
+        state = memory_kind(model).empty(1, device="meta")
+        self._lane_elements = sum(tensor.numel() for tensor in state.row(0).values())
         lanes, tgt_len = config.data.num_lanes, config.data.tgt_len
         tails = tail_rows(model, num_tokens=lanes * tgt_len)
         flops = training_flops(model, num_lanes=lanes, tgt_len=tgt_len, tail_rows=tails)

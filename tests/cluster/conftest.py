@@ -8,7 +8,7 @@ import pytest
 from cluster.private_ray import TOKEN_VARIABLE, access_token
 from cluster.ray_train import train_on_ray
 from tests.support.training_runs import tiny_job
-from txl_dist.launch.rank_range import RankRange
+from txl_dist.launch.launcher import RankRange
 
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ[TOKEN_VARIABLE] = str(access_token())

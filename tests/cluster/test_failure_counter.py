@@ -6,7 +6,7 @@ import pytest
 
 from cluster.failure_counter import MAX_NODE_LOSSES, FailureCounter
 from txl_dist.errors import TxlError
-from txl_dist.launch.supervision import RestartBudget
+from txl_dist.launch.restarts import RestartBudget
 from txl_dist.training.run_directory import RunDirectory
 
 NODES = frozenset({"a", "b"})

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.nodes import ClusterState
 from cluster.rank_plan import SETTLE_SECONDS, STABLE_SECONDS, RankPlan
-from txl_dist.launch.rank_range import RankRange
+from txl_dist.launch.launcher import RankRange
 
 INTERVAL_SECONDS = 100.0
 

@@ -25,8 +25,8 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import DataError, PreemptedError, TxlError
 from txl_dist.launch import supervision
 from txl_dist.launch.launch_files import LaunchFiles, RankLocation
-from txl_dist.launch.rank_range import RankRange
-from txl_dist.launch.supervision import RestartBudget
+from txl_dist.launch.launcher import RankRange
+from txl_dist.launch.restarts import RestartBudget
 from txl_dist.training import follow
 from txl_dist.training.run_directory import RunDirectory
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.training_runs import NO_EVALUATION, tiny_job
 from txl_dist.launch import launch_output
-from txl_dist.launch.launch_output import STATUS_SECONDS, TRAINING_SECONDS, LaunchOutput
+from txl_dist.launch.launch_files import STATUS_SECONDS, TRAINING_SECONDS, LaunchOutput
 from txl_dist.launch.processes import ProcessLauncher
 
 STAGES = ["2 ranks start", "rank 0 is up", "2 of 2 ranks are up", "the model is built",

@@ -3,7 +3,7 @@
 import pytest
 
 from txl_dist.errors import ConfigError
-from txl_dist.launch.rank_range import RankRange
+from txl_dist.launch.launcher import RankRange
 
 
 def test_a_number_is_fixed_and_a_range_is_elastic() -> None:

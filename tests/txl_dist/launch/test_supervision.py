@@ -16,7 +16,7 @@ from txl_dist.errors import (
     TxlError,
     UnreadableError,
 )
-from txl_dist.launch.supervision import (
+from txl_dist.launch.restarts import (
     MAX_DELAY_SECONDS,
     RankEnd,
     RestartBudget,

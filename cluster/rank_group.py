@@ -324,4 +324,4 @@ def _describe_draining(address: str, seconds: float | None) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

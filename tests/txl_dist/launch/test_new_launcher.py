@@ -143,7 +143,9 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_stop_request_saves(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_request_saves(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TXL_FAULT", "step:terminate:5:0")
     job = tiny_job(dataset, tmp_path / "run", NO_EVALUATION)
     with pytest.raises(PreemptedError, match="that of step"):

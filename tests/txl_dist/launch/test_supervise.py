@@ -219,8 +219,8 @@ def test_a_run_that_loses_node_after_node_without_a_checkpoint_ends(
     group = ScriptedGroup(tmp_path)
 
     def lose(num_ranks: int) -> Script:
-        yield from group.die(num_ranks)
-        yield [NodeLost("b")]
+        yield from group.up(num_ranks, step=7)
+        yield [NodeLost("b"), RankEnded(1, None), RankEnded(0, 1, LostRankError("lost"))]
 
     with pytest.raises(TxlError, match="2 nodes were lost since the last checkpoint"):
         group.run(lose, lose, group.finish, max_restarts=5)

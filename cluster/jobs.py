@@ -1,4 +1,4 @@
-"""RayJobs: the client of a cluster's Ray Jobs API (entry point `ray` of group txl.jobs).
+"""RayJobs: the client of a cluster's Ray Jobs API (for `txl job`).
 
     txl job submit -> RayJobs.submit -> dashboard on the head node -> JobSupervisor (an actor)
                    -> shell -> cluster/job_driver.py -> txl train --on auto

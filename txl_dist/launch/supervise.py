@@ -120,7 +120,7 @@ class _Supervisor:
             ranks, growth_interval_seconds=job.config.ray.growth_interval_seconds
         )
         self._room: int | None = None
-        self._is_launcher_preempted = False
+        self._is_launcher_preempted = self._have_trained = False
         self._lost_nodes: set[str] = set()
         self._suspect_nodes: frozenset[str] = frozenset()
         """Nodes of the ranks of the last counted failure, which may turn out to be lost."""
@@ -249,6 +249,7 @@ class _Supervisor:
                 self._output.waits_for = reason
             case RanksUp(places, nodes):
                 self._places, self._nodes = dict(places), frozenset(nodes)
+                self._have_trained = True
             case RankEnded(rank, code, error, reason):
                 place, hung = (self._places or {}).get(rank, ""), rank in self._killed
                 self._ends.setdefault(rank, RankEnd(rank, code, error, hung, reason, place))
@@ -274,7 +275,7 @@ class _Supervisor:
 
     def _stop_without_ranks(self) -> None:
         if self._is_stop_requested:
-            state = "no rank is training" if self._plan.num_ranks else "nothing has been trained"
+            state = "no rank is training" if self._have_trained else "nothing has been trained yet"
             self._output.print(f"stopping: {state}")
             raise PreemptedError(
                 "stopped on request while no rank was training. "

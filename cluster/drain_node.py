@@ -5,7 +5,7 @@
 
 Kubernetes and clouds end a host by signals to its processes, at which a Ray node ends immediately,
 and its ranks with it. Ray's notice of a preemption comes before that: the node gets no new work,
-and the supervisor of the run (`txl_dist/launch/supervise.py`) asks the ranks to save. If `txl train` itself runs on this host, it gets
+and the launcher of a run asks the ranks to save. If `txl train` itself runs on this host, it gets
 SIGTERM, as it would from a person: the ranks save, and it ends with code 75.
 
 The command returns when no rank and no `txl train` is left on this host, at the latest at the

@@ -87,7 +87,8 @@ class RayRankGroup:
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         self._thread.leave.set()
         is_lost = self._monitor is not None and self._monitor.silent_seconds > HEAD_SECONDS
-        self._thread.join(0.0 if is_lost or self._monitor is None else SHUTDOWN_SECONDS)
+        is_ending = self._monitor is not None or self._thread.error is not None
+        self._thread.join(SHUTDOWN_SECONDS if is_ending and not is_lost else 0.0)
         if self._thread.is_alive():
             abandon_ray(self._address, getattr(error, "exit_code", 1) if error else 0)
 

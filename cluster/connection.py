@@ -41,6 +41,7 @@ NODE_LOSS_SECONDS = 6.0
 """Time for Ray to find out, after processes have died, that their node has died."""
 
 log = logging.getLogger(__name__)
+_ray_output = logging.getLogger("ray.txl")
 
 
 @contextmanager
@@ -60,7 +61,14 @@ def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
     if address is None:
         _start_private(num_cpus)
     else:
-        _connect(address)
+        check_cluster(address)
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"the Ray cluster at --on {address} responds, but cannot be used: {error}. This "
+                "machine must be one of its nodes, with the same versions of Ray and Python"
+            ) from error
     try:
         yield
     finally:
@@ -196,19 +204,6 @@ def _skip_grace_periods() -> None:
         node.kill_all_processes = lambda **_: kill(check_alive=False)
 
 
-def _connect(address: str) -> None:
-    import ray
-
-    check_cluster(address)
-    try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"the Ray cluster at --on {address} responds, but cannot be used: {error}. This "
-            "machine must be one of its nodes, with the same versions of Ray and Python"
-        ) from error
-
-
 def uses_gpus(num_workers: int) -> bool:
     """Whether each of `num_workers` gets a GPU: true if the cluster has any.
 
@@ -235,20 +230,28 @@ _SETTINGS_FRAME = 4
 def check_cluster(address: str, *, option: str = "--on") -> None:
     """Raise ConfigError, within seconds, unless a Ray cluster responds and accepts our token.
 
-    `option` is that of the command line with the address, for the message.
+    `address` is `auto`, that of a cluster, or that of a Ray client server; `option` is that of the
+    command line with the address, for the message.
     """
-    host_and_port = _canonical(address, option)
-    if not responds(host_and_port):
-        raise ConfigError(_unusable(address, f"nothing answers at {host_and_port}", option))
-    if "://" in address:
-        return  # a Ray client server; GcsClient does not apply, and its client has a time limit
     from ray import exceptions
+    from ray._private.services import canonicalize_bootstrap_address
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     try:
-        GcsClient(address=host_and_port)
-    except exceptions.RayError as error:
-        raise ConfigError(_unusable(address, str(error), option)) from None
+        head = canonicalize_bootstrap_address(address.partition("://")[2] or address)
+        if head is None or not head.rpartition(":")[2].isdigit():
+            raise ValueError("that is not host:port")
+        if not responds(head):
+            raise ValueError(f"nothing answers at {head}")
+        if "://" not in address:  # a Ray client server is no GcsServer, and has a time limit
+            GcsClient(address=head)
+    except (OSError, ValueError, exceptions.RayError) as error:
+        private = "; or use --on ray, which starts a private Ray" if option == "--on" else ""
+        raise ConfigError(
+            f"no Ray cluster can be used at {option} {address}: {error}. Check that it runs (ray "
+            "status there), its port (default 6379), the network, and its token on this machine "
+            f"(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH){private}"
+        ) from None
 
 
 def responds(host_and_port: str) -> bool:
@@ -265,31 +268,6 @@ def responds(host_and_port: str) -> bool:
     except OSError:
         return False
     return len(header) == 9 and header[3] == _SETTINGS_FRAME
-
-
-def _canonical(address: str, option: str) -> str:
-    """host:port for `auto`, the address of a cluster or the address of a Ray client server."""
-    from ray._private.services import canonicalize_bootstrap_address
-
-    try:
-        host_and_port = canonicalize_bootstrap_address(address.partition("://")[2] or address)
-    except (ConnectionError, ValueError, OSError) as error:
-        raise ConfigError(_unusable(address, str(error), option)) from None
-    if host_and_port is None or not host_and_port.rpartition(":")[2].isdigit():
-        raise ConfigError(_unusable(address, "that is not host:port", option))
-    return host_and_port
-
-
-def _unusable(address: str, reason: str, option: str) -> str:
-    private = "; or use --on ray, which starts a private Ray" if option == "--on" else ""
-    return (
-        f"no Ray cluster can be used at {option} {address}: {reason}. Check that it runs (ray "
-        "status there), its port (default 6379), the network, and its token on this machine "
-        f"(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH){private}"
-    )
-
-
-_ray_output = logging.getLogger("ray.txl")
 
 
 @contextmanager

@@ -260,7 +260,7 @@ def check_cpus() -> list[Finding]:
     """The CPUs that this process may use; a note if that is less than the machine has."""
     total, usable = os.cpu_count() or 1, usable_cpus()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
-    summary = f"no GPU; {total} CPUs, {memory:.1f} GiB memory"
+    summary = f"no GPU; {total} CPUs, {memory:.1f} GiB host memory"
     if usable < total:
         return [
             note(

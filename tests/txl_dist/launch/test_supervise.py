@@ -78,7 +78,8 @@ class ScriptedGroup(Launcher):
         self._script = next(self._starts)(num_ranks)
 
     def poll(self) -> list[Event]:
-        return [*self.news, *next(self._script, [])]
+        events = next(self._script, [])
+        return [*self.news, *events]
 
     def request_stop(self) -> None:
         pass
@@ -288,8 +289,10 @@ def test_a_run_shrinks_after_a_loss_and_grows_when_there_is_room(tmp_path: Path)
 
     def grow(num_ranks: int) -> Script:
         group.news = [Room(1)]
-        yield from group.save_on_request(num_ranks, step=12)
-        group.news = [Room(2)]
+        for events in group.save_on_request(num_ranks, step=12):
+            if any(isinstance(event, RankEnded) for event in events):
+                group.news = [Room(2)]
+            yield events
 
     assert group.run(lose, grow, group.finish, ranks="1:2", max_restarts=1) == [2, 1, 2]
     assert "there is room for 2 ranks instead of 1: the ranks save, and start again" in group.lines

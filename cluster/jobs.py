@@ -12,12 +12,11 @@ project as this process imports them (`py_modules`), with the metadata that make
 installed. So the cluster runs the code that submitted the job. Equal files are uploaded only once.
 """
 
-import asyncio
 import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import distribution
 from importlib.util import find_spec
@@ -39,8 +38,6 @@ from txl_dist.runtime.process import PACKAGES
 REQUEST_SECONDS = 60.0
 """Time limit for a response of the API; Ray's client has none."""
 POLL_SECONDS = 2.0
-SILENCE_SECONDS = 15.0
-"""While a job prints nothing, its state is checked this often: the head may have died."""
 HEAD_SECONDS = 30.0
 """How long the API may be unreachable while a job is followed."""
 NUM_LAST_LINES = 40
@@ -148,49 +145,24 @@ class RayJobs:
         return job
 
     def follow(self, job_id: str, write: Callable[[str], object]) -> Job:
-        return asyncio.run(self._follow(job_id, write))
-
-    def stop(self, job_id: str) -> bool:
-        with self._explained(f"job {job_id} could not be stopped"):
-            return bool(self._client.stop_job(job_id))
-
-    async def _follow(self, job_id: str, write: Callable[[str], object]) -> Job:
+        # Not Ray's `tail_job_logs`: it has no time limit, and starts again from the beginning.
         num_written = 0
         while True:
-            # A new connection sends the output from its beginning.
-            num_read = 0
-            async for text in self._tail(job_id):
-                if unwritten := text[max(0, num_written - num_read) :]:
-                    write(unwritten)
-                num_read += len(text)
-                num_written = max(num_written, num_read)
-            job = await asyncio.to_thread(self._job_if_reachable, job_id)
+            job = self._job_if_reachable(job_id)  # before its output, which then is complete
+            with suppress(TxlError):  # the node of the driver is gone, with its log
+                text = self.logs(job_id)
+                if len(text) > num_written:
+                    write(text[num_written:])
+                    num_written = len(text)
             if job.is_ended:
                 if num_written == 0:  # the driver has not run
                     write(f"{job.message}\n")
                 return job
-            await asyncio.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
-    async def _tail(self, job_id: str) -> AsyncIterator[str]:
-        """The output from its beginning, until the job ends or the connection is lost."""
-        tail = self._client.tail_job_logs(job_id)
-        next_text = asyncio.ensure_future(anext(tail))
-        try:
-            while True:
-                done, _ = await asyncio.wait([next_text], timeout=SILENCE_SECONDS)
-                if not done:  # the connection has no time limit
-                    job = await asyncio.to_thread(self._job_if_reachable, job_id)
-                    if job.is_ended:
-                        return
-                    continue
-                try:
-                    text = next_text.result()
-                except Exception:  # the end, or an error of aiohttp: the caller checks the job
-                    return
-                yield text
-                next_text = asyncio.ensure_future(anext(tail))
-        finally:
-            next_text.cancel()
+    def stop(self, job_id: str) -> bool:
+        with self._explained(f"job {job_id} could not be stopped"):
+            return bool(self._client.stop_job(job_id))
 
     def _job_if_reachable(self, job_id: str) -> Job:
         """The job; waits HEAD_SECONDS for an API that does not respond."""

@@ -280,7 +280,7 @@ class RayRankGroup:
         """Wait for the resources of a start; false after the limit, or if the launch ends."""
         deadline = time.monotonic() + limit_seconds
         while not self._thread.leave.is_set() and time.monotonic() < deadline:
-            if group.wait(POLL_SECONDS):
+            if group.wait(1.0):
                 return True
         return False
 

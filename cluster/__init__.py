@@ -10,6 +10,5 @@ doctor.py        checks all nodes before a run (txl doctor)
 jobs.py          the client of the Ray Jobs API, for `txl job`
 job_driver.py    runs the txl command of a job on the cluster (job_command.py)
 drain_node.py    tells Ray that this host will be preempted
-bare_start.py    Ray alone, for a benchmark
 deploy/          files for `ray up`, Kubernetes, Slurm and containers
 """

@@ -1,19 +1,22 @@
-"""`txl bench generate`: time per token by text length, in batches, and of its products alone.
+"""Time per token of generation by text length, in batches, and of its products alone.
+
+    python benchmarks/generation_time.py [--rounds 20] [--json]
 
 One decoder per length has read a text of that length. Every round draws the same number of tokens
 from each, so that other load on the machine affects all of them. A token attends to the memory and
 to itself, so its time must not depend on how much was read before.
 
-The second part compares the time of a token with that of its matrix products alone
-(`products.py`), for one prompt and for several. Both take turns in one process, on one thread.
+The second part compares the time of a token with that of its matrix products alone, for one prompt
+and for several. Both take turns in one process, on one thread (`txl_dist/bench/model.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch.profiler import ProfilerActivity, profile
+from training_figures import run_script
 
-from txl_dist.bench.model import PLAIN
-from txl_dist.bench.products import num_operators, products_alone
+from txl_dist.bench.model import PLAIN, products_alone
 from txl_dist.bench.rounds import Figure, one_thread, time_rounds
 from txl_dist.generation.batch_decoder import BatchDecoder
 from txl_dist.generation.options import Sampling
@@ -111,3 +114,14 @@ def _decoder(model: TransformerXL, lengths: Sequence[int]) -> BatchDecoder:
 def _draw(decoder: BatchDecoder) -> None:
     for _ in range(TOKENS_PER_ROUND):
         decoder.draw()
+
+
+def num_operators(run: Callable[[], object]) -> int:
+    """Operators that one run calls, those that others call included, as torch's profiler counts."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    return sum(row.count for row in profiler.key_averages() if row.key.startswith("aten::"))
+
+
+if __name__ == "__main__":
+    run_script(__doc__, bench_generate, rounds=20)

@@ -1,10 +1,9 @@
-"""The program of `txl bench start` for the bare libraries: one step of DeepSpeed, on each rank.
+"""One step of DeepSpeed on each rank, by the bare libraries: what a start is compared with.
 
-It is text, run as a file: what is compared with `txl train` must import nothing of this project.
-`cluster/bare_start.py` calls its function `step` in the workers of Ray.
+`start_time.py` runs it under torchrun; `bare_ray_start.py` calls `step` in the workers of Ray. It
+must import nothing of this project.
 """
 
-BARE_STEP = """
 import os
 
 import torch
@@ -33,4 +32,3 @@ def step():
 
 if __name__ == "__main__":
     step()
-"""

@@ -1,10 +1,10 @@
-"""The bare starts on Ray that `txl bench start` compares with `txl train --on ray`.
+"""The bare starts on Ray that `start_time.py` compares with `txl train --on ray`.
 
-    python -m cluster.bare_start PROGRAM RANKS train     Ray Train
-    python -m cluster.bare_start PROGRAM RANKS actors    actors in a placement group
+    python benchmarks/bare_ray_start.py PROGRAM RANKS train     Ray Train
+    python benchmarks/bare_ray_start.py PROGRAM RANKS actors    actors in a placement group
 
 Both start a private Ray as `txl train` does, and call the function `step` of PROGRAM
-(txl_dist/bench/bare_step.py) on every rank. The difference between the two is what Ray Train's
+(bare_step.py) on every rank. The difference between the two is what Ray Train's
 controller takes (docs/decisions/0041-started-in-seconds.md).
 """
 

@@ -1,4 +1,6 @@
-"""`txl bench start`: time to the first step, against bare libraries, and from the last step on.
+"""Time to the first step, against bare libraries, and from the last step on.
+
+    python benchmarks/start_time.py [--rounds 3] [--json]
 
     processes   txl train --on processes    torchrun, one step of DeepSpeed
     ray         txl train --on ray          Ray Train, one step of DeepSpeed; and actors, without it
@@ -21,14 +23,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from txl_dist.bench.bare_step import BARE_STEP
+from training_figures import bench_config, prepare_text, run_script
+
 from txl_dist.bench.rounds import Figure
-from txl_dist.bench.train import bench_config, prepare_text
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.config.training_config import TrackingConfig
 from txl_dist.errors import TxlError
 from txl_dist.runtime.fault_injection import TRACE_VARIABLE, read_trace
 
+BARE_STEP, BARE_RAY_START = (
+    str(Path(__file__).with_name(name)) for name in ("bare_step.py", "bare_ray_start.py")
+)
 NUM_RANKS = 2
 STEP_TEXT = "step 1 | loss"
 TIMEOUT_SECONDS = 300.0
@@ -72,7 +77,6 @@ def bench_start(*, rounds: int) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="txl-bench-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         prepare_text(work / "data")
-        (work / "bare_step.py").write_text(BARE_STEP)
         yield _usage_errors(work, rounds)
         yield from _processes(work, rounds)
         yield from _ray(work, rounds)
@@ -80,7 +84,7 @@ def bench_start(*, rounds: int) -> Iterator[Figure]:
 
 def _processes(work: Path, rounds: int) -> Iterator[Figure]:
     launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(NUM_RANKS))
-    bare_command = [sys.executable, "-m", "torch.distributed.run", *launch, "bare_step.py"]
+    bare_command = [sys.executable, "-m", "torch.distributed.run", *launch, BARE_STEP]
     ours, bare, parts = [], [], []
     for number in range(rounds):
         trace = work / f"processes-{number}.trace"
@@ -98,7 +102,7 @@ def _ray(work: Path, rounds: int) -> Iterator[Figure]:
     for number in range(rounds):
         ours.append(_watch(_train_command(work, f"ray-{number}"), work))
         for kind, timelines in bare.items():
-            command = [sys.executable, "-m", "cluster.bare_start", "bare_step.py", "2", kind]
+            command = [sys.executable, BARE_RAY_START, BARE_STEP, "2", kind]
             timelines.append(_watch(command, work))
     yield from _comparison("ray", ours, {"Ray Train": bare["train"], "Ray actors": bare["actors"]})
 
@@ -216,3 +220,7 @@ def _cpu_seconds(command: Sequence[str], work: Path) -> float:
     if ended.returncode == 0:
         raise TxlError(f"{' '.join(command)} was accepted")
     return used() - before
+
+
+if __name__ == "__main__":
+    run_script(__doc__, bench_start, rounds=3)

@@ -12,14 +12,10 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.nodes import num_threads, use_interface_of
 from txl_dist.errors import PreemptedError, TxlError
-
-if TYPE_CHECKING:
-    from txl_dist.training.scoring_worker import LoggedWorkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +91,7 @@ class RankActor:
 
     def run(self, port: int) -> TxlError | None:
         """Train until the run ends; returns the error that ended it. `port` is that of rank 0."""
+        import ray
         import torch
 
         from data_pipeline.processes.stop_signals import StopSignals, unblock_stop_signals
@@ -128,19 +125,9 @@ class RankActor:
                     job,
                     world,
                     report_stop=partial(files.write_error, world.rank),
-                    open_workers=partial(_scoring_actor, self._settings["address"]),
+                    # An actor scores checkpoints: with a CPU, or a GPU if the ranks have GPUs.
+                    evaluate_on=ray.get_runtime_context().gcs_address,
                 )
             except TxlError as error:
                 return error
         return None
-
-
-def _scoring_actor(address: str | None, log: Path) -> "LoggedWorkers":
-    """The actor of `evaluation.on: workers`, with a CPU, or a GPU if the ranks have GPUs."""
-    import torch
-
-    from cluster.workers import RayWorkers
-    from txl_dist.training.scoring_worker import LoggedWorkers
-
-    actor = RayWorkers(1, address=address, use_gpus=torch.cuda.is_available(), is_connected=True)
-    return LoggedWorkers(actor, log)

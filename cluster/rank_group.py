@@ -235,7 +235,6 @@ class RayRankGroup:
         settings = {
             "job": job.to_json(),
             "working_directory": str(Path.cwd()),
-            "address": self._address,
             "use_gpu": placement.use_gpu,
         }
         prepared = [

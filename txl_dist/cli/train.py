@@ -10,7 +10,7 @@ import typer
 from txl_dist.cli.options import ConfigPath, Overrides, require_local
 
 if TYPE_CHECKING:
-    from txl_dist.launch.rank_range import RankRange
+    from txl_dist.launch.launcher import RankRange
     from txl_dist.training.job import TrainJob
 
 
@@ -80,7 +80,7 @@ def train(
     Example: txl train configs/quickstart.yaml --ranks 2 training.num_steps=500
     """
     from txl_dist.config.config_file import load_run_config
-    from txl_dist.launch.rank_range import RankRange
+    from txl_dist.launch.launcher import RankRange
     from txl_dist.runtime.process import is_torchrun
     from txl_dist.training.job import TrainJob
 

@@ -1,6 +1,5 @@
 """The observers of a run, and its tracker. A new observer is one class and one entry here."""
 
-import logging
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from txl_dist.training.report import Report
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.speed import StragglerCheck, Utilisation
 from txl_dist.training.state import TrainState
-
-log = logging.getLogger(__name__)
 
 
 def build_observers(

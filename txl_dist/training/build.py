@@ -36,12 +36,11 @@ from txl_dist.training.evaluator import build_evaluator
 from txl_dist.training.job import TrainJob, require_same_job
 from txl_dist.training.loop import Trainer
 from txl_dist.training.rank_context import RankContext
-from txl_dist.training.remote_resume import download_newest
 from txl_dist.training.resume import find_resume_point
 from txl_dist.training.resume_point import restore, run_id_of
 from txl_dist.training.run_directory import RunDirectory, begin_attempt
 from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
-from txl_dist.training.start_state import count_tokens, initial_state, open_run, phases_of
+from txl_dist.training.start_state import count_tokens, initial_state, open_run
 from txl_dist.training.statistics import WeightStatistics
 from txl_dist.training.worker_evaluation import build_worker_evaluation
 
@@ -79,20 +78,17 @@ def build_trainer(
     # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
     # in the run directory, so the run continues even if its URL cannot be reached.
     is_new_attempt = directory.checkpoints.attempt is None
-    if is_new_attempt:
-        download_newest(job, data, world)
-    point, newest_step = find_resume_point(job, data, world), directory.checkpoints.newest_step()
+    point = find_resume_point(job, data, world, download=is_new_attempt)
+    newest_step, run_id = directory.checkpoints.newest_step(), world.broadcast(run_id_of(point))
     if is_new_attempt:
         # Only after all checks: beginning an attempt fences the one that is running.
-        directory.checkpoints.attempt = begin_attempt(
-            job, directory, world, run_id=run_id_of(point, directory.checkpoints)
-        )
+        directory.checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
         if world.broadcast(directory.checkpoints.newest_step() != newest_step):
-            point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
+            # The older attempt has saved meanwhile.
+            point = find_resume_point(job, data, world, download=False)
         _share_stop(stop, directory, world, run_stack or stack)
     settings_step = point.settings_step if point else 0
     config = job.config.after_step(settings_step)
-    run_id = world.broadcast(run_id_of(point, directory.checkpoints))
     if config != job.config:
         data = TrainingData.open(config, num_ranks=world.num_ranks)
     rank = RankContext(
@@ -118,7 +114,7 @@ def build_trainer(
     )
     report.event("%s", describe_start(rank, step, state, point))
     if point is not None:
-        report.event("%s", count_tokens(phases_of(rank, point), state).line)
+        report.event("%s", count_tokens(point.state.phases, state).line)
     report.plan(config, data)
     if config.optimizer.averaging and data.evaluation:
         report.event("evaluation | scores the %s", describe_average(config.optimizer))

@@ -15,7 +15,7 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.pipeline import segment_pipeline
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.streams.segments import Segment
-from txl_dist.checkpoint.mirror import CheckpointMirror
+from txl_dist.checkpoint.copies import CopyUploader
 from txl_dist.checkpoint.writer import CheckpointHeader
 from txl_dist.config.config_file import flatten_config
 from txl_dist.errors import ConfigError
@@ -182,27 +182,24 @@ def build_saver(
         header=header,
         step=step,
         tracker=tracker,
-        mirror=_create_mirror(rank, is_new_attempt=is_new_attempt),
+        uploader=_create_uploader(rank, is_new_attempt=is_new_attempt),
         config=config.training,
         saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
-        saved_step=point.step_in(checkpoints) if point else None,
+        saved_step=point.kept_step if point and not point.is_fork else None,
     )
     return rank.stack.enter_context(closing(saver))
 
 
-def _create_mirror(rank: RankContext, *, is_new_attempt: bool) -> CheckpointMirror | None:
-    config, world = rank.config.training, rank.world
-    if config.checkpoint_url is None:
-        return None
-    mirror = CheckpointMirror(
-        config.checkpoint_url,
-        rank.directory.checkpoints,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        timeout_seconds=config.rank_timeout_seconds,
-        retention=retention_of(config),
-        attempt=rank.directory.checkpoints.attempt,
-    )
-    if is_new_attempt:
-        world.run_on_rank_zero(mirror.open)
-    return mirror
+def _create_uploader(rank: RankContext, *, is_new_attempt: bool) -> CopyUploader | None:
+    """On rank 0, if checkpoints are copied. Collective."""
+    config, checkpoints = rank.config.training, rank.directory.checkpoints
+    uploader = None
+    if config.checkpoint_url and rank.world.is_rank_zero:
+        uploader = CopyUploader(
+            config.checkpoint_url,
+            checkpoints,
+            retention=retention_of(config),
+            attempt=checkpoints.attempt,
+        )
+    rank.world.run_on_rank_zero(lambda: uploader.open() if uploader and is_new_attempt else None)
+    return uploader

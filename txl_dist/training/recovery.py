@@ -142,9 +142,7 @@ class Recovery:
                 "num_rollbacks": state.divergence.num_rollbacks + 1,
             }
         )
-        restored = restored.model_copy(
-            update={"divergence": divergence, "resumed_from": state.resumed_from}
-        )
+        restored = restored.model_copy(update={"divergence": divergence})
         self.saver.rewind(restored)
         world.run_on_rank_zero(lambda: self.report.rewind(restored, abandoned_step=state.step))
         self.report.event(

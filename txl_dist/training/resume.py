@@ -29,7 +29,6 @@ The table is also in docs/how_to/train_for_weeks.md; decision 50 has the reasons
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -68,10 +67,7 @@ def find_resume_point(
     source = _on_rank_zero(lambda: _source(job, data, download=download), world)
     if source == "new run":
         return None
-    if source == "own checkpoints":
-        point = _newest_intact(job, world)
-    else:
-        point = _fork(job, source, world)
+    point = _fork(job, source, world) if isinstance(source, Path) else _newest_intact(job, world)
     require_compatible(point.manifest, point.state, point.path, job=job, data=data)
     _warn_of_other_code(point)
     return _with_scores_of(job, data, point, world)

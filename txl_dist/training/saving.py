@@ -27,8 +27,9 @@ from functools import partial
 from pathlib import Path
 
 from data_pipeline.processes.background_queue import BackgroundQueue
+from data_pipeline.storage.urls import shown
+from txl_dist.checkpoint.copies import CopyUploader
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
-from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
 from txl_dist.config.training_config import TrainingConfig
@@ -67,13 +68,13 @@ class RunSaver:
         header: CheckpointHeader,
         step: TrainStep,
         tracker: Tracker | None,
-        mirror: CheckpointMirror | None,
+        uploader: CopyUploader | None,
         config: TrainingConfig,
         saved_file: Path | None,
         saved_step: int | None,
     ) -> None:
         self._checkpoints, self._header, self._config = checkpoints, header, config
-        self._mirror = mirror
+        self._uploader = uploader
         self._step, self._tracker, self._saved_file = step, tracker, saved_file
         self.saved_step = saved_step
         self._is_confirmed = False
@@ -99,7 +100,7 @@ class RunSaver:
     @property
     def has_failed(self) -> bool:
         """Whether `wait` would raise an error of this rank; for the flags of a step."""
-        is_fenced = self._mirror is not None and self._mirror.is_fenced
+        is_fenced = self._uploader is not None and self._uploader.is_fenced
         return self._queue.error is not None or is_fenced
 
     def save(self, state: TrainState) -> None:
@@ -140,7 +141,7 @@ class RunSaver:
         resume from it skips the same steps. Raises CheckpointError on every rank.
         """
         best_step = state.best.step if state.best else None
-        changes = state.model_dump(mode="json", include={"divergence", "resumed_from"})
+        changes = state.model_dump(mode="json", include={"divergence"})
 
         def rewrite() -> None:
             self._checkpoints.rewind(state.step, best_step=best_step)
@@ -149,8 +150,7 @@ class RunSaver:
         world = self._step.world
         with explain_failed_save(self._checkpoints, rank=0):
             world.run_on_rank_zero(rewrite)
-        if self._mirror is not None:
-            self._mirror.update()  # removes the copies of the superseded checkpoints
+        self._upload()  # also removes the copies of the superseded checkpoints
         self.saved_step, self._is_confirmed = state.step, False
 
     def confirm(self, state: TrainState) -> None:
@@ -172,8 +172,7 @@ class RunSaver:
             limit_seconds=self._config.rank_timeout_seconds,
             on_error=self._give_up,
         )
-        if self._mirror is not None:
-            self._step.world.run_on_all(self._mirror.require_newest_attempt)
+        self._require_newest_attempt_of_copies()
 
     def finish(self, *, require_copies: bool) -> None:
         """`wait`, then wait until the copies at the URL are complete. Collective.
@@ -182,31 +181,26 @@ class RunSaver:
         After that, CheckpointError on every rank. Without `require_copies` a failure is logged.
         """
         self.wait()
-        if self._mirror is None:
+        if self._config.checkpoint_url is None:
             return
         world, start = self._step.world, time.monotonic()
         world.activity.name = "upload of checkpoints"
-        self._mirror.update()
+        self._upload()
         while True:
-            is_idle = self._mirror.wait(RETRY_SECONDS)
-            outcome = (is_idle, self._mirror.failure, time.monotonic() - start)
-            outcomes = world.all_gather(outcome)
-            world.run_on_all(self._mirror.require_newest_attempt)
-            failures = [failure for _, failure, _ in outcomes if failure]
-            if all(is_idle for is_idle, _, _ in outcomes) and not failures:
+            # In turns, so that no rank waits in a collective for longer than its limit.
+            is_idle, failure, seconds = world.broadcast(self._wait_for_upload(start))
+            self._require_newest_attempt_of_copies()
+            if is_idle and not failure:
                 return
-            # By the clock of rank 0, so that all ranks end at the same time.
-            is_late = outcomes[0][2] > self._config.checkpoint_upload_timeout_seconds
-            # The failure of a rank that is not idle is that of an earlier update.
-            has_failed = any(is_idle and failure for is_idle, failure, _ in outcomes)
-            if is_late or (has_failed and not require_copies):
+            is_late = seconds > self._config.checkpoint_upload_timeout_seconds
+            if is_late or (is_idle and not require_copies):
                 break
-            if is_idle and self._mirror.failure:
+            if is_idle:
                 time.sleep(RETRY_SECONDS)
-                self._mirror.update()
+                self._upload()
         message = (
-            f"the checkpoints could not be copied to {self._mirror}: "
-            f"{failures[0] if failures else 'the uploads took too long'}. They are complete in "
+            f"the checkpoints could not be copied to {shown(self._config.checkpoint_url)}: "
+            f"{failure or 'the uploads took too long'}. They are complete in "
             f"{self._checkpoints.path}. The same command repeats the upload; or increase "
             "training.checkpoint_upload_timeout_seconds="
             f"{self._config.checkpoint_upload_timeout_seconds:g}"
@@ -214,6 +208,25 @@ class RunSaver:
         if require_copies:
             raise CheckpointError(message)
         log.warning("%s", message)
+
+    def _upload(self) -> None:
+        if self._uploader is not None:
+            self._uploader.update()
+
+    def _wait_for_upload(self, start: float) -> tuple[bool, str | None, float]:
+        """Whether rank 0 has uploaded everything, why not, and the seconds since `start`."""
+        if self._uploader is None:
+            return False, None, 0.0
+        is_idle = self._uploader.wait(RETRY_SECONDS)
+        return is_idle, self._uploader.failure if is_idle else None, time.monotonic() - start
+
+    def _require_newest_attempt_of_copies(self) -> None:
+        """Raise the FencedError of the uploads, if they had one, on every rank. Collective."""
+        if self._config.checkpoint_url is not None:
+            uploader = self._uploader
+            self._step.world.run_on_rank_zero(
+                lambda: uploader.require_newest_attempt() if uploader else None
+            )
 
     def settle(self) -> None:
         """`wait` before a rollback, for which it does not matter if a save has found numbers that
@@ -243,13 +256,13 @@ class RunSaver:
     def close(self) -> None:
         """End the thread. A save in flight is completed first, if the other ranks have done so."""
         self._deadline = min(self._deadline, time.monotonic() + CLOSE_TIMEOUT_SECONDS)
-        if self._mirror is not None:
-            self._mirror.close()
+        if self._uploader is not None:
+            self._uploader.close()
         if not self._queue.close(2 * CLOSE_TIMEOUT_SECONDS):
             log.warning("the checkpoint of step %s could not be completed", self.saved_step)
         elif self._queue.error is not None:
             log.info("%s", self._queue.error)
-            self._checkpoints.discard(self._save_id)
+            self._checkpoints.remove_staging(self._save_id)
 
     @property
     def _save_id(self) -> str:
@@ -278,7 +291,7 @@ class RunSaver:
         self._deadline = -math.inf
         self._queue.wait(CLOSE_TIMEOUT_SECONDS)
         # By every rank, after its own thread has ended: the last one finds all files.
-        self._checkpoints.discard(self._save_id)
+        self._checkpoints.remove_staging(self._save_id)
 
     # --- in the background thread ---------------------------------------------------------------
 
@@ -286,14 +299,12 @@ class RunSaver:
         queue.progress += 1
         # A rollback has given the run another queue.
         if queue is not self._queue or time.monotonic() > self._deadline:
-            raise TxlError("given up, because the save has failed on another rank")
+            raise TxlError("save cancelled: another rank failed to write its part")
 
     def _write(
         self, save: Save, snapshot: Snapshot, state: TrainState, mlflow_run_id: str | None
     ) -> None:
         save.write_part(snapshot)
-        if self._mirror is not None and save.rank != 0:
-            self._mirror.update(published=(state.step, save.save_id))
         if save.rank != 0:
             return
         path = save.publish(
@@ -307,8 +318,7 @@ class RunSaver:
                 self._saved_file.touch()
             log.info("checkpoint at step %d | %s", state.step, path)
             self._update_best(state, state.step)
-        if self._mirror is not None:
-            self._mirror.update()
+        self._upload()
 
     def _write_score(self, state: TrainState, score: BestScore) -> None:
         entry = score.model_dump(mode="json")
@@ -323,8 +333,7 @@ class RunSaver:
                 own = {"score": entry} if step == score.step else {}
                 update_state(self._checkpoints, step, {**changes, **own})
             self._update_best(state, score.step)
-        if self._mirror is not None:
-            self._mirror.update()
+        self._upload()
 
     def _prune(self, state: TrainState) -> None:
         with explain_failed_save(self._checkpoints, rank=0):

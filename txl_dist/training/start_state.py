@@ -26,15 +26,15 @@ def initial_state(rank: RankContext, point: ResumePoint | None) -> TrainState:
     """The state to begin with. Its last phase reads the data of this job."""
     state = point.state if point else TrainState()
     phases = phases_from(
-        phases_of(rank, point) if point else (),
+        state.phases,
         rank.data.phase,
         position=state.position,
         context_tokens=context_segments(rank.config) * rank.config.data.tgt_len,
     )
     # A run without evaluation drops the pending evaluation of the run that it resumes.
     state = state.scored_on(rank.config.evaluation.on if rank.data.evaluation else None)
-    if point is not None and not point.is_of(rank.directory.checkpoints):
-        # The checkpoints of its earlier steps are those of another run.
+    if point is not None and point.is_fork:
+        # The checkpoints of earlier steps are those of another run.
         unscored = tuple(step for step in state.unscored_steps if step == state.step)
         state = state.model_copy(update={"unscored_steps": unscored})
     state = state.model_copy(update={"phases": phases})
@@ -44,12 +44,6 @@ def initial_state(rank: RankContext, point: ResumePoint | None) -> TrainState:
     return state
 
 
-def phases_of(rank: RankContext, point: ResumePoint) -> tuple[Phase, ...]:
-    """The phases of a checkpoint; before runs had phases, one with the data of this job."""
-    num_lanes = len(point.manifest.rank_of_lane)
-    return point.state.phases or (rank.data.phase.model_copy(update={"num_lanes": num_lanes}),)
-
-
 def open_run(rank: RankContext, state: TrainState, point: ResumePoint | None) -> None:
     """Make the run directory consistent with `state`: no later checkpoints, no later metrics."""
     directory, evaluation = rank.directory, rank.data.evaluation
@@ -57,9 +51,8 @@ def open_run(rank: RankContext, state: TrainState, point: ResumePoint | None) ->
     # start makes consistent again.
     directory.checkpoints.open()
     best_step = state.best.step if state.best else None
-    source = point.path if point else None
     kept_step = point.kept_step if point else 0
-    for step in directory.checkpoints.rewind(kept_step, best_step=best_step, source=source):
+    for step in directory.checkpoints.rewind(kept_step, best_step=best_step):
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
@@ -122,7 +115,7 @@ def count_tokens(before: tuple[Phase, ...], state: TrainState) -> TokenCount:
         epoch=epoch,
         read=num_tokens(read),
         unread=num_tokens(unread),
-        lost=missing if missing >= (after.num_lanes or 0) else 0,
+        lost=missing if missing >= after.num_lanes else 0,
         twice=num_tokens(read) + num_tokens(unread) - covered,
         targets_missing=targets - state.tokens,
     )

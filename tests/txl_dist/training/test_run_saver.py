@@ -71,7 +71,7 @@ def on_two_ranks(run: Path, work: Callable[[RunSaver], Any], **settings: Any) ->
             header=HEADER,
             step=step,
             tracker=None,
-            mirror=None,
+            uploader=None,
             config=TrainingConfig(**{"num_steps": 20, "rank_timeout_seconds": 60, **settings}),
             saved_file=run / "saved",
             saved_step=None,

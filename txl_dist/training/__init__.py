@@ -16,9 +16,9 @@ lane_dropout.py   dropout masks as a function of seed, step and lane
 evaluator.py      the evaluation of a split during training
 state.py          progress of a run, stored in each checkpoint
 saving.py         when checkpoints are written and removed
-resume.py         which checkpoint to resume from
+resume.py         where a run resumes: one function, whose docstring is a table
+resume_point.py   the chosen checkpoint: verified, then loaded
 start_state.py    the state to begin with; counts the tokens that a resume loses
-remote_resume.py  downloads the newest checkpoint of a URL before that
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and who may write them: lock and attempts
 report.py         metrics.jsonl and the step line

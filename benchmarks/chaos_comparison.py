@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from matplotlib.figure import Figure
+from txl_dist.checkpoint.remote import RemoteCheckpoints
 
 from data_pipeline.storage.remote_path import RemotePath
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
-from txl_dist.checkpoint.remote import RemoteCheckpoints
 from txl_dist.tracking.journal import read_metrics
-from txl_dist.tracking.state import TrackingState
+from txl_dist.tracking.tracker import TrackingState
 
 METRICS = ("tokens", "loss", "perplexity", "lr", "gradient_norm", "memory_valid", "valid/loss")
 """Metrics that do not depend on time."""

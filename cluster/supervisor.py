@@ -33,7 +33,7 @@ from txl_dist.launch.launch_output import LaunchOutput
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.supervision import RestartBudget
 from txl_dist.runtime.stop_request import STOPPING
-from txl_dist.tracking.tracker import wait_for_delivery
+from txl_dist.tracking.process import wait_for_delivery
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.run_directory import RunDirectory
 

@@ -43,7 +43,7 @@ from txl_dist.checkpoint.manifest import (
 )
 from txl_dist.errors import CheckpointError, ConfigError, FencedError, StoreError
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.tracking.state import STATE, TrackingState
+from txl_dist.tracking.tracker import STATE, TrackingState
 
 RUN_FILES = ("metrics.jsonl", STATE, "goodput.json")
 """Files of the run directory that are copied: the metrics, which MLflow run has them, and how the

@@ -38,7 +38,7 @@ from txl_dist.launch.supervision import (
 from txl_dist.runtime.gpus import num_gpus
 from txl_dist.runtime.stop_request import STOPPING, StopRequest
 from txl_dist.runtime.torchrun import without_torchrun
-from txl_dist.tracking.tracker import wait_for_delivery
+from txl_dist.tracking.process import wait_for_delivery
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory

@@ -15,7 +15,7 @@ from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import last_trained_step
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.build_computation import (
     build_recovery,
     build_saver,
@@ -58,7 +58,7 @@ def build_trainer(
     stop: StopRequest | None = None,
     *,
     run_stack: ExitStack | None = None,
-    tracker: Tracker | None = None,
+    tracker: TrackingProcess | None = None,
     open_workers: OpenWorkers = scoring_process,
 ) -> Trainer:
     """Open the data, join the ranks, resume or initialise, and build all parts of the run.

@@ -25,7 +25,7 @@ from txl_dist.model.triton_support import triton_unavailable_reason
 from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.runtime.source_digest import code_description
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.device_segments import DeviceSegments
 from txl_dist.training.divergence_dump import DivergenceDump
@@ -157,7 +157,7 @@ def build_recovery(
 def build_saver(
     rank: RankContext,
     step: TrainStep,
-    tracker: Tracker | None,
+    tracker: TrackingProcess | None,
     point: ResumePoint | None,
     *,
     is_new_attempt: bool,

@@ -13,7 +13,7 @@ from txl_dist.model.attention import choose_attention
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.precision import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.data import Corpus
 from txl_dist.training.duration import how_to_extend
 from txl_dist.training.goodput import Goodput
@@ -38,7 +38,7 @@ def measure_utilisation(rank: RankContext) -> Utilisation:
     return Utilisation(rank.world, TORCH_DTYPE[rank.config.precision], flops_per_step=flops)
 
 
-def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> Tracker | None:
+def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> TrackingProcess | None:
     """Start sending metrics to MLflow. The status of the run depends on how `stack` is closed."""
     # Rank 0 only: MLflow would record one copy per rank.
     if not (rank.world.is_rank_zero and rank.config.tracking.enabled):
@@ -48,7 +48,7 @@ def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> Trac
     if len(corpora) > 1:
         tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
     manifest = _local_manifest(corpora[0], rank.directory) if len(corpora) == 1 else None
-    tracker = Tracker.start(
+    tracker = TrackingProcess.start(
         rank.directory.path, rank.job.config, data_manifest=manifest, tags=tags, new_run=new_run
     )
     return stack.enter_context(tracker)

@@ -28,7 +28,7 @@ from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.advance import after_step
 from txl_dist.training.follow import FIRST_BATCH
 from txl_dist.training.profiler import StepProfiler
@@ -72,7 +72,7 @@ class Trainer:
     report: Report
     stop: StopRequest
     saver: RunSaver
-    tracker: Tracker | None
+    tracker: TrackingProcess | None
     evaluate: Evaluate | None
     worker_evaluation: WorkerEvaluation
     """At most one of the two scores the validation split."""

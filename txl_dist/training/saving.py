@@ -35,7 +35,7 @@ from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_sa
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.runtime.background_wait import wait_for_queues
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.state import BestScore, TrainState
 from txl_dist.training.step import TrainStep
 
@@ -67,7 +67,7 @@ class RunSaver:
         *,
         header: CheckpointHeader,
         step: TrainStep,
-        tracker: Tracker | None,
+        tracker: TrackingProcess | None,
         uploader: CopyUploader | None,
         config: TrainingConfig,
         saved_file: Path | None,

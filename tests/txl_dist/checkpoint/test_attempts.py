@@ -1,13 +1,11 @@
 """Only the newest attempt of a run changes its checkpoints."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from data_pipeline.storage.manifest_file import manifest_bytes
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint import directory as module
 from txl_dist.checkpoint.attempts import (

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from txl_dist.tracking.delivery import points_of
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.mlflow_client import UnavailableError
+from txl_dist.tracking.sender import points_of
+from txl_dist.tracking.tracker import UnavailableError
 
 from .conftest import (
     START,
     MlflowServer,
-    delivery_for,
     recorded_steps,
     run_id_of,
     run_ids,
+    sender_for,
     status_of,
     tags_of,
     write_steps,
@@ -34,12 +34,12 @@ def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_pa
     manifest.write_text("{}")
     write_steps(run_dir, range(1, 2501))
     long = "x" * 7000
-    delivery = delivery_for(
+    sender = sender_for(
         run_dir, params={"a.b": "1", "long": long}, tags={"t": "v"}, data_manifest=str(manifest)
     )
-    delivery.pump()
-    delivery.set_end_status("finished")
-    delivery.finish()
+    sender.pump()
+    sender.set_end_status("finished")
+    sender.finish()
 
     run = _client(run_dir).get_run(run_id_of(run_dir))
     assert run.info.status == "FINISHED"
@@ -59,12 +59,12 @@ def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_pa
 
 def test_training_from_step_0_in_the_same_directory_is_a_new_run(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 6))
-    delivery_for(run_dir).pump()
+    sender_for(run_dir).pump()
     old = run_id_of(run_dir)
     (run_dir / "metrics.jsonl").unlink()
     write_steps(run_dir, range(1, 4), since=START + 1000)
     for _ in range(2):  # a restarted sender continues that run
-        delivery_for(run_dir, new_run_key="new").pump()
+        sender_for(run_dir, new_run_key="new").pump()
     database = run_dir.parent / "mlflow.db"
     assert len(run_ids(database)) == 2
     assert recorded_steps(database, run_id_of(run_dir)) == [1, 2, 3]
@@ -73,12 +73,12 @@ def test_training_from_step_0_in_the_same_directory_is_a_new_run(run_dir: Path) 
 
 def test_a_delivery_notices_that_the_journal_was_replaced(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 41))
-    delivery = delivery_for(run_dir)
-    delivery.pump()
+    sender = sender_for(run_dir)
+    sender.pump()
     with MetricsJournal(run_dir / "metrics.jsonl") as journal:
         journal.truncate_after(30)
     write_steps(run_dir, range(31, 51))
-    delivery.pump()
+    sender.pump()
     steps = recorded_steps(run_dir.parent / "mlflow.db", run_id_of(run_dir))
     assert steps == list(range(1, 51))
 
@@ -87,16 +87,16 @@ def test_a_delivery_notices_that_the_journal_was_replaced(run_dir: Path) -> None
 @pytest.mark.parametrize("moment", ["before a resume", "while running"])
 def test_a_deleted_run_is_replaced_by_a_complete_new_one(run_dir: Path, moment: str) -> None:
     write_steps(run_dir, range(1, 6))
-    delivery = delivery_for(run_dir)
-    delivery.pump()
+    sender = sender_for(run_dir)
+    sender.pump()
     deleted = run_id_of(run_dir)
     _client(run_dir).delete_run(deleted)
     write_steps(run_dir, range(6, 9))
     if moment == "before a resume":
-        delivery = delivery_for(run_dir)
-    delivery.pump()
-    delivery.set_end_status("finished")
-    delivery.finish()
+        sender = sender_for(run_dir)
+    sender.pump()
+    sender.set_end_status("finished")
+    sender.finish()
 
     database = run_dir.parent / "mlflow.db"
     assert run_id_of(run_dir) != deleted
@@ -110,11 +110,11 @@ def test_a_finished_run_and_a_deleted_experiment_are_reopened(
     run_dir: Path,
 ) -> None:
     write_steps(run_dir, range(1, 6))
-    delivery_for(run_dir).pump()
+    sender_for(run_dir).pump()
     client = _client(run_dir)
     client.set_terminated(run_id_of(run_dir))
     write_steps(run_dir, range(6, 9))
-    delivery_for(run_dir).pump()
+    sender_for(run_dir).pump()
     database = run_dir.parent / "mlflow.db"
     assert status_of(database, run_id_of(run_dir)) == "RUNNING"
     assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 9))
@@ -123,7 +123,7 @@ def test_a_finished_run_and_a_deleted_experiment_are_reopened(
     assert experiment is not None
     client.delete_experiment(experiment.experiment_id)
     write_steps(run_dir, range(9, 11))
-    delivery_for(run_dir).pump()
+    sender_for(run_dir).pump()
     assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 11))
 
 
@@ -131,7 +131,7 @@ def test_infinity_and_nan_become_tags_instead_of_points(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 3), grad=1.0)
     write_steps(run_dir, range(3, 4), grad=float("inf"))
     write_steps(run_dir, range(4, 5), grad=float("nan"))
-    delivery_for(run_dir).pump()
+    sender_for(run_dir).pump()
     database = run_dir.parent / "mlflow.db"
     assert recorded_steps(database, run_id_of(run_dir), "grad") == [1, 2]
     assert tags_of(database, run_id_of(run_dir))["txl.not_finite.grad"] == "first at step 3"
@@ -155,12 +155,12 @@ def test_points_arrive_once_although_calls_fail(
     experiment = f"fails with {fault}"
     server.open()
     server.fault = a_third
-    delivery = delivery_for(run_dir, server.uri, experiment=experiment)
+    sender = sender_for(run_dir, server.uri, experiment=experiment)
     for last in (5, 10, 15):
         write_steps(run_dir, range(last - 4, last + 1))
         for _ in range(100):
             try:
-                delivery.pump()
+                sender.pump()
                 break
             except UnavailableError:
                 continue
@@ -174,15 +174,15 @@ def test_points_that_a_server_dropped_are_sent_again_at_the_end(
 ) -> None:
     server.open()
     write_steps(run_dir, range(1, 6))
-    delivery = delivery_for(run_dir, server.uri)
-    delivery.pump()
+    sender = sender_for(run_dir, server.uri)
+    sender.pump()
     server.fault = lambda path, body: "swallow" if b'"metrics"' in body else ""
     write_steps(run_dir, range(6, 11))
-    delivery.pump()
+    sender.pump()
     assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 6))
     server.fault = None
-    delivery.set_end_status("finished")
-    delivery.finish()
+    sender.set_end_status("finished")
+    sender.finish()
     assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 11))
 
 
@@ -192,7 +192,7 @@ def test_a_rejected_point_does_not_block_the_others(run_dir: Path, server: Mlflo
     write_steps(run_dir, range(1, 6))
     write_steps(run_dir, range(6, 7), poison=1.0)
     write_steps(run_dir, range(7, 10))
-    delivery_for(run_dir, server.uri).pump()
+    sender_for(run_dir, server.uri).pump()
     assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 10))
     assert recorded_steps(server.database, run_id_of(run_dir), "poison") == []
 
@@ -201,7 +201,7 @@ def test_a_first_database_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     write_steps(run_dir, range(1, 3))
-    delivery_for(run_dir).pump()
+    sender_for(run_dir).pump()
     assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "run"}
     with sqlite3.connect(tmp_path / "mlflow.db") as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -211,4 +211,4 @@ def test_a_first_database_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("time", ["abc", None, [1]])
 def test_a_journal_line_whose_time_is_not_a_number_is_delivered(time: object) -> None:
     (point,) = points_of({"step": 1, "time": time, "loss": 1.5})
-    assert (point.key, point.value, point.step, point.milliseconds) == ("loss", 1.5, 1, 0)
+    assert (point.metric, point.value, point.step, point.milliseconds) == ("loss", 1.5, 1, 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from txl_dist.tracking.mlflow_client import clean_key
+from txl_dist.tracking.mlflow_tracker import clean_key
 
 
 @pytest.mark.fault_row(45)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import run_txl
-from txl_dist.tracking.state import TrackingState, child_environment
+from txl_dist.tracking.tracker import TrackingState, child_environment
 
 from .conftest import (
     MlflowServer,

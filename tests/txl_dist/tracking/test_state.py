@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.tracking.state import TrackingState
+from txl_dist.tracking.tracker import TrackingState
 
 
 @pytest.mark.parametrize("content", ["", "{", "null", "[1]", "{}", "[" * 10**5])

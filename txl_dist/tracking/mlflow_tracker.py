@@ -117,7 +117,7 @@ class MlflowTracker:
 
     def log(self, run_id: str, points: Sequence[Point]) -> None:
         # MLflow would store infinity as 1.8e308: the first such step of a metric becomes a tag.
-        tags = {}
+        tags: dict[str, str] = {}
         for point in points:
             if not math.isfinite(point.value) and point.metric not in self._not_finite:
                 tags.setdefault(point.metric, f"first at step {point.step}")

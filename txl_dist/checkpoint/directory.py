@@ -57,9 +57,10 @@ class Retention:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run. Only rank 0 of the newest attempt changes them, under the lock.
+    """The checkpoints of one run.
 
-    During a run, all changes are made by one thread of rank 0 (`txl_dist/training/saving.py`).
+    Every rank writes its files into a staging directory (`begin`). Complete checkpoints and the
+    pointers are changed only by rank 0 of the newest attempt, under the lock of the run directory.
     """
 
     def __init__(self, run: Path) -> None:

@@ -133,8 +133,6 @@ def check_config(
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         on_request = key.startswith(_ON_REQUEST) and key not in _FIXED
-        if key == "optimizer.weight_decay_parameters" and not _decays(old) and not _decays(new):
-            continue
         # `deepspeed.*` may change, except communication_data_type, which changes the numbers.
         is_free = key.startswith(_FREE) and not on_request
         if before == after or is_free or (on_request and key in allowed):
@@ -155,10 +153,6 @@ def check_config(
             )
     if lines:
         raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")
-
-
-def _decays(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("optimizer.weight_decay"))
 
 
 def check_data(

@@ -5,7 +5,7 @@
     never     some                            refused; at a restart by the same launch: as `auto`
     PATH      none                            a fork: a new run that begins at PATH
     PATH      of a fork that began at PATH    as `auto`: a scheduler repeats its command
-    PATH      others                          refused: a fork needs a directory of its own
+    PATH      others                          refused: a fork needs a new directory
     auto      none                            a new run
     auto      none, but RUN/LATEST exists     refused: they were moved, or are not mounted
     auto      the newest is intact            the run resumes from it
@@ -22,7 +22,7 @@ directory. Superseded and unfinished checkpoints never count.
 
 Then settings and data are compared: some may differ, some need `--allow-change`, the others are
 refused (`compatibility.py`). Only after that the attempt begins, which stops older attempts of the
-run (`run_directory.py`). A rollback has a rule of its own: `resume_point.newest_before`.
+run (`run_directory.py`). A rollback has another rule: `resume_point.newest_before`.
 
 The table is also in docs/how_to/train_for_weeks.md; decision 50 has the reasons.
 """
@@ -107,7 +107,7 @@ def _require_resumable(job: TrainJob, directory: CheckpointDirectory, step: int)
         origin = f"which began at {begin}" if begin else "which is no fork"
         raise ConfigError(
             f"{directory.run} holds a run up to step {step}, {origin}; --resume {job.resume} "
-            "begins another run. Give that one a directory of its own: txl train CONFIG "
+            "begins another run. Give the fork a new directory: txl train CONFIG "
             f"directory=NEW --resume {job.resume}. To continue the run in {directory.run}, leave "
             "--resume out"
         )
@@ -250,7 +250,7 @@ def download_newest(job: TrainJob, data: TrainingData, directory: CheckpointDire
             damage.append(str(error))
             log.warning("%s. An older checkpoint is used instead", error)
             continue
-        except OSError as error:  # the store or the disk fails: this says nothing about the copy
+        except OSError as error:  # storage or disk fails: this says nothing about the copy
             raise StoreError(
                 f"{copies.at(name)} cannot be downloaded to {directory.path}: "
                 f"{error.strerror or error}. Run it again, or train without the copies: "
@@ -287,7 +287,7 @@ def _usable_copies(
         copies.require_run(run_id)
     elif not directory.steps():
         require_compatible(manifest, state, path, job=job, data=data)
-    # A kill or the store may have prevented a rollback from removing the copies it superseded.
+    # A kill or an outage may have prevented a rollback from removing the copies it superseded.
     superseded = names_of(directory.superseded())
     return [name for name in names if name not in superseded]
 

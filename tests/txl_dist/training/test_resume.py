@@ -79,7 +79,7 @@ def begins_at(ranks: RankGroups, job: TrainJob) -> int | str:
         ("never", None, 0),
         ("never", "checkpoints", "--resume never would overwrite it"),
         ("PATH", None, 10),
-        ("PATH", "checkpoints", "begins another run. Give that one a directory of its own"),
+        ("PATH", "checkpoints", "begins another run. Give the fork a new directory"),
         ("auto", None, 0),
         ("auto", "only LATEST", "LATEST says that this run has checkpoints, but"),
         ("PATH", "only LATEST", "LATEST says that this run has checkpoints, but"),

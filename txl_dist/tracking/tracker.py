@@ -218,7 +218,7 @@ def directory_identity(run_dir: Path) -> str:
 
 def as_text(value: Any) -> str:
     """A setting as text."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def child_environment() -> dict[str, str]:

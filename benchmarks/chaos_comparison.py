@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from matplotlib.figure import Figure
-from txl_dist.checkpoint.remote import RemoteCheckpoints
 
 from data_pipeline.storage.remote_path import RemotePath
+from txl_dist.checkpoint.copies import CheckpointCopies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.tracking.journal import read_metrics
@@ -71,7 +71,7 @@ def weights_sha256(run: Path) -> str:
 
 def copy_sha256(url: str) -> str:
     """`weights_sha256` of the newest copy, which is downloaded and verified."""
-    remote = RemoteCheckpoints(RemotePath(url))
+    remote = CheckpointCopies(RemotePath(url))
     with TemporaryDirectory() as path:
         directory = CheckpointDirectory(Path(path))
         directory.open()

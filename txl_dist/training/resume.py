@@ -40,9 +40,8 @@ from txl_dist.checkpoint.copies import CheckpointCopies, names_of, step_of
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.errors import CheckpointError, ConfigError, StoreError
-from txl_dist.runtime.background_wait import wait_for_queues
-from txl_dist.runtime.source_digest import code_description
-from txl_dist.runtime.world import World
+from txl_dist.runtime.process import code_description
+from txl_dist.runtime.world import World, wait_for_queues
 from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob

@@ -1,4 +1,4 @@
-"""After a rollback the MLflow run equals metrics.jsonl, point by point, in a real MLflow."""
+"""MLflow: after a rollback its run equals metrics.jsonl, point by point; names that it accepts."""
 
 import random
 import sqlite3
@@ -11,6 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from txl_dist.doctor.checks import check_tracking
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
+from txl_dist.tracking.mlflow_tracker import clean_key
 from txl_dist.tracking.tracker import UnavailableError
 
 from .conftest import (
@@ -232,3 +233,12 @@ def test_the_doctor_accepts_a_real_server_and_reports_its_refusals(server: Mlflo
     assert [refused.status, accepted.status, unauthorized.status] == ["problem", "ok", "problem"]
     assert version("mlflow") in accepted.found
     assert "401" in unauthorized.found
+
+
+@pytest.mark.fault_row(45)
+def test_metric_names_become_legal_and_contain_no_relative_paths() -> None:
+    assert clean_key("valid/loss per byte") == "valid/loss per byte"
+    assert clean_key("../../etc/x") == "etc/x"
+    assert clean_key("/a//b/./c?") == "a/b/c_"
+    assert clean_key("..") == "_"
+    assert len(clean_key("k" * 999)) == 250

@@ -8,6 +8,9 @@ thread that started the child, and a launcher may start children from short-live
 import os
 import threading
 
+PARENT_VARIABLE = "TXL_END_WITH_PARENT"
+"""Set for a command whose standard input is such a pipe."""
+
 
 def end_with_parent(descriptor: int) -> None:
     """Exit with code 1 as soon as the other end of the pipe `descriptor` is closed.

@@ -69,7 +69,7 @@ def find_resume_point(
     point = _fork(job, source, world) if isinstance(source, Path) else _newest_intact(job, world)
     require_compatible(point.manifest, point.state, point.path, job=job, data=data)
     _warn_of_other_code(point)
-    return _with_scores_of(job, data, point, world)
+    return point
 
 
 def _source(job: TrainJob, data: TrainingData, *, download: bool) -> Source:
@@ -188,23 +188,6 @@ def _verified(
             raise
         log.warning("%s. It was replaced by its copy", error)
     return verify_point(directory.at(step), world)
-
-
-def _with_scores_of(
-    job: TrainJob, data: TrainingData, point: ResumePoint, world: World
-) -> ResumePoint:
-    """Give up evaluations of the checkpoint's run that this run cannot do."""
-    state = point.state.scored_on(job.config.evaluation.on if data.evaluation else None)
-    lost = [step for step in point.state.missing_scores if step not in state.missing_scores]
-    if lost and data.evaluation and world.is_rank_zero:
-        log.warning(
-            "the checkpoints of steps %s have no score yet, and evaluation.on=ranks cannot score "
-            "them. To do so: txl eval %s DATA --split %s",
-            lost,
-            point.path.parent / "step-...",
-            data.evaluation.name,
-        )
-    return replace(point, state=state)
 
 
 def _warn_of_other_code(point: ResumePoint) -> None:

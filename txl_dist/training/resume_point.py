@@ -16,6 +16,7 @@ from txl_dist.checkpoint.reader import (
 )
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError
+from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
@@ -41,17 +42,10 @@ class ResumePoint:
         return 0 if self.is_fork else self.state.step
 
     def has_memory_for(self, config: RunConfig) -> bool:
-        """Whether its memory fits: the same lanes, and at least as many tokens."""
-        return (
-            len(self.manifest.rank_of_lane) == config.data.num_lanes
-            and self.manifest.architecture.mem_len >= config.model.mem_len
-        )
-
-    @property
-    def settings_step(self) -> int:
-        """The run continues with the settings after this step (`RunConfig.after_step`)."""
-        # A pending evaluation belongs to the last step, so it precedes a change after that step.
-        return self.state.step - self.state.evaluation_pending
+        """Whether its memory fits: the same lanes, and rows that can be loaded."""
+        return len(self.manifest.rank_of_lane) == config.data.num_lanes and memory_kind(
+            config.model
+        ).fits(self.manifest.architecture)
 
 
 def run_id_of(point: ResumePoint | None) -> str:

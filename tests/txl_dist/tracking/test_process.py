@@ -158,7 +158,7 @@ def test_an_evaluation_is_a_child_run_and_an_unreachable_server_only_a_warning(
         "protocol": "split valid, 4 tokens scored",
         "details": {"interval": {"level": 0.95, "perplexity": [2.0, 3.0], "bits_per_byte": None}},
     }
-    assert log_evaluations([(run_dir, result)])
+    assert log_evaluations([(run_dir, result)], timeout_seconds=300)
     (child,) = [run for run in run_ids(server.database) if _parent(server, run) == state.run_id]
     assert recorded_steps(server.database, child, "nats") == [0]
     assert recorded_steps(server.database, child, "perplexity_low") == [0]
@@ -181,7 +181,7 @@ def test_several_evaluations_are_children_of_their_training_runs(
     sender_for(other, server.uri).pump()
     before = set(run_ids(server.database))
     scored = [(run, {"nats": 12.5, "split": split}) for run in (run_dir, other) for split in "ab"]
-    assert log_evaluations(scored)
+    assert log_evaluations(scored, timeout_seconds=300)
     new = set(run_ids(server.database)) - before
     parents = sorted(str(_parent(server, run)) for run in new)
     assert parents == sorted([run_id_of(run_dir), run_id_of(other)] * 2)

@@ -1,6 +1,6 @@
 """The driver of a job, on the cluster: `python -m cluster.job_driver --root DIR -- train ...`.
 
-Ray starts it in the unpacked package (txl_dist/launch/job_package.py). It runs the txl command as a
+Ray starts it in the unpacked working directory (cluster/jobs.py). It runs the txl command as a
 child process in the root directory, and
 
 1. copies the command's output to RUN/logs/driver.log: Ray keeps it on the node of the driver only;

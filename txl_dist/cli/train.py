@@ -11,7 +11,7 @@ from txl_dist.cli.options import ConfigPath, Overrides
 from txl_dist.cli.paths import require_local
 
 if TYPE_CHECKING:
-    from txl_dist.launch.rank_range import RankRange
+    from txl_dist.launch.launcher import RankRange
     from txl_dist.training.job import TrainJob
 
 
@@ -81,7 +81,7 @@ def train(
     Example: txl train configs/quickstart.yaml --ranks 2 training.num_steps=500
     """
     from txl_dist.config.config_file import load_run_config
-    from txl_dist.launch.rank_range import RankRange
+    from txl_dist.launch.launcher import RankRange
     from txl_dist.runtime.process import is_torchrun
     from txl_dist.training.job import TrainJob
 

@@ -1,6 +1,7 @@
 """Which failure ended a run, whether a restart can repair it, and how many restarts there are."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,17 @@ from txl_dist.errors import (
     TxlError,
     UnreadableError,
 )
-from txl_dist.launch.supervision import (
+from txl_dist.launch.launcher import RankRange
+from txl_dist.launch.restarts import (
     MAX_DELAY_SECONDS,
+    MAX_NODE_LOSSES,
+    SETTLE_SECONDS,
+    STABLE_SECONDS,
+    ElasticPlan,
     RankEnd,
     RestartBudget,
     RunFailure,
     failure_of,
-    restart_delay_seconds,
-    restart_line,
 )
 from txl_dist.training.run_directory import RunDirectory
 
@@ -122,60 +126,131 @@ def test_nothing_failed_if_all_ranks_succeeded(tmp_path: Path) -> None:
     assert failure([end(0, 0), end(1, 0)], tmp_path, stop_requested=True) is None
 
 
+def allows_restart(budget: RestartBudget, newest_step: int | None) -> bool:
+    budget.count(newest_step=newest_step)
+    return not budget.is_exhausted
+
+
 def test_a_failure_a_day_with_checkpoints_between_never_exhausts_the_budget() -> None:
     budget = RestartBudget(1)
-    assert all(budget.allows_restart(newest_step=day) for day in range(100))
+    assert all(allows_restart(budget, day) for day in range(100))
 
 
 @pytest.mark.parametrize("newest_step", [None, 0, 7])
 def test_failures_without_a_new_checkpoint_exhaust_it(newest_step: int | None) -> None:
     budget = RestartBudget(2)
-    allowed = [budget.allows_restart(newest_step=newest_step) for _ in range(3)]
-    assert allowed == [True, True, False]
+    assert [allows_restart(budget, newest_step) for _ in range(3)] == [True, True, False]
 
 
 @given(steps=st.lists(st.none() | st.integers(0, 3), max_size=40), max_restarts=st.integers(0, 3))
 def test_a_loop_between_old_checkpoints_ends(steps: list[int | None], max_restarts: int) -> None:
     """Falling back to an older checkpoint and saving the same step again is no progress."""
     budget = RestartBudget(max_restarts)
-    allowed = [budget.allows_restart(newest_step=step) for step in steps]
+    allowed = [allows_restart(budget, step) for step in steps]
     # None counts like a run without progress; the newest step can grow at most 4 times, 0 to 3.
     assert sum(allowed) <= max_restarts * 5
 
 
 def test_only_repeated_failures_delay_a_restart_and_the_delay_is_bounded() -> None:
-    delays = [restart_delay_seconds(num_failures) for num_failures in (1, 2, 3, 4, 5, 50)]
-    assert delays == [0, 1, 2, 4, 8, MAX_DELAY_SECONDS]
+    budget, delays = RestartBudget(100), []
+    for _ in range(50):
+        budget.count(newest_step=None)
+        delays.append(budget.delay_seconds)
+    assert delays[:5] == [0, 1, 2, 4, 8]
+    assert delays[-1] == MAX_DELAY_SECONDS
+    budget.move_to_lost_nodes()
+    assert budget.delay_seconds == MAX_DELAY_SECONDS, "lost nodes delay too"
+    budget.count(newest_step=5)
+    assert budget.delay_seconds == 0
+
+
+def test_lost_nodes_do_not_use_up_restarts_until_a_checkpoint_but_have_a_limit(
+    tmp_path: Path,
+) -> None:
+    budget = RestartBudget(0)
+    for step in (None, 5):
+        for _ in range(MAX_NODE_LOSSES):
+            budget.count(newest_step=step)
+            budget.move_to_lost_nodes()
+            assert not budget.is_exhausted
+    budget.count(newest_step=5)
+    budget.move_to_lost_nodes()
+    assert budget.is_exhausted
+    cause = RunFailure(TxlError(), "rank 1 died", can_restart=True)
+    error = budget.exhausted_error(cause, RunDirectory(tmp_path))
+    assert "11 nodes were lost since the last checkpoint" in str(error)
 
 
 def test_the_error_after_the_last_restart_names_limit_failure_and_option(tmp_path: Path) -> None:
     budget = RestartBudget(1)
     for _ in range(2):
-        budget.allows_restart(newest_step=None)
-    message = str(budget.exhausted_error("rank 1 died", RunDirectory(tmp_path)))
+        budget.count(newest_step=None)
+    cause = RunFailure(TxlError(), "rank 1 died", can_restart=True)
+    message = str(budget.exhausted_error(cause, RunDirectory(tmp_path)))
     for part in ("rank 1 died", "again after 1 restart", "--max-restarts", "ray.max_restarts"):
         assert part in message
 
 
-@pytest.mark.parametrize(
-    ("newest_step", "resume", "start"),
-    [
-        (40, "auto", "from step 40"),
-        (None, "auto", "from the beginning"),
-        (None, "never", "from the beginning"),
-        (
-            40,
-            "runs/a/checkpoints/step-20",
-            "from runs/a/checkpoints/step-20, or the newest checkpoint since",
-        ),
-    ],
-)
-def test_the_line_of_a_restart_has_the_cause_the_count_and_the_step(
-    newest_step: int | None, resume: str, start: str
+# --- how many start -------------------------------------------------------------------------------
+
+INTERVAL_SECONDS = 100.0
+
+
+class Clock:
+    now = 500.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    return clock
+
+
+def plan(low: int, high: int) -> ElasticPlan:
+    return ElasticPlan(RankRange(low, high), growth_interval_seconds=INTERVAL_SECONDS)
+
+
+def test_a_fixed_number_starts_immediately_whatever_is_free(clock: Clock) -> None:
+    for room in (None, 0, 9):
+        assert plan(3, 3).choose(room) == 3
+
+
+def test_a_range_starts_with_as_many_as_fit_and_never_with_fewer_than_the_least(
+    clock: Clock,
 ) -> None:
-    budget = RestartBudget(3)
-    budget.allows_restart(newest_step=newest_step)
-    cause = RunFailure(TxlError(), "rank 1 was killed by SIGKILL", can_restart=True)
-    line = restart_line(cause, budget, newest_step=newest_step, resume=resume)
-    assert line.startswith("rank 1 was killed by SIGKILL; restart 1 of at most 3 ")
-    assert line.endswith(start)
+    elastic = plan(2, 4)
+    assert elastic.choose(None) is None
+    assert elastic.choose(9) == 4
+    assert elastic.choose(3) is None, "resources of the last ranks may still be freed"
+    clock.now += SETTLE_SECONDS
+    assert elastic.choose(3) == 3
+    assert elastic.choose(1) is None
+    elastic.end()
+    assert elastic.choose(3) is None
+
+
+def test_growth_waits_until_room_is_stable_and_the_interval_has_passed(clock: Clock) -> None:
+    elastic = plan(1, 3)
+    elastic.begin(1)
+    assert elastic.growth(1) is None
+    clock.now += STABLE_SECONDS
+    assert elastic.growth(1) is None, "the interval has not passed"
+    clock.now += INTERVAL_SECONDS
+    assert elastic.growth(0) is None
+    assert elastic.growth(1) is None, "not stable"
+    clock.now += STABLE_SECONDS
+    assert elastic.growth(1) == "there is room for 2 ranks instead of 1"
+    assert elastic.growth(9) == "there is room for 3 ranks instead of 1"
+    elastic.begin(3)
+    clock.now += 2 * INTERVAL_SECONDS
+    assert elastic.growth(9) is None
+
+
+def test_a_fixed_number_never_grows(clock: Clock) -> None:
+    fixed = plan(2, 2)
+    fixed.begin(2)
+    clock.now += 2 * INTERVAL_SECONDS
+    assert fixed.growth(9) is None
+    clock.now += STABLE_SECONDS
+    assert fixed.growth(9) is None

@@ -15,9 +15,8 @@ observers.py      the list: report.py (metrics, step lines), goodput.py, speed.p
 step.py           one step, in micro-batches
 divergence.py     decides whether a step has diverged, before it updates the weights
 recovery.py       what follows: stop, skip or rollback, and a file about each event
-engine/           DeepSpeed, one module per ZeRO stage
+engine/           DeepSpeed behind one interface, and the optimizers
 schedule.py       the length of a run, and the learning rate of each step
-lane_dropout.py   dropout masks as a function of seed, step and lane
 scores.py         the scores of a run, and what an evaluation is waiting for
 watch.py          evaluation of checkpoints by another process (txl eval --watch)
 score_watch.py    the part of training in that

@@ -12,10 +12,9 @@ from txl_dist.evaluation.evaluate import (
     plan_evaluation,
 )
 from txl_dist.evaluation.scoring import Scorer
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.triton_support import triton_unavailable_reason
-from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.begin import RankContext
 from txl_dist.training.compilation import compile_layers
@@ -59,10 +58,10 @@ def build_step(rank: RankContext) -> TrainStep:
 
 
 def _require_attention(config: ModelConfig, device: torch.device) -> None:
-    """Evaluation and generation replace a form that cannot run; training was asked for it."""
-    form = ATTENTION_FORMS.get(config.attention)
+    """Evaluation and generation replace one that cannot run; training was asked for it."""
+    facts = ATTENTION_IMPLEMENTATIONS.get(config.attention)
     reason = triton_unavailable_reason(device)
-    if form is None or not form.needs_triton or not reason:
+    if facts is None or not facts.needs_triton or not reason:
         return
     raise ConfigError(
         f"model.attention={config.attention} needs the package triton and a GPU of compute "
@@ -103,7 +102,7 @@ def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
         batch_chunks=config.evaluation.batch_chunks,
         byte_counts_V=torch.from_numpy(data.tokenizer.token_bytes()),
     )
-    chunks = plan_evaluation(scorer.source, settings, n_layer=model.config.n_layer)
+    chunks = plan_evaluation(scorer.source, settings, model.config)
 
     score = Score(
         step=0,

@@ -17,7 +17,7 @@ from txl_dist.runtime.activity import Activity, Span
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
-from txl_dist.training.engine.averaging import describe_average
+from txl_dist.training.engine.optimizers import describe_average
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.phases import realised_shares
 from txl_dist.training.schedule import how_to_extend, lr_at

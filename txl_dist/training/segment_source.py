@@ -8,11 +8,10 @@ from data_pipeline.streams.pipeline import segment_pipeline
 from data_pipeline.streams.segment_stream import SegmentStream
 from data_pipeline.streams.segments import Segment
 from txl_dist.training.begin import RankContext
-from txl_dist.training.device_segments import DeviceSegments
 from txl_dist.training.replay import replay, segments_to_replay
 from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.state import TrainState
-from txl_dist.training.step import TrainStep
+from txl_dist.training.step import DeviceSegments, TrainStep
 
 DATA_TIMEOUT_SHARE = 0.9
 """Time limit for one read of the data, as a fraction of training.rank_timeout_seconds."""

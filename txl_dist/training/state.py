@@ -1,7 +1,7 @@
 """TrainState: the progress of a run, stored as plain JSON in a checkpoint's manifest (`state`).
 
 Tensors (weights, optimizer state, memory) are stored separately. No random state is needed: dropout
-masks follow from seed, step and lane (`lane_dropout.py`), the order of tokens from seed and epoch
+masks follow from seed, step and lane (`dropout.py`), the order of tokens from seed and epoch
 (`data_pipeline/streams/order.py`).
 """
 

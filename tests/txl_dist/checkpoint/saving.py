@@ -76,7 +76,7 @@ def snapshot(step: int, *, change: Callable[[str, torch.Tensor], None] = leave) 
     memory_of_lane = {lane: memory(step, lane) for lane in range(NUM_LANES)}
     change("weights", fragments[1].master)
     change("optimizer", fragments[1].states["exp_avg_sq"])
-    change("memory", memory_of_lane[1])
+    change("memory", memory_of_lane[1]["state"])
     return Snapshot(fragments, memory_of_lane.items())
 
 
@@ -84,8 +84,9 @@ def model(step: int) -> TransformerXL:
     return TransformerXL(CONFIG, seed=step)
 
 
-def memory(step: int, lane: int) -> torch.Tensor:
-    return torch.full((CONFIG.n_layer, CONFIG.mem_len, CONFIG.d_model), step + lane / 8)
+def memory(step: int, lane: int) -> dict[str, torch.Tensor]:
+    """Any tensors with names: what they mean is known to the kind of memory only."""
+    return {"state": torch.full((3, 4), step + lane / 8), "count": torch.tensor(float(step))}
 
 
 def whole(name: str, parameter: torch.Tensor) -> Fragment:

@@ -35,7 +35,6 @@ _FREE = (
     "data.cache_",
     "model.attention",
     "model.vocab_size",
-    "optimizer.warmup_tokens",  # compared as optimizer.warmup_steps
     "training.num_tokens",  # compared as training.num_steps, like num_epochs
     "training.num_epochs",
     "training.micro_batch_lanes",
@@ -76,7 +75,7 @@ _ON_REQUEST = (
 )
 _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
-_IN_TOKENS = ("training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens")
+_IN_TOKENS = ("training.num_tokens", "training.num_epochs")
 
 
 def require_compatible(

@@ -309,7 +309,6 @@ def test_too_many_events_end_the_run_and_name_the_last_good_checkpoint(
         assert sum("event 1 of at most 2" in event for event in events) == 1
 
 
-@pytest.mark.parametrize("scorer", ["ranks", pytest.param("workers", marks=pytest.mark.slow)])
 def test_weights_that_cannot_be_evaluated_are_given_up(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:

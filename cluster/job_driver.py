@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import IO
 
 from data_pipeline.processes.stop_signals import StopSignals
-from txl_dist.cli.errors import print_error
 from txl_dist.config.redaction import redact
-from txl_dist.errors import ConfigError, PreemptedError
+from txl_dist.errors import ConfigError, PreemptedError, print_error
 from txl_dist.launch.jobs import EXIT_LINE
 
 NUM_RANK_LINES = 15

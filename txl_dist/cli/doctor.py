@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.options import AsJson
-from txl_dist.cli.paths import require_local
+from txl_dist.cli.options import AsJson, require_local
 
 if TYPE_CHECKING:
     from txl_dist.doctor.checks import DoctorRequest

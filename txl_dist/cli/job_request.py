@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from txl_dist.cli.paths import paths_of_another_machine
+from txl_dist.cli.options import paths_of_another_machine
 from txl_dist.config.redaction import HIDDEN, redact, redact_field
 from txl_dist.errors import ConfigError
 from txl_dist.launch.jobs import COMMANDS, JobRequest

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.options import ConfigPath, Overrides
-from txl_dist.cli.paths import require_local
+from txl_dist.cli.options import ConfigPath, Overrides, require_local
 
 if TYPE_CHECKING:
     from txl_dist.launch.launcher import RankRange
@@ -195,8 +194,7 @@ def _train_as_rank(
 
     from data_pipeline.processes.process_exit import exit_without_teardown
     from data_pipeline.processes.stop_signals import StopSignals
-    from txl_dist.cli.errors import print_error
-    from txl_dist.errors import ConfigError, PreemptedError, TxlError
+    from txl_dist.errors import ConfigError, PreemptedError, TxlError, print_error
     from txl_dist.runtime.world import World
     from txl_dist.tracking.tracker import wait_for_delivery
     from txl_dist.training.rank import train_rank

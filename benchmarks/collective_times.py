@@ -1,4 +1,6 @@
-"""Communication of one training step: the collectives of each ZeRO stage, and their time.
+"""The collectives of one training step by ZeRO stage, and their time on rings and trees.
+
+`estimate_links.py` compares it with real steps, `scaling_limits.py` computes with it.
 
 With P parameters in fp32, N ranks and K micro-batches, DeepSpeed 0.19.8 runs per step:
 
@@ -28,8 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from txl_dist.estimate.memory import FP32_BYTES, STAGE_0_BUCKET, ModelNeeds
-from txl_dist.estimate.zero_settings import ZeroSettings
+from txl_dist.estimate.rank_bytes import FP32_BYTES, STAGE_0_BUCKET, ModelNeeds, ZeroSettings
 
 CONTROL_MESSAGES = 2
 """All-reduces of a few numbers per step: loss sums and flags, and the gradient norm."""

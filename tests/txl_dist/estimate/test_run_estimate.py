@@ -1,21 +1,16 @@
-"""Memory and collectives of real ranks, against the estimate."""
+"""Bytes of real ranks against the estimate, and the world sizes without padding."""
 
 from typing import Any
 
 import pytest
 
+from data_pipeline.streams.lanes import LanePlan
 from tests.support.gloo_ranks import RankGroups
+from tests.support.measured_steps import MeasuredSteps, measure_steps
 from tests.txl_dist.estimate.models import run_config
-from txl_dist.estimate.assumptions import Assumptions
-from txl_dist.estimate.communication import collectives_of_step
-from txl_dist.estimate.data_facts import DataFacts
-from txl_dist.estimate.dry_run import dry_run
-from txl_dist.estimate.measured import MeasuredSteps, measure_steps
-from txl_dist.estimate.run_estimate import estimate_run
-from txl_dist.estimate.zero_settings import ZeroSettings
+from txl_dist.estimate.run_estimate import Assumptions, DataFacts, estimate_run, lines_of
 from txl_dist.runtime.world import World
 
-pytestmark = pytest.mark.slow
 MAX_ERROR = 0.10
 SPREAD = {"stage3_param_persistence_threshold": 0}
 FEW_ACTIVATIONS = {"tgt_len": 4, "model": {"mem_len": 4}}
@@ -60,6 +55,7 @@ def is_possible(stage: int, case: str) -> bool:
     return {"offload": stage > 0, "spread": stage == 3}.get(case, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
     ("stage", "case"),
@@ -73,29 +69,19 @@ def test_the_estimate_is_within_10_percent_of_real_steps(
     facts = DataFacts(vocab_size=config.model.vocab_size, num_steps=10)
     run = estimate_run(config, facts, gpus=[num_ranks], assumptions=Assumptions(device="cpu"))
     assert run.num_parameters == real[0].num_parameters
-    memory = run.scales[0].stages[stage].memory
+    memory = run.scales[0].stages[stage]
     peak = max(each.peak_bytes for each in real)
     assert memory.total == pytest.approx(peak, rel=MAX_ERROR)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("case", ["activations", "micro-batches", "spread"])
-def test_collectives_are_those_of_real_steps(ranks: RankGroups, stage: int, case: str) -> None:
-    if not is_possible(stage, case):
-        pytest.skip("a setting of stage 3")
-    real = ranks(2).run(measured, stage, case)[0]
-    config = run_config(zero_stage=stage, **CASES[case])
-    micro_batches = 2 if case == "micro-batches" else 1
-    expected: dict[str, float] = {}
-    messages: dict[str, int] = {}
-    for each in collectives_of_step(
-        dry_run(config, micro_batch_rows=1, device="cpu"),
-        ZeroSettings.of(config.deepspeed, num_ranks=2, on_gpu=False),
-        num_micro_batches=micro_batches,
-    ):
-        expected[each.kind] = expected.get(each.kind, 0) + each.num_bytes
-        messages[each.kind] = messages.get(each.kind, 0) + each.num_messages
-    assert real.collective_bytes == pytest.approx(expected, rel=0.02, abs=200)
-    # DeepSpeed splits buckets at the ends of parameters.
-    for kind, number in messages.items():
-        assert number <= real.num_messages[kind] <= number + 4 * micro_batches
+@pytest.mark.parametrize("num_lanes", [1, 5, 12, 16])
+def test_the_listed_world_sizes_need_no_padding_rows(num_lanes: int) -> None:
+    config = run_config(num_lanes=num_lanes)
+    facts = DataFacts(vocab_size=config.model.vocab_size, num_steps=10)
+    assumptions = Assumptions(device="cpu")
+    run = estimate_run(config, facts, gpus=range(1, num_lanes + 1), assumptions=assumptions)
+    even = [scale.gpus for scale in run.scales if scale.padded_share == 0]
+    plan = LanePlan(num_tokens=10_000, num_lanes=num_lanes, tgt_len=8)
+    assert even == [n for n in range(1, num_lanes + 1) if plan.rows_per_rank(n) * n == num_lanes]
+    text = "\n".join(lines_of(run, assumptions, precision="fp32"))
+    assert f"without padding: {', '.join(map(str, even))}\n" in text

@@ -5,11 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from txl_dist.cli.published_files import (
+    Corpus,
+    Layout,
+    PublishedFile,
+    experiments,
+    find_published,
+)
 from txl_dist.errors import DataError
-from txl_dist.reproduction.experiments import EXPERIMENTS, Corpus, Layout, PublishedFile
-from txl_dist.reproduction.published_files import find_published
 
-WT103, LM1B, ENWIK8 = (EXPERIMENTS[f"{name}-base"].corpus for name in ("wt103", "lm1b", "enwik8"))
+WT103, LM1B, ENWIK8 = (experiments()[f"{name}-base"].corpus for name in ("wt103", "lm1b", "enwik8"))
 SPLITS = ("train", "valid", "test")
 HUGGING_FACE = [f"{split}-00000-of-00001.parquet" for split in ("train", "validation", "test")]
 

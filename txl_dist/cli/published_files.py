@@ -1,15 +1,98 @@
-"""The files of a corpus in the user's directory, and how they differ from the published ones."""
+"""The paper's experiments (configs/paper/experiments.toml), and the files of their corpora.
+
+`txl reproduce` finds the files in the user's directory, and says how they differ from the published
+ones.
+"""
 
 import glob
 import hashlib
-from collections.abc import Iterator
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Literal
+
+from braceexpand import braceexpand
+from pydantic import Field
 
 from data_pipeline.errors import printable
 from data_pipeline.shards.manifest import ShardManifest
-from txl_dist.errors import DataError
-from txl_dist.reproduction.experiments import Corpus, Layout
+from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.tokenizers.recipes import RecipeName
+from txl_dist.errors import ConfigError, DataError
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "paper"
+EXPERIMENTS_NAME = "experiments.toml"
+
+
+class PublishedFile(StrictModel):
+    """A file as it was published. What is not known is None, and not compared."""
+
+    size: int | None = None
+    """Bytes."""
+    digest: str | None = None
+    """ALGORITHM:HEX, of hashlib."""
+
+
+class Layout(StrictModel):
+    """One way in which the files of a corpus are published."""
+
+    inputs: dict[str, str]
+    """Path or pattern by split, below the directory that the user gives."""
+    files: dict[str, PublishedFile] = Field(default={})
+    """By name or by names in braces; {} if the files differ from place to place."""
+
+    @property
+    def files_by_name(self) -> dict[str, PublishedFile]:
+        return {name: file for names, file in self.files.items() for name in braceexpand(names)}
+
+
+class Corpus(StrictModel):
+    """The published files of a corpus, and how they become a dataset."""
+
+    recipe: RecipeName
+    format: str = "text"
+    layouts: tuple[Layout, ...]
+    """The first one that is there is used. With the recipe's fixed splits, it has only train."""
+    tokens: dict[str, int] = Field(default={})
+    """By split, as published, with the line ends of word models; {} if not known."""
+    words: int | None = None
+    """Of the vocabulary, as published, with the line end; None if not known."""
+    source: str
+    """Where to get the files."""
+
+
+class Experiment(StrictModel):
+    """One row of the paper's tables."""
+
+    corpus: Corpus
+    metric: Literal["perplexity", "bits_per_character"]
+    published: float | None = None
+    """On the test split; None: the paper has none."""
+    table: str = ""
+    lengths: dict[Literal["tgt_len", "mem_len", "clamp_len"], int]
+    """Of the evaluation; same_length is always on."""
+
+
+@cache
+def experiments() -> Mapping[str, Experiment]:
+    """All experiments by name. Raises ConfigError if their file is not there."""
+    path = CONFIGS / EXPERIMENTS_NAME
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist: the configs are part of the repository, not of the "
+            "installed package. Install txl from a clone: pip install -e ."
+        )
+    content = tomllib.loads(path.read_text("utf-8"))
+    # As JSON, because only there strict mode accepts lists for tuples.
+    return {
+        name: Experiment.model_validate_json(
+            json.dumps({**values, "corpus": content["corpora"][values["corpus"]]})
+        )
+        for name, values in content["experiments"].items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +126,11 @@ class FoundFiles:
     def differences(self) -> Iterator[str]:
         """What is not as published: files that are missing, their sizes and digests."""
         found = {path.name: path for split in self.layout.inputs for path in self.files(split)}
-        if missing := [name for name in self.layout.files if name not in found]:
+        files = self.layout.files_by_name
+        if missing := [name for name in files if name not in found]:
             listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            yield f"{len(missing)} of {len(self.layout.files)} files are missing: {listed}"
-        for name, published in self.layout.files.items():
+            yield f"{len(missing)} of {len(files)} files are missing: {listed}"
+        for name, published in files.items():
             if name not in found:
                 continue
             size = found[name].stat().st_size

@@ -1,7 +1,7 @@
 """Real steps of a run on synthetic tokens, counted: what an estimate is compared with.
 
 Engine, step and collectives are those of training. The peak is the sum of the tensors that are
-alive on this rank, not the memory of its process: a process also holds Python, libraries and the
+alive on this rank, not the RAM of its process: a process also holds Python, libraries and the
 allocator's reserve, whose size says nothing about the run.
 """
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import RunConfig
-from txl_dist.estimate.live_memory import LiveMemory
+from txl_dist.estimate.dry_run import LiveBytes
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.runtime.world import World
@@ -31,7 +31,7 @@ COLLECTIVES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
 }
-"""Operations of torch's namespace c10d, and their kinds in communication.py."""
+"""Operations of torch's namespace c10d, and their kinds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def measure_steps(
     return _measure(config, world, live, num_steps)
 
 
-class _LiveStep(LiveMemory):
+class _LiveStep(LiveBytes):
     """Also counts collectives."""
 
     def __init__(self) -> None:

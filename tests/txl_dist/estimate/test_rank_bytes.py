@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.txl_dist.estimate.models import model_of
-from txl_dist.estimate.memory import MemoryUse, RankMemory
-from txl_dist.estimate.zero_settings import ZeroSettings
+from txl_dist.estimate.rank_bytes import RankBytes, RankPeak, ZeroSettings
 
 GB = 10**9
 # 7.5 billion parameters on 64 ranks: figure 1 of the ZeRO paper.
@@ -15,8 +14,8 @@ PAPER_SIZES = [10**6] * 7500
 
 def memory(
     stage: int, num_ranks: int = 64, *, activations: int = 0, micro_batches: int = 1, **zero: int
-) -> MemoryUse:
-    return RankMemory(
+) -> RankBytes:
+    return RankPeak(
         model=model_of(*PAPER_SIZES, activations=activations),
         zero=ZeroSettings(stage=stage, reduce_bucket_size=1, prefetch_bucket_size=0, **zero),
         num_ranks=num_ranks,
@@ -70,7 +69,7 @@ def test_more_ranks_never_need_more_and_more_activations_never_less(
 def test_offload_moves_the_optimizer_to_the_host(stage: int) -> None:
     model = model_of(*[10**6] * 50)
     uses = [
-        RankMemory(
+        RankPeak(
             model=model,
             zero=ZeroSettings(stage=stage, offload=offload, reduce_bucket_size=10**6),
             num_ranks=4,
@@ -86,7 +85,7 @@ def test_offload_moves_the_optimizer_to_the_host(stage: int) -> None:
 
 def test_the_memory_of_lanes_exists_twice_and_can_be_on_the_host() -> None:
     uses = [
-        RankMemory(
+        RankPeak(
             model=model_of(10),
             zero=ZeroSettings(stage=0),
             num_ranks=1,

@@ -1,4 +1,4 @@
-"""Memory of one rank: what a training step holds at its peak, by ZeRO stage.
+"""Device memory of one rank: what a training step holds at its peak, by ZeRO stage.
 
 With P parameters, O elements of optimizer state (Adam: 2 P), N ranks and fp32 numbers of 4 bytes:
 
@@ -28,13 +28,68 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from txl_dist.estimate.zero_settings import ZeroSettings
+from txl_dist.config.deepspeed_config import DeepSpeedConfig, refused_offload
 
 FP32_BYTES = 4
 STAGE_0_BUCKET = 500_000_000
 """Elements of a flat copy at stage 0: MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroSettings:
+    """The settings of DeepSpeed's ZeRO that these bytes depend on.
+
+    Defaults are those of DeepSpeed 0.19.8 (deepspeed/runtime/zero/config.py), and ours for GPUs.
+    Sizes are numbers of elements, as DeepSpeed counts them.
+    """
+
+    stage: int
+    offload: str = "none"
+    """As in `deepspeed.offload`."""
+    overlap_comm: bool = False
+    """Whether gradients are reduced while backward computes."""
+    reduce_bucket_size: int = 500_000_000
+    """Size of the buffer in which stages 1 to 3 reduce gradients, whatever the model's size."""
+    allgather_bucket_size: int = 500_000_000
+    """Stages 1 and 2: elements of one all-gather of updated weights."""
+    prefetch_bucket_size: int = 50_000_000
+    """Stage 3: elements of weights that are gathered before a layer needs them."""
+    param_persistence_threshold: int = 100_000
+    """Stage 3: smaller parameters stay whole on every rank."""
+    max_live_parameters: int = 1_000_000_000
+    """Stage 3: elements of weights that may be gathered at the same time."""
+
+    @classmethod
+    def of(
+        cls, config: DeepSpeedConfig, *, num_ranks: int, on_gpu: bool, stage: int | None = None
+    ) -> Self:
+        """The settings of a config, with its defaults; `stage` replaces its stage.
+
+        What cannot be offloaded at another stage stays on the device.
+        """
+        stage = config.zero_stage if stage is None else stage
+        zero = config.reduction(stage=stage, num_ranks=num_ranks, on_gpu=on_gpu)
+        sizes = {
+            name: int(value)
+            for name in (
+                "reduce_bucket_size",
+                "allgather_bucket_size",
+                "prefetch_bucket_size",
+                "param_persistence_threshold",
+                "max_live_parameters",
+            )
+            if (value := zero.get(f"stage3_{name}", zero.get(name))) is not None
+        }
+        overlap = zero.get("overlap_comm")
+        is_offloaded = not any(refused_offload(config.offload, zero_stage=stage))
+        return cls(
+            stage=stage,
+            offload=config.offload if is_offloaded else "none",
+            overlap_comm=stage == 3 if overlap is None else bool(overlap),
+            **sizes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +127,6 @@ class ModelNeeds:
 
     parameters: tuple[Parameter, ...]
     activations: ActivationPeaks
-    num_kernels: int = 0
-    """Operations of forward and backward of one micro-batch."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Sizes of the parameters of each group of the optimizer, in order; () is one group of all."""
     has_muon: bool = False
@@ -116,7 +169,7 @@ class ModelNeeds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryUse:
+class RankBytes:
     """Bytes of tensors on one rank at one moment."""
 
     weights: int
@@ -126,7 +179,7 @@ class MemoryUse:
     lanes: int
     """The recurrent memory of this rank's lanes, before and after the step."""
     host: int
-    """What is offloaded to the memory of the host."""
+    """What is offloaded to host memory."""
     gradients: int
     buffers: int
     """DeepSpeed's buckets, flat copies and gathered weights."""
@@ -154,8 +207,8 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankMemory:
-    """Computes the memory of one rank."""
+class RankPeak:
+    """Computes the bytes of one rank."""
 
     model: ModelNeeds
     zero: ZeroSettings
@@ -167,14 +220,14 @@ class RankMemory:
     copies_to_reduce: bool = False
     """Whether a reduce-scatter copies its input, as torch's for gloo does."""
 
-    def peak(self) -> MemoryUse:
-        """The phase of a step that needs most memory of the device."""
+    def peak(self) -> RankBytes:
+        """The phase of a step that needs most device memory."""
         phases = (self._stage_0, self._stage_1, self._stage_2, self._stage_3)[self.zero.stage]
         if self.zero.stage == 1 and self.zero.overlap_comm and self.num_micro_batches == 1:
             phases = self._stage_2  # gradients are freed during backward too
         return max((self._use(phase) for phase in phases()), key=lambda use: use.device)
 
-    def _use(self, phase: Phase) -> MemoryUse:
+    def _use(self, phase: Phase) -> RankBytes:
         part, is_offloaded = self._part, self.zero.offload != "none"
         states = FP32_BYTES * self.model.num_states
         masters = part if self.zero.stage > 0 else 0
@@ -197,7 +250,7 @@ class RankMemory:
         phase = phase._replace(activations=max(0, phase.activations - new_memory))
         if self.lanes_on_host:
             host, lanes = host + lanes, 0
-        return MemoryUse(
+        return RankBytes(
             weights=weights + masters,
             optimizer=optimizer,
             lanes=lanes,

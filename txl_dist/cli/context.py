@@ -1,4 +1,4 @@
-"""`txl recl`: loss by context length, and the relative effective context length of a group."""
+"""`txl recl` and `txl attention`: how much context models use, and what they attend to."""
 
 import sys
 from collections.abc import Sequence
@@ -10,19 +10,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from txl_dist.cli.options import (
+    COPY_TO_URL,
     AsJson,
+    Batch,
+    Checkpoint,
     Checkpoints,
+    ClampLen,
     EvaluationData,
     MemLen,
     PrecisionOption,
+    Seed,
     TgtLen,
+    local_path_parser,
 )
-from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
     from data_pipeline.storage.staged_directory import StagedDirectory
     from txl_dist.context.measure import ReclRequest
     from txl_dist.context.report import GroupReport
+    from txl_dist.evaluation.evaluate import EvaluationJob
+    from txl_dist.evaluation.scoring import Scorer
+    from txl_dist.reporting.attention_by_distance import AttentionByDistance
 
 
 def recl(
@@ -47,20 +55,14 @@ def recl(
         float, typer.Option(min=0, max=1, help="RECL ends where a step gains less than this.")
     ] = 0.01,
     positions: Annotated[int, typer.Option(min=1, help="Targets to sample from the split.")] = 500,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sample and the intervals.")] = 0,
+    seed: Seed = 0,
     resamples: Annotated[
         int, typer.Option(min=40, help="Bootstrap resamples for the intervals.")
     ] = 500,
-    batch: Annotated[int, typer.Option(min=1, help="Windows per batch.")] = 16,
+    batch: Batch = 16,
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
-    clamp_len: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Larger distances share one encoding; 0: no limit. Default: as in training.",
-        ),
-    ] = None,
+    clamp_len: ClampLen = None,
     precision: PrecisionOption = "fp32",
     group: Annotated[
         str | None,
@@ -94,7 +96,7 @@ def recl(
     """
     from data_pipeline.storage.atomic_files import require_writable
     from data_pipeline.storage.staged_directory import StagedDirectory
-    from txl_dist.cli.work_progress import TOKENS, work_progress
+    from txl_dist.cli.progress import TOKENS, work_progress
     from txl_dist.context.measure import ReclRequest, check_group, measure_group
     from txl_dist.context.report import JSON_NAME
     from txl_dist.evaluation.job import evaluation_job
@@ -139,11 +141,11 @@ def recl(
 
         report = measure_group(request, on_progress=on_progress)
         if staged:
-            _write(staged, report)
+            _write_recl(staged, report)
     if as_json:
         print(report.to_json_text())
     else:
-        _print(report)
+        _print_recl(report)
         if out:
             print(f"recl.json, curve.csv, recl.png and recl.svg are in {out}")
 
@@ -204,7 +206,7 @@ def _numbers(option: str, text: str) -> list[float]:
         raise ConfigError(f"{option} {text!r}: expected numbers separated by commas") from None
 
 
-def _write(staged: "StagedDirectory", report: "GroupReport") -> None:
+def _write_recl(staged: "StagedDirectory", report: "GroupReport") -> None:
     from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
     from txl_dist.context.plot import PLOT_NAMES, plot_group, write_plots
     from txl_dist.context.report import CSV_NAME, JSON_NAME
@@ -217,7 +219,7 @@ def _write(staged: "StagedDirectory", report: "GroupReport") -> None:
         staged.publish([*PLOT_NAMES, CSV_NAME, JSON_NAME])
 
 
-def _print(report: "GroupReport") -> None:
+def _print_recl(report: "GroupReport") -> None:
     from txl_dist.context.report import curve_table, recl_table
 
     print("mean nats per token after exactly c tokens, with half the width of its interval")
@@ -229,3 +231,111 @@ def _print(report: "GroupReport") -> None:
         print("\n".join(recl_table(report)))
         print("last gain ends: the context from which on no step reaches the threshold, per r")
     print(f"\n{report.protocol}")
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attention(
+    checkpoint: Checkpoint,
+    data: EvaluationData,
+    split: Annotated[str, typer.Option(help="Split to read.")] = "valid",
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Read at most this many tokens of the split.")
+    ] = 20_000,
+    tgt_len: TgtLen = None,
+    mem_len: MemLen = None,
+    batch: Batch = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write attention.json, attention.png and attention.svg to this directory.",
+            parser=local_path_parser(COPY_TO_URL),
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how much attention each layer and head pays to the memory, and to which distances.
+
+    The text is read as in txl eval. Without --out no file is written.
+
+    Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
+    """
+    from data_pipeline.storage.atomic_files import require_writable
+    from data_pipeline.storage.staged_directory import StagedDirectory
+    from txl_dist.evaluation.job import evaluation_job
+    from txl_dist.reporting.attention_file import ATTENTION_NAME, attention_json
+
+    job = evaluation_job(
+        checkpoint,
+        data,
+        split=split,
+        tgt_len=tgt_len,
+        mem_len=mem_len,
+        batch=batch,
+        max_tokens=max_tokens,
+    )
+    with ExitStack() as stack:
+        # Opened first: an unusable --out must be an error before minutes of computing.
+        staged = out and stack.enter_context(StagedDirectory(out, last=ATTENTION_NAME))
+        if out:
+            require_writable(out)
+        scorer = job.open()
+        result = _measure_attention(scorer, job)
+        content = attention_json(result, job, scorer.model.config)
+        if staged:
+            _write_attention(staged, job, result, content)
+    if as_json:
+        print(content)
+    else:
+        _print_attention(job, result)
+        if out:
+            print(f"  attention.json, attention.png and attention.svg are in {out}")
+
+
+def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDistance":
+    from txl_dist.cli.progress import WorkUnit, work_progress
+    from txl_dist.evaluation.evaluate import plan_evaluation
+    from txl_dist.reporting.attention_by_distance import attention_by_distance
+
+    chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
+    with work_progress(WorkUnit("chunks")) as show:
+        return attention_by_distance(
+            scorer, chunks, on_progress=lambda done, total: show("reading", done, total)
+        )
+
+
+def _write_attention(
+    staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
+) -> None:
+    from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
+    from txl_dist.reporting.attention_file import ATTENTION_NAME, as_utf8
+    from txl_dist.reporting.attention_plot import PLOT_NAMES, plot_attention, write_plots
+
+    settings = job.settings
+    title = (
+        f"{as_utf8(job.checkpoint.name)} on split {settings.split}: {result.num_queries:,} "
+        f"queries, {result.heads.memory_LH.mean():.0%} of attention on memory\n"
+        f"segment {settings.tgt_len}, memory {settings.mem_len} tokens"
+    )
+    with explain_disk_errors("writing attention.json and its plots", staged.directory):
+        staging = staged.stage()
+        write_plots(plot_attention(result, title=title), staging)
+        write_synced(staging / ATTENTION_NAME, content.encode())
+        staged.publish([*PLOT_NAMES, ATTENTION_NAME])
+
+
+def _print_attention(job: "EvaluationJob", result: "AttentionByDistance") -> None:
+    heads, even = result.heads, result.even
+    print(
+        f"{job.checkpoint} on {job.data}, split {job.settings.split}: "
+        f"{result.num_queries:,} queries, segment {result.tgt_len}, memory {job.settings.mem_len}"
+    )
+    print("  layer  on memory        (lowest to highest head)  mean distance  90% within")
+    columns = heads.memory_LH, heads.mean_distance.mean(1), heads.reach(0.9)
+    for layer, (memory_H, mean, reach) in enumerate(zip(*columns, strict=True)):
+        head_range = f"{memory_H.min():.1%} to {memory_H.max():.1%}"
+        print(f"  {layer:5}  {memory_H.mean():9.1%}  {head_range:>29}  {mean:13,.1f}  {reach:10,}")
+    mean, reach = even.mean_distance[0, 0], even.reach(0.9)[0]
+    print(f"  {'even':5}  {even.memory_LH[0, 0]:9.1%}  {'':29}  {mean:13,.1f}  {reach:10,}")
+    print("  even: for comparison, equal weights on all keys that a query may see")

@@ -20,10 +20,14 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Self, TypeVar
 
-from cluster.connection import interruptible_connection, ray_log, uses_gpus
-from cluster.failure_counter import NODE_LOSS_SECONDS
+from cluster.connection import (
+    HEAD_SECONDS,
+    NODE_LOSS_SECONDS,
+    interruptible_connection,
+    ray_log,
+    uses_gpus,
+)
 from cluster.nodes import ClusterMonitor
-from cluster.supervisor import HEAD_SECONDS
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.processes.worker_status import WorkerStatus, WorkTimes
 from data_pipeline.processes.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
@@ -76,21 +80,13 @@ class _WorkerHandle:
 class RayWorkers:
     """`Workers` on Ray. `address` None: a private Ray on this machine.
 
-    `use_gpus`: each worker gets a GPU if the cluster has any. `is_connected`: this process is part
-    of Ray already, as a rank; `address` None then means that Ray is private.
+    `use_gpus`: each worker gets a GPU if the cluster has any.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        *,
-        address: str | None,
-        use_gpus: bool = False,
-        is_connected: bool = False,
-    ) -> None:
+    def __init__(self, num_workers: int, *, address: str | None, use_gpus: bool = False) -> None:
         self.num_workers = num_workers
         self.peak_memory_bytes = 0
-        self._address, self._use_gpus, self._is_connected = address, use_gpus, is_connected
+        self._address, self._use_gpus = address, use_gpus
         self._is_closed = False
         self._stack = ExitStack()
         self._idle: list[_WorkerHandle] = []
@@ -107,10 +103,9 @@ class RayWorkers:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            if not self._is_connected:
-                num_cpus = self.num_workers
-                stack.enter_context(interruptible_connection(self._address, num_cpus=num_cpus))
-                stack.enter_context(ray_log(None))
+            num_cpus = self.num_workers
+            stack.enter_context(interruptible_connection(self._address, num_cpus=num_cpus))
+            stack.enter_context(ray_log(None))
             import ray  # after `ray_connection` has set the variables that Ray reads
 
             num_gpus = int(self._use_gpus and uses_gpus(self.num_workers))
@@ -233,7 +228,8 @@ class RayWorkers:
         except ray.exceptions.RayTaskError:
             raise  # a bug: keep the worker's traceback
         except ray.exceptions.RayError:
-            # Unavailable is taken for dead: the unit is repeated, and its result is the same.
+            # An unreachable worker is treated as dead; repeating its unit is safe because units
+            # are deterministic.
             self._kill([handle])
             log.warning("%s died while it worked on %s", handle, unit)
             self._add_death(handle.node_id, number, unit)

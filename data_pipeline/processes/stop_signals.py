@@ -5,7 +5,7 @@ SIGHUP.
     sigterm_interrupts        preparation: SIGTERM raises KeyboardInterrupt, as Ctrl-C does
     ignore_interrupts         worker processes: only their parent reacts to Ctrl-C
     block_stop_signals        a thread whose child processes must survive a signal to the whole job
-    blocked_signals           such a child process, which is to stop if it alone is signalled
+    unblock_stop_signals      such a child process, once it has handlers
 
 Kubernetes, Slurm, systemd and terminals signal every process of a job, and launchers forward what
 they receive, so one request reaches a process several times. SIGUSR1 is the notice that Slurm sends
@@ -31,7 +31,6 @@ STOPPED_EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: stopped on request, the same command resumes the work."""
 REPEAT_SECONDS = 3.0
 """Longer than a launcher takes to forward a signal, shorter than a person waits to repeat one."""
-_WAIT_SECONDS = 1.0
 _END_OF_LISTENER = 0
 """Written to the wake-up pipe to end the listener; 0 is not the number of any signal."""
 
@@ -180,26 +179,6 @@ def block_stop_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
-@contextmanager
-def blocked_signals(on_request: Callable[[], None]) -> Iterator[None]:
-    """Call `on_request` in a thread once a stop signal reaches this process, which blocks them.
-
-    Has no effect in a process that does not block them.
-    """
-    if signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        yield
-        return
-    closed = threading.Event()
-
-    def wait() -> None:
-        while not closed.is_set():
-            if signal.sigtimedwait(STOP_SIGNALS, _WAIT_SECONDS):
-                on_request()
-                return
-
-    thread = threading.Thread(target=wait, name="blocked-signals", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        closed.set()
+def unblock_stop_signals() -> None:
+    """Receive the stop signals in this thread, in a process that has inherited a mask of them."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

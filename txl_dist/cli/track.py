@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from txl_dist.cli.options import AsJson
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import AsJson, local_path_parser
 
 app = typer.Typer(no_args_is_help=True, help="Tracking of runs in MLflow.")
 
@@ -33,8 +32,8 @@ def sync(
     from txl_dist.cli.progress import running
     from txl_dist.config.redaction import HIDDEN
     from txl_dist.errors import ConfigError, TxlError
-    from txl_dist.tracking.sender import EXIT_UNDELIVERED
-    from txl_dist.tracking.state import (
+    from txl_dist.tracking.process import EXIT_UNDELIVERED
+    from txl_dist.tracking.tracker import (
         LOG,
         REQUEST,
         STATE,

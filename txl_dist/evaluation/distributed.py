@@ -14,7 +14,7 @@ by the validation split. Every combination scores the same targets, so the lowes
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -51,6 +51,7 @@ from txl_dist.evaluation.result import (
     scored_text,
     summarise,
 )
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
 from txl_dist.runtime.device import torch_threads
 from txl_dist.runtime.fault_injection import fault_point
@@ -101,15 +102,20 @@ def score_batch(task: ScoringTask) -> BatchScores:
         )
     with torch_threads(task.job.num_threads):
         sums = list(scorer.scores(task.chunks, counter=counter))
-    for number, chunk_sums in zip(task.chunk_numbers, sums, strict=True):
-        if not math.isfinite(chunk_sums.nats):
-            raise NonFiniteScoreError(
-                f"chunk {number} of split {task.job.settings.split}, {task.job.checkpoint}: the "
-                f"sum of its losses is {chunk_sums.nats}, although all weights are finite, so the "
-                "model overflows on this text. Try --precision fp32, or an earlier checkpoint: "
-                "txl checkpoint list RUN"
-            )
+    name = f"split {task.job.settings.split}, {task.job.checkpoint}"
+    require_finite(sums, name, numbers=task.chunk_numbers)
     return BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
+
+
+def require_finite(sums: Iterable[LossSums], name: str, *, numbers: Iterable[int]) -> None:
+    """Raise NonFiniteScoreError if a chunk's sum is NaN or Inf. `name`: of split and model."""
+    for number, chunk in zip(numbers, sums, strict=True):
+        if not math.isfinite(chunk.nats):
+            raise NonFiniteScoreError(
+                f"chunk {number} of {name}: the sum of its losses is {chunk.nats}, although all "
+                "weights are finite, so the model overflows on this text. Try --precision fp32, "
+                "or an earlier checkpoint: txl checkpoint list RUN"
+            )
 
 
 _opened: dict[EvaluationJob, Scorer] = {}

@@ -19,7 +19,6 @@ from txl_dist.checkpoint.manifest import (
 )
 from txl_dist.config.config_file import default_settings, flatten_config
 from txl_dist.config.data_config import SINGLE_CORPUS_NAME
-from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
@@ -36,7 +35,6 @@ _FREE = (
     "data.cache_",
     "model.attention",
     "model.vocab_size",
-    "optimizer.warmup_tokens",  # compared as optimizer.warmup_steps
     "training.num_tokens",  # compared as training.num_steps, like num_epochs
     "training.num_epochs",
     "training.micro_batch_lanes",
@@ -77,7 +75,7 @@ _ON_REQUEST = (
 )
 _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
-_IN_TOKENS = ("training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens")
+_IN_TOKENS = ("training.num_tokens", "training.num_epochs")
 
 
 def require_compatible(
@@ -103,19 +101,6 @@ def require_compatible(
     check_config(
         manifest.run, flatten_config(config), allowed=job.allow_change, checkpoint=str(path)
     )
-
-
-def trajectory_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that change the trajectory and are not defaults, by dotted key.
-
-    Without the length of the run, because the same trajectory may be continued.
-    """
-    defaults = default_settings()
-    return {
-        key: value
-        for key, value in flatten_config(config).items()
-        if not key.startswith((*_FREE, "training.num_steps")) and value != defaults.get(key)
-    }
 
 
 def check_newest_checkpoint(job: TrainJob, data: TrainingData) -> None:
@@ -147,8 +132,6 @@ def check_config(
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         on_request = key.startswith(_ON_REQUEST) and key not in _FIXED
-        if key == "optimizer.weight_decay_parameters" and not _decays(old) and not _decays(new):
-            continue
         # `deepspeed.*` may change, except communication_data_type, which changes the numbers.
         is_free = key.startswith(_FREE) and not on_request
         if before == after or is_free or (on_request and key in allowed):
@@ -156,7 +139,7 @@ def check_config(
         remedy = (
             f"--allow-change {key}"
             if on_request
-            else "cannot change in a run; start a new one (--resume never, another directory)"
+            else "cannot change in a run; begin a new one in another directory"
         )
         lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
     # Computed from the new lanes as if they had held from step 0, the length would be wrong.
@@ -169,10 +152,6 @@ def check_config(
             )
     if lines:
         raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")
-
-
-def _decays(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("optimizer.weight_decay"))
 
 
 def check_data(

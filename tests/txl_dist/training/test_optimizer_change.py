@@ -1,4 +1,4 @@
-"""What of the optimizer may change at a resume, and checkpoints older than a setting."""
+"""What of the optimizer may change at a resume."""
 
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,6 @@ def test_another_optimizer_or_average_is_refused_even_on_request(key: str) -> No
     new = settings(f"optimizer.{key}={'adam' if key == 'name' else 'ema'}")
     with pytest.raises(CheckpointError, match=rf"optimizer\.{key}: .* cannot change in a run"):
         check(settings(), new, f"optimizer.{key}")
-
-
-def test_an_old_checkpoint_without_weight_decay_resumes() -> None:
-    old = settings()
-    for key in ("weight_decay_parameters", "name", "averaging", "schedule_of_paper_code"):
-        del old[f"optimizer.{key}"]
-    check(old, settings())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 
-from data_pipeline.processes.workers import Workers
+from data_pipeline.system.workers import Workers
 from txl_dist.doctor.finding import Finding
 from txl_dist.doctor.request import DoctorRequest
 from txl_dist.launch.launcher import OnLine

@@ -12,7 +12,7 @@ import torch
 from cluster.network import use_interface_of
 from cluster.placement import num_threads
 from cluster.workers import RayWorkers
-from data_pipeline.processes.stop_signals import blocked_signals
+from data_pipeline.system.signals import blocked_signals
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.errors import (
     OUTAGES,

@@ -24,7 +24,7 @@ from cluster.private_ray import end_private_ray
 from cluster.rank_monitor import RankMonitor, describe_draining
 from cluster.rank_plan import RankPlan
 from cluster.rank_starts import RankStarts
-from data_pipeline.processes.stop_signals import StopSignals, block_stop_signals, end_now
+from data_pipeline.system.signals import StopSignals, block_stop_signals, end_now
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import PreemptedError, TxlError

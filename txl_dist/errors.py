@@ -20,7 +20,7 @@ likely cause and the next command. Only the command line turns an error into an 
 import json
 
 from data_pipeline.errors import ConfigError, DataError, TxlError, UnreadableError
-from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE
+from data_pipeline.system.signals import STOPPED_EXIT_CODE
 
 __all__ = [
     "CheckpointError",

@@ -26,7 +26,7 @@ from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.readers import InputFile, InputFiles
 from data_pipeline.readers.given_splits import TRAIN, count_by_split, list_splits, split_order
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.storage.urls import shown
+from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.recipes import fixed_split, recipe_of
 
 _MIN_STEMS = 10

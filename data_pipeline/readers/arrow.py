@@ -14,7 +14,7 @@ from data_pipeline.errors import printable
 from data_pipeline.readers.parquet import record_of_value, require_column
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import Source, read_exactly
-from data_pipeline.storage.source_errors import SourceError
+from data_pipeline.system.sources import SourceError
 
 _MAGIC = b"ARROW1"
 _END_MARK = b"\xff\xff\xff\xff\0\0\0\0"

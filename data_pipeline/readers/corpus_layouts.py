@@ -37,9 +37,8 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.storage import strict_json
-from data_pipeline.storage.open_source import open_source
-from data_pipeline.storage.urls import scheme_of, shown
+from data_pipeline.system.sources import open_source, scheme_of, shown
+from data_pipeline.system.strict import parse_json
 
 _MAX_STATE_BYTES = 16 * 2**20
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "metadata.csv", "metadata.tsv"}
@@ -125,7 +124,7 @@ def _data_files(state: _Entry, folder: str, by_name: dict[str, E]) -> Iterator[s
     """The names of the data files that state.json lists."""
     try:
         with open_source(state.path, "") as stream:
-            content = strict_json.parse(stream.read(_MAX_STATE_BYTES))
+            content = parse_json(stream.read(_MAX_STATE_BYTES))
         listed = [each["filename"] for each in content["_data_files"]]
     except OSError as error:
         raise DataError(f"{shown(state.path)} cannot be read: {error.strerror}.") from error

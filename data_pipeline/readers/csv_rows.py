@@ -21,7 +21,7 @@ from data_pipeline.readers.records import (
     did_you_mean,
 )
 from data_pipeline.readers.source import Source, too_long_error
-from data_pipeline.storage.source_errors import reject_reason
+from data_pipeline.system.sources import reject_reason
 
 _TABS = (".tsv", ".tab")
 

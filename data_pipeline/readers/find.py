@@ -41,8 +41,14 @@ from data_pipeline.readers.kinds import (
 )
 from data_pipeline.readers.patterns import expand_braces, is_pattern, split_pattern
 from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.storage.source_errors import SourceError
-from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
+from data_pipeline.system.sources import (
+    SourceError,
+    file_system,
+    local_path,
+    retry_request,
+    scheme_of,
+    shown,
+)
 
 _NOT_TEXT = {
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".ico", ".tif", ".tiff"),

@@ -1,7 +1,7 @@
 """The table of formats, and reading records of a file in its format.
 
 A format is one function that reads a `Source` and one line in `FORMATS`
-(docs/how_to/add_a_reader.md). `find.py` finds the files, `storage/open_source.py` opens them.
+(docs/how_to/add_a_reader.md). `find.py` finds the files, `system/sources.py` opens them.
 """
 
 import io
@@ -36,9 +36,15 @@ from data_pipeline.readers.wikitext import (
     read_wikitext,
     read_wikitext_rows,
 )
-from data_pipeline.storage.open_source import Compression, open_source
-from data_pipeline.storage.source_errors import SourceError, is_transient, reject_reason
-from data_pipeline.storage.urls import scheme_of, shown
+from data_pipeline.system.sources import (
+    Compression,
+    SourceError,
+    is_transient,
+    open_source,
+    reject_reason,
+    scheme_of,
+    shown,
+)
 
 Kind = str
 """A key of FORMATS, or of ID_FORMATS for files of token ids."""

@@ -28,8 +28,7 @@ from data_pipeline.readers.id_files import NPY_MAGIC, SHARD_MAGICS
 from data_pipeline.readers.records import BadRecordError, BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import CHUNK_BYTES, Source
 from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.storage.open_source import open_source
-from data_pipeline.storage.source_errors import reject_reason
+from data_pipeline.system.sources import open_source, reject_reason
 
 _MAX_HEADER_BYTES = 2**16
 _SHARD_HEADER_BYTES = 1024

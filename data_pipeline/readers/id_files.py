@@ -8,8 +8,14 @@ from typing import Protocol, TypeVar
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.readers.formats import InputFile
 from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.storage.open_source import Compression, open_source
-from data_pipeline.storage.urls import file_system, retry_request, scheme_of, shown
+from data_pipeline.system.sources import (
+    Compression,
+    file_system,
+    open_source,
+    retry_request,
+    scheme_of,
+    shown,
+)
 
 
 class _Entry(Protocol):

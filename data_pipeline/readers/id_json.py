@@ -25,8 +25,8 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import Source, read_exactly, too_long_error
 from data_pipeline.readers.token_ids import text_of_value
-from data_pipeline.storage import strict_json
-from data_pipeline.storage.source_errors import reject_reason
+from data_pipeline.system.sources import reject_reason
+from data_pipeline.system.strict import parse_json
 
 _MAX_EVENT_IDS = _MIN_EVENTS = 16
 """MidiTok's events have 3 to 9 ids."""
@@ -61,7 +61,7 @@ def _parse(raw: bytes) -> Any:
     if not raw.strip():
         raise BadRecordError(0, "the file is empty")
     try:
-        return strict_json.parse(decode(raw))
+        return parse_json(decode(raw))
     except BadRecordError:
         raise
     except (ValueError, RecursionError) as error:

@@ -30,8 +30,7 @@ from data_pipeline.readers.id_arrays import sized_documents
 from data_pipeline.readers.id_files import index_path
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import Source, read_exactly
-from data_pipeline.storage.open_source import Compression, open_source
-from data_pipeline.storage.source_errors import reject_reason
+from data_pipeline.system.sources import Compression, open_source, reject_reason
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"

@@ -8,7 +8,7 @@ from itertools import takewhile
 from data_pipeline.errors import DataError, printable
 from data_pipeline.readers.formats import InputFile
 from data_pipeline.readers.wikitext import name_of_shards, next_shard
-from data_pipeline.storage.urls import scheme_of, shown
+from data_pipeline.system.sources import scheme_of, shown
 
 
 def name_in_utf8(name: str) -> str:

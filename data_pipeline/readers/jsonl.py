@@ -18,7 +18,7 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import Source, read_line_chunks, too_long_error
 from data_pipeline.readers.token_ids import IdRules, text_of_value
-from data_pipeline.storage import strict_json
+from data_pipeline.system.strict import JSON_DECODER, DuplicateKeyError
 
 
 def read_jsonl(source: Source) -> Iterator[Record | Reject]:
@@ -57,13 +57,13 @@ def text_of_line(raw: bytes, text_key: str, ids: IdRules | None = None) -> str:
     """The document's text in a line of JSON, or that of its token ids. Raises BadRecordError."""
     line = decode(raw)
     try:
-        content = strict_json.DECODER.decode(line)
+        content = JSON_DECODER.decode(line)
     except json.JSONDecodeError as error:
         byte = len(line[: error.pos].encode())
         cut = not raw.endswith(b"\n")
         kind = "truncated record: the file ends inside a line" if cut else "broken JSON"
         raise BadRecordError(byte, f"{kind} ({error.msg})") from None
-    except strict_json.DuplicateKeyError as error:
+    except DuplicateKeyError as error:
         raise BadRecordError(0, str(error)) from None
     except (ValueError, RecursionError) as error:  # huge integers, deep nesting
         raise BadRecordError(0, f"unreadable JSON ({str(error)[:80]})") from None

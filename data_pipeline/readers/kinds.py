@@ -48,8 +48,7 @@ from data_pipeline.readers.formats import (
 from data_pipeline.readers.id_files import NPY_MAGIC, SHARD_MAGICS, first_bytes, has_index
 from data_pipeline.readers.text import HEAD_BYTES, is_binary
 from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
-from data_pipeline.storage.open_source import Compression, open_source
-from data_pipeline.storage.urls import scheme_of, shown
+from data_pipeline.system.sources import Compression, open_source, scheme_of, shown
 
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}
 _UNPACK = {"": "cat", "gz": "gzip -dc <", "zst": "zstd -dc <"}

@@ -19,7 +19,7 @@ from data_pipeline.readers.records import (
     ids_hint,
 )
 from data_pipeline.readers.source import Source, too_long_error
-from data_pipeline.storage.source_errors import SourceError
+from data_pipeline.system.sources import SourceError
 
 _BATCH_BYTES = 8 * 2**20
 _MAX_BATCH_ROWS = 4096

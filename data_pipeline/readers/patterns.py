@@ -10,7 +10,7 @@ from pathlib import Path
 from braceexpand import braceexpand
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.storage.urls import local_path, shown
+from data_pipeline.system.sources import local_path, shown
 
 _MAX_EXPANDED = 100_000
 """Maximum number of addresses of one brace pattern."""

@@ -20,7 +20,7 @@ from data_pipeline.readers.records import (
     Utf8Decoder,
     decode,
 )
-from data_pipeline.storage.source_errors import reject_reason
+from data_pipeline.system.sources import reject_reason
 
 if TYPE_CHECKING:
     from data_pipeline.readers.token_ids import IdRules

@@ -19,7 +19,7 @@ from data_pipeline.errors import printable
 from data_pipeline.readers.expansion import require_plausible_size
 from data_pipeline.readers.records import BrokenStreamError
 from data_pipeline.readers.source import CHUNK_BYTES, Source, read_exactly
-from data_pipeline.storage.source_errors import reject_reason
+from data_pipeline.system.sources import reject_reason
 
 _BLOCK = 512
 _MAX_EXTENDED_BYTES = 2**20

@@ -20,7 +20,7 @@ from data_pipeline.readers.records import (
     decode,
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source, read_exactly, too_long_error
-from data_pipeline.storage.source_errors import reject_reason
+from data_pipeline.system.sources import reject_reason
 
 _MAX_HEADER_BYTES = 2**16
 

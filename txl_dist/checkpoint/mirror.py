@@ -17,8 +17,8 @@ from dataclasses import replace
 from functools import partial
 
 from data_pipeline.errors import printable
-from data_pipeline.processes.background_queue import BackgroundQueue
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.remote_path import RemotePath
+from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.checkpoint.attempts import Attempt
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention, reading
 from txl_dist.checkpoint.manifest import (

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.storage.atomic_files import write_file, write_synced
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.files import write_file, write_synced
+from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.attempts import FOLDER
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import (

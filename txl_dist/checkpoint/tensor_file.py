@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.storage.direct_file import DirectFile
+from data_pipeline.system.direct_file import DirectFile
 from txl_dist.checkpoint.manifest import FileEntry
 
 BLOCK_BYTES = 8 * 2**20

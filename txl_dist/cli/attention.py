@@ -10,7 +10,7 @@ from txl_dist.cli.options import AsJson, Checkpoint, EvaluationData, MemLen, Tgt
 from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory
     from txl_dist.evaluation.evaluate import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
     from txl_dist.reporting.attention_by_distance import AttentionByDistance
@@ -43,8 +43,7 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.evaluation.job import evaluation_job
     from txl_dist.reporting.attention_file import ATTENTION_NAME, attention_json
 
@@ -88,7 +87,7 @@ def _measure(scorer: "Scorer", job: "EvaluationJob", *, quiet: bool) -> "Attenti
 def _write(
     staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
 ) -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
+    from data_pipeline.system.files import explain_disk_errors, write_synced
     from txl_dist.reporting.attention_file import ATTENTION_NAME, as_utf8
     from txl_dist.reporting.attention_plot import PLOT_NAMES, plot_attention, write_plots
 

@@ -155,8 +155,7 @@ def evaluate(
 
     Example: txl eval runs/quickstart data/stdlib --split valid,test --sweep mem_len=0,64,128
     """
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.cli.progress import running
     from txl_dist.cli.work_progress import TOKENS, work_progress
@@ -256,7 +255,7 @@ def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> di
 
 def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -> None:
     """Refuse a file of --per-document that cannot be written, before minutes of computing."""
-    from data_pipeline.storage.atomic_files import require_writable
+    from data_pipeline.system.files import require_writable
     from txl_dist.errors import ConfigError
 
     if per_document and swept:
@@ -270,7 +269,7 @@ def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -
 def _write_documents(
     path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
 ) -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
+    from data_pipeline.system.files import explain_disk_errors, write_file
     from txl_dist.evaluation.document_scores import document_lines
 
     if path:

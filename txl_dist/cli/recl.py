@@ -20,7 +20,7 @@ from txl_dist.cli.options import (
 from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
 
 if TYPE_CHECKING:
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory
     from txl_dist.context.measure import ReclRequest
     from txl_dist.context.report import GroupReport
 
@@ -92,8 +92,7 @@ def recl(
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.work_progress import TOKENS, work_progress
     from txl_dist.context.measure import ReclRequest, check_group, measure_group
     from txl_dist.context.report import JSON_NAME
@@ -205,7 +204,7 @@ def _numbers(option: str, text: str) -> list[float]:
 
 
 def _write(staged: "StagedDirectory", report: "GroupReport") -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
+    from data_pipeline.system.files import explain_disk_errors, write_synced
     from txl_dist.context.plot import PLOT_NAMES, plot_group, write_plots
     from txl_dist.context.report import CSV_NAME, JSON_NAME
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from data_pipeline.processes.progress import counted_bytes
+from data_pipeline.system.progress import counted_bytes
 
 if TYPE_CHECKING:
-    from data_pipeline.processes.workers import Workers
+    from data_pipeline.system.workers import Workers
 
 _SECONDS_BETWEEN_LINES = 4.0
 _SECONDS_BETWEEN_WORKERS = 30.0

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from data_pipeline.storage.urls import is_url, shown
+from data_pipeline.system.sources import is_url, shown
 from txl_dist.config.section import PathText, Section
 
 if TYPE_CHECKING:

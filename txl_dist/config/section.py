@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.strict import StrictModel
 from txl_dist.config.redaction import redact_field
 
 PathText = Annotated[

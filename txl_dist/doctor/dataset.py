@@ -3,7 +3,7 @@
 from data_pipeline.errors import TxlError
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_files import check_sizes
-from data_pipeline.storage.remote_path import dataset_path
+from data_pipeline.system.remote_path import dataset_path
 from txl_dist.doctor.finding import Finding, ok, problem
 
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from data_pipeline.storage.urls import shown
+from data_pipeline.system.sources import shown
 from txl_dist.doctor.finding import Finding, note, ok, problem
 from txl_dist.doctor.storage import existing_parent
 

@@ -7,7 +7,7 @@ first number of ranks above it is found by search, so a limit needs no inverse f
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from data_pipeline.storage.manifest_file import MAX_BYTES
+from data_pipeline.system.strict import MAX_MANIFEST_BYTES
 from txl_dist.runtime.collective_watch import BEAT_SECONDS
 from txl_dist.runtime.heartbeat import NUM_READERS
 
@@ -76,7 +76,7 @@ def limits_of_run(
         Limit(
             name="checkpoint manifest",
             unit="bytes",
-            threshold=MAX_BYTES,
+            threshold=MAX_MANIFEST_BYTES,
             advice="a larger one is refused when it is read; ZeRO 1 and 2 cut few parameters",
             value=manifest_bytes,
         ),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from data_pipeline.processes.workers import Workers
+    from data_pipeline.system.workers import Workers
     from txl_dist.doctor.finding import Finding
     from txl_dist.doctor.request import DoctorRequest
     from txl_dist.training.job import TrainJob

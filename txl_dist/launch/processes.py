@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
-from data_pipeline.processes.stop_signals import StopSignals
-from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
+from data_pipeline.system.signals import StopSignals
+from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.doctor.finding import Finding

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 
-from data_pipeline.processes.background_queue import BackgroundQueue
+from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.errors import DivergedError, LostRankError
 from txl_dist.runtime.world import World
 

@@ -1,13 +1,13 @@
 """What a request to stop means for a training run: end in start-up, save and end after a step.
 
-The signals are caught in `data_pipeline/processes/stop_signals.py`. Imports only the standard
+The signals are caught in `data_pipeline/system/signals.py`. Imports only the standard
 library, so that `txl train` can install it before its first slow import.
 """
 
 from contextlib import suppress
 from pathlib import Path
 
-from data_pipeline.processes.stop_signals import StopSignals, end_now, print_unbuffered
+from data_pipeline.system.signals import StopSignals, end_now, print_unbuffered
 
 STOPPING = "stopping after this step, then saving; press Ctrl-C again to end now"
 NOTHING_TRAINED = "stopped on request before the first step; nothing is lost"

@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-from data_pipeline.storage.locks import wait_for_lock
+from data_pipeline.system.files import wait_for_lock
 from txl_dist.tracking.state import LOCK, REQUEST, STATE, TrackingRequest, TrackingState
 
 POLL_SECONDS = 1.0
@@ -78,7 +78,7 @@ class TrainingProcess:
         self.has_request.set()
 
     def _listen(self) -> None:
-        # Not processes/parent.py: it ends the process immediately, and this one must deliver first.
+        # Not system/signals.py: it ends the process immediately, and this one must deliver first.
         # Not sys.stdin: the blocked thread would hold its lock while the interpreter shuts down.
         rest = b""
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.system.files import write_file
 from txl_dist.config.redaction import redact
 
 STATE = "tracking.json"

@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from data_pipeline.processes.stop_signals import StopSignals
-from data_pipeline.storage.locks import try_lock
+from data_pipeline.system.files import try_lock
+from data_pipeline.system.signals import StopSignals
 from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.sender import EXIT_UNDELIVERED, FLUSH_SECONDS, sync_command
 from txl_dist.tracking.state import (

@@ -3,7 +3,7 @@
 import logging
 from contextlib import suppress
 
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.attempts import (
     FOLDER,
     Attempt,

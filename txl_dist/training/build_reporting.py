@@ -8,7 +8,7 @@ import math
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.system.files import write_file
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.precision import TORCH_DTYPE

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from data_pipeline.processes.workers import Workers
+from data_pipeline.system.workers import Workers
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.config.training_config import EvaluationConfig

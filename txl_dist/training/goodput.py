@@ -28,8 +28,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from data_pipeline.storage.atomic_files import overwrite_page, remove_leftovers, write_file
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.files import overwrite_page, remove_leftovers, write_file
+from data_pipeline.system.strict import StrictModel
 from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
 
 UPDATE_SECONDS = 2.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.system.files import write_file
 
 ROWS = 40
 """Operations in the table."""

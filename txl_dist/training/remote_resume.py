@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from data_pipeline.processes.background_queue import BackgroundQueue
-from data_pipeline.storage.remote_path import RemotePath
-from data_pipeline.storage.urls import shown
+from data_pipeline.system.remote_path import RemotePath
+from data_pipeline.system.sources import shown
+from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import MANIFEST_NAME

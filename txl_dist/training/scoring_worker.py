@@ -14,8 +14,8 @@ from typing import Protocol, Self, TypeVar
 
 import torch
 
-from data_pipeline.processes.worker_status import WorkerStatus
-from data_pipeline.processes.workers import ProcessWorkers, WorkerDiedError, Workers
+from data_pipeline.system.progress import WorkerStatus
+from data_pipeline.system.workers import ProcessWorkers, WorkerDiedError, Workers
 from txl_dist.errors import TxlError
 from txl_dist.runtime.fault_injection import fault_point
 

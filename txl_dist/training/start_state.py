@@ -2,7 +2,7 @@
 
 import logging
 
-from data_pipeline.storage.atomic_files import remove_leftovers, write_file
+from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.training.phases import phases_from

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from data_pipeline.processes.stop_signals import end_now, print_unbuffered
+from data_pipeline.system.signals import end_now, print_unbuffered
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.errors import PreemptedError
 from txl_dist.runtime.activity import Activity

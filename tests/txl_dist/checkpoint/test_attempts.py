@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.storage.manifest_file import manifest_bytes
+from data_pipeline.system.strict import manifest_bytes
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint import directory as module
 from txl_dist.checkpoint.attempts import (

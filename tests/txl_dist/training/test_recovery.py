@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.processes.workers import InProcess
+from data_pipeline.system.workers import InProcess
 from tests.support.diverging_runs import (
     FailAt,
     HighRate,

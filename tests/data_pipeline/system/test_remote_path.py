@@ -29,10 +29,10 @@ from data_pipeline.shards.push import push_dataset
 from data_pipeline.shards.shard_index import read_index
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.shards.verify import verify_dataset
-from data_pipeline.storage import urls
-from data_pipeline.storage.remote_path import RemotePath, dataset_path
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.system import sources
+from data_pipeline.system.remote_path import RemotePath, dataset_path
 
 Dataset = tuple[Path, ShardManifest]
 URL = "s3://bucket/data"
@@ -42,7 +42,7 @@ URL = "s3://bucket/data"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A separate cache per test, and short waits between retries."""
     monkeypatch.setenv("TXL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
     return tmp_path / "cache"
 
 

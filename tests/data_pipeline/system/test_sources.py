@@ -1,7 +1,4 @@
-"""Compressed streams and URLs: what is intact is read, and a failure has a named cause.
-
-Tested through the readers. Servers listen on 127.0.0.1: moto's S3, and the standard library's HTTP.
-"""
+"""Reading local files and URLs: addresses, retries, errors, and streams of decompressed bytes."""
 
 import gzip
 import json
@@ -26,7 +23,16 @@ from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.readers import Reject
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.storage import urls
+from data_pipeline.system import sources
+from data_pipeline.system.sources import (
+    SourceError,
+    UnreachableError,
+    is_read_failure,
+    is_transient,
+    reject_reason,
+    retry_request,
+    shown,
+)
 from tests.data_pipeline.readers.reading import one_file, read, split_at_reject, texts
 
 LINES = [f"line {number} " + "é" * number for number in range(600)]
@@ -38,6 +44,92 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "gz": lambda raw: gzip.compress(raw, mtime=0),
     "zst": zstandard.ZstdCompressor(write_checksum=True).compress,
 }
+
+
+class Requests:
+    """A request that raises the given errors, one per attempt, and then returns 7."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.attempts = 0
+        self._errors: Iterator[BaseException] = iter(errors)
+
+    def __call__(self) -> int:
+        self.attempts += 1
+        for error in self._errors:
+            raise error
+        return 7
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.001)
+
+
+@pytest.mark.fault_row(19)
+def test_a_request_is_retried_twice() -> None:
+    requests = Requests(OSError(5, "reset"), ValueError("a client library's own error"))
+    assert retry_request(requests) == 7
+    assert requests.attempts == 3
+
+
+@pytest.mark.fault_row(19)
+def test_the_third_failure_is_an_unreachable_error_without_secrets() -> None:
+    requests = Requests(*[RuntimeError("GET https://me:secret@host/a?token=secret failed")] * 3)
+    with pytest.raises(UnreachableError, match=r"after 3 attempts: GET https://host/a failed$"):
+        retry_request(requests)
+    assert requests.attempts == 3
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(), PermissionError(), IsADirectoryError()])
+def test_a_missing_or_forbidden_object_is_not_retried(error: OSError) -> None:
+    requests = Requests(error)
+    with pytest.raises(SourceError, match=f"cannot be read: {type(error).__name__}") as raised:
+        retry_request(requests)
+    assert not isinstance(raised.value, UnreachableError)
+    assert (requests.attempts, raised.value.__cause__) == (1, error)
+
+
+def test_an_interrupt_is_not_retried() -> None:
+    requests = Requests(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        retry_request(requests)
+    assert requests.attempts == 1
+
+
+@pytest.mark.fault_row(44)
+def test_passwords_queries_and_control_characters_are_not_displayed() -> None:
+    assert shown("https://me:secret@host/a?token=secret") == "https://host/a"
+    assert shown("s3://b/\x1b[2J") == r"s3://b/\x1b[2J"
+
+
+@pytest.mark.parametrize(
+    ("error", "transient", "read_failure"),
+    [
+        (UnreachableError("the connection broke"), True, True),
+        (OSError(5, "Input/output error"), True, True),
+        (SourceError("damaged gzip stream"), False, True),
+        (PermissionError(13, "Permission denied"), False, True),
+        (FileNotFoundError(2, "No such file"), False, False),
+        (IsADirectoryError(21, "Is a directory"), False, False),
+        (OSError(22, "Invalid argument"), False, True),
+        (ValueError("wrong content"), False, False),
+        (None, False, False),
+    ],
+)
+def test_an_error_and_what_it_caused_are_classified_alike(
+    error: Exception | None, transient: bool, read_failure: bool
+) -> None:
+    wrapped = ValueError("raised from it")
+    wrapped.__cause__ = error
+    for each in (error, wrapped):
+        assert is_transient(each) == transient
+        assert is_read_failure(each) == read_failure
+
+
+def test_the_reason_of_an_os_error_is_readable() -> None:
+    assert reject_reason(SourceError("truncated gzip stream")) == "truncated gzip stream"
+    assert reject_reason(OSError(5, "Input/output error")) == "cannot be read: Input/output error"
+    assert reject_reason(TimeoutError()) == "cannot be read: TimeoutError"
 
 
 def jsonl(*texts: str) -> bytes:
@@ -204,7 +296,7 @@ class _Page(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(_Page, "failures", 0)
     monkeypatch.setattr(_Page, "cut", False)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Page)
@@ -278,7 +370,7 @@ def test_a_store_that_stops_answering_stops_the_run_and_keeps_what_is_finished(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # with waits of its own
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     s3fs.S3FileSystem.clear_instance_cache()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.storage import direct_file
-from data_pipeline.storage.direct_file import DirectFile
+from data_pipeline.system import direct_file
+from data_pipeline.system.direct_file import DirectFile
 
 BUFFER_BYTES = 3 * 4096
 CONTENT = bytes(range(256)) * 256

@@ -15,9 +15,16 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-from data_pipeline.storage.open_source import open_source
-from data_pipeline.storage.source_errors import SourceError, UnreachableError
-from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
+from data_pipeline.system.sources import (
+    SourceError,
+    UnreachableError,
+    file_system,
+    local_path,
+    open_source,
+    retry_request,
+    scheme_of,
+    shown,
+)
 
 _T = TypeVar("_T")
 

@@ -1,7 +1,4 @@
-"""ProcessWorkers: results carry the number of their unit, and no process outlives its use.
-
-Workers that die, and workers of a killed parent: `tests/faults/test_prepare_kills.py`.
-"""
+"""Worker processes that map units of work, and the thread that runs jobs."""
 
 import os
 import threading
@@ -11,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.processes.progress import count_bytes, counted_bytes
-from data_pipeline.processes.workers import (
+from data_pipeline.system.progress import count_bytes, counted_bytes
+from data_pipeline.system.workers import (
+    BackgroundQueue,
     InProcess,
     ProcessWorkers,
     WorkerDiedError,
@@ -98,3 +96,42 @@ def test_an_abandoned_map_ends_its_workers_and_the_rest_end_with_the_context() -
 )
 def test_a_death_is_described_by_its_signal_or_exit_code(exit_code: int | None, words: str) -> None:
     assert f"the worker for in.txt {words}" in str(WorkerDiedError("in.txt", exit_code))
+
+
+def test_jobs_run_in_order_and_submit_does_not_wait() -> None:
+    queue, gate, done = BackgroundQueue("test"), threading.Event(), []
+    queue.submit(gate.wait)
+    for number in range(5):
+        queue.submit(lambda number=number: done.append(number))
+    assert not queue.wait(0.01)
+    assert done == []
+    gate.set()
+    assert queue.wait(30)
+    assert done == [0, 1, 2, 3, 4]
+    assert queue.close(30)
+
+
+def test_the_first_error_is_kept_and_drops_later_jobs() -> None:
+    queue, gate, done = BackgroundQueue("test"), threading.Event(), []
+
+    def fail() -> None:
+        gate.wait()
+        raise OSError("first")
+
+    queue.submit(fail)
+    queue.submit(lambda: done.append("queued"))
+    gate.set()
+    assert queue.wait(30)
+    queue.submit(lambda: done.append("submitted"))
+    assert queue.wait(30)
+    assert str(queue.error) == "first"
+    assert done == []
+    assert queue.close(30)
+
+
+def test_closing_runs_the_remaining_jobs() -> None:
+    queue, done = BackgroundQueue("test"), []
+    for number in range(3):
+        queue.submit(lambda number=number: done.append(number))
+    assert queue.close(30)
+    assert done == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""A stop request may arrive as several signals, and must work during native code."""
+"""Stop signals, and how a process ends."""
 
 import os
 import signal
@@ -8,9 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.processes import stop_signals
-from data_pipeline.processes.stop_signals import STOP_SIGNALS, StopSignals
-from tests.support.commands import wait_until
+from data_pipeline.system import signals
+from data_pipeline.system.signals import STOP_SIGNALS, StopSignals
+from tests.support.commands import is_alive, wait_until
+
+CHILD = """
+import sys, time
+from data_pipeline.system.signals import end_with_parent
+end_with_parent(0)
+print("ready", flush=True)
+while True:
+    time.sleep(0.01) if sys.argv[1] == "sleeping" else sum(range(1000))
+"""
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
 
 
 class Calls:
@@ -53,7 +68,7 @@ def test_nohup_keeps_its_meaning() -> None:
 
 BLOCKED = """
 import os, signal, sys, time
-from data_pipeline.processes.stop_signals import block_stop_signals, blocked_signals
+from data_pipeline.system.signals import block_stop_signals, blocked_signals
 if sys.argv[1] == "blocked":
     block_stop_signals()
 with blocked_signals(lambda: print("requested", flush=True)):
@@ -89,7 +104,7 @@ def test_copies_of_one_request_are_one_request() -> None:
 def test_only_the_same_signal_again_after_a_while_is_a_repeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stop_signals, "REPEAT_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "REPEAT_SECONDS", 0.0)
     calls = Calls()
     with StopSignals(calls.requests.append, calls.repeat):
         # Slurm warns with SIGUSR1 and ends with SIGTERM: the second is not a repeat.
@@ -105,7 +120,7 @@ def test_a_request_works_inside_native_code(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     code = (
         "import hashlib, pathlib\n"
-        "from data_pipeline.processes.stop_signals import StopSignals\n"
+        "from data_pipeline.system.signals import StopSignals\n"
         "from txl_dist.runtime.stop_request import exit_before_first_step\n"
         "with StopSignals(on_request=exit_before_first_step):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
@@ -129,3 +144,47 @@ def test_contexts_nest() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: outer.requests == [signal.SIGINT])
     assert inner.requests == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_shutdown_of_the_interpreter_does_not_change_the_exit_code(code: int) -> None:
+    program = (
+        "import atexit, os, sys\n"
+        "from data_pipeline.system.signals import exit_without_teardown\n"
+        "atexit.register(os.abort)\n"  # like a native thread during the shutdown
+        "print('buffered', end='')\n"
+        f"exit_without_teardown({code})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, stdout=subprocess.PIPE, text=True
+    )
+    assert (done.returncode, done.stdout) == (code, "buffered")
+
+
+@pytest.mark.parametrize("work", ["sleeping", "computing"])
+def test_a_child_ends_when_its_parent_is_killed(work: str) -> None:
+    command = [sys.executable, "-c", PARENT, CHILD, work]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    lines = {parent.stdout.readline().strip() for _ in range(2)}
+    (child,) = (int(line) for line in lines - {"ready"})
+    assert is_alive(child)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not is_alive(child), timeout_seconds=10)
+
+
+def test_bytes_from_the_parent_do_not_end_the_child() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, "sleeping"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    os.write(child.stdin.fileno(), b"x" * 10_000)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(timeout=0.3)
+    child.stdin.close()
+    assert child.wait(timeout=10) == 1
+    child.stdout.close()

@@ -1,18 +1,74 @@
-"""A manifest file is refused unless its size, format, version, digest and every entry are right."""
+"""Strict JSON, strict models and manifest files: what is unknown, damaged or edited is refused."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from pydantic import ValidationError
 
-from data_pipeline.storage import manifest_file, strict_json
-from data_pipeline.storage.manifest_file import (
+from data_pipeline.system import strict
+from data_pipeline.system.strict import (
+    StrictModel,
     WrongFormatError,
+    canonical_json,
+    first_problem,
     load_manifest_file,
     manifest_bytes,
+    parse_json,
+    sha256_of,
 )
-from data_pipeline.storage.strict_model import StrictModel
+
+
+def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:
+    one, two = {"a": 1, "b": {"c": "é", "d": []}}, {"b": {"d": [], "c": "é"}, "a": 1}
+    assert canonical_json(one) == '{"a":1,"b":{"c":"\\u00e9","d":[]}}'
+    assert sha256_of(one) == sha256_of(two)
+    assert sha256_of(one) != sha256_of({**one, "a": 2})
+
+
+@pytest.mark.parametrize("text", ['{"k": 1, "k": 1}', b'[{"a": {"k": 1, "l": 2, "k": 3}}]'])
+def test_a_key_twice_is_refused_at_any_depth(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match='key "k" twice in one object'):
+        parse_json(text)
+
+
+class Inner(StrictModel):
+    loss: float = 0.0
+
+
+class Outer(StrictModel):
+    steps: int
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"steps": 1, "stesp": 2}', "stesp: Extra inputs are not permitted"),
+        ('{"steps": "1"}', "steps: Input should be a valid integer"),
+        ('{"steps": 1.0}', "steps: Input should be a valid integer"),
+        ("{}", "steps: Field required"),
+        ('{"steps": 1, "inner": {"loss": NaN}}', "inner.loss: Input should be a finite number"),
+        ('{"steps": 1, "inner": {"loss": Infinity}}', "inner.loss: Input should be a finite"),
+        ("[]", "the whole content: Input should be an object"),
+    ],
+)
+def test_wrong_content_is_refused_with_the_key(content: str, problem: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Outer.model_validate_json(content)
+    assert first_problem(refused.value).startswith(problem)
+
+
+def test_a_nan_from_python_is_refused_too() -> None:
+    with pytest.raises(ValidationError):
+        Inner(loss=math.nan)
+
+
+def test_a_model_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Outer(steps=1).steps = 2  # type: ignore[misc]
 
 
 class Small(StrictModel):
@@ -33,7 +89,7 @@ def path(tmp_path: Path) -> Path:
 def test_content_is_loaded_as_it_was_written(path: Path) -> None:
     path.write_bytes(manifest_bytes(CONTENT))
     assert load_manifest_file(path, Small) == Small(loss=1.5)
-    assert json.loads(path.read_bytes())["digest"] == strict_json.sha256_of(CONTENT)
+    assert json.loads(path.read_bytes())["digest"] == sha256_of(CONTENT)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +112,9 @@ def test_a_file_above_the_size_limit_is_not_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path.write_bytes(manifest_bytes(CONTENT))
-    monkeypatch.setattr(manifest_file, "MAX_BYTES", path.stat().st_size)
+    monkeypatch.setattr(strict, "MAX_MANIFEST_BYTES", path.stat().st_size)
     assert load_manifest_file(path, Small)
-    monkeypatch.setattr(manifest_file, "MAX_BYTES", path.stat().st_size - 1)
+    monkeypatch.setattr(strict, "MAX_MANIFEST_BYTES", path.stat().st_size - 1)
     with pytest.raises(WrongFormatError, match="is larger than"):
         load_manifest_file(path, Small)
 

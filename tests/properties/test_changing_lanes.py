@@ -20,8 +20,8 @@ from tests.support.hypothesis_examples import examples
 from tests.support.token_sources import TextSource, numbered_sources
 from txl_dist.training.data import mixed_source
 from txl_dist.training.phases import phases_from
+from txl_dist.training.start_state import count_tokens
 from txl_dist.training.state import CorpusEntry, Phase, TrainState
-from txl_dist.training.token_count import count_tokens
 
 quickly = examples(60)
 SEED = 5

@@ -143,7 +143,11 @@ def scores(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "options", [("model.pre_lnorm=true",), ("model.untie_r=true", "model.d_embed=12")]
+    "options",
+    [
+        pytest.param(("model.pre_lnorm=true",), marks=pytest.mark.slow),
+        ("model.untie_r=true", "model.d_embed=12"),
+    ],
 )
 def test_losses_do_not_depend_on_ranks_with_other_layers_when_all_weights_are_sharded(
     ranks: RankGroups, dataset: Path, tmp_path: Path, options: tuple[str, ...]

@@ -1,9 +1,7 @@
 """Checkpoints: stored by parameter and by lane, never by rank, so any number of ranks can resume.
 
     manifest.py    what a checkpoint contains, as JSON with a hash per file
-    fragments.py   Fragment: one rank's slice of a parameter and of its optimizer state
     snapshot.py    a copy of one rank's tensors, which is written while training goes on
-    tensor_file.py writes a safetensors file block by block and hashes it
     writer.py      every rank writes its slices; a rename publishes the checkpoint
     reader.py      verifies a checkpoint and reads any slice of it
     directory.py   the checkpoints of a run: names, pointers, locks of readers, removal

@@ -15,7 +15,6 @@ from torch import Tensor
 from data_pipeline.system.files import sha256_file
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from txl_dist.checkpoint.directory import reading
-from txl_dist.checkpoint.fragments import AVERAGE, Fragment
 from txl_dist.checkpoint.manifest import (
     TOKENIZER_NAME,
     CheckpointManifest,
@@ -24,6 +23,7 @@ from txl_dist.checkpoint.manifest import (
     lane_key,
     load_checkpoint_manifest,
 )
+from txl_dist.checkpoint.snapshot import AVERAGE, Fragment
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL

@@ -1,21 +1,61 @@
-"""Snapshot: a copy of one rank's slices and lane memories in host memory.
+"""Snapshot: a copy of one rank's slices and lane memories in host memory, and its files.
 
 Training goes on while the copy is checked and written by a background thread. It needs memory for
 the rank's share of the weights, optimizer states and lane memories; writing it needs no second
-copy.
+copy. The engine knows which slices a rank owns; it passes them as `Fragment`.
+
+`safetensors.numpy.save_file` builds the content of the whole file in memory before it writes, which
+would double the memory of a save. So `write_tensors` writes block by block: 8 bytes with the length
+of the header (little-endian), the header (JSON: dtype, shape and byte range of each tensor), then
+the tensors. Files are equal, byte by byte, to those of the library, which reads them.
+
+Source: https://github.com/huggingface/safetensors#format
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from txl_dist.checkpoint.fragments import Fragment
-from txl_dist.checkpoint.manifest import Kind, PartSlice, RankPart, file_name, lane_key
-from txl_dist.checkpoint.tensor_file import write_tensors
+from data_pipeline.system.direct_file import DirectFile
+from txl_dist.checkpoint.manifest import (
+    FileEntry,
+    Kind,
+    PartSlice,
+    RankPart,
+    file_name,
+    lane_key,
+)
 from txl_dist.errors import DivergedError
+
+AVERAGE = "average"
+"""Name of the average of the weights over steps, kept like a state of the optimizer."""
+BLOCK_BYTES = 8 * 2**20
+_ALIGNMENT = 8
+"""The header is padded with spaces, so that the tensors are aligned in a memory map."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements [start, stop) of a flattened parameter, as 1-D views that may be written to."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    start: int
+    master: Tensor
+    """fp32 weights."""
+    states: dict[str, Tensor]
+    """The optimizer's states of this parameter, by name."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.master.numel()
 
 
 class Snapshot:
@@ -90,3 +130,43 @@ def _copy_all(tensors: Sequence[Tensor]) -> np.ndarray:
     for target, tensor in zip(stacked, tensors, strict=True):
         target.copy_(tensor)
     return stacked.numpy()
+
+
+def write_tensors(
+    path: Path, arrays: Mapping[str, np.ndarray], *, before_block: Callable[[], None]
+) -> FileEntry:
+    """Write and sync the fp32 `arrays`; returns the file's entry for the manifest.
+
+    Calls `before_block` before each block of a tensor; an exception it raises ends the writing. The
+    file is not atomic: write it into a staging directory.
+    """
+    sha256, num_bytes = hashlib.sha256(), 0
+    with DirectFile(path) as file:
+        for block in _blocks(arrays):
+            before_block()
+            file.write(block)
+            sha256.update(block)
+            num_bytes += len(block)
+    return FileEntry(bytes=num_bytes, sha256=sha256.hexdigest())
+
+
+def _blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    names = sorted(arrays)
+    yield _header({name: arrays[name] for name in names})
+    for name in names:
+        if arrays[name].dtype != np.float32:
+            raise TypeError(f"{name} has dtype {arrays[name].dtype}, expected float32")
+        data = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data
+        for start in range(0, len(data), BLOCK_BYTES):
+            yield data[start : start + BLOCK_BYTES]
+
+
+def _header(arrays: Mapping[str, np.ndarray]) -> bytes:
+    entries, offset = {}, 0
+    for name, array in arrays.items():
+        end = offset + array.nbytes
+        entries[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

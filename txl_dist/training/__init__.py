@@ -1,11 +1,10 @@
 """Training: `build.py` builds one rank's part of a run, `loop.py` runs it.
 
-job.py            the config and resume options of a run, as a launcher sends them to a rank
+job.py            config and options of a run, as a launcher sends them; equal on all ranks
 rank.py           the entry of every launcher: one rank from start to exit
 build.py          job -> data -> model -> engine -> Trainer
 data.py           the corpora of a run, opened and checked before any rank is started
 phases.py         changes of corpora and weights during a run
-same_job.py       verifies that all ranks have the same config, data and code
 loop.py           the order of events
 step.py           one step, in micro-batches
 divergence.py     decides whether a step has diverged, before it updates the weights
@@ -17,11 +16,11 @@ lane_dropout.py   dropout masks as a function of seed, step and lane
 evaluator.py      the evaluation of a split during training
 state.py          progress of a run, stored in each checkpoint
 saving.py         when checkpoints are written and removed
-begin_attempt.py  records a start of the run, which ends older ones that still run
 resume.py         which checkpoint to resume from
+start_state.py    the state to begin with; counts the tokens that a resume loses
 remote_resume.py  downloads the newest checkpoint of a URL before that
 compatibility.py  which settings and data may differ on a resume
-run_directory.py  the files of a run, and the lock of its directory
+run_directory.py  the files of a run, and who may write them: lock and attempts
 report.py         metrics.jsonl and the step line
 goodput.py        productive time and lost time of a run, through restarts
 stragglers.py     the slowest rank, and what it is slow in

@@ -16,7 +16,6 @@ from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import last_trained_step
 from txl_dist.tracking.tracker import Tracker
-from txl_dist.training.begin_attempt import begin_attempt
 from txl_dist.training.build_computation import (
     build_recovery,
     build_saver,
@@ -34,18 +33,16 @@ from txl_dist.training.data import TrainingData
 from txl_dist.training.duration import resolve_duration
 from txl_dist.training.engine.averaging import describe_average
 from txl_dist.training.evaluator import build_evaluator
-from txl_dist.training.job import TrainJob
+from txl_dist.training.job import TrainJob, require_same_job
 from txl_dist.training.loop import Trainer
 from txl_dist.training.rank_context import RankContext
 from txl_dist.training.remote_resume import download_newest
 from txl_dist.training.resume import find_resume_point
 from txl_dist.training.resume_point import restore, run_id_of
-from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.same_job import require_same_job
+from txl_dist.training.run_directory import RunDirectory, begin_attempt
 from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
-from txl_dist.training.start_state import initial_state, open_run, phases_of
+from txl_dist.training.start_state import count_tokens, initial_state, open_run, phases_of
 from txl_dist.training.statistics import WeightStatistics
-from txl_dist.training.token_count import count_tokens
 from txl_dist.training.worker_evaluation import build_worker_evaluation
 
 log = logging.getLogger(__name__)
@@ -86,8 +83,10 @@ def build_trainer(
         download_newest(job, data, world)
     point, newest_step = find_resume_point(job, data, world), directory.checkpoints.newest_step()
     if is_new_attempt:
-        # Not earlier: a start that is refused must not end another attempt that is training.
-        directory.checkpoints.attempt = begin_attempt(job, directory, world, point)
+        # Only after all checks: beginning an attempt fences the one that is running.
+        directory.checkpoints.attempt = begin_attempt(
+            job, directory, world, run_id=run_id_of(point, directory.checkpoints)
+        )
         if world.broadcast(directory.checkpoints.newest_step() != newest_step):
             point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
         _share_stop(stop, directory, world, run_stack or stack)

@@ -21,9 +21,9 @@ from txl_dist.training.learning_check import LearningCheck
 from txl_dist.training.profiler import StepProfiler
 from txl_dist.training.rank_context import RankContext
 from txl_dist.training.report import RankZeroReport, Report
-from txl_dist.training.resume import remaining_work
 from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.start_state import remaining_work
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 from txl_dist.training.stragglers import StragglerCheck

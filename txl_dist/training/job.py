@@ -1,14 +1,26 @@
-"""TrainJob: everything a rank needs to take part in a run, as data that is sent as JSON."""
+"""TrainJob: everything a rank needs to take part in a run, as data that is sent as JSON.
 
+`require_same_job` verifies that all ranks run the same config on the same data with the same code.
+Ranks on machines with different versions or data would otherwise train without any error, on
+gradients of different computations.
+"""
+
+import hashlib
 import uuid
+from importlib.metadata import version
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.section import PathText
 from txl_dist.errors import ConfigError
+from txl_dist.runtime.source_digest import LIBRARIES, source_digest
+
+if TYPE_CHECKING:  # launchers use jobs without importing torch
+    from txl_dist.runtime.world import World
+    from txl_dist.training.data import TrainingData
 
 
 class TrainJob(BaseModel):
@@ -48,3 +60,27 @@ class TrainJob(BaseModel):
             return cls.model_validate_json(text)
         except ValueError as error:
             raise ConfigError(f"not a training job: {error}") from None
+
+
+def require_same_job(config: RunConfig, data: "TrainingData", world: "World") -> None:
+    """Raises ConfigError on every rank, listing what differs by rank. Collective."""
+    local = {
+        "txl-dist": version("txl-dist"),
+        **{name: version(name) for name in LIBRARIES},
+        "sources": source_digest()[:16],
+        # The resolved config: overrides on the command line count too.
+        "config": hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16],
+        **data.digests,
+    }
+    jobs = world.all_gather(local)
+    lines = []
+    for name in dict.fromkeys(name for job in jobs for name in job):
+        if len({job.get(name) for job in jobs}) > 1:
+            values = (f"rank {rank} {job.get(name)}" for rank, job in enumerate(jobs))
+            lines.append(f"\n  {name}: {', '.join(values)}")
+    if lines:
+        raise ConfigError(
+            f"the ranks do not agree on code, config or data:{''.join(lines)}\nInstall the same "
+            "version on all machines, and give every rank the same command and the same data "
+            "(txl data verify DIR on each machine)"
+        )

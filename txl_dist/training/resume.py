@@ -233,11 +233,3 @@ def _warn_of_other_code(point: ResumePoint) -> None:
             point.manifest.written_by,
             current,
         )
-
-
-def remaining_work(state: TrainState, *, num_steps: int) -> str | None:
-    """What a run at `state` still has to do, in words; None if it is finished."""
-    unscored = ", ".join(map(str, state.missing_scores))
-    evaluation = f"the evaluation of step {unscored}" if unscored else ""
-    steps = f"steps {state.step + 1} to {num_steps}" if state.step < num_steps else ""
-    return ", then ".join(filter(None, (evaluation, steps))) or None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.txl_dist.checkpoint.saving import BEST, model, save
-from txl_dist.checkpoint import tensor_file
+from txl_dist.checkpoint import snapshot
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import load_model, verify_checkpoint
 from txl_dist.checkpoint.writer import update_state
@@ -120,7 +120,7 @@ def count_down(kill_at: int) -> None:
     for name in ("rename", "replace", "mkdir", "unlink", "open"):
         setattr(Path, name, counted(getattr(Path, name)))
     os.fsync = counted(os.fsync)
-    blocks, tensor_file._blocks = tensor_file._blocks, counted_blocks
+    blocks, snapshot._blocks = snapshot._blocks, counted_blocks
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ import torch
 
 from data_pipeline.tokenizers import ByteTokenizer
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.fragments import Fragment
-from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.snapshot import Fragment, Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save
 from txl_dist.errors import TxlError
 from txl_dist.model.config import ModelConfig

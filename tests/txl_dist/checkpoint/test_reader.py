@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.txl_dist.checkpoint.saving import CONFIG, NUM_LANES, memory, model, save, whole
-from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import (
     check_parameters,
@@ -15,6 +14,7 @@ from txl_dist.checkpoint.reader import (
     load_model,
     verify_checkpoint,
 )
+from txl_dist.checkpoint.snapshot import Fragment
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tests.txl_dist.checkpoint import saving
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.checkpoint.fragments import Fragment
 from txl_dist.checkpoint.manifest import MANIFEST_NAME
-from txl_dist.checkpoint.snapshot import Snapshot
+from txl_dist.checkpoint.snapshot import Fragment, Snapshot
 from txl_dist.checkpoint.writer import Save
 from txl_dist.estimate.checkpoint import best_interval_seconds, checkpoint_size, goodput
 from txl_dist.estimate.memory import ActivationPeaks, ModelNeeds, Parameter

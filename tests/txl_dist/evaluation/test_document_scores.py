@@ -99,6 +99,11 @@ def test_every_document_has_the_sums_of_its_targets(job: EvaluationJob) -> None:
         assert sum(each["bytes"] for each in documents) == result.sums.num_bytes
 
 
+@pytest.mark.parametrize(
+    "job",
+    ["byte", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("word", "wt103"))],
+    indirect=True,
+)
 def test_neither_workers_nor_a_stop_nor_details_change_a_bit(
     job: EvaluationJob, tmp_path: Path
 ) -> None:

@@ -192,7 +192,7 @@ def test_a_running_delivery_notices_a_rollback(run_dir: Path) -> None:
 
 
 @pytest.mark.fault_row(32)
-@pytest.mark.parametrize("fault", ["500", "lost response"])
+@pytest.mark.parametrize("fault", [pytest.param("500", marks=pytest.mark.slow), "lost response"])
 def test_a_rollback_in_outages_records_every_point_once(
     run_dir: Path, server: MlflowServer, fault: str
 ) -> None:

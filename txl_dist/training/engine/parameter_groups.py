@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from txl_dist.checkpoint.fragments import AVERAGE
+from txl_dist.checkpoint.snapshot import AVERAGE
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.model.transformer_xl import TransformerXL
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.checkpoint.snapshot import Fragment
 from txl_dist.training.engine.interface import Accept, Decision, Engine
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.checkpoint.snapshot import Fragment
 from txl_dist.errors import ConfigError
 from txl_dist.training.engine.interface import Accept, Decision, Engine, replaced_method
 from txl_dist.training.engine.muon import FlatMatrices, Muon

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.checkpoint.fragments import Fragment
+from txl_dist.checkpoint.snapshot import Fragment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World

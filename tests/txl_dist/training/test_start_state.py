@@ -3,8 +3,8 @@
 import pytest
 
 from txl_dist.training.phases import phases_from
+from txl_dist.training.start_state import count_tokens
 from txl_dist.training.state import CorpusEntry, Phase, TrainState
-from txl_dist.training.token_count import count_tokens
 
 
 def phase(num_lanes: int, **fields: object) -> Phase:

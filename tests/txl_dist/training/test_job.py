@@ -11,7 +11,8 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.runtime.world import World
-from txl_dist.training import resume, same_job
+from txl_dist.training import job as train_job
+from txl_dist.training import resume
 from txl_dist.training.job import TrainJob
 
 SHORT = (NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=2")
@@ -41,13 +42,13 @@ def train_in(world: World, folders: list[Path], job: TrainJob) -> int:
 
 def train_on_other_sources(world: World, job: TrainJob) -> int:
     """Train with the digest of edited sources on rank 1."""
-    original = same_job.source_digest
+    original = train_job.source_digest
     if world.rank == 1:
-        same_job.source_digest = lambda: "edited" + original()  # type: ignore[assignment]
+        train_job.source_digest = lambda: "edited" + original()  # type: ignore[assignment]
     try:
         return train(world, job)
     finally:
-        same_job.source_digest = original
+        train_job.source_digest = original
 
 
 def resume_on_other_sources(world: World, job: TrainJob) -> int:

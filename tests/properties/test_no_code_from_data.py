@@ -1,6 +1,6 @@
 """Promise 8: no pickle is loaded and no path leads outside, in shards, manifests and checkpoints.
 
-Imported weights are tested in tests/txl_dist/convert, URLs in tests/data_pipeline/storage.
+Imported weights are tested in tests/txl_dist/convert, URLs in tests/data_pipeline/system.
 """
 
 import json

@@ -38,7 +38,7 @@ from typing import Protocol, TypeVar
 
 from data_pipeline.errors import DataError, printable
 from data_pipeline.system.sources import open_source, scheme_of, shown
-from data_pipeline.system.strict import parse_json
+from data_pipeline.system.strict_json import parse_json
 
 _MAX_STATE_BYTES = 16 * 2**20
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "metadata.csv", "metadata.tsv"}

@@ -26,7 +26,7 @@ from data_pipeline.readers.records import (
 from data_pipeline.readers.source import Source, read_exactly, too_long_error
 from data_pipeline.readers.token_ids import text_of_value
 from data_pipeline.system.sources import reject_reason
-from data_pipeline.system.strict import parse_json
+from data_pipeline.system.strict_json import parse_json
 
 _MAX_EVENT_IDS = _MIN_EVENTS = 16
 """MidiTok's events have 3 to 9 ids."""

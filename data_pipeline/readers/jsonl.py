@@ -18,7 +18,7 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import Source, read_line_chunks, too_long_error
 from data_pipeline.readers.token_ids import IdRules, text_of_value
-from data_pipeline.system.strict import JSON_DECODER, DuplicateKeyError
+from data_pipeline.system.strict_json import JSON_DECODER, DuplicateKeyError
 
 
 def read_jsonl(source: Source) -> Iterator[Record | Reject]:

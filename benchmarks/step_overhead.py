@@ -25,7 +25,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.streams.segments import Segment
 from txl_dist.config.config_file import load_run_config
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.allocation import keep_freed_memory
+from txl_dist.runtime.process import keep_freed_memory
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer

@@ -79,9 +79,9 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     """Train in this process."""
     import torch
 
-    from txl_dist.bench.peak_memory import kib
+    from txl_dist.bench.rounds import kib
     from txl_dist.config.config_file import load_run_config
-    from txl_dist.runtime.allocation import keep_freed_memory
+    from txl_dist.runtime.process import keep_freed_memory
     from txl_dist.runtime.world import World
     from txl_dist.training.job import TrainJob
     from txl_dist.training.run_directory import RunDirectory

@@ -19,7 +19,6 @@ node_probe.py         the actor of the doctor on one node
 exposure.py           whether a cluster can be used without a token
 ray_log.py            sends Ray's log to RUN/logs/ray.log
 workers.py            the workers of evaluation and preparation, as actors
-bare_start.py         Ray alone, for `txl bench start`
 jobs.py               the client of the Ray Jobs API: the entry point for `txl job`
 job_driver.py         runs the txl command of a job on the cluster
 job_command.py        the process of that command

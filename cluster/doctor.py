@@ -9,26 +9,32 @@ a node that does not answer is named, and left out of the comparisons.
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from cluster.connection import ray_connection
-from cluster.exposure import check_token, dashboard_ports
-from cluster.node_probe import NETWORK_SECONDS, NodeProbe
-from txl_dist.doctor.comparison import (
+from cluster.nodes import use_interface_of
+from txl_dist.doctor.checks import DoctorRequest, check_this_machine, installed_versions
+from txl_dist.doctor.finding import Finding, failed_check, no_result, note, ok, problem
+from txl_dist.doctor.nodes import (
     ALL_NODES,
     ClockReading,
+    ConnectionServer,
+    NetworkSpeed,
     compare_clocks,
     compare_probes,
     compare_values,
+    connect_store,
+    judge_connections,
+    judge_network,
+    measure_network,
+    open_store,
+    unreachable,
 )
-from txl_dist.doctor.connections import judge_connections
-from txl_dist.doctor.finding import Finding, problem
-from txl_dist.doctor.network import judge_network
-from txl_dist.doctor.request import DoctorRequest, check_this_machine
-from txl_dist.doctor.run import failed_check, no_result
-from txl_dist.doctor.versions import installed_versions
+from txl_dist.doctor.services import check_token
+from txl_dist.doctor.storage import ProbeResult, SharedProbe, existing_parent
 
 DRIVER = "this machine"
 """The node of findings about the machine of the command, in its role as the driver."""
@@ -153,7 +159,10 @@ def _check_driver(nodes: _Nodes, request: DoctorRequest) -> None:
     )
     nodes.findings += check_this_machine(own, node=DRIVER)
     if "exposure" not in request.skip:
-        nodes.add("exposure", (replace(one, node=ALL_NODES) for one in check_token()))
+        import ray
+
+        head = ray.get_runtime_context().gcs_address
+        nodes.add("exposure", (replace(one, node=ALL_NODES) for one in check_token(head)))
 
 
 def _check_each(nodes: _Nodes, request: DoctorRequest) -> None:
@@ -260,3 +269,105 @@ def _check_links(nodes: _Nodes, request: DoctorRequest) -> None:
     )
     if len(speeds) == num_nodes:
         nodes.add("network", judge_network(list(ranks), list(speeds.values())))
+
+
+NETWORK_SECONDS = 60.0
+"""Time limit for the rendezvous of the nodes, and for one collective."""
+
+
+class NodeProbe:
+    """An actor on one node."""
+
+    def check(self, request: DoctorRequest, node: str) -> list[Finding]:
+        """The findings of all checks that concern one node."""
+        findings = check_this_machine(request, node=node)
+        if "exposure" not in request.skip:
+            findings += [
+                replace(one, check="exposure", node=node) for one in check_usage_statistics()
+            ]
+        return findings
+
+    def seconds(self) -> float:
+        """The clock of the node."""
+        return time.time()
+
+    def run_directory(self, run: str) -> str:
+        """`run`, or the nearest parent that exists on this node."""
+        return str(existing_parent(Path(run)))
+
+    def place_file(self, directory: str) -> str:
+        """Write and lock a file; returns its name."""
+        self._probe = SharedProbe(directory)
+        return self._probe.place()
+
+    def read_probes(self, directory: str, names: Mapping[str, str]) -> dict[str, ProbeResult]:
+        """How this node sees the files that the nodes have written."""
+        return SharedProbe(directory).read(names)
+
+    def remove_file(self) -> None:
+        """Remove what `place_file` wrote."""
+        self._probe.remove()
+
+    def listen(self, host: str) -> tuple[str, int]:
+        """Accept connections; returns the address."""
+        self._server = ConnectionServer(host)
+        return self._server.address
+
+    def unreachable(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+        """Node -> error, of the nodes to which this one cannot connect."""
+        return unreachable(addresses)
+
+    def has_gpu(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available()
+
+    def open_store(self, host: str, num_nodes: int) -> int:
+        """Of the first node: open the store of the process group; returns its port."""
+        self._store = open_store(host, num_nodes, limit_seconds=NETWORK_SECONDS)
+        return int(self._store.port)
+
+    def measure(
+        self, rank: int, num_nodes: int, own_host: str, store: tuple[str, int], backend: str
+    ) -> NetworkSpeed:
+        """Measure the network together with the other nodes."""
+        use_interface_of(own_host)
+        own_store = (
+            self._store
+            if rank == 0
+            else connect_store(*store, num_nodes, limit_seconds=NETWORK_SECONDS)
+        )
+        return measure_network(
+            rank, num_nodes, own_store, backend=backend, limit_seconds=NETWORK_SECONDS
+        )
+
+
+def check_usage_statistics() -> list[Finding]:
+    """A note if the Ray of this node reports its usage. [] on nodes that are not the head."""
+    import ray
+    from ray._common.usage.usage_lib import usage_stats_enabled
+
+    node = next(
+        one for one in ray.nodes() if one["NodeID"] == ray.get_runtime_context().get_node_id()
+    )
+    if "node:__internal_head__" not in node["Resources"]:
+        return []
+    if usage_stats_enabled():
+        return [
+            note(
+                "the head reports usage statistics to usage-stats.ray.io",
+                expected="no reports from private clusters",
+                advice="ray disable-usage-stats on the head, or RAY_USAGE_STATS_ENABLED=0 ray "
+                "start ...",
+            )
+        ]
+    return [ok("Ray's usage statistics are disabled")]
+
+
+def dashboard_ports(ports: Iterable[int]) -> tuple[int, ...]:
+    """`ports` and the port of the connected cluster's dashboard."""
+    import ray
+
+    url = ray._private.worker.get_dashboard_url() or ""
+    number = url.rpartition(":")[2]
+    return tuple(dict.fromkeys([*ports, *([int(number)] if number.isdigit() else [])]))

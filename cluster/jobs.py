@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray.job_submission import JobStatus, JobSubmissionClient, JobType
 
-from cluster.address import check_cluster
+from cluster.connection import check_cluster
 from data_pipeline.system.sources import shown
 from txl_dist.config.redaction import redact
 from txl_dist.errors import ConfigError, PreemptedError, TxlError

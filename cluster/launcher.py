@@ -3,8 +3,8 @@
 from contextlib import AbstractContextManager
 
 from data_pipeline.system.workers import Workers
+from txl_dist.doctor.checks import DoctorRequest
 from txl_dist.doctor.finding import Finding
-from txl_dist.doctor.request import DoctorRequest
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.rank_range import RankRange
 from txl_dist.training.job import TrainJob

@@ -9,8 +9,8 @@ import logging
 import time
 from dataclasses import replace
 
-from cluster.cluster_monitor import ClusterMonitor
 from cluster.failure_counter import NODE_LOSS_SECONDS, FailureCounter
+from cluster.nodes import ClusterMonitor
 from txl_dist.launch.launch_files import LaunchFiles, RankFailure, RankLocation
 
 log = logging.getLogger("ray.txl")

@@ -14,7 +14,7 @@ ends the ranks without notice; see docs/decisions/0026-elastic-ranks-and-preempt
 
 import time
 
-from cluster.cluster_monitor import ClusterState
+from cluster.nodes import ClusterState
 from txl_dist.launch.rank_range import RankRange
 
 SETTLE_SECONDS = 8.0

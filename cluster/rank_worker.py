@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from cluster.network import use_interface_of
-from cluster.placement import num_threads
+from cluster.nodes import num_threads, use_interface_of
 from cluster.workers import RayWorkers
 from data_pipeline.system.signals import blocked_signals
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch

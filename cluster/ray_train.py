@@ -16,20 +16,18 @@ Ray Train takes seconds to import. A thread does that while Ray starts.
 import os
 from pathlib import Path
 
-from cluster.cluster_monitor import ClusterMonitor
-from cluster.connection import ray_connection
-from cluster.placement import Placement, place_ranks
+from cluster.connection import ray_connection, ray_log
+from cluster.nodes import ClusterMonitor, Placement, place_ranks
 from cluster.rank_plan import RankPlan
 from cluster.rank_starts import StartOutcome
-from cluster.ray_log import ray_log
 from cluster.supervisor import Supervisor
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import TxlError
-from txl_dist.launch.hang_watch import MARGIN_SECONDS
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.rank_range import RankRange
 from txl_dist.launch.supervision import RestartBudget
+from txl_dist.runtime.heartbeat import MARGIN_SECONDS
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
 

@@ -16,10 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from cluster.address import responds
-from cluster.cluster_monitor import ClusterMonitor
-from cluster.connection import abandon_ray
+from cluster.connection import abandon_ray, responds
 from cluster.failure_counter import NODE_LOSS_SECONDS, FailureCounter
+from cluster.nodes import ClusterMonitor
 from cluster.private_ray import end_private_ray
 from cluster.rank_monitor import RankMonitor, describe_draining
 from cluster.rank_plan import RankPlan
@@ -32,7 +31,7 @@ from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launch_output import LaunchOutput
 from txl_dist.launch.launcher import OnLine
 from txl_dist.launch.supervision import RestartBudget
-from txl_dist.runtime.stop_request import STOPPING
+from txl_dist.runtime.stop import STOPPING
 from txl_dist.tracking.tracker import wait_for_delivery
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.run_directory import RunDirectory

@@ -20,10 +20,9 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Self, TypeVar
 
-from cluster.cluster_monitor import ClusterMonitor
-from cluster.connection import interruptible_connection, uses_gpus
+from cluster.connection import interruptible_connection, ray_log, uses_gpus
 from cluster.failure_counter import NODE_LOSS_SECONDS
-from cluster.ray_log import ray_log
+from cluster.nodes import ClusterMonitor
 from cluster.supervisor import HEAD_SECONDS
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.progress import WorkerStatus, WorkTimes

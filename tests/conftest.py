@@ -34,7 +34,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support import gpu_tests
 from tests.support.gloo_ranks import RankGroups
-from txl_dist.runtime.gpus import num_gpus
+from txl_dist.runtime.process import num_gpus
 
 # Before test modules are imported; `--hypothesis-profile all` comes later and wins.
 settings.load_profile("quick")

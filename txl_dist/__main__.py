@@ -5,7 +5,7 @@ import sys
 from contextlib import nullcontext
 
 from data_pipeline.system.signals import StopSignals
-from txl_dist.runtime.stop_request import exit_before_first_step
+from txl_dist.runtime.stop import exit_before_first_step
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ latest() { cat "$run/LATEST" 2>/dev/null || true; }
 latest_before=$(latest)
 
 # The variables that torchrun sets and that are the same for all ranks. `txl train` is a rank, and
-# starts no processes, only if it finds the complete set (txl_dist/runtime/torchrun.py).
+# starts no processes, only if it finds the complete set (txl_dist/runtime/process.py).
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts[0]}
 # Two jobs on one host get different ports; all are below 32768, where Linux starts to assign ports.

@@ -12,7 +12,7 @@ SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
 Kubernetes, Slurm, systemd and terminals signal every process of a job, and launchers forward what
 they receive, so one request reaches a process several times. SIGUSR1 is the notice that Slurm sends
 before a time limit (sbatch --signal). SIGHUP says that the terminal or connection is gone. What a
-request means for a training run is defined in `txl_dist/runtime/stop_request.py`.
+request means for a training run is defined in `txl_dist/runtime/stop.py`.
 
 Imports only the standard library: a command installs it before its first slow import.
 """

@@ -16,7 +16,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.commands import ENVIRONMENT, wait_until
 from tests.support.hosts import Host, two_hosts
 from tests.support.nodes import RayNode, ray_node, token_environment
-from txl_dist.doctor.exposure import DASHBOARD_PORT
+from txl_dist.doctor.services import DASHBOARD_PORT
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]

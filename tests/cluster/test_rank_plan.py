@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from cluster.cluster_monitor import ClusterState
+from cluster.nodes import ClusterState
 from cluster.rank_plan import SETTLE_SECONDS, STABLE_SECONDS, RankPlan
 from txl_dist.launch.rank_range import RankRange
 

@@ -15,7 +15,7 @@ import pytest
 
 from cluster import rank_monitor, rank_plan
 from cluster import supervisor as module
-from cluster.cluster_monitor import ClusterState
+from cluster.nodes import ClusterState
 from cluster.rank_plan import RankPlan
 from cluster.rank_starts import StartOutcome
 from cluster.supervisor import Supervisor

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import cluster.workers
-from cluster.cluster_monitor import ClusterState
+from cluster.nodes import ClusterState
 from cluster.workers import MAX_NODE_LOSSES, RayWorkers
 from data_pipeline.errors import DataError, UnfinishedError
 from data_pipeline.shards.manifest import load_manifest

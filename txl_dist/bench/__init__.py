@@ -1,1 +1,1 @@
-"""Benchmarks of speed and size. Each figure has a limit, or the machine's peak to compare with."""
+"""`txl bench`: what a user measures on a machine. Each figure has a limit, or a peak to compare."""

@@ -1,20 +1,34 @@
-"""`txl bench data`: preparation, reading, resume, planning and data wait, each with its limit."""
+"""`txl bench data`: preparation, size, reading, resume and data wait, each with its limit.
 
+The text is available on every machine: source code and documentation of this Python's standard
+library and installed packages, one document per file. Rates are per CPU second of this process,
+which works without workers, so other load on the machine has little effect. Reading is compared
+with the same tokens in a plain array on disk, which has no documents, shuffling, checksums or
+compression; the difference is their cost.
+"""
+
+import gc
 import json
 import statistics
+import sysconfig
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from txl_dist.bench.data_plan import measure_plan
-from txl_dist.bench.data_preparation import (
-    damage_figure,
-    gather_text,
-    rate_figures,
-    size_figures,
-)
-from txl_dist.bench.data_reading import measure_reading, measure_seek
-from txl_dist.bench.rounds import Figure
+import numpy as np
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.manifest import TOKENIZER_NAME, SplitEntry, load_manifest
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segment_stream import GROUP_TOKENS
+from data_pipeline.streams.segments import SegmentReader
+from data_pipeline.tokenizers import load_tokenizer
+from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
+from txl_dist.bench.rounds import Figure, time_rounds
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import EvaluationConfig, TrackingConfig, TrainingConfig
@@ -22,18 +36,144 @@ from txl_dist.launch.processes import ProcessLauncher
 from txl_dist.model.config import ModelConfig
 from txl_dist.training.job import TrainJob
 
+VOCAB_SIZE = 32_768
+LANES = 8
+TGT_LEN = 512
+_SUFFIXES = (".py", ".rst", ".md", ".txt")
+_SLOW_TEXTS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class BenchText:
+    """A folder of documents and a tokenizer trained on them."""
+
+    folder: Path
+    tokenizer: Path
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingRates:
+    """Tokens per CPU second; medians."""
+
+    dataset: float
+    """Lanes of a shuffled epoch with ages, in the groups of segments that training reads."""
+    memmap: float
+    """The same batches, one at a time, sliced per lane from a memory-mapped array."""
+    memmap_strided: float
+    """The same with one two-dimensional slice for all lanes, the fastest way in numpy."""
+
 
 def bench_data(*, megabytes: float) -> Iterator[Figure]:
     """Yield each figure as soon as it is measured. All files go to a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="txl-bench-") as folder:
         work = Path(folder)
         text = gather_text(work, megabytes=megabytes)
-        yield from rate_figures(text, work)
-        yield from size_figures(text, work)
-        yield damage_figure(text, work)
+        yield from _preparation_figures(text, work)
         yield from _reading_figures(work / "prepared")
-        yield from _plan_figures()
         yield _wait_figure(work)
+
+
+# --- preparation ----------------------------------------------------------------------------------
+
+
+def gather_text(work: Path, *, megabytes: float) -> BenchText:
+    """Copy `megabytes` of documents of this Python to `work`, and train BPE on them."""
+    folder, size = work / "text", 0
+    for number, path in enumerate(_documents()):
+        if size >= megabytes * 1e6:
+            break
+        text = path.read_bytes()
+        if _is_text(text):
+            target = folder / f"{number // 1000:03d}" / f"{number:06d}{path.suffix}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(text)
+            size += len(text)
+    # Training the tokenizer is not part of the rates: every figure reads its file.
+    settings = PrepareSettings(tokenizer="bpe", vocab_size=VOCAB_SIZE)
+    prepare_dataset([folder], work / "trained", settings)
+    return BenchText(folder, work / "trained" / TOKENIZER_NAME, size)
+
+
+def _documents() -> Iterator[Path]:
+    paths = sysconfig.get_paths()
+    for root in (Path(paths["stdlib"]), Path(paths["purelib"])):
+        files = (path for path in root.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
+        # The standard library's folder contains site-packages, which the second root lists.
+        inside = "site-packages"
+        yield from sorted(p for p in files if inside not in p.relative_to(root).parts)
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        return bool(content.decode("utf-8").strip())
+    except UnicodeDecodeError:
+        return False
+
+
+def _preparation_figures(text: BenchText, work: Path) -> Iterator[Figure]:
+    """The rate of BPE preparation from files to shards, also relative to the tokenizer alone."""
+    settings = PrepareSettings(tokenizer="file")
+    spent = cpu_seconds(
+        lambda: prepare_dataset(
+            [text.folder], work / "prepared", settings, tokenizer_file=text.tokenizer
+        )
+    )
+    rate, alone = text.num_bytes / 1e6 / spent, _encoder_rates(text)
+    listed = ", ".join(f"{name} {each:.1f}" for name, each in alone.items())
+    note = f"{text.num_bytes / 1e6:.0f} MB; alone: {listed}"
+    yield Figure("BPE preparation, files to shards", rate, "MB per CPU-s", 15.0, note=note)
+    fastest = next(iter(alone))
+    yield Figure(f"the same, relative to {fastest} alone", rate / alone[fastest], "", 0.4)
+    entry = load_manifest(work / "prepared").splits["train"]
+    ratio = shard_bytes(entry) / entry.text_bytes
+    note = f"with indexes {with_indexes(entry) / entry.text_bytes:.3f}"
+    name = "size, zstd level 3, relative to the raw text"
+    yield Figure(name, ratio, "", 0.20, at_most=True, note=note)
+
+
+def _encoder_rates(text: BenchText) -> dict[str, float]:
+    """MB per CPU-second of the encoders alone, document by document, the fastest first."""
+    tokenizer = load_tokenizer(text.tokenizer)
+    assert isinstance(tokenizer, PretrainedTokenizer)
+    paths = [path for path in sorted(text.folder.rglob("*")) if path.is_file()]
+    texts = [path.read_bytes().decode("utf-8") for path in paths]
+    few = texts[:: max(1, len(texts) // _SLOW_TEXTS)]  # enough for a rate
+    tokenizer.encode("")  # loads the library
+    runs: dict[str, tuple[Callable[[str], object], list[str]]] = {
+        tokenizer.encoder.split()[0]: (tokenizer.encode, texts),
+        "tiktoken": (tokenizer.reference_ids, texts),
+        "tokenizers": (tokenizer.library_ids, few),
+    }
+    return {name: _encoding_rate(*run) for name, run in runs.items()}
+
+
+def _encoding_rate(encode: Callable[[str], object], documents: list[str]) -> float:
+    num_bytes = sum(len(document.encode()) for document in documents)
+    return num_bytes / 1e6 / cpu_seconds(lambda: [encode(document) for document in documents])
+
+
+def shard_bytes(entry: SplitEntry) -> int:
+    """Bytes of the shards of a split."""
+    return sum(shard.bytes for shard in entry.shards)
+
+
+def with_indexes(entry: SplitEntry) -> int:
+    """Bytes of the shards of a split and of their index files."""
+    return sum(shard.bytes + shard.index_bytes for shard in entry.shards)
+
+
+def cpu_seconds(run: Callable[[], object]) -> float:
+    """CPU seconds of one call."""
+    # The garbage collector would repeatedly scan the objects of earlier measurements.
+    gc.collect()
+    gc.freeze()
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+# --- reading --------------------------------------------------------------------------------------
 
 
 def _reading_figures(dataset: Path) -> Iterator[Figure]:
@@ -49,10 +189,88 @@ def _reading_figures(dataset: Path) -> Iterator[Figure]:
         yield Figure(name, median * 1e3, "ms", 10.0, at_most=True, note=note)
 
 
-def _plan_figures() -> Iterator[Figure]:
-    seconds, megabytes = measure_plan()
-    name = "plan of 10^12 tokens, 4,096 lanes, 512 ranks"
-    yield Figure(name, seconds, "CPU-s", note=f"{megabytes:.0f} MB")
+def measure_reading(
+    dataset: Path, *, split: str = "train", rounds: int = 5, max_tokens: int = 2**25
+) -> ReadingRates:
+    """Rates of reading `max_tokens`, at most an epoch, in 8 lanes and segments of 512 tokens."""
+    source = open_split(dataset, split)
+    plan = LanePlan(num_tokens=source.num_tokens, num_lanes=LANES, tgt_len=TGT_LEN)
+    group = GROUP_TOKENS // (LANES * TGT_LEN)
+    lane_tokens = min(plan.lane_tokens - 1, max_tokens // LANES)
+    num_groups = max(1, lane_tokens // (TGT_LEN * group))
+    num_tokens = num_groups * group * TGT_LEN * LANES
+    if plan.lane_tokens <= group * TGT_LEN:
+        raise ValueError(f"{source.num_tokens:,} tokens are too few; at least {2 * GROUP_TOKENS:,}")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = _as_array(source, Path(folder) / "tokens")
+        candidates: dict[str, Callable[[], object]] = {
+            "dataset": lambda: _read_segments(source, plan, num_groups, group),
+            "memmap": lambda: _read_lanes(rows, num_groups * group),
+            "memmap_strided": lambda: _read_strided(rows, num_groups * group),
+        }
+        times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=time.process_time)
+    return ReadingRates(**{name: num_tokens / times[name].median for name in candidates})
+
+
+def measure_seek(
+    dataset: Path, *, num_lanes: int, split: str = "train", seeks: int = 40
+) -> tuple[float, float]:
+    """(median, best) seconds from an open source to the first batch at random lane positions.
+
+    Each seek opens the split again, so every lane has to read and decode its block.
+    """
+    first = open_split(dataset, split)
+    plan = LanePlan(num_tokens=first.num_tokens, num_lanes=num_lanes, tgt_len=TGT_LEN)
+    random = np.random.default_rng(0)
+    seconds = []
+    for position in random.integers(0, 10 * plan.lane_tokens, seeks).tolist():
+        source = open_split(dataset, split, manifest=first.manifest)
+        source.document_starts(0)  # loads the index of the first shard
+        began = time.perf_counter()
+        _reader(source, plan).read(position, 1)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds), min(seconds)
+
+
+def _reader(source: SplitReader, plan: LanePlan) -> SegmentReader:
+    lanes = range(plan.num_lanes)
+    return SegmentReader(
+        source,
+        plan,
+        lanes=lanes,
+        num_rows=len(lanes),
+        reset="document",
+        shuffle="blocks",
+        seed=0,
+    )
+
+
+def _as_array(source: SplitReader, path: Path) -> np.ndarray:
+    """All tokens as [LANES, lane_tokens], memory-mapped, in the source's dtype."""
+    with path.open("wb") as file:
+        for block, size in enumerate(source.block_tokens.tolist()):
+            source.read(block, 0, size).tofile(file)
+    tokens = np.memmap(path, source.dtype, "r")
+    lane_tokens = len(tokens) // LANES
+    return tokens[: LANES * lane_tokens].reshape(LANES, lane_tokens)
+
+
+def _read_segments(source: SplitReader, plan: LanePlan, num_groups: int, group: int) -> None:
+    reader = _reader(source, plan)
+    for number in range(num_groups):
+        reader.read(number * group * TGT_LEN, group)
+
+
+def _read_lanes(rows: np.ndarray, num_batches: int) -> None:
+    for first in range(0, num_batches * TGT_LEN, TGT_LEN):
+        text = np.stack([row[first : first + TGT_LEN + 1] for row in rows]).astype(np.int64)
+        np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
+
+
+def _read_strided(rows: np.ndarray, num_batches: int) -> None:
+    for first in range(0, num_batches * TGT_LEN, TGT_LEN):
+        text = rows[:, first : first + TGT_LEN + 1]
+        text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
 
 
 def _wait_figure(work: Path) -> Figure:

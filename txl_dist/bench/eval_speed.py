@@ -39,7 +39,7 @@ from txl_dist.bench.window_path import WindowReader
 from txl_dist.model.flops import inference_flops, window_flops
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.allocation import keep_freed_memory
+from txl_dist.runtime.process import keep_freed_memory
 
 # Shapes: B lanes or windows, T segment tokens, N tokens of a text
 

@@ -12,13 +12,13 @@ machine in the same dtype. The whole module also runs on a CPU, for its tests.
 """
 
 import gc
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from txl_dist.bench.gpu_models import BenchModel
 from txl_dist.config.run_config import Precision
@@ -27,7 +27,7 @@ from txl_dist.model.flops import training_flops
 from txl_dist.model.host_copies import to_device
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.variants import ATTENTION_FORMS
-from txl_dist.runtime.precision import TORCH_DTYPE, autocast
+from txl_dist.runtime.device import TORCH_DTYPE, autocast
 from txl_dist.training.compilation import compile_model
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 from txl_dist.training.utilisation import SECONDS_PER_SIZE, SIZES, product_flops
@@ -37,8 +37,11 @@ from txl_dist.training.utilisation import SECONDS_PER_SIZE, SIZES, product_flops
 STEPS_PER_ROUND = 4
 WARM_UP_STEPS = 5
 """Kernels are compiled, and the allocator takes its memory."""
-PROFILED_STEPS = 3
-PROFILE_ROWS = 15
+
+HEADER = (
+    "| model | attention | lanes x tokens | ms per step | tokens/s | MFU, data sheet | goal "
+    "| MFU, measured peak | peak GiB |\n|---|---|---|---|---|---|---|---|---|"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +62,7 @@ class GpuRow:
     mfu_measured: float | None = None
     mfu_goal: float | None = None
     peak_gib: float | None = None
-    """Most memory that tensors took, on GPUs."""
+    """Most GPU memory that tensors took."""
     note: str = ""
 
 
@@ -107,7 +110,7 @@ def measured_peak(settings: Settings) -> float:
 
 
 def _row(name: str, model: BenchModel, form: str, settings: Settings, peak_flops: float) -> GpuRow:
-    """Measure; halve the number of lanes until the step fits in memory."""
+    """Measure; halve the number of lanes until the step fits in GPU memory."""
     kernel = choose_attention(
         form,
         device=settings.device,
@@ -214,16 +217,38 @@ def zipf_tokens(vocab_size: int, shape: tuple[int, int]) -> torch.Tensor:
     return (vocab_size**uniform - 1).long().clamp(max=vocab_size - 1)
 
 
-def profile_step(model: BenchModel, form: str, settings: Settings) -> str:
-    """The operations that take most of the time of a step, as a table."""
-    is_gpu = settings.device.type == "cuda"
-    step = TrainingStep(model, form, settings)
-    for _ in range(WARM_UP_STEPS):
-        step()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
-    with profile(activities=activities) as recorded:
-        for _ in range(PROFILED_STEPS):
-            step()
-        _synchronize(settings.device)
-    order = "self_cuda_time_total" if is_gpu else "self_cpu_time_total"
-    return recorded.key_averages().table(sort_by=order, row_limit=PROFILE_ROWS)
+# --- the table ------------------------------------------------------------------------------------
+
+
+def machine_line(device: torch.device, *, peak_flops: float, sheet_flops: float | None) -> str:
+    """The device and the library versions, in one line."""
+    sheet = "unknown" if sheet_flops is None else f"{sheet_flops / 1e12:.0f}"
+    return (
+        f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
+        f"{platform.python_version()}; peak {peak_flops / 1e12:.3g} TFLOP/s measured, {sheet} in "
+        "the data sheet (bf16)"
+    )
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+
+
+def table_row(row: GpuRow) -> str:
+    form = row.form if row.form == row.kernel else f"{row.form} ({row.kernel})"
+    cells = [
+        row.model,
+        form,
+        f"{row.num_lanes} x {row.tgt_len}",
+        _number(row.step_ms, ".1f"),
+        _number(row.tokens_per_second, ",.0f"),
+        _number(row.mfu_data_sheet, ".3f"),
+        _number(row.mfu_goal, ".2f"),
+        _number(row.mfu_measured, ".3f"),
+        _number(row.peak_gib, ".1f"),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

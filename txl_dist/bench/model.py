@@ -1,28 +1,30 @@
-"""`txl bench model`: model FLOPs utilisation (MFU), the speed-up of the KV cache, and peak memory.
+"""`txl bench model`: model FLOPs utilisation (MFU), the speed-up of the KV cache, and peak RAM.
 
 MFU = useful operations / time / peak. Useful operations are matrix products: in training all of
 them, including the projection of the memory's keys and values; in evaluation neither that
 projection nor that of the distances, because a KVCache holds both. The peak is the fastest square
 matrix product, measured between the steps of the same run, with the same dtype. The note of each
-figure has the MFU of these matrix products alone, the upper bound for any implementation.
+figure has the MFU of these matrix products alone, the upper bound for any implementation: one run
+is recorded with sizes and strides of every product, and they are repeated on separate tensors of
+the same strides, so that each product reads its data from RAM again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from txl_dist.bench.peak_memory import peak_mib
-from txl_dist.bench.products import products_alone
-from txl_dist.bench.rounds import Figure, Times, time_rounds
+from txl_dist.bench.rounds import Figure, Times, peak_mib, time_rounds
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
-from txl_dist.runtime.allocation import keep_freed_memory
+from txl_dist.runtime.process import keep_freed_memory
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
 
@@ -204,7 +206,7 @@ def _mask_figure(step: Times, rounds: int) -> Figure:
 def _memory_figure() -> Iterator[Figure]:
     mib = peak_mib(_step_of_twelve_layers)
     if mib is not None:
-        name = "peak training memory above the built model, 12 layers of (a)"
+        name = "peak RAM of training above the built model, 12 layers of (a)"
         yield Figure(name, mib, "MiB", 856, at_most=True)
 
 
@@ -230,3 +232,66 @@ def _tail_rows(config: ModelConfig, target_BT: Tensor) -> list[int]:
         int(((target_BT >= low) & (target_BT < high)).sum())
         for low, high in config.cluster_bounds[1:]
     ]
+
+
+# --- matrix products alone ------------------------------------------------------------------------
+
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default: 0,
+    torch.ops.aten.bmm.default: 0,
+    torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.baddbmm_.default: 1,
+}
+"""Operator overload -> position of its left factor among the arguments."""
+
+
+@dataclass
+class _ProductRecorder(TorchDispatchMode):
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # In inference mode, operators such as `linear` arrive here before they call their products.
+        with self:
+            result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
+        # This kernel computes two products without calling `bmm`.
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            query, key, value = (factor.flatten(0, 1) for factor in args[:3])
+            weight = query.new_empty(*query.shape[:2], key.shape[1])
+            self.pairs += [
+                (_like(query), _like(key).transpose(1, 2)),
+                (_like(weight), _like(value)),
+            ]
+        elif func in _PRODUCTS:
+            first = _PRODUCTS[func]
+            left, right = (_like(factor) for factor in args[first : first + 2])
+            self.pairs.append((left, right))
+        return func(*args, **(kwargs or {}))
+
+
+def products_alone(run: Callable[[], object]) -> Callable[[], object]:
+    """A function that computes the matrix products of `run` and nothing else."""
+    run()  # fills caches, which are not part of a normal run
+    with _ProductRecorder() as recorder:
+        run()
+    products = [
+        (left, right, left.new_empty(*left.shape[:-1], right.shape[-1]))
+        for left, right in recorder.pairs
+    ]
+
+    def multiply() -> None:
+        for left, right, out in products:
+            torch.matmul(left, right, out=out)
+
+    return multiply
+
+
+def _like(factor: Tensor) -> Tensor:
+    """A random tensor with the shape, strides and dtype of `factor`."""
+    copy = torch.empty_strided(factor.shape, factor.stride(), dtype=factor.dtype)
+    return copy.normal_()

@@ -1,14 +1,19 @@
-"""Interleaved timing: every round runs each candidate once, in one process.
+"""Figures and how they are measured: alternating rounds, and peak RAM in a new process.
 
 Clock frequency and other load change over minutes, so single times are not comparable. Ratios of
 candidates that alternate are, and medians ignore a few disturbed rounds.
 """
 
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,24 @@ class Figure:
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
+def print_figures(figures: Iterable[Figure], *, as_json: bool = False) -> None:
+    """Print each figure when it is measured, or all figures as one JSON object."""
+    if as_json:
+        rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
+        print(json.dumps({"figures": rows}))
+        return
+    print(f"{'figure':<62} {'measured':>9} {'limit':>11}")
+    for figure in figures:
+        sign = "<=" if figure.at_most else ">="
+        limit = "" if figure.limit is None else f"{sign} {figure.limit:g}"
+        verdict = {True: "holds", False: "MISSED", None: ""}[figure.holds]
+        print(
+            f"{figure.name:<62} {figure.value:>9.3g} {limit:>11}  {figure.unit}  {verdict}"
+            f"{'  (' + figure.note + ')' if figure.note else ''}",
+            flush=True,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds of one candidate per round."""
@@ -42,8 +65,9 @@ class Times:
         return statistics.median(self.seconds)
 
 
+PEAK_STEPS = 3
 WARM_UP_ROUNDS = 5
-"""Rounds that are not counted, because the process still allocates memory in them."""
+"""Rounds that are not counted, because the process still allocates RAM in them."""
 
 
 def time_rounds(
@@ -75,3 +99,29 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def peak_mib(build: Callable[..., Callable[[], object]], *arguments: object) -> float | None:
+    """Peak MiB of running the function that `build(*arguments)` returns, above those after `build`.
+
+    Includes gradients and optimizer state, not the model. None on systems other than Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    # VmHWM is a maximum over the life of a process, so every measurement needs a new one.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_measure, build, *arguments).result()
+
+
+def _measure(build: Callable[..., Callable[[], object]], *arguments: object) -> float:
+    run = build(*arguments)
+    before = kib("VmRSS")
+    for _ in range(PEAK_STEPS):
+        run()
+    return (kib("VmHWM") - before) / 1024
+
+
+def kib(name: str) -> int:
+    """A field of /proc/self/status. (`ru_maxrss` is inherited from a larger parent process.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))

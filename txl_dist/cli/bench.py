@@ -1,22 +1,30 @@
-"""`txl bench`: run the project's benchmarks and compare each figure with its limit."""
+"""`txl bench`: what a user measures on a machine or a model, each figure with its limit."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from txl_dist.cli import bench_eval_speed, bench_gpu, bench_recall
-from txl_dist.cli.options import AsJson
+from txl_dist.cli.options import AsJson, Checkpoint, MemLen, TgtLen
+from txl_dist.cli.paths import local_path_parser
+from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from txl_dist.bench.rounds import Figure
+    from txl_dist.bench.eval_speed import SpeedRow
+    from txl_dist.bench.gpu import GpuRow, Settings
+    from txl_dist.bench.gpu_models import BenchModel
+    from txl_dist.bench.recall import RecallProbe, RecallResult
+    from txl_dist.model.config import ModelConfig
+    from txl_dist.model.transformer_xl import TransformerXL
 
 app = typer.Typer(help="Measure speed and size on this machine.", no_args_is_help=True)
-app.command("eval-speed")(bench_eval_speed.eval_speed)
-app.command("gpu")(bench_gpu.gpu)
-app.command("recall")(bench_recall.recall)
+NO_GPU = (
+    "skipped: torch finds no GPU on this machine. It needs one with CUDA, its driver, and a torch "
+    "that is built for CUDA; `txl doctor` shows what is installed"
+)
 
 
 @app.command()
@@ -27,13 +35,14 @@ def model(
     ] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """MFU of training and evaluation, memory, and speed of generation.
+    """MFU of training and evaluation, peak RAM, and speed of generation.
 
     Example: txl bench model --rounds 20
     """
     from txl_dist.bench.model import bench_model
+    from txl_dist.bench.rounds import print_figures
 
-    _print_figures(bench_model(rounds=rounds), as_json=as_json)
+    print_figures(bench_model(rounds=rounds), as_json=as_json)
 
 
 @app.command()
@@ -45,78 +54,357 @@ def data(
     ] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Speed of preparation, loading and resume; size of shards; detection of damage.
+    """Speed of preparation, loading and resume; size of shards; data wait in training.
 
     Example: txl bench data --megabytes 200
     """
     from txl_dist.bench.data import bench_data
+    from txl_dist.bench.rounds import print_figures
 
-    _print_figures(bench_data(megabytes=megabytes), as_json=as_json)
-
-
-@app.command()
-def train(
-    *,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds; each one trains every candidate once.")
-    ] = 3,
-    steps: Annotated[int, typer.Option(min=20, help="Steps of every run.")] = 100,
-    as_json: AsJson = False,
-) -> None:
-    """Data wait, tracking with a server that never answers, and weak scaling to two ranks.
-
-    Example: txl bench train --rounds 5
-    """
-    from txl_dist.bench.train import bench_train
-
-    _print_figures(bench_train(rounds=rounds, num_steps=steps), as_json=as_json)
+    print_figures(bench_data(megabytes=megabytes), as_json=as_json)
 
 
 @app.command()
-def start(
-    *,
-    rounds: Annotated[int, typer.Option(min=1, help="Starts; the median counts.")] = 3,
+def eval_speed(
+    attention_length: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Tokens that each token attends to.")
+    ] = "800,1800,2800,3800",
+    tgt_len: Annotated[int, typer.Option(min=1, help="Segment of the reuse path.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each one times both paths once.")] = 5,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure this model instead of one with random weights.",
+            parser=local_path_parser(),
+        ),
+    ] = None,
+    n_layer: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 4,
+    d_model: Annotated[
+        int,
+        typer.Option(min=64, help="Width of the random model, a multiple of 64; heads have 64."),
+    ] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, text and windows.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Seconds from `txl train` to the first step, by part.
+    """Time per token with reused states, and with a window that is read again for every token.
 
-    Example: txl bench start --rounds 5
+    Both paths run with the same weights, alternately, on a GPU or on one CPU thread, where CPU time
+    counts. The ratio of times is compared with the ratio of their floating-point operations, and
+    shown next to the paper's (arXiv:1901.02860, table 9: another model on a GPU, against a window
+    path without the savings of this one). The share says how well reuse turns fewer operations into
+    less time.
+
+    Example: txl bench eval-speed --attention-length 800,1800 --tgt-len 64 --rounds 5
     """
-    from txl_dist.bench.start import bench_start
+    import torch
 
-    _print_figures(bench_start(rounds=rounds), as_json=as_json)
+    from txl_dist.bench.eval_speed import bench_eval_speed
 
-
-@app.command()
-def generate(
-    *,
-    rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds; each one draws 16 tokens at every length.")
-    ] = 20,
-    as_json: AsJson = False,
-) -> None:
-    """Time per token of generation after 1,024 to 65,536 tokens of text, and in a batch.
-
-    Example: txl bench generate --rounds 40
-    """
-    from txl_dist.bench.generate import bench_generate
-
-    _print_figures(bench_generate(rounds=rounds), as_json=as_json)
-
-
-def _print_figures(figures: Iterable["Figure"], *, as_json: bool) -> None:
-    """Print each figure when it is measured, or all figures as one JSON object."""
+    lengths = _numbers("attention-length", attention_length)
+    model = _stored(checkpoint) if checkpoint else _random(n_layer, d_model, seed)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    device = next(model.parameters()).device.type
+    name = checkpoint or f"random weights, seed {seed}"
+    if not as_json:
+        _print_header(model.config, f"{name}", device)
+    rows = []
+    try:
+        for row in bench_eval_speed(
+            model, attention_lengths=lengths, tgt_len=tgt_len, rounds=rounds, seed=seed
+        ):
+            rows.append(row)
+            if not as_json:
+                _print_row(row)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
     if as_json:
-        rows = [{**asdict(figure), "holds": figure.holds} for figure in figures]
-        print(json.dumps({"figures": rows}))
-        return
-    print(f"{'figure':<62} {'measured':>9} {'limit':>11}")
-    for figure in figures:
-        sign = "<=" if figure.at_most else ">="
-        limit = "" if figure.limit is None else f"{sign} {figure.limit:g}"
-        verdict = {True: "holds", False: "MISSED", None: ""}[figure.holds]
-        print(
-            f"{figure.name:<62} {figure.value:>9.3g} {limit:>11}  {figure.unit}  {verdict}"
-            f"{'  (' + figure.note + ')' if figure.note else ''}",
-            flush=True,
+        content = {
+            "rows": [asdict(row) for row in rows],
+            "model": {"name": str(name), **asdict(model.config)},
+            "device": device,
+            "threads": 1 if device == "cpu" else None,
+        }
+        print(json.dumps(content, allow_nan=False))
+
+
+def _stored(checkpoint: Path) -> "TransformerXL":
+    from txl_dist.convert.stored_model import find_model
+
+    stored = find_model(checkpoint)
+    # The benchmark chooses the memory.
+    return stored.load(replace(stored.config, mem_len=0, same_length=False))[0]
+
+
+def _random(n_layer: int, d_model: int, seed: int) -> "TransformerXL":
+    """A model over 204 characters, as of enwik8, with the proportions of the paper's models."""
+    from txl_dist.model.config import ModelConfig
+    from txl_dist.model.transformer_xl import TransformerXL
+
+    if d_model % 64:
+        raise ConfigError(f"--d-model {d_model} must be a multiple of 64, the width of a head")
+    config = ModelConfig(
+        vocab_size=204,
+        n_layer=n_layer,
+        d_model=d_model,
+        n_head=d_model // 64,
+        d_head=64,
+        d_inner=4 * d_model,
+        mem_len=0,
+    )
+    return TransformerXL(config, seed=seed)
+
+
+def _print_header(config: "ModelConfig", name: str, device: str) -> None:
+    clock = "CPU time of one thread" if device == "cpu" else "wall time"
+    print(
+        f"{name}: {config.n_layer} layers, d_model {config.d_model}, {config.n_head} x "
+        f"{config.d_head} heads, d_inner {config.d_inner}, vocabulary {config.vocab_size}, "
+        f"{config.distance_encoding}; {device}, {clock}"
+    )
+    print("ms per token: median (smallest-largest); share = time ratio / FLOP ratio")
+    print(
+        f"{'length':>6}  {'tgt_len':>7}  {'window ms':>24}  {'reuse ms':>22}  {'ratio':>7}  "
+        f"{'paper':>6}  {'FLOPs':>7}  {'share':>6}  limit"
+    )
+
+
+def _print_row(row: "SpeedRow") -> None:
+    from txl_dist.bench.eval_speed import MAX_SHARE
+
+    low_window, high_window = row.spread_ms_window
+    low_reuse, high_reuse = row.spread_ms_reuse
+    window = f"{row.ms_per_token_window:,.1f} ({low_window:,.1f}-{high_window:,.1f})"
+    reuse = f"{row.ms_per_token_reuse:.3f} ({low_reuse:.3f}-{high_reuse:.3f})"
+    paper = f"{row.paper_ratio:,.0f}" if row.paper_ratio else "-"
+    verdict = "holds" if row.holds else "MISSED"
+    print(
+        f"{row.attention_length:>6,}  {row.tgt_len:>7}  {window:>24}  {reuse:>22}  "
+        f"{row.ratio:>7,.0f}  {paper:>6}  {row.flops_ratio:>7,.0f}  "
+        f"{row.share_of_flops_ratio:>6.3f}  {row.limit:g} to {MAX_SHARE:g} {verdict}",
+        flush=True,
+    )
+    print(
+        f"{'':8}window: blocks of {row.block_len}, {row.windows} per batch, "
+        f"{row.gflops_per_second_window:.1f} GFLOP/s; reuse: {row.lanes} lanes, "
+        f"{row.gflops_per_second_reuse:.1f} GFLOP/s",
+        flush=True,
+    )
+
+
+@app.command()
+def recall(
+    checkpoint: Checkpoint,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA", help="Take text from this dataset. Default: random token ids."
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of --data.")] = "valid",
+    distances: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Distances between the occurrences, in tokens.")
+    ] = "16,32,64,128,256,512",
+    span: Annotated[int, typer.Option(min=1, help="Tokens that are repeated.")] = 16,
+    cue: Annotated[
+        int, typer.Option(min=0, help="Tokens at the start of the repetition without a score.")
+    ] = 4,
+    sequences: Annotated[int, typer.Option(min=2, help="Sequences per distance.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Of texts and intervals.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 16,
+    tgt_len: TgtLen = None,
+    mem_len: MemLen = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far back a model finds the first occurrence of a repeated span of tokens.
+
+    For each distance: the loss of the repeated span, the gain over the same text without the first
+    occurrence, its 95 % interval over sequences, and its share of the loss.
+
+    Example: txl bench recall runs/quickstart --data data/stdlib --distances 16,64,256
+    """
+    import torch
+
+    from data_pipeline.shards.manifest import load_manifest
+    from data_pipeline.shards.shard_reader import open_split
+    from data_pipeline.system.remote_path import dataset_path
+    from txl_dist.bench.recall import RecallProbe, measure_recall, random_text, sampled_text
+    from txl_dist.cli.progress import chunk_progress
+    from txl_dist.context.windows import WindowScorer
+    from txl_dist.convert.stored_model import find_model
+
+    stored = find_model(checkpoint)
+    lengths = _numbers("distances", distances)
+    try:
+        probe = RecallProbe(
+            distances=tuple(lengths),
+            span=span,
+            cue=cue,
+            num_sequences=sequences,
+            seed=seed,
         )
+        new_mem_len = stored.config.mem_len if mem_len is None else mem_len
+        config = replace(
+            stored.config,
+            mem_len=new_mem_len,
+            same_length=stored.config.same_length and new_mem_len > 0,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{stored.path}: {error}") from None
+    if data is not None:
+        manifest = load_manifest(dataset_path(data))
+        stored.check_data(manifest, dataset_path(data))
+    model, tokenizer = stored.load(config)
+    if data is None:
+        excluded = [tokenizer.end_of_document] if tokenizer else []
+        texts = random_text(probe, config.vocab_size, excluded=excluded)
+    else:
+        source = open_split(dataset_path(data), split, manifest=manifest)
+        texts = sampled_text(probe, source, stored.reset)
+    scorer = WindowScorer(
+        model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
+        tgt_len=tgt_len or stored.tgt_len,
+    )
+    with chunk_progress(quiet=as_json) as on_progress:
+        result = measure_recall(scorer, probe, *texts, batch_windows=batch, on_progress=on_progress)
+    settings = {
+        "checkpoint": str(stored.path),
+        "text": data or "random tokens",
+        "split": split if data else None,
+        "tgt_len": scorer.tgt_len,
+        "mem_len": config.mem_len,
+        "max_context": scorer.max_context,
+        **asdict(probe),
+    }
+    if as_json:
+        print(json.dumps({**settings, **result.to_json()}, allow_nan=False))
+    else:
+        _print_recall(probe, result, settings)
+
+
+def _print_recall(
+    probe: "RecallProbe", result: "RecallResult", settings: dict[str, object]
+) -> None:
+    from txl_dist.bench.recall import MIN_SHARE
+
+    print(
+        f"{settings['checkpoint']} on {settings['text']}: span {probe.span}, cue {probe.cue}, "
+        f"{probe.num_sequences} sequences, seed {probe.seed}; tgt_len {settings['tgt_len']}, "
+        f"mem_len {settings['mem_len']}, at most {settings['max_context']} tokens of context"
+    )
+    print(f"{'distance':>9}  {'nats/token':>10}  {'gain':>8}  {'95 % interval':>18}  {'share':>6}")
+    for row in result.rows:
+        ends = f"{row.low:.4f} to {row.high:.4f}"
+        print(
+            f"{row.distance:>9,}  {row.nats:>10.4f}  {row.gain:>8.4f}  {ends:>18}  "
+            f"{row.share:>6.1%}"
+        )
+    print(f"{'control':>9}  {result.control_nats:>10.4f}  without the first occurrence")
+    print(
+        f"reach: {result.reach:,} tokens (every distance up to it gains at least {MIN_SHARE:.0%})"
+    )
+
+
+@app.command()
+def gpu(
+    *,
+    models: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="nvidia-base, wt103-base, ...; default: all."),
+    ] = None,
+    forms: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Forms of attention, or auto; default: all except reference.",
+        ),
+    ] = None,
+    precision: Annotated[
+        Literal["bf16", "fp32"], typer.Option(help="Precision of matrix products.")
+    ] = "bf16",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of 4 steps; the median counts.")] = 10,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the layers (training.compile).")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens/s, MFU and peak GPU memory of training steps, by attention implementation.
+
+    The table is Markdown. MFU is against the data sheet and against the fastest matrix product
+    measured here. Without a GPU it says so and ends with exit code 0.
+
+    Example: txl bench gpu --models nvidia-base,wt103-base
+    """
+    import torch
+
+    from txl_dist.bench.gpu import Settings
+    from txl_dist.bench.gpu_models import MODELS, data_sheet_flops
+    from txl_dist.model.variants import ATTENTION_FORMS
+
+    chosen_models = _chosen("models", models, [*MODELS])
+    chosen_forms = _chosen("forms", forms, ["auto", *ATTENTION_FORMS]) if forms else []
+    if not torch.cuda.is_available():
+        print(json.dumps({"skipped": NO_GPU}) if as_json else NO_GPU)
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    sheet = data_sheet_flops(torch.cuda.get_device_name(device)) if precision == "bf16" else None
+    settings = Settings(
+        device=device,
+        precision=precision,
+        rounds=rounds,
+        compile=compiled,
+        data_sheet_flops=sheet,
+    )
+    run_gpu({name: MODELS[name] for name in chosen_models}, chosen_forms, settings, as_json=as_json)
+
+
+def run_gpu(
+    models: "dict[str, BenchModel]",
+    forms: list[str],
+    settings: "Settings",
+    *,
+    as_json: bool,
+) -> None:
+    """Measure on `settings.device`, and print every row when it is known."""
+    from txl_dist.bench import gpu
+
+    peak_flops = gpu.measured_peak(settings)
+    machine = gpu.machine_line(
+        settings.device, peak_flops=peak_flops, sheet_flops=settings.data_sheet_flops
+    )
+    if not as_json:
+        print(f"{machine}\n\n{gpu.HEADER}", flush=True)
+    rows: list[GpuRow] = []
+    for row in gpu.bench_gpu(models, forms, settings, peak_flops=peak_flops):
+        rows.append(row)
+        if not as_json:
+            print(gpu.table_row(row), flush=True)
+        if row.note:
+            print(f"{row.model}, {row.form}: {row.note}", file=sys.stderr)
+    if as_json:
+        result = {
+            "device": gpu.device_name(settings.device),
+            "precision": settings.precision,
+            "compile": settings.compile,
+            "peak_flops_measured": peak_flops,
+            "peak_flops_data_sheet": settings.data_sheet_flops,
+            "rows": [asdict(row) for row in rows],
+        }
+        print(json.dumps(result, allow_nan=False))
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"--{option} {text!r}: expected numbers separated by commas")
+    return numbers
+
+
+def _chosen(option: str, given: str | None, known: list[str]) -> list[str]:
+    names = [name.strip() for name in given.split(",")] if given else known
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--{option}: {name!r} must be one of {', '.join(known)}")
+    return names

@@ -49,7 +49,8 @@ def show(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = F
 
     Example: txl config show configs/quickstart.yaml optimizer.lr=1e-3 model.n_layer=6
     """
-    from txl_dist.config.config_file import dump_run_config, load_run_config, redact
+    from txl_dist.config.config_file import dump_run_config, load_run_config
+    from txl_dist.config.redaction import redact
 
     resolved = load_run_config(config, overrides or ())
     if as_json:

@@ -10,8 +10,8 @@ from txl_dist.cli.options import AsJson
 from txl_dist.cli.paths import require_local
 
 if TYPE_CHECKING:
+    from txl_dist.doctor.checks import DoctorRequest
     from txl_dist.doctor.finding import Finding
-    from txl_dist.doctor.request import DoctorRequest
 
 _GIB = 2**30
 
@@ -69,8 +69,8 @@ def doctor(
     Example: txl doctor --on 10.0.0.1:6379 --run /shared/runs/first --data /shared/data/stdlib
     """
     from txl_dist.cli.progress import running
-    from txl_dist.doctor.report import num_problems, print_report, to_json
-    from txl_dist.doctor.request import DoctorRequest
+    from txl_dist.doctor.checks import DoctorRequest
+    from txl_dist.doctor.finding import num_problems, print_report, to_json
 
     request = DoctorRequest(
         run=None if run is None else _absolute(run),
@@ -99,7 +99,7 @@ def _absolute(path: str) -> str:
 
 def _findings(request: "DoctorRequest", on: str | None) -> "list[Finding]":
     if on is None:
-        from txl_dist.doctor.request import check_this_machine
+        from txl_dist.doctor.checks import check_this_machine
 
         return check_this_machine(request)
     from txl_dist.launch.launcher import find_launcher
@@ -108,7 +108,7 @@ def _findings(request: "DoctorRequest", on: str | None) -> "list[Finding]":
 
 
 def _checks_to_skip(names: list[str]) -> frozenset[str]:
-    from txl_dist.doctor.request import CHECKS
+    from txl_dist.doctor.checks import CHECKS
     from txl_dist.errors import ConfigError
 
     if unknown := sorted(set(names) - set(CHECKS)):

@@ -82,7 +82,7 @@ def train(
     """
     from txl_dist.config.config_file import load_run_config
     from txl_dist.launch.rank_range import RankRange
-    from txl_dist.runtime.torchrun import is_torchrun
+    from txl_dist.runtime.process import is_torchrun
     from txl_dist.training.job import TrainJob
 
     rank_range = RankRange.parse(ranks or "1")
@@ -126,7 +126,7 @@ def _launch(
         require_manifest(corpus.path)  # before numpy is imported: the most common mistake
     from txl_dist.cli.progress import run_progress
     from txl_dist.launch.launcher import find_launcher
-    from txl_dist.runtime.torchrun import stray_variables
+    from txl_dist.runtime.process import stray_variables
     from txl_dist.training.compatibility import check_newest_checkpoint
     from txl_dist.training.data import TrainingData
     from txl_dist.training.duration import resolve_duration

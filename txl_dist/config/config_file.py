@@ -1,32 +1,32 @@
 """Run configs as files: read, changed by overrides, checked, and written.
 
 `load_run_config` reads one YAML file, applies `a.b.c=value` overrides and validates the result as a
-`RunConfig`. It reports all problems together, each with its line or override. `strict_yaml.py` has
-the YAML rules, `problems.py` the text of the messages.
+`RunConfig`. It reports all problems together, each with its line or override: first those of single
+settings, and when there are none, those between settings. `yaml_file.py` has the rules of YAML.
 """
 
-import copy
+import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from txl_dist.config.problems import explain, kind_of
+from txl_dist.config.data_config import CorpusConfig
 from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
-from txl_dist.config.strict_yaml import KeyPath, dotted, dump_yaml, read_yaml
+from txl_dist.config.yaml_file import (
+    KeyPath,
+    YamlTextError,
+    dotted,
+    dump_yaml,
+    read_text,
+    read_yaml,
+)
 from txl_dist.errors import ConfigError
-
-__all__ = ["dump_run_config", "flatten_config", "load_run_config", "redact"]
-
-_ABSENT = object()
-MAX_BYTES = 256 * 1024
-"""A longer file is not a run config, and is not read into memory."""
 
 _REQUIRED = {"directory": "", "data": {"path": ""}, "training": {"num_steps": 1}}
 """The settings without a default, with some legal value for each."""
@@ -87,14 +87,13 @@ class _Source:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.value: dict[str, Any] = {}
-        self.problems: list[tuple[str, str]] = []
-        """(origin, message) of each problem."""
-        self._lines: dict[KeyPath, int] = {}
-        self._overrides: dict[KeyPath, str] = {}
+        self.problems: list[str] = []
+        """`origin: message` of each problem."""
+        self._origins: dict[KeyPath, str] = {}
 
     def error(self) -> ConfigError:
         """One error that lists all problems."""
-        texts = list(dict.fromkeys(f"{origin}: {message}" for origin, message in self.problems))
+        texts = list(dict.fromkeys(self.problems))
         if len(texts) == 1:
             return ConfigError(texts[0])
         return ConfigError("\n  ".join([f"{self.path}: {len(texts)} problems", *texts]))
@@ -102,193 +101,181 @@ class _Source:
     def read_file(self) -> None:
         """Load the mapping of the file. Raises ConfigError if it is not a mapping."""
         try:
-            document = read_yaml(_read_text(self.path))
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            origin = f"{self.path}:{mark.line + 1}" if mark else f"{self.path}"
+            document = read_yaml(read_text(self.path))
+        except YamlTextError as error:
             raise ConfigError(
-                f"{origin}: not valid YAML: {_first_line(error)}. Quote text that contains ': ', "
-                "'#' or brackets, and indent with spaces."
+                f"{self.path}{error.place}: not valid YAML: {error}. Quote text that contains "
+                "': ', '#' or brackets, and indent with spaces."
             ) from None
-        self.problems += [(f"{self.path}:{line}", text) for line, text in document.problems]
+        self.problems += [f"{self.path}:{line}: {text}" for line, text in document.problems]
         if not isinstance(document.value, dict):
-            kind = "nothing" if document.value is None else kind_of(document.value)
+            kind = "nothing" if document.value is None else _kind_of(document.value)
             raise ConfigError(
                 f"{self.path}: a config is a mapping of sections (data, model, training, ...), "
                 f"found {kind}. See configs/quickstart.yaml for an example."
             )
-        self.value, self._lines = document.value, document.lines
+        self.value = document.value
+        self._origins = {key: f"{self.path}:{line}" for key, line in document.lines.items() if key}
 
     def override(self, text: str) -> None:
         """Apply one `a.b.c=value`."""
         name, equals, value_text = text.partition("=")
         parts = tuple(name.strip().split("."))
-        origin = f"override {redact(text) if not equals else name}"
-        if not equals or not all(parts):
-            self.problems.append((origin, "write it as section.key=value, e.g. optimizer.lr=1e-3"))
-            return
+        origin = f"override {name if equals else redact(text)}"
         try:
-            document = read_yaml(value_text)
-        except yaml.YAMLError as error:
-            quote = f"quote text that contains ': ', '#' or brackets: {name}='\"...\"'"
-            self.problems.append((origin, f"not valid YAML: {_first_line(error)}; {quote}"))
+            if not equals or not all(parts):
+                raise YamlTextError("write it as section.key=value, e.g. optimizer.lr=1e-3")
+            document = _read_override(name, value_text)
+            section = self._section(parts[:-1])
+        except YamlTextError as problem:
+            self.problems.append(f"{origin}: {problem}")
             return
-        self.problems += [(origin, message) for _, message in document.problems]
-        # A section that is absent or null is created on the way down.
+        self.problems += [f"{origin}: {message}" for _, message in document.problems]
+        section[parts[-1]] = document.value
+        # The new value replaces everything below it.
+        below = [path for path in self._origins if path[: len(parts)] == parts]
+        for path in below:
+            del self._origins[path]
+        self._origins[parts] = origin
+
+    def _section(self, parts: tuple[str, ...]) -> dict[str, Any]:
+        """The section at `parts`, created if it is absent or null."""
         section = self.value
-        for depth, part in enumerate(parts[:-1], start=1):
+        for depth, part in enumerate(parts, start=1):
             if section.get(part) is None:
                 section[part] = {}
             section = section[part]
             if not isinstance(section, dict):
-                message = f"{dotted(parts[:depth])} is {kind_of(section)}, not a section"
-                self.problems.append((origin, message))
-                return
-        section[parts[-1]] = document.value
-        for origins in (self._lines, self._overrides):  # The new value replaces all below.
-            for path in [path for path in origins if path[: len(parts)] == parts]:
-                del origins[path]
-        self._overrides[parts] = origin
+                raise YamlTextError(
+                    f"{dotted(parts[:depth])} is {_kind_of(section)}, not a section"
+                )
+        return section
 
     def validated(self) -> RunConfig | None:
-        """The config, or None if it is invalid; then `problems` has all reasons.
-
-        pydantic compares settings with each other only when each one is valid. So invalid settings
-        are replaced by their defaults and validation runs again, until it finds no new problem.
-        """
-        value, invalid = copy.deepcopy(self.value), set[KeyPath]()
-        reported = {origin for origin, _ in self.problems}
-        while True:
-            try:
-                # As JSON, because only there strict mode accepts mappings for dataclasses and
-                # lists for tuples.
-                return RunConfig.model_validate_json(json.dumps(value), strict=True)
-            except ValidationError as error:
-                settings = self._add_schema_problems(error, invalid, reported)
-            if settings <= invalid:
-                return None
-            invalid |= settings
-            for path in settings:
-                _replace_by_default(value, path)
-
-    def _add_schema_problems(
-        self, error: ValidationError, invalid: set[KeyPath], reported: set[str]
-    ) -> set[KeyPath]:
-        """Add pydantic's errors to the problems, and return the settings that they concern.
-
-        Skipped are errors about `invalid` settings, which have their default now, and about
-        origins in `reported`: a number that is too large is not a valid value either.
-        """
-        settings: set[KeyPath] = set()
-        for details in error.errors(include_url=False):
-            path = tuple(details["loc"])
-            for text in explain(dict(details), path):
-                concerned = self._settings_of(path, text)
-                settings.update(concerned)
-                named = [path, *_named_in(text, path, pattern=r"[a-z][\w.]*\w")]
-                if any(_is_in(setting, invalid) for setting in named):
-                    continue
-                origin = ", ".join(dict.fromkeys(map(self._origin, concerned)))
-                if origin not in reported:
-                    self.problems.append((origin, text))
-        return settings
+        """The config, or None if it is invalid; then `problems` has all reasons."""
+        try:
+            # As JSON, because only there strict mode accepts mappings for dataclasses and
+            # lists for tuples.
+            return RunConfig.model_validate_json(json.dumps(self.value), strict=True)
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                path = tuple(details["loc"])
+                for text in _explain(dict(details), path):
+                    origins = map(self._origin, self._settings_of(path, text))
+                    self.problems.append(f"{', '.join(dict.fromkeys(origins))}: {text}")
+            return None
 
     def _settings_of(self, path: KeyPath, text: str) -> list[KeyPath]:
         """The settings that an error at `path` concerns: if it is a section, those in the text."""
-        if not isinstance(_value_at(self.value, path), dict):
-            return [path]
         for pattern in (r"[a-z][\w.]*(?==)", r"[a-z][\w.]*\w"):  # Prefer `lr=1` to just `lr`.
-            named = _named_in(text, path, pattern=pattern)
-            present = [key for key in named if _value_at(self.value, key) is not _ABSENT]
-            if present:
-                return present
+            words = [tuple(word.split(".")) for word in re.findall(pattern, text)]
+            # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
+            named = [name for word in words for name in ((*path, *word), word) if len(name) > 1]
+            if settings := [name for name in named if _has(self.value, name)]:
+                return settings
         return [path]
 
     def _origin(self, path: KeyPath) -> str:
         """The override or the line that set `path`, or the nearest section above it."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self._overrides:
-                return self._overrides[path[:length]]
-            if path[:length] in self._lines:
-                return f"{self.path}:{self._lines[path[:length]]}"
-        return str(self.path)
+        above = (path[:length] for length in range(len(path), 0, -1))
+        return next((self._origins[key] for key in above if key in self._origins), str(self.path))
 
 
-def _named_in(text: str, section: KeyPath, *, pattern: str) -> list[KeyPath]:
-    """Settings that the words of a message may mean: keys of the section, or full names."""
-    # In a message about the section `optimizer`, `lr=1` means `optimizer.lr`.
-    words = [tuple(word.split(".")) for word in re.findall(pattern, text)]
-    paths = [path for word in words for path in ((*section, *word), word if len(word) > 1 else ())]
-    return list(dict.fromkeys(path for path in paths if len(path) > 1))
+def _read_override(name: str, text: str) -> Any:
+    try:
+        return read_yaml(text)
+    except YamlTextError as error:
+        quote = f"quote text that contains ': ', '#' or brackets: {name}='\"...\"'"
+        raise YamlTextError(f"not valid YAML: {error}; {quote}") from None
 
 
-def _is_in(path: KeyPath, sections: set[KeyPath]) -> bool:
-    return any(path[:length] in sections for length in range(1, len(path) + 1))
-
-
-def _value_at(value: Any, path: KeyPath) -> Any:
-    """The value at `path`, or _ABSENT."""
+def _has(value: Any, path: KeyPath) -> bool:
     for part in path:
         if not isinstance(value, dict) or part not in value:
-            return _ABSENT
+            return False
         value = value[part]
-    return value
+    return True
 
 
-def _replace_by_default(value: dict[str, Any], path: KeyPath) -> None:
-    """Give the setting at `path` its default: remove it, or set the value in _REQUIRED."""
-    default: Any = _REQUIRED
-    for depth, part in enumerate(map(str, path), start=1):
-        default = default.get(part) if isinstance(default, dict) else None
-        if depth < len(path) and isinstance(value.get(part), dict):
-            value = value[part]
-        elif default is None:
-            value.pop(part, None)
-            return
-        else:
-            value[part] = copy.deepcopy(default)
-            return
+# --- messages made from the errors of pydantic ----------------------------------------------------
 
 
-def _first_line(error: yaml.YAMLError) -> str:
-    return str(getattr(error, "problem", None) or error).splitlines()[0]
+def _explain(error: Mapping[str, Any], path: KeyPath) -> Iterator[str]:
+    """What is wrong, with the value and the valid values, or the nearest valid name.
+
+    A validator that compares several settings puts each of its problems on a line of its message.
+    """
+    kind, value, name = error["type"], error["input"], dotted(path)
+    if kind == "value_error":
+        lines = str(error["msg"]).removeprefix("Value error, ").split("\n")
+        yield from (f"{name}: {line}" if name else line for line in lines)
+    elif kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        yield f"unknown key {name}; {_nearest_key(path)}"
+    elif kind == "missing":
+        yield f"{name} is missing; give it a value (see configs/quickstart.yaml)"
+    elif kind in ("model_type", "dataclass_type", "dict_type"):
+        yield f"{name} is a section; write its keys below it, found {_show(name, value)}"
+    else:
+        # pydantic's text, such as "Input should be greater than 0", fitted into our sentence.
+        rule = str(error["msg"])[:1].lower() + str(error["msg"])[1:]
+        yield f"{name} is {_show(name, value)}; {rule.replace('input', 'it', 1)}{_hint(error)}"
 
 
-def _read_text(path: Path) -> str:
-    if path.is_dir():
-        hint = f"; did you mean {path / 'config.yaml'}?" if (path / "config.yaml").exists() else ""
-        raise ConfigError(f"{path} is a directory, not a YAML file{hint or '.'}")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is a device or a pipe, not a YAML file.")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such config file{_nearest_file(path)}")
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)  # One more, to see that the file is too long.
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. Check its permissions."
-        ) from None
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"{path} is longer than {MAX_BYTES:,} bytes, so it is not a run config.")
-    try:
-        # Some Windows editors start a file with a byte order mark; "utf-8-sig" removes it.
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8."
-        ) from None
+def _hint(error: Mapping[str, Any]) -> str:
+    kind, value = error["type"], error["input"]
+    if kind == "bool_type":
+        return "; write true or false"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        return "; write the number without quotes or units"
+    if kind == "string_type" and isinstance(value, (int, float)):
+        return f"; quote it: '{value}'"
+    if kind == "literal_error" and isinstance(value, str):
+        # pydantic lists the choices as text: "'a', 'b' or 'c'".
+        choices = error["ctx"]["expected"].replace(" or ", ", ").split(",")
+        nearest = difflib.get_close_matches(value, [word.strip("', ") for word in choices], n=1)
+        return f"; did you mean {nearest[0]}?" if nearest else ""
+    return ""
 
 
-def _nearest_file(path: Path) -> str:
-    try:
-        names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_file())
-    except OSError:
-        return f", and {path.parent} is not a readable directory."
-    nearest = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    if not nearest:  # `quickstart` is too different from `quickstart.yaml` for difflib.
-        nearest = [name for name in names if Path(name).stem == path.stem][:1]
+def _nearest_key(path: KeyPath) -> str:
+    """A hint for an unknown key: a similar one in its section, or the same one in another."""
+    legal = _legal_keys()
+    section, name = path[:-1], str(path[-1])
+    if section[:2] == ("data", "mixture"):
+        legal += [(*map(str, section), key) for key in CorpusConfig.model_fields]
+    siblings = [key[-1] for key in legal if key[:-1] == section]
+    nearest = difflib.get_close_matches(name, siblings, n=1)
     if nearest:
-        return f"; did you mean {path.parent / nearest[0]}?"
-    choices = [name for name in names if name.endswith((".yaml", ".yml"))]
-    return f". {path.parent} contains: {', '.join(choices) or 'no YAML file'}"
+        return f"did you mean {dotted((*section, nearest[0]))}?"
+    last_part = {".".join(key): key[-1] for key in legal}
+    same = [full for full, last in last_part.items() if name in (last, full)]
+    if same:  # It is a key of another section, or was written as `a.b: value`.
+        return f"did you mean {same[0]}?" + (" Sections are nested." if same[0] == name else "")
+    return f"valid here: {', '.join(siblings)}"
+
+
+def _legal_keys() -> list[tuple[str, ...]]:
+    keys: list[tuple[str, ...]] = []
+    for name, info in RunConfig.model_fields.items():
+        keys.append((name,))
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            keys += [(name, inner) for inner in section.model_fields]
+        elif isinstance(section, type) and dataclasses.is_dataclass(section):
+            keys += [(name, inner.name) for inner in dataclasses.fields(section)]
+    return keys
+
+
+def _kind_of(value: Any) -> str:
+    """The YAML kind of a value."""
+    names = {dict: "a mapping", list: "a list", str: "text", bool: "true/false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _show(name: str, value: Any) -> str:
+    """The value as JSON, shortened, and hidden if `name` is secret."""
+    redacted = redact({name.rpartition(".")[2]: value})
+    text = json.dumps(next(iter(redacted.values())), ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

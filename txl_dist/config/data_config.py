@@ -1,18 +1,35 @@
-"""The section `data`: the corpora of a run, and how lanes read them."""
+"""Section, the base of all sections, and the section `data`: corpora, and how lanes read them."""
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from data_pipeline.system.sources import is_url, shown
-from txl_dist.config.section import PathText, Section
+from data_pipeline.system.strict import StrictModel
+from txl_dist.config.redaction import redact_field
 
 if TYPE_CHECKING:
     from data_pipeline.streams.order import Shuffle  # imports numpy
 
 SINGLE_CORPUS_NAME = "data"
 """Name of the corpus when `data.path` is set instead of `data.mixture`."""
+
+
+PathText = Annotated[
+    str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)
+]
+"""Text, because a config is YAML. In Python a pathlib.Path can be given."""
+
+
+class Section(StrictModel):
+    """Frozen; no unknown keys, no conversion between types except from int to float."""
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        # Logs and tracebacks show the repr of a config, which may hold a server's password.
+        return [(name, redact_field(name or "", value)) for name, value in super().__repr_args__()]
 
 
 class CorpusConfig(Section):

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from txl_dist.config.section import Section
+from txl_dist.config.data_config import Section
 
 SCRIPT_SCHEDULES = ("cosine", "inverse_sqrt", "constant")
 """Schedules that the training script of the paper also has."""

@@ -1,8 +1,9 @@
 """RunConfig: the settings of one training run, frozen and checked. The YAML file has the same form.
 
-Each section is a class in a module of its own. Reading files and command-line overrides is in
-`config_file.py`, the refusals for `deepspeed.extra` in `deepspeed_keys.py`. A config is checked
-once, here; no other code checks or edits it.
+The sections are in `data_config.py`, `optimizer_config.py`, `training_config.py`,
+`deepspeed_config.py` and `txl_dist/model/config.py`; `config_file.py` reads files and overrides. A
+section checks its own settings, `RunConfig` compares sections with each other. Only what depends on
+the dataset or the device is checked later (`training/compatibility.py`, `training/data.py`).
 """
 
 from dataclasses import replace
@@ -12,12 +13,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from data_pipeline.system.sources import is_url, shown
-from txl_dist.config.data_config import DataConfig
+from txl_dist.config.data_config import DataConfig, PathText, Section
 from txl_dist.config.deepspeed_config import DeepSpeedConfig
-from txl_dist.config.divergence_config import DivergenceConfig
 from txl_dist.config.optimizer_config import OptimizerConfig
-from txl_dist.config.section import PathText, Section
 from txl_dist.config.training_config import (
+    DivergenceConfig,
     EvaluationConfig,
     RayConfig,
     TrackingConfig,
@@ -105,7 +105,7 @@ class RunConfig(Section):
                 "stage 0, 1 or 2"
             )
         if problems:
-            raise ValueError("\n".join(problems))  # `problems.explain` splits the lines.
+            raise ValueError("\n".join(problems))  # `config_file.py` splits the lines.
         return self
 
     @property

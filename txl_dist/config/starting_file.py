@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.config.strict_yaml import dump_yaml
+from txl_dist.config.yaml_file import dump_yaml
 
 IN_USE = {
     "directory": (),

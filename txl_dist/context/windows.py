@@ -26,7 +26,7 @@ from txl_dist.config.run_config import Precision
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.device import autocast
 
 # Shapes: B windows, N tokens of a window with its target, T segment tokens, X scored targets
 

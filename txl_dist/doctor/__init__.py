@@ -3,17 +3,9 @@
     DoctorRequest -> node_checks -> run_checks (threads, time limit) -> Findings
                      the same on every node of a cluster (cluster/doctor.py) -> comparisons
 
-finding.py      Finding: what one check found on one node, and what to do
-run.py          runs checks in parallel, each with a time limit
-request.py      what to check, and the list of checks of one node
-versions.py     versions of libraries and of our code
-devices.py      GPUs and their driver, or CPUs
+finding.py      what one check found and what to do; runs checks; prints findings
+checks.py       what to check, and the checks of one node: versions, devices, dataset
+services.py     the MLflow server or database; Ray dashboards and heads without a token
 storage.py      the run directory: write, sync, rename, lock; seen by other nodes; free space
-dataset.py      the dataset: manifest, files, digest
-tracking.py     the MLflow server or database
-exposure.py     Ray dashboards that respond without a token, or on all interfaces
-comparison.py   differences between nodes: clock, dataset, shared files
-connections.py  whether every node can connect to every other
-network.py      bandwidth and latency of all-reduce and of pairs of nodes
-report.py       a table on a terminal, lines elsewhere, JSON
+nodes.py        differences between nodes (clock, dataset, shared files), connections, bandwidth
 """

@@ -1,7 +1,19 @@
-"""Finding: what one check found on one node, what was expected, and what to do."""
+"""Finding: what one check found on one node, what was expected, and what to do.
 
-from dataclasses import dataclass
-from typing import Literal
+`run_checks` runs checks in parallel, each with a time limit. A file system or a server that does
+not respond can block a thread without limit. So each check has a daemon thread, which is abandoned
+after the limit and does not keep the process alive.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from data_pipeline.errors import printable
+from txl_dist.config.redaction import redact
 
 Status = Literal["ok", "note", "problem"]
 """A problem makes `txl doctor` fail; a note does not."""
@@ -19,7 +31,7 @@ class Finding:
     check: str = ""
     node: str = ""
     equal_on_all_nodes: str = ""
-    """A value that must be the same on all nodes; "": none. See `comparison.py`."""
+    """A value that must be the same on all nodes; "": none. See `compare_values`."""
 
 
 def ok(found: str, *, equal_on_all_nodes: str = "") -> Finding:
@@ -35,3 +47,127 @@ def note(found: str, *, expected: str = "", advice: str) -> Finding:
 def problem(found: str, *, expected: str, advice: str) -> Finding:
     """Something to repair before a run."""
     return Finding(status="problem", found=found, expected=expected, advice=advice)
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def run_checks(checks: Mapping[str, Check], *, node: str, limit_seconds: float) -> list[Finding]:
+    """The findings of all checks, in their order, after at most about `limit_seconds`."""
+    results: dict[str, list[Finding]] = {}
+
+    def run(name: str, check: Check) -> None:
+        try:
+            results[name] = list(check())
+        except Exception as error:  # one broken check must not hide the findings of the others
+            results[name] = [failed_check(error)]
+
+    threads = {
+        name: threading.Thread(target=run, args=(name, check), name=f"check {name}", daemon=True)
+        for name, check in checks.items()
+    }
+    for thread in threads.values():
+        thread.start()
+    deadline = time.monotonic() + limit_seconds
+    for name, thread in threads.items():
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            results[name] = [no_result(limit_seconds)]
+    return [
+        # Texts of servers and of libraries: no control characters, no credentials.
+        replace(finding, check=name, node=node, found=printable(redact(finding.found)))
+        for name in checks
+        for finding in results[name]
+    ]
+
+
+def failed_check(error: Exception) -> Finding:
+    """The finding for a check that raised an unexpected error."""
+    text = str(error).strip().partition("\n")[0]
+    return problem(
+        f"the check failed: {type(error).__name__}: {text}"[:500],
+        expected="a check that runs to its end",
+        advice="correct the cause named there; if it is in txl itself, report it",
+    )
+
+
+def no_result(limit_seconds: float) -> Finding:
+    """The finding for a check that did not end in time."""
+    return problem(
+        f"no result after {limit_seconds:g} s",
+        expected="a result in that time",
+        advice="a file system or a server does not respond: check mounts (df, ls) and the network; "
+        "for slow systems raise --time-limit",
+    )
+
+
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+_MAX_NODES = 4
+"""A line names at most this many nodes with the same finding."""
+
+
+def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """One object: whether all is well, and all findings."""
+    fields = ("node", "check", "status", "found", "expected", "advice")
+    rows = [{name: asdict(finding)[name] for name in fields} for finding in findings]
+    return {
+        "ok": not num_problems(findings),
+        "num_problems": num_problems(findings),
+        "findings": rows,
+    }
+
+
+def num_problems(findings: Sequence[Finding]) -> int:
+    return sum(finding.status == "problem" for finding in findings)
+
+
+def print_report(findings: Sequence[Finding]) -> None:
+    """Print findings, those that several nodes share once, problems last."""
+    grouped: dict[Finding, list[str]] = {}
+    order = ("ok", "note", "problem")
+    for finding in sorted(findings, key=lambda finding: order.index(finding.status)):
+        grouped.setdefault(_without_node(finding), []).append(finding.node)
+    if sys.stdout.isatty():
+        _print_table(grouped)
+    else:
+        for finding, nodes in grouped.items():
+            print(_line(finding, nodes))
+    count = num_problems(findings)
+    print("no problems found" if not count else f"{count} problem{'s' * (count > 1)} found")
+
+
+def _without_node(finding: Finding) -> Finding:
+    return Finding(
+        status=finding.status,
+        check=finding.check,
+        found=finding.found,
+        expected=finding.expected,
+        advice=finding.advice,
+    )
+
+
+def _line(finding: Finding, nodes: Sequence[str]) -> str:
+    parts = [f"{finding.status:<8} {finding.check:<9} {_listed(nodes)}: {finding.found}"]
+    parts += [f"expected: {finding.expected}"] if finding.expected else []
+    parts += [f"do: {finding.advice}"] if finding.advice else []
+    return " | ".join(parts)
+
+
+def _print_table(grouped: dict[Finding, list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for title in ("status", "check", "node", "found", "expected", "what to do"):
+        table.add_column(title, overflow="fold")
+    for finding, nodes in grouped.items():
+        texts = (finding.check, _listed(nodes), finding.found, finding.expected, finding.advice)
+        table.add_row(Text(finding.status, _STYLES[finding.status]), *map(Text, texts))
+    Console().print(table)
+
+
+def _listed(nodes: Sequence[str]) -> str:
+    if len(nodes) <= _MAX_NODES:
+        return ", ".join(nodes)
+    return f"{', '.join(nodes[:_MAX_NODES])} and {len(nodes) - _MAX_NODES} more"

@@ -33,7 +33,7 @@ from txl_dist.model.distances import encode_distances
 from txl_dist.model.dropout import KeepBits
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.variants import ATTENTION_FORMS
-from txl_dist.runtime.precision import TORCH_DTYPE
+from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.engine.parameter_groups import parameter_groups, states_by_name
 
 # Shapes: B lanes, T segment tokens, H heads, S keys

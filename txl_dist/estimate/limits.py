@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from data_pipeline.system.strict import MAX_MANIFEST_BYTES
-from txl_dist.runtime.collective_watch import BEAT_SECONDS
 from txl_dist.runtime.heartbeat import NUM_READERS
+from txl_dist.runtime.watch import BEAT_SECONDS
 
 FILE_OPERATIONS_PER_SECOND = 1000.0
 """Rate that a shared file system's metadata server handles easily; an assumption."""

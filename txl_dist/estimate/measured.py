@@ -21,7 +21,7 @@ from data_pipeline.streams.segments import Segment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.live_memory import LiveMemory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import TORCH_DTYPE
+from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import create_engine
 from txl_dist.training.step import TrainStep

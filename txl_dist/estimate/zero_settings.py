@@ -7,8 +7,7 @@ are numbers of elements, as DeepSpeed counts them.
 from dataclasses import dataclass
 from typing import Self
 
-from txl_dist.config.deepspeed_config import DeepSpeedConfig
-from txl_dist.config.deepspeed_keys import refused_offload
+from txl_dist.config.deepspeed_config import DeepSpeedConfig, refused_offload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

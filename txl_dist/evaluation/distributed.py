@@ -39,7 +39,7 @@ from txl_dist.evaluation.protocol import Subject, model_name
 from txl_dist.evaluation.scored_text import ScoredText, scored_text
 from txl_dist.evaluation.token_counts import count_tokens, counted_split
 from txl_dist.evaluation.worker import ScoringTask, open_job, score_batch
-from txl_dist.runtime.source_digest import code_description
+from txl_dist.runtime.process import code_description
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,8 +22,8 @@ from txl_dist.evaluation.chunks import Mode
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.allocation import keep_freed_memory
-from txl_dist.runtime.threads import EXACT_THREADS
+from txl_dist.runtime.device import EXACT_THREADS
+from txl_dist.runtime.process import keep_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.host_copies import to_device
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.device import autocast
 
 # Shapes: B chunks per batch, T segment tokens, N tokens of one chunk and its context, V vocabulary
 

@@ -13,7 +13,7 @@ from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.scoring import Scorer
-from txl_dist.runtime.threads import torch_threads
+from txl_dist.runtime.device import torch_threads
 
 # Shapes: V vocabulary
 

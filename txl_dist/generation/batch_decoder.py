@@ -23,7 +23,7 @@ from txl_dist.generation.options import Sampling
 from txl_dist.generation.sampling import next_tokens
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.device import autocast
 
 # Shapes: B lanes, T segment tokens, D d_model, V vocabulary
 

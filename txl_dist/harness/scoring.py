@@ -19,8 +19,7 @@ from txl_dist.errors import CheckpointError
 from txl_dist.generation.generate import generate_batch
 from txl_dist.harness.requests import GenerationRequest, ModelSource, ScoringRequest, Unit
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
-from txl_dist.runtime.threads import EXACT_THREADS, torch_threads
+from txl_dist.runtime.device import EXACT_THREADS, autocast, torch_threads
 
 # Shapes: B requests, T segment tokens, N tokens of the longest request, D d_model, V vocabulary
 

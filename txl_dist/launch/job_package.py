@@ -23,7 +23,7 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.source_digest import PACKAGES
+from txl_dist.runtime.process import PACKAGES
 
 MAX_BYTES = 100 * 2**20
 """Ray's limit for an upload to its Jobs API (`DASHBOARD_CLIENT_MAX_SIZE` of Ray 2.60)."""

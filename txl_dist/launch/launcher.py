@@ -13,8 +13,8 @@ from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
+    from txl_dist.doctor.checks import DoctorRequest
     from txl_dist.doctor.finding import Finding
-    from txl_dist.doctor.request import DoctorRequest
     from txl_dist.training.job import TrainJob
 
 OnLine = Callable[[str], None]

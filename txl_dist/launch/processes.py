@@ -19,10 +19,9 @@ from data_pipeline.system.signals import StopSignals
 from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.config.training_config import TrainingConfig
+from txl_dist.doctor.checks import DoctorRequest, check_this_machine
 from txl_dist.doctor.finding import Finding
-from txl_dist.doctor.request import DoctorRequest, check_this_machine
 from txl_dist.errors import ConfigError, TxlError, error_from_json
-from txl_dist.launch.hang_watch import HangWatch
 from txl_dist.launch.launch_files import LaunchFiles
 from txl_dist.launch.launch_output import LaunchOutput
 from txl_dist.launch.launcher import OnLine
@@ -35,9 +34,9 @@ from txl_dist.launch.supervision import (
     restart_delay_seconds,
     restart_line,
 )
-from txl_dist.runtime.gpus import num_gpus
-from txl_dist.runtime.stop_request import STOPPING, StopRequest
-from txl_dist.runtime.torchrun import without_torchrun
+from txl_dist.runtime.heartbeat import HangWatch
+from txl_dist.runtime.process import num_gpus, without_torchrun
+from txl_dist.runtime.stop import STOPPING, StopRequest
 from txl_dist.tracking.tracker import wait_for_delivery
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob

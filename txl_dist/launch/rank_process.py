@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from data_pipeline.system.signals import StopSignals, exit_without_teardown
 from txl_dist.errors import TxlError, error_to_json
-from txl_dist.runtime.stop_request import exit_before_first_step
+from txl_dist.runtime.stop import exit_before_first_step
 
 MAX_MESSAGE_LENGTH = 30_000
 """Longest error message sent to the launcher. It fits into a pipe's buffer, so no write blocks."""

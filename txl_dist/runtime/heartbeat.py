@@ -1,7 +1,11 @@
-"""Heartbeats: small files through which the ranks of a run see what each of them is doing.
+"""Heartbeats: small files through which ranks and launcher see what each rank is doing.
 
     RUN/.heartbeats/rank-N.json       rewritten every few seconds by rank N (`Heartbeat`)
     RUN/.heartbeats/stack-requests    a line for each time that all ranks must write their stacks
+
+A rank that waits for others reads their heartbeats (`Peers`; `watch.py` decides when). Nobody waits
+for the only rank of a run, or if all ranks hang at the same time: so the launcher reads them too
+(`HangWatch`).
 
 Files, because a rank that waits in a collective cannot use another collective, and every rank sees
 the run directory. Readers decide by the number of a heartbeat, which changes as long as the rank
@@ -9,11 +13,12 @@ lives, and by their own monotonic clock; clocks of different hosts are never com
 """
 
 import contextlib
-import os
 import re
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
 
 from pydantic import ValidationError
 
@@ -26,6 +31,12 @@ NUM_READERS = 8
 """Only this many ranks read the heartbeats of all others, which limits the load of the storage."""
 MAX_NAMED = 4
 """Ranks that one message describes."""
+POLL_SECONDS = 2.0
+MARGIN_SECONDS = 10.0
+"""A launcher gives ranks this much longer than `training.rank_timeout_seconds`: ranks that wait for
+others know more about them."""
+START_SECONDS = 600.0
+"""Time limit for the first heartbeat of any rank. Imports from a busy file server take minutes."""
 _LABEL = re.compile(r"[a-z0-9-]{1,80}")
 
 
@@ -47,6 +58,11 @@ class Heartbeat(StrictModel):
     """How long it has been in this collective or span."""
     stack: tuple[str, ...]
     """Innermost calls of its main thread: `txl_dist/training/loop.py:118 in _next_segment`."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Differs from that of the heartbeat before, as long as the rank lives."""
+        return self.pid, self.number
 
     @property
     def process(self) -> str:
@@ -97,12 +113,8 @@ class HeartbeatFiles:
 
     def request_stacks(self, label: str) -> None:
         """Ask every rank to write its stacks to a file with `label` in its name."""
-        with contextlib.suppress(OSError):
-            descriptor = os.open(self._requests, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                os.write(descriptor, f"{label}\n".encode())
-            finally:
-                os.close(descriptor)
+        with contextlib.suppress(OSError), self._requests.open("ab", buffering=0) as file:
+            file.write(f"{label}\n".encode())
 
     def new_requests(self) -> list[str]:
         """Labels that were requested since the last call."""
@@ -131,15 +143,14 @@ class Peers:
         self._files, self._beat_seconds = files, beat_seconds
         readable = range(num_ranks if rank < NUM_READERS else NUM_READERS)
         self._others = [other for other in readable if other != rank]
-        self._beats: dict[int, Heartbeat] = {}
-        self._changed_at: dict[int, float] = {}
-        self._missing: list[int] = []
-        self._reader_activity = ""
-        self._read_at = 0.0
+        self._reader_activity, self._read_at = "", 0.0
+        self.clear()
 
     def clear(self) -> None:
         """Forget everything: a new wait begins."""
-        self._beats, self._changed_at, self._missing = {}, {}, []
+        self._beats: dict[int, Heartbeat] = {}
+        self._changed_at: dict[int, float] = {}
+        self._missing: list[int] = []
 
     def read(self, activity: str) -> None:
         """Read the heartbeats during this rank's `activity`. Call again at intervals."""
@@ -151,7 +162,7 @@ class Peers:
             if beat is None:
                 self._missing.append(rank)
                 continue
-            if known is None or (known.pid, known.number) != (beat.pid, beat.number):
+            if known is None or known.identity != beat.identity:
                 self._changed_at[rank] = now
             self._beats[rank] = beat
 
@@ -190,3 +201,55 @@ def _join(lines: Iterable[str]) -> str:
     named = list(lines)
     more = f"; and {len(named) - MAX_NAMED} more ranks" if len(named) > MAX_NAMED else ""
     return "; ".join(named[:MAX_NAMED]) + more
+
+
+class HangWatch:
+    """Watches the heartbeats of ranks while the context is open; open it before they start.
+
+    Files are read in a thread, because their file system may not respond.
+    """
+
+    def __init__(self, run: Path, *, num_ranks: int, poll_seconds: float = POLL_SECONDS) -> None:
+        self._files = HeartbeatFiles(run, rank=0)
+        self._num_ranks, self._poll_seconds = num_ranks, poll_seconds
+        self._beats: dict[int, Heartbeat] = {}
+        self.silent_seconds = 0.0
+        """Since the last change of any heartbeat, or since the start of the ranks."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._files.remove_all()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def hang(self, *, timeout_seconds: float) -> str | None:
+        """What is known about the ranks if all of them hang, else None."""
+        has_begun = bool(self._beats)  # before the seconds: the thread sets them in the other order
+        seconds = self.silent_seconds
+        if not has_begun:
+            is_late = seconds > START_SECONDS
+            return f"no rank has begun within {START_SECONDS:.0f} s" if is_late else None
+        if seconds <= timeout_seconds + MARGIN_SECONDS:
+            return None
+        last_seen = "; ".join(
+            f"{beat.process} in {beat.place}" for _, beat in sorted(self._beats.items())
+        )
+        return (
+            f"no rank has responded for {seconds:.0f} s (training.rank_timeout_seconds); last "
+            f"seen: {last_seen}"
+        )
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._poll_seconds):
+            # Count polls instead of reading a clock, so that time spent suspended (Ctrl-Z) is not
+            # blamed on the ranks.
+            self.silent_seconds += self._poll_seconds
+            for rank in range(self._num_ranks):
+                beat, known = self._files.read(rank), self._beats.get(rank)
+                if beat is not None and (known is None or known.identity != beat.identity):
+                    self.silent_seconds = 0.0
+                    self._beats[rank] = beat

@@ -6,7 +6,7 @@ A step that was skipped or rejected counts as a step, but not as an update.
 from typing import Any
 
 from data_pipeline.streams.segments import Segment
-from txl_dist.config.divergence_config import DivergenceConfig
+from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.training.state import LastUpdate, TrainState
 from txl_dist.training.step import StepResult

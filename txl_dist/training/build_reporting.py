@@ -11,7 +11,7 @@ from pathlib import Path
 from data_pipeline.system.files import write_file
 from txl_dist.model.attention import choose_attention
 from txl_dist.model.flops import training_flops
-from txl_dist.runtime.precision import TORCH_DTYPE
+from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import Corpus

@@ -23,7 +23,7 @@ from txl_dist.model.device_dropout import DeviceDropoutMasks
 from txl_dist.model.dropout import Dropout, DropoutMasks
 from txl_dist.model.layers import Layer
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World
 from txl_dist.training.lane_dropout import LaneDropoutMasks
 

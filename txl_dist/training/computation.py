@@ -15,7 +15,7 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.triton_support import triton_unavailable_reason
 from txl_dist.model.variants import ATTENTION_FORMS
-from txl_dist.runtime.precision import TORCH_DTYPE
+from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.compilation import compile_layers
 from txl_dist.training.device_segments import DeviceSegments
 from txl_dist.training.engine import create_engine

@@ -12,7 +12,7 @@ import numpy as np
 
 from data_pipeline.system.strict import StrictModel
 from txl_dist.checkpoint.manifest import Count
-from txl_dist.config.divergence_config import DivergenceConfig
+from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.evaluation.loss_sums import LossSums
 
 MIN_RELATIVE_DEVIATION = 0.01

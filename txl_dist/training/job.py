@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from txl_dist.config.data_config import PathText
 from txl_dist.config.run_config import RunConfig
-from txl_dist.config.section import PathText
 from txl_dist.errors import ConfigError
-from txl_dist.runtime.source_digest import LIBRARIES, source_digest
+from txl_dist.runtime.process import LIBRARIES, source_digest
 
 if TYPE_CHECKING:  # launchers use jobs without importing torch
     from txl_dist.runtime.world import World

@@ -27,7 +27,7 @@ from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.runtime.stop import StopRequest
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.advance import after_step
 from txl_dist.training.follow import FIRST_BATCH

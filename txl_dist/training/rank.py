@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from data_pipeline.system.signals import StopSignals
-from txl_dist.checkpoint.directory import resume_advice
+from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
-from txl_dist.runtime.allocation import keep_freed_memory
-from txl_dist.runtime.collective_watch import CollectiveWatch, lost_rank_error
-from txl_dist.runtime.determinism import deterministic
+from txl_dist.runtime.device import deterministic
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.runtime.process import keep_freed_memory
+from txl_dist.runtime.stop import StopDeadline, StopRequest
+from txl_dist.runtime.watch import CollectiveWatch, lost_rank_error
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
@@ -22,7 +22,6 @@ from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
 from txl_dist.training.setup import build_trainer
 from txl_dist.training.state import TrainState
-from txl_dist.training.stop_deadline import StopDeadline
 
 log = logging.getLogger("txl_dist.training")
 
@@ -64,7 +63,7 @@ def train_rank(
         StopDeadline(
             stop := StopRequest(signals, Path(job.stop_file) if job.stop_file else None),
             world.activity,
-            run=job.run_path,
+            advice=partial(resume_advice, job.run_path),
             grace_seconds=job.config.training.grace_seconds,
             announce=announce_stop,
             report=report_stop,
@@ -123,20 +122,29 @@ def _train(
                     tracker=tracker,
                     open_workers=open_workers,
                 )
-                deadline.begin_steps(partial(_step_of, trainer))
+                deadline.begin_steps(partial(_loss_of, trainer, directory.checkpoints))
                 state, num_steps = trainer.run(), trainer.config.num_steps
                 tracker = trainer.tracker
             if state.step >= num_steps:
                 return state
             # Settings change after this step (`training.changes`): resume from its checkpoint.
-            deadline.begin_steps(lambda: 0)  # until the next first step nothing can be lost
+            # Until the next first step nothing can be lost.
+            deadline.begin_steps(lambda: "no step is lost")
             del trainer
             gc.collect()  # frees the old engine before the new one is built
             job = job.model_copy(update={"resume": "auto"})
 
 
-def _step_of(trainer: Trainer) -> int:
-    return trainer.state.step
+def _loss_of(trainer: Trainer, checkpoints: CheckpointDirectory) -> str:
+    return describe_loss(trainer.state.step, checkpoints)
+
+
+def describe_loss(step: int, checkpoints: CheckpointDirectory) -> str:
+    """Which steps are lost if a process ends after `step`."""
+    saved = checkpoints.steps()
+    since = f"the checkpoint of step {saved[-1]}" if saved else "the start"
+    num_lost = step - (saved[-1] if saved else 0)
+    return f"the {num_lost} steps since {since} are lost" if num_lost > 0 else "no step is lost"
 
 
 @contextmanager

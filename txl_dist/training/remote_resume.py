@@ -24,8 +24,7 @@ from txl_dist.checkpoint.remote import (
     step_of,
 )
 from txl_dist.errors import CheckpointError, ConfigError, StoreError
-from txl_dist.runtime.background_wait import wait_for_queues
-from txl_dist.runtime.world import World
+from txl_dist.runtime.world import World, wait_for_queues
 from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
 from txl_dist.training.given_checkpoint import named_checkpoint

@@ -10,8 +10,8 @@ import torch
 
 from data_pipeline.streams.segment_stream import SegmentStream
 from txl_dist.config.run_config import RunConfig
+from txl_dist.runtime.device import autocast
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.runtime.precision import autocast
 from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep

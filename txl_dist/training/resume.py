@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.runtime.source_digest import code_description
+from txl_dist.runtime.process import code_description
 from txl_dist.runtime.world import World
 from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData

@@ -36,8 +36,8 @@ from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_sa
 from txl_dist.config.config_file import flatten_config
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
-from txl_dist.runtime.background_wait import wait_for_queues
-from txl_dist.runtime.source_digest import code_description
+from txl_dist.runtime.process import code_description
+from txl_dist.runtime.world import wait_for_queues
 from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.inputs import RankContext
 from txl_dist.training.resume_point import ResumePoint

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.runtime.stop_request import StopRequest
+from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.tracking.journal import last_trained_step
 from txl_dist.tracking.tracker import Tracker

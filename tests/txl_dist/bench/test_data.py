@@ -9,8 +9,7 @@ from data_pipeline.shards.manifest import InputSummary, ShardManifest, SplitEntr
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.tokenizers import ByteTokenizer
-from txl_dist.bench.data_plan import measure_plan, plan_all, synthetic_blocks
-from txl_dist.bench.data_reading import measure_reading, measure_seek
+from txl_dist.bench.data import measure_reading, measure_seek
 
 
 def write_dataset(directory: Path) -> None:
@@ -46,15 +45,3 @@ def test_rates_and_seek_times_are_positive_numbers(tmp_path: Path) -> None:
     assert all(type(rate) is float and rate > 0 for rate in asdict(rates).values())
     median, best = measure_seek(tmp_path, num_lanes=3, seeks=5)
     assert 0 < best <= median < 5
-
-
-def test_a_plan_is_measured_and_locates_every_lane() -> None:
-    seconds, megabytes = measure_plan(num_tokens=10**8, num_lanes=40, num_ranks=7)
-    assert seconds >= 0
-    assert megabytes > 0
-    sizes = synthetic_blocks(10**8)
-    places = plan_all(sizes, num_lanes=40, num_ranks=7)
-    assert len(places) == 40
-    for lane, place in enumerate(places):
-        start = lane * (int(sizes.sum()) // 40)
-        assert place.start <= start < place.start + sizes[place.block]

@@ -12,7 +12,7 @@ from tests.support.commands import run_txl
 from txl_dist.bench import gpu, gpu_models
 from txl_dist.bench.gpu import GpuRow, Settings, bench_gpu, forms_for
 from txl_dist.bench.gpu_models import MODELS, BenchModel, data_sheet_flops
-from txl_dist.cli import bench_gpu as command
+from txl_dist.cli import bench as command
 from txl_dist.config.config_file import load_run_config
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import training_flops
@@ -33,7 +33,7 @@ SETTINGS = Settings(device=torch.device("cpu"), precision="fp32", rounds=2, data
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("STEPS_PER_ROUND", "WARM_UP_STEPS", "PROFILED_STEPS"):
+    for name in ("STEPS_PER_ROUND", "WARM_UP_STEPS"):
         monkeypatch.setattr(gpu, name, 1)
     monkeypatch.setattr(gpu, "SIZES", {"cpu": (16,)})
     monkeypatch.setattr(gpu, "SECONDS_PER_SIZE", 0.0)
@@ -121,38 +121,21 @@ def test_a_form_that_cannot_run_is_a_note(
     assert "out of memory" in row.note or "no kernel" in row.note
 
 
-def test_rows_are_written_although_the_profile_needs_too_much_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_table_and_the_json_have_the_figures_of_a_row(
+    as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lanes = []
-
-    def profile_step(model: BenchModel, *_: object) -> str:
-        lanes.append(model.num_lanes)
-        raise torch.OutOfMemoryError("too large")
-
-    monkeypatch.setattr(gpu, "TrainingStep", Failing(torch.OutOfMemoryError(), from_lanes=2))
-    monkeypatch.setattr(gpu, "profile_step", profile_step)
-    out = tmp_path / "gpu.md"
-    command.run({"small": SMALL}, ["fused"], SETTINGS, profile=True, out=out, as_json=False)
-    assert lanes == [1], "those of the row"
-    text = out.read_text()
-    assert "| small | fused" in text
-    assert "no profile: OutOfMemoryError: too large" in text
-
-
-def test_the_table_the_file_and_the_json_have_the_same_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "gpu.md"
-    command.run({"small": SMALL}, ["fused"], SETTINGS, profile=True, out=out, as_json=True)
-    result = json.loads(capsys.readouterr().out)
-    (row,) = result["rows"]
-    text = out.read_text()
-    cells = [line for line in text.splitlines() if line.startswith("| small |")]
-    assert len(cells) == 1
-    assert f"| {row['step_ms']:.1f} | {row['tokens_per_second']:,.0f} |" in cells[0]
-    assert "aten::" in text
-    assert "aten::" in result["profile"]
+    command.run_gpu({"small": SMALL}, ["fused"], SETTINGS, as_json=as_json)
+    output = capsys.readouterr().out
+    if as_json:
+        (row,) = json.loads(output)["rows"]
+        assert row["model"] == "small"
+        assert row["tokens_per_second"] == pytest.approx(6e3 / row["step_ms"])
+    else:
+        header, _, row = output.splitlines()[-3:]
+        assert "tokens/s" in header
+        assert row.startswith("| small | fused")
+        assert row.count("|") == header.count("|")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -70,7 +70,7 @@ def test_an_invalid_config_ends_with_exit_code_2(command: str) -> None:
 def test_importing_the_commands_imports_nothing_heavy() -> None:
     code = (
         "import sys, txl_dist.cli.config;"
-        "print(*{'torch', 'pydantic', 'yaml', 'mlflow', 'numpy'} & set(sys.modules))"
+        "print(*{'torch', 'pydantic', 'ruamel', 'mlflow', 'numpy'} & set(sys.modules))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

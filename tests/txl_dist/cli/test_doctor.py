@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import run_txl
-from txl_dist.doctor.finding import Finding, ok, problem
-from txl_dist.doctor.report import print_report
+from txl_dist.doctor.finding import Finding, ok, print_report, problem
 
 
 def test_all_is_well_with_exit_code_0(dataset: Path, tmp_path: Path) -> None:

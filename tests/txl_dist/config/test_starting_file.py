@@ -5,7 +5,7 @@ from pathlib import Path
 
 from txl_dist.config.config_file import default_settings, flatten_config, load_run_config
 from txl_dist.config.starting_file import NUM_STEPS, starting_file
-from txl_dist.config.strict_yaml import read_yaml
+from txl_dist.config.yaml_file import read_yaml
 
 REQUIRED = {
     "directory": "runs/mine",

@@ -33,7 +33,7 @@ from txl_dist.evaluation.evaluate import (
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.threads import torch_threads
+from txl_dist.runtime.device import torch_threads
 
 SETTINGS = EvaluationSettings(
     split="valid",

@@ -11,7 +11,7 @@ from txl_dist.config.run_config import Precision
 from txl_dist.model.kv_cache import KVCache
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import autocast
+from txl_dist.runtime.device import autocast
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -1,12 +1,22 @@
-"""The heartbeats name the rank that others wait for: silent ranks first, then busy ones."""
+"""Heartbeats name the rank that others wait for, and show a launcher when all ranks hang."""
 
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
-from txl_dist.runtime.heartbeat import MAX_NAMED, NUM_READERS, Heartbeat, HeartbeatFiles, Peers
-from txl_dist.runtime.stacks import innermost_calls, label_of
+from tests.support.commands import wait_until
+from txl_dist.runtime import heartbeat
+from txl_dist.runtime.heartbeat import (
+    MAX_NAMED,
+    NUM_READERS,
+    HangWatch,
+    Heartbeat,
+    HeartbeatFiles,
+    Peers,
+)
+from txl_dist.runtime.watch import innermost_calls, label_of
 
 BEAT_SECONDS = 5.0
 
@@ -161,3 +171,48 @@ def test_the_innermost_calls_are_those_of_this_project() -> None:
         "data_pipeline/streams/x.py:7 in read",
         "txl_dist/training/loop.py:5 in _train",
     )
+
+
+POLL_SECONDS = 0.02
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(heartbeat, "START_SECONDS", 50 * POLL_SECONDS)
+
+
+def write_beat(files: HeartbeatFiles, rank: int, *, number: int) -> None:
+    beat = Heartbeat(
+        rank=rank, host="a", pid=42, number=number, time=time.time(), activity="step 7",
+        span="forward", collective=None, seconds=0.0, stack=(),
+    )  # fmt: skip
+    files.write(beat)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_ranks_hang_when_none_of_them_changes_its_heartbeat(tmp_path: Path) -> None:
+    files = [HeartbeatFiles(tmp_path, rank=rank) for rank in (0, 1)]
+    write_beat(files[0], 0, number=9)  # left by a killed process
+    limit_seconds = 5 * POLL_SECONDS
+    with HangWatch(tmp_path, num_ranks=2, poll_seconds=POLL_SECONDS) as watch:
+        time.sleep(10 * POLL_SECONDS)
+        assert watch.hang(timeout_seconds=limit_seconds) is None, "they may take longer to start"
+        for rank in (0, 1):
+            write_beat(files[rank], rank, number=1)
+        wait_until(lambda: watch.hang(timeout_seconds=limit_seconds) is not None)
+        hang = watch.hang(timeout_seconds=limit_seconds)
+        assert hang is not None
+        assert hang.endswith(
+            "rank 0 (host a, pid 42) in step 7, forward; rank 1 (host a, pid 42) in step 7, forward"
+        )
+        shutil.rmtree(tmp_path / ".heartbeats")  # by somebody who cleans up
+        write_beat(files[1], 1, number=2)
+        wait_until(lambda: watch.hang(timeout_seconds=limit_seconds) is None)
+
+
+@pytest.mark.usefixtures("short_limits")
+def test_ranks_that_never_begin_hang(tmp_path: Path) -> None:
+    write_beat(HeartbeatFiles(tmp_path, rank=0), 0, number=9)  # left by a killed process
+    with HangWatch(tmp_path, num_ranks=2, poll_seconds=POLL_SECONDS) as watch:
+        wait_until(lambda: watch.hang(timeout_seconds=0.0) == "no rank has begun within 1 s")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from txl_dist.doctor.tracking import check_tracking
+from txl_dist.doctor.checks import check_tracking
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
 from txl_dist.tracking.mlflow_client import UnavailableError
 

@@ -24,7 +24,7 @@ from txl_dist.model import token_step
 from txl_dist.model.memory import Memory
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.precision import Precision, autocast
+from txl_dist.runtime.device import Precision, autocast
 from txl_dist.runtime.world import World
 from txl_dist.training.device_segments import DeviceSegments
 from txl_dist.training.step import TrainStep

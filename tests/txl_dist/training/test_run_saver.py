@@ -22,7 +22,7 @@ from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import Save
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, LostRankError, TxlError
-from txl_dist.runtime import background_wait
+from txl_dist.runtime import world as world_module
 from txl_dist.runtime.world import World
 from txl_dist.training.saving import RunSaver
 from txl_dist.training.state import BestScore, TrainState
@@ -231,8 +231,8 @@ def test_a_write_that_hangs_is_announced_and_ends_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(background_wait, "POLL_SECONDS", 0.05)
-    monkeypatch.setattr(background_wait, "NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(world_module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(world_module, "NOTICE_SECONDS", 0.2)
     hangs, write = threading.Event(), Save.write_part
 
     def write_or_hang(save: Save, snapshot: Snapshot) -> None:

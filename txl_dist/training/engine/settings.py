@@ -20,7 +20,7 @@ def deepspeed_settings(
 ) -> dict[str, Any]:
     """The dict for `deepspeed.initialize`."""
     stage = config.deepspeed.zero_stage
-    extra = dict(config.deepspeed.extra)  # validated in config/deepspeed_keys.py
+    extra = dict(config.deepspeed.extra)  # validated in config/deepspeed_config.py
     extra.pop("zero_optimization", None)  # in `reduction`
     return {
         "train_micro_batch_size_per_gpu": micro_batch_rows,

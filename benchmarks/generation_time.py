@@ -1,0 +1,127 @@
+"""Time per token of generation by text length, in batches, and of its products alone.
+
+    python benchmarks/generation_time.py [--rounds 20] [--json]
+
+One decoder per length has read a text of that length. Every round draws the same number of tokens
+from each, so that other load on the machine affects all of them. A token attends to the memory and
+to itself, so its time must not depend on how much was read before.
+
+The second part compares the time of a token with that of its matrix products alone, for one prompt
+and for several. Both take turns in one process, on one thread (`txl_dist/bench/model.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from training_figures import run_script
+
+from txl_dist.bench.model import PLAIN, products_alone
+from txl_dist.bench.rounds import Figure, one_thread, time_rounds
+from txl_dist.generation.batch_decoder import BatchDecoder
+from txl_dist.generation.options import Sampling
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.runtime.process import keep_freed_memory
+
+TGT_LEN = 128
+LENGTHS = (1_024, 4_096, 16_384, 65_536)
+"""Tokens of text; the memory of PLAIN holds 128, so it is full at all of them."""
+BATCH_SIZE = 8
+TOKENS_PER_ROUND = 16
+LIMIT = 1.1
+LONG_MEMORY = ModelConfig(
+    vocab_size=204, n_layer=6, d_model=256, n_head=8, d_head=32, d_inner=1024, mem_len=800
+)
+"""Small products and a long memory: other operations take the largest share of the time."""
+SHARES = {1: 0.5, 16: 0.8}
+"""Prompts -> least share of the products."""
+
+
+def bench_generate(
+    *,
+    rounds: int,
+    lengths: Sequence[int] = LENGTHS,
+    config: ModelConfig = PLAIN,
+    long_memory: ModelConfig = LONG_MEMORY,
+) -> Iterator[Figure]:
+    """The time per token at each length, relative to the shortest, then that in a batch, then the
+    share of the products alone.
+    """
+    keep_freed_memory()
+    yield from _by_length(rounds, lengths, config)
+    with one_thread():
+        for num_prompts, limit in SHARES.items():
+            yield from _by_products(rounds, long_memory, num_prompts, limit)
+
+
+def _by_length(rounds: int, lengths: Sequence[int], config: ModelConfig) -> Iterator[Figure]:
+    model = TransformerXL(config)
+    decoders = {length: _decoder(model, [length]) for length in lengths}
+    batch = _decoder(model, [lengths[0]] * BATCH_SIZE)
+    runs = {str(length): lambda d=decoder: _draw(d) for length, decoder in decoders.items()}
+    times = time_rounds({**runs, "batch": lambda: _draw(batch)}, rounds=rounds)
+    milliseconds = {name: times[name].median / TOKENS_PER_ROUND * 1e3 for name in times}
+    shortest = milliseconds[str(lengths[0])]
+    yield Figure(f"time per token after {lengths[0]:,} tokens of text", shortest, "ms")
+    for length in lengths[1:]:
+        yield Figure(
+            f"time per token after {length:,} tokens of text",
+            milliseconds[str(length)] / shortest,
+            f"x after {lengths[0]:,}",
+            LIMIT,
+            at_most=True,
+            note=f"{milliseconds[str(length)]:.2f} ms",
+        )
+    yield Figure(
+        f"tokens per second of {BATCH_SIZE} prompts in a batch",
+        BATCH_SIZE * shortest / milliseconds["batch"],
+        "x one prompt",
+        note=f"{BATCH_SIZE * 1e3 / milliseconds['batch']:,.0f} tokens/s",
+    )
+
+
+def _by_products(
+    rounds: int, config: ModelConfig, num_prompts: int, limit: float
+) -> Iterator[Figure]:
+    decoder = _decoder(TransformerXL(config), [config.mem_len + TGT_LEN] * num_prompts)
+    alone = products_alone(decoder.draw)
+    times = time_rounds({"draw": decoder.draw, "alone": alone}, rounds=rounds * TOKENS_PER_ROUND)
+    milliseconds = {name: 1e3 * each.median for name, each in times.items()}
+    prompts = "prompt" if num_prompts == 1 else "prompts"
+    yield Figure(
+        f"share of the products alone, {num_prompts} {prompts}, memory {config.mem_len}",
+        milliseconds["alone"] / milliseconds["draw"],
+        "of the time",
+        limit,
+        note=f"{milliseconds['draw']:.2f} ms, products {milliseconds['alone']:.2f} ms, "
+        f"{num_operators(decoder.draw):,} operators",
+    )
+
+
+def _decoder(model: TransformerXL, lengths: Sequence[int]) -> BatchDecoder:
+    """A decoder that has read random texts of these lengths."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.vocab_size
+    prompts = [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    decoder = BatchDecoder(
+        model, prompts, seeds=range(len(lengths)), tgt_len=TGT_LEN, sampling=Sampling()
+    )
+    decoder.draw()
+    return decoder
+
+
+def _draw(decoder: BatchDecoder) -> None:
+    for _ in range(TOKENS_PER_ROUND):
+        decoder.draw()
+
+
+def num_operators(run: Callable[[], object]) -> int:
+    """Operators that one run calls, those that others call included, as torch's profiler counts."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run()
+    return sum(row.count for row in profiler.key_averages() if row.key.startswith("aten::"))
+
+
+if __name__ == "__main__":
+    run_script(__doc__, bench_generate, rounds=20)

@@ -1,0 +1,114 @@
+"""Ranks of torchrun are recognised, and freed host memory is used again."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.training_runs import TINY
+from txl_dist.cli.app import app
+from txl_dist.errors import ConfigError
+from txl_dist.runtime.process import (
+    TORCHRUN_VARIABLES,
+    is_torchrun,
+    stray_variables,
+    without_torchrun,
+)
+
+LEFTOVER = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "LOCAL_RANK": "1",
+}
+COMPLETE = {**LEFTOVER, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "some-run"}
+
+
+@pytest.mark.parametrize("missing", TORCHRUN_VARIABLES)
+def test_an_incomplete_set_does_not_make_a_rank(missing: str) -> None:
+    part = {name: value for name, value in COMPLETE.items() if name != missing}
+    assert not is_torchrun(part)
+    assert set(stray_variables(part)) == set(part)
+    assert is_torchrun(COMPLETE)
+    assert stray_variables(COMPLETE) == []
+
+
+def test_launched_ranks_do_not_inherit_torchruns_variables() -> None:
+    other = {"PATH": "/bin", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert without_torchrun({**COMPLETE, **other}) == {"PATH": "/bin"}
+
+
+def test_variables_left_in_the_shell_are_ignored_with_a_warning(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in LEFTOVER.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", str(TINY), f"data.path={dataset}", f"directory={tmp_path}", "--dry-run"]
+    done = CliRunner().invoke(app, [*words, "--ranks", "2"])
+    assert done.exit_code == 0, done.output
+    assert "ready" in done.stdout
+    assert "on 2 ranks" in done.stdout
+    assert "ignored RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK of the" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--dry-run"], "--dry-run"),
+        (["--ranks", "3"], "--ranks 3"),
+        (["--on", "processes", "--ranks", "2"], "--on processes"),
+    ],
+)
+def test_options_that_contradict_torchrun_are_rejected(
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    named: str,
+) -> None:
+    for name, value in COMPLETE.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", str(TINY), f"data.path={dataset}", f"directory={tmp_path}", *options]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, ConfigError)
+    assert f"rank 1 of 2, which contradicts {named}." in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = """
+import resource
+import sys
+
+import torch
+
+from txl_dist.runtime.process import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+
+
+def faults_of_a_step() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(int(mib * 2**18)) for mib in (0.5, 3, 50, 70)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+for _ in range(20):  # the heap grows until its free blocks have the right sizes: up to 10 steps
+    faults_of_a_step()
+print(faults_of_a_step())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator of glibc")
+def test_a_warm_step_has_no_page_faults_for_blocks_of_any_size() -> None:
+    def faults(mode: str) -> int:
+        command = [sys.executable, "-c", SCRIPT, mode]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert faults("kept") < 100
+    assert faults("returned") > 100, "the test would not notice memory that is returned"

@@ -1,0 +1,180 @@
+"""A rank that waits long for the other ranks logs a warning with the name of the collective."""
+
+import logging
+import re
+import socket
+import threading
+import time
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.commands import wait_until
+from tests.support.gloo_ranks import RankGroups
+from txl_dist.runtime.activity import Activity
+from txl_dist.runtime.watch import (
+    GPU_WAIT,
+    CollectiveWatch,
+    collective_name,
+    frames_of,
+    lost_rank_error,
+    stack_file,
+)
+from txl_dist.runtime.world import World
+
+NOTICE_SECONDS = 0.4
+
+
+class Lines(logging.Handler):
+    """Collects log messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def wait_for_a_late_rank(world: World, run: Path) -> list[str]:
+    """Rank 1 enters a collective when both ranks have written their stacks.
+
+    Returns the lines that this rank logged.
+    """
+    (run / "logs").mkdir(exist_ok=True)
+    stacks = [stack_file(run, "step-7", rank) for rank in (0, 1)]
+    handler = Lines()
+    logger = logging.getLogger("txl_dist.training")
+    logger.addHandler(handler)
+    world.activity.name = "step 7"
+    with CollectiveWatch(
+        world.activity,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        run=run,
+        limit_seconds=4 * NOTICE_SECONDS,  # of the watch only: the collective has another one
+        notice_seconds=NOTICE_SECONDS,
+    ):
+        if world.rank == 1:
+            wait_until(lambda: all(path.exists() for path in stacks))
+        world.all_gather(world.rank)
+    logger.removeHandler(handler)
+    return handler.lines
+
+
+def test_a_long_wait_is_logged_with_its_collective_and_the_late_rank(
+    ranks: RankGroups, tmp_path: Path
+) -> None:
+    waiting, busy = ranks(2).run(wait_for_a_late_rank, tmp_path)
+    assert len(waiting) >= 2
+    assert waiting[0].startswith("step 7 | rank 0 has waited ")
+    assert "for the other ranks in all_gather_object;" in waiting[0]
+    late = rf"; rank 1 \(host {re.escape(socket.gethostname())}, pid \d+\) has been in step 7, "
+    assert any(re.search(late, line) for line in waiting)
+    assert busy == []
+    # Before the limit, both ranks have written the stacks of all their threads.
+    for rank, state in enumerate(("waits in all_gather_object", "not in a collective")):
+        text = stack_file(tmp_path, "step-7", rank).read_text()
+        assert text.startswith(f"rank {rank}, host ")
+        assert state in text
+        assert "in wait_for_a_late_rank" in text
+        assert text.count("hread 0x") >= 2
+    assert list((tmp_path / ".heartbeats").glob("*rank*")) == [], "they have ended"
+
+
+def stop_answering(world: World, limit_seconds: float) -> str | None:
+    """Rank 1 does not enter a collective of a second group; returns rank 0's error message."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=600))
+    with world.timeouts(timeout_seconds=limit_seconds):
+        pass
+    message = None
+    if world.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            lost = lost_rank_error(
+                error, Activity("step 3"), rank=world.rank, limit_seconds=limit_seconds
+            )
+            message = str(lost)
+    else:
+        time.sleep(3 * limit_seconds)
+    with world.timeouts(timeout_seconds=60):
+        pass
+    return message
+
+
+def test_the_limit_reaches_every_group_and_the_error_names_rank_and_collective(
+    ranks: RankGroups,
+) -> None:
+    group = ranks(2)
+    message, _ = group.run(stop_answering, 1.0)
+    group.is_broken = True  # its second process group is
+    assert message is not None
+    assert message.startswith(
+        "rank 0 waited training.rank_timeout_seconds=1 for the other ranks in all_reduce (step 3)"
+    )
+
+
+def test_an_error_outside_a_collective_is_not_a_lost_rank() -> None:
+    error = RuntimeError("Connection closed by peer, timed out")
+    assert lost_rank_error(error, Activity(), rank=0, limit_seconds=1) is None
+
+
+def test_on_a_gpu_a_call_that_waits_for_a_result_counts_as_a_collective(tmp_path: Path) -> None:
+    source = tmp_path / "step.py"
+    source.write_text("loss = nats.sum().item()\nx = load()\n")
+    deepspeed = Path(find_spec("deepspeed").origin).parent / "runtime" / "utils.py"
+    for path, text, name in (
+        (source, ".item()", GPU_WAIT),
+        (source, "load()", None),
+        (Path(torch.cuda.__file__), "return torch._C._cuda_synchronize()", GPU_WAIT),
+        (deepspeed, "err = torch.tensor(-1.0, device=device", GPU_WAIT),
+    ):
+        lines = path.read_text().splitlines()
+        number = next(n for n, line in enumerate(lines, start=1) if text in line)
+        frames = [("loop.py", 1, "_train"), (str(path), number, "step")]
+        assert collective_name(frames, on_gpu=True) == name
+        assert collective_name(frames) is None
+
+
+@pytest.mark.parametrize(
+    ("frames", "name"),
+    [
+        ([("txl_dist/runtime/world.py", 1, "all_gather")], None),
+        ([], None),
+        (
+            [
+                ("txl_dist/runtime/world.py", 1, "all_gather"),
+                ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather_object"),
+                ("site-packages/torch/distributed/distributed_c10d.py", 1, "all_gather"),
+            ],
+            "all_gather_object",
+        ),
+    ],
+)
+def test_a_stack_names_its_outermost_collective(
+    frames: list[tuple[str, int, str]], name: str | None
+) -> None:
+    assert collective_name(frames) == name
+
+
+def test_the_watch_ends_with_its_context(tmp_path: Path) -> None:
+    before: list[Any] = threading.enumerate()
+    with CollectiveWatch(Activity(), rank=0, num_ranks=1, run=tmp_path, limit_seconds=1):
+        assert len(threading.enumerate()) == len(before) + 1
+    assert threading.enumerate() == before
+
+
+def test_a_running_frame_without_a_line_number_is_read() -> None:
+    """Python 3.11 gives None for it; the watch of a rank ended with a TypeError."""
+    code: Any = SimpleNamespace(co_filename="loop.py", co_name="run")
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    frames = frames_of(frame)
+    assert frames == [("loop.py", 0, "run")]
+    assert collective_name(frames) is None

@@ -1,0 +1,308 @@
+"""The checks of one node: versions, devices, dataset; and what `txl doctor` is asked to check.
+
+On the machine of the command the expected versions are those of `constraints.txt`; on the nodes of
+a cluster they are those of the machine of the command.
+"""
+
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import txl_dist
+from data_pipeline.errors import TxlError
+from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.shard_files import check_sizes
+from data_pipeline.system.remote_path import dataset_path
+from txl_dist.doctor.finding import Check, Finding, note, ok, problem, run_checks
+from txl_dist.doctor.services import DASHBOARD_PORT, check_exposure, check_tracking
+from txl_dist.doctor.storage import check_run_directory
+from txl_dist.runtime.process import source_digest
+
+CHECKS = (
+    "versions", "devices", "storage", "dataset", "tracking", "exposure",
+    "clock", "network",
+)  # fmt: skip
+"""Names of all checks; the last two compare the nodes of a cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorRequest:
+    """What to check. Frozen: every node of a cluster gets a copy."""
+
+    run: str | None = None
+    """Absolute path of a run directory, which exists or will be created; None: not checked."""
+    data: str | None = None
+    """Absolute path or URL of a dataset; None: not checked."""
+    tracking_uri: str | None = None
+    """MLflow server or database; None: MLFLOW_TRACKING_URI."""
+    min_free_bytes: int = 0
+    """Free space that the run directory needs."""
+    limit_seconds: float = 30.0
+    """Time limit of every check."""
+    skip: frozenset[str] = field(default_factory=frozenset)
+    """Names of checks to leave out."""
+    expected_versions: tuple[tuple[str, str], ...] = ()
+    """Name and version; (): those of constraints.txt."""
+    versions_of: str = "constraints.txt"
+    """Where `expected_versions` come from."""
+    dashboard_ports: tuple[int, ...] = (DASHBOARD_PORT,)
+    """Ports to check for open dashboards."""
+
+
+def node_checks(request: DoctorRequest) -> dict[str, Check]:
+    """Name -> check, of the node that calls it."""
+    expected = dict(request.expected_versions) or pinned_versions()
+    checks: dict[str, Check] = {
+        "versions": partial(check_versions, expected, source=request.versions_of),
+        "devices": check_devices,
+        "tracking": partial(check_tracking, request.tracking_uri),
+        "exposure": partial(check_exposure, request.dashboard_ports),
+    }
+    if request.run is not None:
+        checks["storage"] = partial(
+            check_run_directory, request.run, min_free_bytes=request.min_free_bytes
+        )
+    if request.data is not None:
+        checks["dataset"] = partial(check_dataset, request.data)
+    return {name: check for name, check in checks.items() if name not in request.skip}
+
+
+def check_this_machine(request: DoctorRequest, *, node: str | None = None) -> list[Finding]:
+    """All checks of one node, in this process. `node` None: the name of this host."""
+    return run_checks(
+        node_checks(request),
+        node=node or socket.gethostname(),
+        limit_seconds=request.limit_seconds,
+    )
+
+
+LIBRARIES = ("torch", "deepspeed", "ray", "mlflow", "webdataset", "numpy")
+CODE = "txl-dist"
+MISSING = "not installed"
+
+
+def installed_versions() -> dict[str, str]:
+    """Name -> version, of Python, LIBRARIES and our code."""
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in LIBRARIES},
+        CODE: f"{_version(CODE)} (sources {source_digest()[:12]})",
+    }
+
+
+def pinned_versions(constraints: Path | None = None) -> dict[str, str]:
+    """Versions of LIBRARIES in `constraints.txt`, which a source checkout has; else {}."""
+    path = constraints or Path(txl_dist.__file__).parents[1] / "constraints.txt"
+    if not path.is_file():
+        return {}
+    pins = dict(re.findall(r"(?m)^([\w.-]+)==([^\s;#]+)", path.read_text(encoding="utf-8")))
+    return {name: pins[name] for name in LIBRARIES if name in pins}
+
+
+def check_versions(expected: Mapping[str, str], *, source: str) -> list[Finding]:
+    """Compare with `expected`, which are the versions of `source`, e.g. "constraints.txt"."""
+    installed = installed_versions()
+    summary = ", ".join(f"{name} {found}" for name, found in installed.items())
+    missing = [name for name, found in installed.items() if found == MISSING]
+    different = [
+        name
+        for name, value in expected.items()
+        if name not in missing and _public(installed[name]) != _public(value)
+    ]
+    findings = [
+        problem(
+            f"{name} {installed[name]}",
+            expected=f"{name} {expected.get(name, 'installed')}" + f" ({source})" * bool(expected),
+            advice="install the same sources of txl-dist on every node, and start its Ray again"
+            if name == CODE
+            else "use the Python that created the other environments (make PYTHON=... setup)"
+            if name == "python"
+            else "make setup, or pip install --constraint constraints.txt in this environment",
+        )
+        for name in (*missing, *different)
+    ]
+    if not expected:
+        findings.append(
+            note(
+                f"{summary}; not compared: no constraints.txt next to the package",
+                advice="install from a source checkout to compare versions: make setup",
+            )
+        )
+    return findings or [ok(summary)]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return MISSING
+
+
+def _public(text: str) -> str:
+    """Without the build: 2.13.0+cpu and 2.13.0+cu130 have the same sources."""
+    return text.partition("+")[0]
+
+
+_GIB = 2**30
+_NVIDIA_SMI_SECONDS = 10.0
+_SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_MEMORY_BYTES = _GIB
+"""NCCL exchanges data of GPUs on one node through /dev/shm; Docker's default is 64 MiB."""
+
+
+def check_devices() -> list[Finding]:
+    """GPUs if the driver lists some, else CPUs."""
+    gpus = list_gpus()
+    return check_gpus(gpus) if gpus else check_cpus()
+
+
+def list_gpus() -> list[str]:
+    """One line per GPU of this machine: name, driver version, memory. [] without NVIDIA's tools."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = "--query-gpu=name,driver_version,memory.total"
+    try:
+        ended = subprocess.run(
+            [program, query, "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_NVIDIA_SMI_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return ended.stdout.strip().splitlines()
+
+
+def check_gpus(listed: list[str]) -> list[Finding]:
+    """Whether torch can use the GPUs that the driver lists."""
+    import torch
+
+    from txl_dist.model.triton_support import triton_unavailable_reason
+
+    summary = f"{len(listed)} GPUs ({'; '.join(sorted(set(listed)))}), torch {torch.__version__}"
+    if torch.version.cuda is None:
+        return [
+            problem(
+                f"{summary}, a build for CPUs",
+                expected="a build of torch for CUDA",
+                advice="install torch from the index for CUDA (https://pytorch.org), or hide the "
+                "GPUs: CUDA_VISIBLE_DEVICES=",
+            )
+        ]
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return [ok(f"{summary}; all are hidden by CUDA_VISIBLE_DEVICES=")]
+    if not torch.cuda.is_available():
+        return [
+            problem(
+                f"{summary} for CUDA {torch.version.cuda}, which finds no usable GPU",
+                expected="torch.cuda.is_available()",
+                advice="the driver is too old for this CUDA, or does not run: see nvidia-smi",
+            )
+        ]
+    findings = []
+    capability = min(
+        torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())
+    )
+    built_for = sorted(
+        int(name.removeprefix("sm_").rstrip("af"))
+        for name in torch.cuda.get_arch_list()
+        if name.startswith("sm_")
+    )
+    if built_for and capability[0] * 10 + capability[1] < built_for[0]:
+        findings.append(
+            problem(
+                f"{summary}: compute capability {capability[0]}.{capability[1]}",
+                expected=f"at least {built_for[0] / 10:.1f} for this build of torch",
+                advice="install a build of torch for this GPU, or exclude the node",
+            )
+        )
+    if reason := triton_unavailable_reason(torch.device("cuda")):
+        findings.append(
+            note(
+                f"{summary}: triton's kernels cannot run: {reason}",
+                expected="the package triton, a C compiler, and compute capability 8.0 or newer",
+                advice="training works, with slower attention and dropout",
+            )
+        )
+    if (shared := shared_memory_bytes()) < MIN_SHARED_MEMORY_BYTES:
+        findings.append(
+            note(
+                f"/dev/shm has {shared / _GIB:.2f} GiB",
+                expected=f"{MIN_SHARED_MEMORY_BYTES / _GIB:g} GiB or more for NCCL",
+                advice="docker run --shm-size=8g; on Kubernetes mount an emptyDir of medium Memory",
+            )
+        )
+    visible = torch.cuda.device_count()
+    described = f"{summary}, capability {capability[0]}.{capability[1]}, {visible} visible"
+    return findings or [ok(described)]
+
+
+def check_cpus() -> list[Finding]:
+    """The CPUs that this process may use; a note if that is less than the machine has."""
+    total, usable = os.cpu_count() or 1, usable_cpus()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+    summary = f"no GPU; {total} CPUs, {memory:.1f} GiB memory"
+    if usable < total:
+        return [
+            note(
+                f"{summary}; this process may use {usable:g} CPUs",
+                expected=f"{total} CPUs",
+                advice="give ray start --num-cpus, so that ranks start no more threads than that",
+            )
+        ]
+    return [ok(summary)]
+
+
+def usable_cpus() -> float:
+    """CPUs by affinity (taskset, Slurm) and by the quota of the control group (containers)."""
+    return min(float(len(os.sched_getaffinity(0))), _quota_cpus(Path("/sys/fs/cgroup/cpu.max")))
+
+
+def _quota_cpus(path: Path) -> float:
+    """The quota in control groups v2: `max 100000` or `MICROSECONDS PERIOD`."""
+    try:
+        quota, period = path.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def shared_memory_bytes() -> int:
+    """The size of /dev/shm; 0 if there is none."""
+    return shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.exists() else 0
+
+
+def check_dataset(data: str) -> list[Finding]:
+    """Load the manifest of a directory or URL, and compare the sizes of all files with it."""
+    directory = dataset_path(data)
+    try:
+        manifest = load_manifest(directory)
+        for split in manifest.splits.values():
+            check_sizes(directory, split.shards)
+    except TxlError as error:
+        text, _, advice = str(error).partition(". ")
+        return [
+            problem(
+                text,
+                expected="a complete dataset, at the same path on every node",
+                advice=advice or "check the path, and the mount on this node",
+            )
+        ]
+    tokens = sum(split.tokens for split in manifest.splits.values())
+    return [
+        ok(
+            f"{directory}: {tokens:,} tokens in {len(manifest.shards)} shards, digest "
+            f"{manifest.digest[:12]}",
+            equal_on_all_nodes=manifest.digest,
+        )
+    ]

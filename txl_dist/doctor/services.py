@@ -1,0 +1,336 @@
+"""Servers that a run uses, or that anyone could use: MLflow, and Ray's dashboard and head.
+
+The dashboard's port also serves the Jobs API, which runs any command as the user of Ray. So it must
+require a token, and listen on the loopback interface only: tokens travel unencrypted. The head node
+must require the token too.
+
+MLflow is not checked through mlflow itself, which opens databases for writing and whose calls have
+no short limit.
+"""
+
+import base64
+import http.client
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+
+import psutil
+
+from data_pipeline.system.sources import shown
+from txl_dist.doctor.finding import Finding, note, ok, problem
+from txl_dist.doctor.storage import existing_parent
+
+DASHBOARD_PORT = 8265
+RESPONSE_SECONDS = 3.0
+_MAX_RESPONSE_BYTES = 4096
+_ALL_INTERFACES = ("0.0.0.0", "::")
+_LOOPBACK = ("127.", "::1", "::ffff:127.")
+
+Answer = Literal["open", "protected", "other"]
+"""`open`: Ray, without a token. `protected`: 401 or 403. `other`: no Ray, or no answer."""
+
+
+def check_exposure(ports: Iterable[int] = (DASHBOARD_PORT,)) -> list[Finding]:
+    """Check the dashboards at `ports` of this machine, and who can read Ray's token."""
+    return [*_check_dashboards(ports), *check_token_file(os.environ)]
+
+
+def check_token_file(environment: Mapping[str, str]) -> list[Finding]:
+    """A problem if other users of this machine can read the token file. [] if there is none."""
+    default = Path(environment.get("HOME", "/")) / ".ray" / "auth_token"
+    path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or default)
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return []
+    if not mode & 0o077:
+        return [ok("only this user can read Ray's token")]
+    return [
+        problem(
+            f"{path}, the token of Ray, has mode {mode:o}: other users of this machine can read it",
+            expected="mode 600",
+            advice=f"chmod 600 {path}; to create one: umask 077 && ray get-auth-token --generate",
+        )
+    ]
+
+
+def _check_dashboards(ports: Iterable[int]) -> list[Finding]:
+    listening = {port: listening_addresses(port) for port in ports}
+    numbers = ", ".join(map(str, listening))
+    if not any(listening.values()):
+        return [ok(f"nothing listens on port {numbers} (Ray dashboard, Jobs API)")]
+    findings = [
+        finding
+        for port, addresses in listening.items()
+        for finding in judge_exposure(
+            port, {address: answer_without_token(address, port) for address in addresses}
+        )
+    ]
+    return findings or [ok(f"port {numbers}: requires a token, on the loopback interface only")]
+
+
+def judge_exposure(port: int, answers: Mapping[str, Answer]) -> list[Finding]:
+    """The problems of one port; `answers` is address on which it listens -> its answer."""
+    if not answers:
+        return []
+    shown = f"port {port} on {', '.join(answers)}"
+    if set(answers.values()) == {"other"}:
+        return [
+            note(
+                f"{shown}: a program other than Ray, or one that did not answer within "
+                f"{RESPONSE_SECONDS:g} s",
+                expected="nothing, or Ray's dashboard",
+                advice="Ray takes the next free port for its dashboard; see ray status",
+            )
+        ]
+    findings = []
+    if "open" in answers.values():
+        findings.append(
+            problem(
+                f"{shown}: the Ray dashboard and the Jobs API answer without a token, so everyone "
+                "who reaches the port can run commands",
+                expected="401 without a token",
+                advice="stop that Ray (ray stop), create a token (ray get-auth-token --generate), "
+                "and start it again: RAY_AUTH_MODE=token ray start ...",
+            )
+        )
+    if other := [address for address in answers if not address.startswith(_LOOPBACK)]:
+        findings.append(
+            problem(
+                f"port {port}: the Ray dashboard and the Jobs API listen on {', '.join(other)}",
+                expected="127.0.0.1 only: the token travels unencrypted",
+                advice="ray start --dashboard-host=127.0.0.1, and reach it by ssh -L or kubectl "
+                "port-forward; where a network policy protects the port: --skip exposure",
+            )
+        )
+    return findings
+
+
+def listening_addresses(port: int) -> list[str]:
+    """The addresses of this machine on which a process listens at `port`."""
+    return sorted(
+        {
+            connection.laddr.ip
+            for connection in psutil.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+            and connection.laddr
+            and connection.laddr.port == port
+        }
+    )
+
+
+def answer_without_token(address: str, port: int) -> Answer:
+    """What a request to Ray's API without a token gives; `address` is one of this machine."""
+    host = "127.0.0.1" if address in _ALL_INTERFACES else address.removeprefix("::ffff:")
+    connection = http.client.HTTPConnection(host, port, timeout=RESPONSE_SECONDS)
+    try:
+        connection.request("GET", "/api/version")  # not through a proxy, as urllib would
+        response = connection.getresponse()
+        content = response.read(_MAX_RESPONSE_BYTES)
+        if response.status in (401, 403):
+            return "protected"
+        is_ray = response.status == 200 and "ray_version" in json.loads(content)
+        return "open" if is_ray else "other"
+    except (OSError, http.client.HTTPException, ValueError, TypeError):
+        return "other"
+    finally:
+        connection.close()
+
+
+CONNECT_SECONDS = 20.0
+_CONNECT = """
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1])
+"""
+
+
+def check_token(address: str) -> list[Finding]:
+    """Connect to the head node of a Ray cluster without a token."""
+    # In a separate process: Ray reads the token once per process. HOME has the default token.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", _CONNECT, address],
+            capture_output=True,
+            text=True,
+            timeout=CONNECT_SECONDS,
+            check=False,
+            env={**environment, "HOME": "/nonexistent", "RAY_AUTH_MODE": "disabled"},
+        )
+    except subprocess.TimeoutExpired:
+        return [
+            note(
+                f"the head at {address} did not answer within {CONNECT_SECONDS:g} s to a "
+                "connection without a token",
+                expected="a refusal",
+                advice="check again when the head is less busy",
+            )
+        ]
+    if ended.returncode == 0:
+        return [
+            problem(
+                f"the head at {address} accepts connections without a token, so everyone who "
+                "reaches it can run commands on all nodes",
+                expected="token authentication",
+                advice="ray get-auth-token --generate, copy ~/.ray/auth_token to all nodes and to "
+                "this machine, and start the cluster again with RAY_AUTH_MODE=token",
+            )
+        ]
+    if "Authentication" in ended.stderr:
+        return [ok("Ray requires a token")]
+    last_line = next(reversed(ended.stderr.strip().splitlines()), "no output")
+    return [
+        note(
+            f"whether Ray requires a token is unknown: {last_line}",
+            expected="a refusal without a token",
+            advice="check that the head is reachable from this machine",
+        )
+    ]
+
+
+MLFLOW_SECONDS = 5.0
+"""Time limit of a connection and of each response."""
+_MAX_RESPONSE_BYTES = 4096
+_DRIVERS = {"postgresql": ("psycopg2", 5432), "mysql": ("pymysql", 3306)}
+"""Scheme -> module that SQLAlchemy needs, and the default port."""
+
+
+def check_tracking(uri: str | None) -> list[Finding]:
+    """Check the server or database at `uri`; None: MLFLOW_TRACKING_URI of this process."""
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        return [ok("no server is set: runs are tracked in mlflow.db next to their directory")]
+    scheme = uri.partition("://")[0].partition("+")[0]
+    if scheme in ("http", "https"):
+        return _check_server(uri)
+    if scheme == "sqlite":
+        return _check_sqlite(uri)
+    if scheme in _DRIVERS:
+        return _check_database(uri, *_DRIVERS[scheme])
+    return [
+        problem(
+            f"{shown(uri)}: unknown kind of tracking server",
+            expected="http(s)://HOST:PORT, sqlite:///PATH, postgresql://... or mysql://...",
+            advice="correct tracking.uri or MLFLOW_TRACKING_URI",
+        )
+    ]
+
+
+def _check_server(uri: str) -> list[Finding]:
+    name = shown(uri)
+    try:
+        server_version = _get(uri, "/version").strip()
+        _get(uri, "/api/2.0/mlflow/experiments/search?max_results=1")
+    except urllib.error.HTTPError as error:
+        refused = error.code in (401, 403)
+        return [
+            problem(
+                f"{name} answers {error.code} {error.reason}",
+                expected="the answers of an MLflow server",
+                advice="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (or _TOKEN); for "
+                "'Invalid Host header' start the server with --allowed-hosts"
+                if refused
+                else "see the log of the server; check that the address is MLflow's",
+            )
+        ]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return [
+            problem(
+                f"{name} does not respond: {reason}",
+                expected=f"a response within {MLFLOW_SECONDS:g} s",
+                advice="check that the server runs, its host and port, and the firewall between. "
+                "Training goes on without it and sends the metrics later",
+            )
+        ]
+    return _compare_versions(name, server_version)
+
+
+def _compare_versions(name: str, server: str) -> list[Finding]:
+    client = version("mlflow")
+    summary = f"{name}: MLflow {server[:40]}"
+    if server.split(".")[:1] != client.split(".")[:1]:
+        return [
+            problem(
+                summary,
+                expected=f"MLflow {client.split('.')[0]}, as the client ({client})",
+                advice="upgrade the server, or check that the address is MLflow's",
+            )
+        ]
+    if server.split(".")[:2] != client.split(".")[:2]:
+        return [note(summary, expected=f"MLflow {client}", advice="use one version in production")]
+    return [ok(summary)]
+
+
+def _get(uri: str, path: str) -> str:
+    """The response to a GET request with the credentials of the URI or of MLflow's variables."""
+    parts = urlsplit(uri)
+    host = parts.hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    port = f":{parts.port}" if parts.port else ""
+    address = f"{parts.scheme}://{host}{port}{parts.path.rstrip('/')}{path}"
+    request = urllib.request.Request(address, headers=_credentials(parts.username, parts.password))
+    with urllib.request.urlopen(request, timeout=MLFLOW_SECONDS) as response:
+        content: bytes = response.read(_MAX_RESPONSE_BYTES)
+    return content.decode("utf-8", errors="replace")
+
+
+def _credentials(user: str | None, password: str | None) -> dict[str, str]:
+    user = unquote(user) if user else os.environ.get("MLFLOW_TRACKING_USERNAME")
+    password = unquote(password) if password else os.environ.get("MLFLOW_TRACKING_PASSWORD")
+    if user and password:
+        encoded = base64.b64encode(f"{user}:{password}".encode()).decode()
+        return {"Authorization": f"Basic {encoded}"}
+    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
+        return {"Authorization": f"Bearer {token}"}
+    return {}
+
+
+def _check_sqlite(uri: str) -> list[Finding]:
+    path = Path(uri.removeprefix("sqlite:///").partition("?")[0])
+    directory = existing_parent(path.parent)
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        return [
+            problem(
+                f"{path}: this user may not write it",
+                expected="a database that the ranks can write",
+                advice="check its permissions and its mount, or choose another tracking.uri",
+            )
+        ]
+    return [ok(f"{path}, a SQLite database")]
+
+
+def _check_database(uri: str, module: str, default_port: int) -> list[Finding]:
+    parts = urlsplit(uri)
+    name, host, port = shown(uri), parts.hostname or "127.0.0.1", parts.port or default_port
+    if find_spec(module) is None:
+        return [
+            problem(
+                f"{name}: {module} is not installed",
+                expected=f"{module} on every node that runs a rank",
+                advice=f"pip install {module}, or use a tracking server (http://HOST:PORT)",
+            )
+        ]
+    try:
+        socket.create_connection((host, port), MLFLOW_SECONDS).close()
+    except OSError as error:
+        return [
+            problem(
+                f"{name}: nothing answers at {host}:{port} ({error})",
+                expected=f"a connection within {MLFLOW_SECONDS:g} s",
+                advice="check that the database runs, its address, and the firewall between",
+            )
+        ]
+    return [ok(f"{name}: accepts connections (credentials not checked)")]

@@ -1,0 +1,74 @@
+"""How a device computes: precision, reproducible operations, threads on CPUs."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from txl_dist.config.run_config import Precision
+
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+"""Read when a process first uses cuBLAS and NCCL. Values that are set already stay."""
+
+
+@contextmanager
+def deterministic(*, enabled: bool) -> Iterator[None]:
+    """`training.deterministic`: operations on GPUs that give the same bits in every run.
+
+    Enter it before the process uses a GPU. Some of torch's CUDA kernels add with atomics, in an
+    order that changes. cuBLAS needs a workspace of a fixed size for reproducible products, and NCCL
+    has to add in the same order, so its algorithm is fixed too. Operations on CPUs are reproducible
+    in any case. Source: https://docs.pytorch.org/docs/2.13/notes/randomness.html
+
+    An operation without a reproducible form raises RuntimeError, which names it.
+    """
+    if not enabled:
+        yield
+        return
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    before = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # Filling new tensors costs a pass over each; every element is written before it is read.
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = fills
+
+
+TORCH_DTYPE: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The dtype that a precision names."""
+
+
+def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+    """The context in which the model runs: with bf16 only matrix products are computed in bf16.
+
+    Disabled for fp32. Parameters, optimizer state, memory and losses are fp32 in either precision,
+    so checkpoints are the same. DeepSpeed applies its own autocast in training
+    (`training/engine/settings.py`) and disables any other around its engine; evaluation and
+    generation use this one. See docs/decisions/0006-bf16-by-autocast.md.
+    """
+    dtype = TORCH_DTYPE[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype is not torch.float32)
+
+
+EXACT_THREADS = 1
+"""Threads of evaluation on the CPU. The last bit of a matrix product depends on their number, so it
+must not depend on the number of workers. More workers use more cores."""
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Compute with this many threads, then with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

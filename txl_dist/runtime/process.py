@@ -1,0 +1,116 @@
+"""This process: how it was started, its GPUs, its allocator, and the identity of its code.
+
+Imports no torch, so that commands that need no tensor start quickly.
+"""
+
+import ctypes
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+TORCHRUN_VARIABLES = (
+    "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID",
+)  # fmt: skip
+
+
+def is_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun started this process as a rank: it has the complete set of variables.
+
+    RANK or MASTER_ADDR alone are not sufficient, because they often remain set in shells, notebooks
+    and job scripts. A job script that starts the ranks itself sets the complete set
+    (`cluster/deploy/slurm.sh`).
+    """
+    return all(environment.get(name) for name in TORCHRUN_VARIABLES)
+
+
+def stray_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables of an incomplete set: they are set, but torchrun did not start this process."""
+    if is_torchrun(environment):
+        return []
+    return [name for name in TORCHRUN_VARIABLES if environment.get(name)]
+
+
+def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for processes whose rank another launcher sets."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
+
+
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Device files of NVIDIA, of NVIDIA under WSL, and of AMD."""
+
+
+def num_gpus() -> int:
+    """GPUs that torch can use."""
+    if not any(Path(name).exists() for name in DRIVER_FILES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+_NEVER = -1
+
+
+def keep_freed_memory() -> bool:
+    """Make this process keep the host memory that it frees; False if the C library is not glibc.
+
+    A training step on CPUs frees and allocates the same few hundred MiB repeatedly. By default
+    glibc returns large blocks to the system and gets them again page by page, and the kernel zeroes
+    each page: a tenth of a step or more (docs/experiments.md). GPU memory has torch's allocator.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # Blocks in maps of their own would be returned, whatever the thresholds: so there are none.
+    settings = {_TRIM_THRESHOLD: _NEVER, _MMAP_MAX: 0}
+    return all(mallopt(name, value) == 1 for name, value in settings.items())
+
+
+PACKAGES = ("cluster", "data_pipeline", "txl_dist")
+LIBRARIES = ("torch", "deepspeed", "numpy")
+"""Libraries that affect the numbers."""
+
+
+@cache
+def source_digest() -> str:
+    """Hex sha256 over the names and contents of all Python files of PACKAGES; under 20 ms.
+
+    Ranks compare it before they train, because ranks with different sources compute different
+    losses. A version number would not do: it stays the same while sources are edited.
+    """
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for root in _roots(package):
+            for path in sorted(root.rglob("*.py")):
+                content = path.read_bytes()
+                name = f"{package}/{path.relative_to(root).as_posix()}"
+                # With the length, text moved from one file to the next changes the digest.
+                digest.update(f"{name} {len(content)}\n".encode())
+                digest.update(content)
+    return digest.hexdigest()
+
+
+def code_description() -> str:
+    """`txl-dist 0.1.0 (sources 0123456789ab; torch 2.13.0, ...)`, as checkpoints record it."""
+    libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    return f"txl-dist {version('txl-dist')} (sources {source_digest()[:12]}; {libraries})"
+
+
+def _roots(package: str) -> list[Path]:
+    spec = find_spec(package)
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    return [Path(location) for location in spec.submodule_search_locations]

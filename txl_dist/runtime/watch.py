@@ -1,0 +1,298 @@
+"""CollectiveWatch: names the ranks for which this rank waits long in a collective.
+
+If a link is cut or a rank hangs, the other ranks wait inside a collective until its time limit, and
+log nothing. So a thread samples the Python stack of the rank's main thread once per second. The
+step itself is not wrapped and not slowed down. The thread
+
+1. writes this rank's heartbeat every few seconds (`heartbeat.py`), also while the main thread
+   computes or saves for a long time: such a rank is slow, but it does not hang;
+2. logs a warning every `notice_seconds` if the main thread stays in one collective, with its name
+   and the ranks that are not in a collective according to their heartbeats;
+3. asks all ranks for their stacks after STACKS_SHARE of the time limit, and writes those of this
+   rank when any rank asks (RUN/logs/stacks-STEP-rank-N.txt). That is before the limit, because
+   NCCL's own watchdog aborts the process at the limit.
+
+After the time limit, `lost_rank_error` reads the collective's name from the traceback in the same
+way. Covered: calls of torch.distributed, waits for its asynchronous work inside DeepSpeed, and on
+GPUs, where a collective returns immediately, the calls that wait for its result.
+"""
+
+import contextlib
+import faulthandler
+import linecache
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from txl_dist.errors import LostRankError
+from txl_dist.runtime.activity import Activity
+from txl_dist.runtime.heartbeat import Heartbeat, HeartbeatFiles, Peers
+from txl_dist.runtime.process import PACKAGES
+
+NOTICE_SECONDS = 10.0
+BEAT_SECONDS = 5.0
+POLL_SECONDS = 1.0
+STACKS_SHARE = 0.8
+"""All ranks write their stacks after this share of the time limit."""
+NUM_CALLS = 5
+MAX_CHARS = 200
+"""Longest text of one call: a heartbeat has to fit into a page."""
+GPU_WAIT = "a GPU synchronisation"
+"""Reported as the collective: on a GPU, a collective and a slow kernel look the same."""
+_COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_DEEPSPEED = "/deepspeed/"
+_WRAPPER = "wrapped_fn"
+"""Name of DeepSpeed's profiling decorator, which wraps most of its functions."""
+_WAITS_FOR_GPU = re.compile(
+    r"\.(item|tolist|cpu|copy_|_?(cuda_)?synchronize)\("
+    # Copies of a number to the GPU, where DeepSpeed checks a norm (deepspeed/runtime/utils.py).
+    r"|torch\.tensor\(.*device="
+)
+_TIMED_OUT = re.compile(r"timed out|time-?out", re.IGNORECASE)
+_DISCONNECTED = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|unhandled system error",
+    re.IGNORECASE,
+)
+_ROOT = str(Path(__file__).parents[2]) + os.sep
+_OURS = tuple(_ROOT + package + os.sep for package in PACKAGES)
+
+StackFrames = list[tuple[str, int, str]]
+"""(file, line, function) of each call, outermost first."""
+
+log = logging.getLogger("txl_dist.training")
+
+
+# --- stacks ---------------------------------------------------------------------------------------
+
+
+def frames_of(frame: FrameType | None) -> StackFrames:
+    """The calls of a thread whose innermost frame is `frame`. Line 0: not known."""
+    return [
+        # A running frame has no line number between two lines.
+        (inner.f_code.co_filename, line or 0, inner.f_code.co_name)
+        for inner, line in (reversed(list(traceback.walk_stack(frame))) if frame else ())
+    ]
+
+
+def innermost_calls(frames: StackFrames) -> tuple[str, ...]:
+    """The innermost calls of this project's code, innermost first."""
+    calls = [
+        f"{file.removeprefix(_ROOT)}:{line} in {function}"[:MAX_CHARS]
+        for file, line, function in reversed(frames)
+        if file.startswith(_OURS)
+    ]
+    return tuple(calls[:NUM_CALLS])
+
+
+def label_of(activity: str) -> str:
+    """`step 12` -> `step-12`, for file names."""
+    return re.sub(r"[^a-z0-9]+", "-", activity.lower()).strip("-")[:80]
+
+
+def stack_file(run: Path, label: str, rank: int | str) -> Path:
+    """The file for the stacks of a rank, in the directory of the logs."""
+    return run / "logs" / f"stacks-{label}-rank-{rank}.txt"
+
+
+def collective_name(frames: Iterable[tuple[str, int, str]], *, on_gpu: bool = False) -> str | None:
+    """The collective in which a stack of (file, line, function), outermost first, waits.
+
+    That is the outermost function of torch.distributed, or else the DeepSpeed function that waits
+    for an asynchronous collective, or else, with `on_gpu`, GPU_WAIT. None for any other stack.
+    """
+    in_deepspeed: list[tuple[str, int, str]] = []
+    innermost = "", 0
+    for file, line, function in frames:
+        if file.endswith(_COLLECTIVES):
+            return function
+        if _DEEPSPEED not in file:
+            in_deepspeed = []
+        elif function != _WRAPPER:
+            in_deepspeed.append((file, line, function))
+        innermost = file, line
+    innermost_line = linecache.getline(*innermost)
+    if in_deepspeed:
+        _, _, function = in_deepspeed[-1]
+        if function == "wait" or ".wait(" in innermost_line:
+            return next((name for _, _, name in reversed(in_deepspeed) if name != "wait"), "wait")
+    return GPU_WAIT if on_gpu and _WAITS_FOR_GPU.search(innermost_line) else None
+
+
+# --- the watch of a rank --------------------------------------------------------------------------
+
+
+class CollectiveWatch:
+    """Watches the thread that enters the context until it exits the context.
+
+    `run` is the run directory. Covered: calls of torch.distributed, waits for its asynchronous work
+    inside DeepSpeed, and on GPUs, where a collective returns immediately, the calls that wait for
+    its result.
+    """
+
+    def __init__(
+        self,
+        activity: Activity,
+        *,
+        rank: int,
+        limit_seconds: float,
+        num_ranks: int,
+        run: Path,
+        on_gpu: bool = False,
+        notice_seconds: float = NOTICE_SECONDS,
+    ) -> None:
+        self._activity, self._rank, self._run = activity, rank, run
+        self._on_gpu = on_gpu and num_ranks > 1
+        self._limit_seconds = limit_seconds
+        # At least one notice before the limit.
+        self._notice_seconds = min(notice_seconds, STACKS_SHARE * limit_seconds)
+        # Several intervals have to pass before a rank counts as silent.
+        self._beat_seconds = min(BEAT_SECONDS, self._notice_seconds / 2, limit_seconds / 8)
+        self._files = HeartbeatFiles(run, rank=rank)
+        self._files.remove()  # of a killed process; before other ranks can wait for this one
+        self._peers = Peers(
+            self._files, rank=rank, num_ranks=num_ranks, beat_seconds=self._beat_seconds
+        )
+        self._host, self._pid, self._num_beats = socket.gethostname(), os.getpid(), 0
+        self._requested: set[str] = set()
+        self._written: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="collective-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._watched = threading.get_ident()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._files.remove()
+
+    def describe_others(self) -> str:
+        """What the other ranks do, if this rank waits for them; empty if that is not known."""
+        return self._peers.describe(self._activity.name)
+
+    def _watch(self) -> None:
+        previous: tuple[object, ...] | None = None
+        since = next_read = next_notice = next_beat = time.monotonic()
+        poll_seconds = min(POLL_SECONDS, self._beat_seconds / 2)
+        while not self._stop.wait(poll_seconds):
+            now = time.monotonic()
+            frame = sys._current_frames().get(self._watched)
+            frames = frames_of(frame)
+            name = collective_name(frames, on_gpu=self._on_gpu)
+            # Between two short waits in the same collective, World counts; DeepSpeed's differ by
+            # frame. A frame alone would not do: the next call may get the same address.
+            place = (self._activity.num_collectives, id(frame)) if name else None
+            del frame  # it references the tensors of that call
+            current = (self._activity.name, self._activity.span, name, place)
+            if current != previous:
+                previous, since = current, now
+                next_read, next_notice = now + self._beat_seconds, now + self._notice_seconds
+                if name:
+                    self._peers.clear()
+            if now >= next_beat:
+                next_beat = now + self._beat_seconds
+                self._beat(frames, name, seconds=now - since)
+            self._write_requested_stacks(name)
+            if name is None:
+                continue
+            if now >= next_read:
+                next_read = now + self._beat_seconds
+                self._peers.read(self._activity.name)
+            if now >= next_notice:
+                next_notice = now + self._notice_seconds
+                self._log_wait(name, seconds=now - since)
+            if now - since >= STACKS_SHARE * self._limit_seconds:
+                self._request_stacks()
+
+    def _beat(self, frames: StackFrames, name: str | None, *, seconds: float) -> None:
+        self._num_beats += 1
+        beat = Heartbeat(
+            rank=self._rank,
+            host=self._host,
+            pid=self._pid,
+            number=self._num_beats,
+            time=time.time(),
+            activity=self._activity.name[:MAX_CHARS],
+            span=self._activity.span.value,
+            collective=name,
+            seconds=seconds,
+            stack=innermost_calls(frames),
+        )
+        self._files.write(beat)
+
+    def _log_wait(self, name: str, *, seconds: float) -> None:
+        others = self.describe_others()
+        log.warning(
+            "%s | rank %d has waited %.0f s for the other ranks in %s; the limit is "
+            "training.rank_timeout_seconds=%g%s",
+            self._activity.name,
+            self._rank,
+            seconds,
+            name,
+            self._limit_seconds,
+            f"; {others}" if others else "",
+        )
+
+    def _request_stacks(self) -> None:
+        label = label_of(self._activity.name)
+        if label not in self._requested:
+            self._requested.add(label)
+            log.warning(
+                "all ranks that respond write their stacks to %s", stack_file(self._run, label, "*")
+            )
+            self._files.request_stacks(label)
+
+    def _write_requested_stacks(self, name: str | None) -> None:
+        for label in self._files.new_requests():
+            if label in self._written:  # several ranks asked
+                continue
+            self._written.add(label)
+            others = self.describe_others() if name else ""
+            title = (
+                f"rank {self._rank}, host {self._host}, pid {self._pid}: {self._activity.name}, "
+                f"{self._activity.span}, {f'waits in {name}' if name else 'not in a collective'}"
+                f"{f'. Other ranks: {others}' if others else ''}"
+            )
+            path = stack_file(self._run, label, self._rank)
+            with contextlib.suppress(OSError), path.open("ab") as file:
+                file.write(f"{title}\n\n".encode())
+                file.flush()  # faulthandler writes to the descriptor
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write(b"\n")
+
+
+def lost_rank_error(
+    error: Exception, activity: Activity, *, rank: int, limit_seconds: float, others: str = ""
+) -> LostRankError | None:
+    """The LostRankError for an `error` in a collective to which other ranks did not respond.
+
+    None for any other error. `others`: what is known about them (`describe_others`).
+    """
+    name = collective_name(
+        (frame.filename, frame.lineno or 0, frame.name)
+        for frame in traceback.extract_tb(error.__traceback__)
+    )
+    if name is None:
+        return None
+    location = f"in {name} ({activity.name})"
+    if _TIMED_OUT.search(str(error)):
+        cause = others or "one of them hangs or is very slow, or the network is cut"
+        return LostRankError(
+            f"rank {rank} waited training.rank_timeout_seconds={limit_seconds:g} for the other "
+            f"ranks {location}: {cause}. The logs of the ranks show what each was doing"
+        )
+    if _DISCONNECTED.search(str(error)):
+        cause = f": {others}" if others else ""
+        return LostRankError(f"rank {rank} lost the connection to another rank {location}{cause}")
+    return None

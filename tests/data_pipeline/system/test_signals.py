@@ -120,10 +120,8 @@ def test_a_request_works_inside_native_code(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     code = (
         "import hashlib, pathlib\n"
-        "from data_pipeline.system.signals import StopSignals
-"
-        "from txl_dist.runtime.stop import exit_before_first_step
-"
+        "from data_pipeline.system.signals import StopSignals\n"
+        "from txl_dist.runtime.stop import exit_before_first_step\n"
         "with StopSignals(on_request=exit_before_first_step):\n"
         f"    pathlib.Path({str(ready)!r}).touch()\n"
         # Minutes of native code that releases the GIL and does not check for signals.

@@ -139,7 +139,7 @@ def measure(folder: Path, num_steps: int, overrides: list[str]) -> None:
             (engine, "forward", "forward"),
             (engine, "backward", "backward"),
             (engine, "step", "clip and update"),
-            (trainer.report, "step", "report, every tenth step"),
+            (trainer.observers, "line", "report, every tenth step"),
         ):
             setattr(owner, name, with_timer(getattr(owner, name), ours, part))
         alternation = Alternation(trainer.segments, BareStep(trainer, bare), ours)

@@ -169,7 +169,7 @@ def _measure_reach(n_layer: int, tgt_len: int, mem_len: int, num_tokens: int) ->
     rows_BN = tokens_N.repeat(num_tokens + 1, 1)
     rows_BN[range(num_tokens), range(num_tokens)] = (tokens_N + 1) % 11
     age_BN = torch.arange(num_tokens).expand(num_tokens + 1, num_tokens)
-    cache = model.empty_kv_cache(num_tokens + 1)
+    cache = model.inference_state(num_tokens + 1)
     with torch.no_grad():
         for start in range(0, num_tokens, tgt_len):
             segment = slice(start, start + tgt_len)
@@ -226,16 +226,16 @@ def build_read(way: str, length: int) -> Callable[[], None]:
     tokens_BN = torch.randint(257, (1, length), generator=torch.Generator().manual_seed(1))
     age_BN = torch.arange(length)[None]
     segment_BT, segment_age_BT = tokens_BN[:, :COST_TGT_LEN], age_BN[:, -COST_TGT_LEN:]
-    cache = model.empty_kv_cache(1)
+    cache = model.inference_state(1)
 
     @torch.no_grad()
     def read() -> None:
         if way == "reuse":
             model(segment_BT, segment_BT, segment_age_BT, cache)
         elif way == "full":
-            model(tokens_BN, tokens_BN, age_BN, model.empty_kv_cache(1))
+            model(tokens_BN, tokens_BN, age_BN, model.inference_state(1))
         else:  # only the last token is scored, but all have to be computed
-            hidden_BTD, _ = model.hidden(tokens_BN, age_BN, model.empty_kv_cache(1))
+            hidden_BTD, _ = model.hidden(tokens_BN, age_BN, model.inference_state(1))
             model.softmax(hidden_BTD[:, -1:], tokens_BN[:, -1:], model.table)
 
     return read
@@ -302,11 +302,11 @@ def _nats_by_position(
     )
     scorer = job.open()
     model = scorer.model
-    chunks = plan_evaluation(scorer.source, job.settings, n_layer=model.config.n_layer)
+    chunks = plan_evaluation(scorer.source, job.settings, model.config)
     nats_T = torch.zeros(job.settings.tgt_len, dtype=torch.float64)
     count_T = torch.zeros(job.settings.tgt_len, dtype=torch.float64)
     for group in scorer.groups(chunks):
-        cache = model.empty_kv_cache(len(group))
+        cache = model.inference_state(len(group))
         for segment in scorer.segments(group):
             input_BT, target_BT, age_BT = segment[:3]
             with torch.no_grad():

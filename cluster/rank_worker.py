@@ -4,13 +4,11 @@ import os
 import socket
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from cluster.nodes import num_threads, use_interface_of
-from cluster.workers import RayWorkers
 from data_pipeline.system.signals import blocked_signals
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.errors import (
@@ -26,7 +24,6 @@ from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.scoring_worker import LoggedWorkers
 
 
 def run_rank(settings: dict[str, Any]) -> None:
@@ -61,7 +58,8 @@ def run_rank(settings: dict[str, Any]) -> None:
                 job.model_copy(update={"resume": resume}),
                 world,
                 report_stop=partial(files.write_error, world.rank),
-                open_workers=partial(_scoring_actor, settings["address"]),
+                # An actor scores checkpoints: with a CPU, or a GPU if the ranks have GPUs.
+                evaluate_on=ray.get_runtime_context().gcs_address,
             )
     except LostRankError:
         raise  # caused by another rank; a restart can help
@@ -106,9 +104,3 @@ def _free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _scoring_actor(address: str | None, log: Path) -> LoggedWorkers:
-    """The actor of `evaluation.on: workers`, with a CPU, or a GPU if the ranks have GPUs."""
-    actor = RayWorkers(1, address=address, use_gpus=torch.cuda.is_available(), is_connected=True)
-    return LoggedWorkers(actor, log)

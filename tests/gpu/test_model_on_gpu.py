@@ -13,20 +13,23 @@ from tests.support.keep_bits import unpack
 from tests.support.small_models import random_text
 from tests.txl_dist.model.test_golden import FILES, WITHOUT_EXTENSION, load
 from tests.txl_dist.training.test_fake_cuda import ENCODINGS, SOFTMAXES, build
-from txl_dist.model import adaptive_softmax
-from txl_dist.model.attention import choose_form
-from txl_dist.model.config import ModelConfig
-from txl_dist.model.kv_cache import KVCache
-from txl_dist.model.memory import Memory
+from txl_dist.model import vocabulary
+from txl_dist.model.attention import choose_implementation
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.dropout import LaneDropoutMasks
+from txl_dist.model.memory.kv_cache import KVCache
+from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.variants import ATTENTION_FORMS
-from txl_dist.training.lane_dropout import LaneDropoutMasks
 
 pytestmark = pytest.mark.gpu
 
 LANES, TGT_LEN = 3, 4
-every_form = pytest.mark.parametrize("form", ATTENTION_FORMS)
-FORMS_WITH_DROPOUT = [name for name, form in ATTENTION_FORMS.items() if form.supports_dropout]
+every_form = pytest.mark.parametrize("implementation", ATTENTION_IMPLEMENTATIONS)
+IMPLEMENTATIONS_WITH_DROPOUT = [
+    name
+    for name, implementation in ATTENTION_IMPLEMENTATIONS.items()
+    if implementation.supports_dropout
+]
 
 
 def nats_memory_and_gradients(
@@ -52,8 +55,10 @@ def nats_memory_and_gradients(
 @every_form
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_values_memory_and_gradients_in_float64(encoding: str, softmax: str, form: str) -> None:
-    model = build(encoding, softmax, {"attention": form, "n_layer": 2})
+def test_values_memory_and_gradients_in_float64(
+    encoding: str, softmax: str, implementation: str
+) -> None:
+    model = build(encoding, softmax, {"attention": implementation, "n_layer": 2})
     on_gpu = deepcopy(model).to(DEVICE)
     for actual, expected in zip(
         nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
@@ -62,8 +67,10 @@ def test_values_memory_and_gradients_in_float64(encoding: str, softmax: str, for
 
 
 @every_form
-def test_values_memory_and_gradients_in_fp32(form: str) -> None:
-    model = build("sinusoidal", "adaptive, narrower", {"attention": form, "n_layer": 2}).float()
+def test_values_memory_and_gradients_in_fp32(implementation: str) -> None:
+    model = build(
+        "sinusoidal", "adaptive, narrower", {"attention": implementation, "n_layer": 2}
+    ).float()
     on_gpu = deepcopy(model).to(DEVICE)
     for actual, expected in zip(
         nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
@@ -74,7 +81,7 @@ def test_values_memory_and_gradients_in_fp32(form: str) -> None:
 def test_logits_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("sinusoidal", "adaptive", {})
     on_gpu = deepcopy(model).to(DEVICE)
-    monkeypatch.setattr(adaptive_softmax, "MAX_LOGITS", 20)
+    monkeypatch.setattr(vocabulary, "MAX_LOGITS", 20)
     for actual, expected in zip(
         nats_memory_and_gradients(on_gpu), nats_memory_and_gradients(model), strict=True
     ):
@@ -101,10 +108,10 @@ def test_dropout_bits_are_those_of_the_mask() -> None:
         assert torch.equal(unpack(on_host, shape), expected)
 
 
-@pytest.mark.parametrize("form", FORMS_WITH_DROPOUT)
-def test_values_memory_and_gradients_with_dropout(form: str) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS_WITH_DROPOUT)
+def test_values_memory_and_gradients_with_dropout(implementation: str) -> None:
     """In float64, with masks that each device computes itself."""
-    options = {"attention": form, "n_layer": 2, "dropout": 0.1, "dropatt": 0.3}
+    options = {"attention": implementation, "n_layer": 2, "dropout": 0.1, "dropatt": 0.3}
     model = build("sinusoidal", "plain", options)
     on_gpu = deepcopy(model).to(DEVICE)
     masks = LaneDropoutMasks(seed=3, step=5, lanes=range(LANES))
@@ -117,9 +124,9 @@ def test_values_memory_and_gradients_with_dropout(form: str) -> None:
 
 @every_form
 @pytest.mark.parametrize("name", FILES)
-def test_the_golden_files(name: str, form: str) -> None:
+def test_the_golden_files(name: str, implementation: str) -> None:
     """Nats of every segment; gradients follow from the comparison with the CPU above."""
-    golden = load(FILES[name], form)
+    golden = load(FILES[name], implementation)
     model = golden.model(torch.float64).to(DEVICE)
     memory = model.empty_memory(golden.arrays["input/0"].shape[1])
     prefix = "nll" if name in WITHOUT_EXTENSION else "nv_nll"
@@ -131,23 +138,23 @@ def test_the_golden_files(name: str, form: str) -> None:
 
 
 def golden_segment(
-    golden: Any, k: int, model: TransformerXL, memory: Memory
-) -> tuple[Tensor, Memory]:
+    golden: Any, k: int, model: TransformerXL, memory: RecurrentMemory
+) -> tuple[Tensor, RecurrentMemory]:
     """`Golden.read` with inputs and ages on the GPU."""
 
-    def read(input_BT: Tensor, target_BT: Tensor, age_BT: Tensor, memory: Memory) -> Any:
+    def read(input_BT: Tensor, target_BT: Tensor, age_BT: Tensor, memory: RecurrentMemory) -> Any:
         return model(input_BT.to(DEVICE), target_BT, age_BT.to(DEVICE), memory)
 
     return golden.read(k, read, memory)
 
 
 @every_form
-def test_a_kv_cache_has_the_numbers_of_the_memory(form: str) -> None:
-    model = build("sinusoidal", "adaptive", {"attention": form}).float().to(DEVICE)
+def test_a_kv_cache_has_the_numbers_of_the_memory(implementation: str) -> None:
+    model = build("sinusoidal", "adaptive", {"attention": implementation}).float().to(DEVICE)
     text_BN = random_text(LANES, 10).to(DEVICE)
     age_BN = torch.arange(9, device=DEVICE).expand(LANES, -1)
 
-    def nats(memory: Memory | KVCache) -> Tensor:
+    def nats(memory: RecurrentMemory | KVCache) -> Tensor:
         parts = []
         for start in range(0, 9, 3):
             columns = slice(start, start + 3)
@@ -157,14 +164,14 @@ def test_a_kv_cache_has_the_numbers_of_the_memory(form: str) -> None:
         return torch.cat(parts, dim=1)
 
     with torch.no_grad():
-        cached, stored = nats(model.empty_kv_cache(LANES)), nats(model.empty_memory(LANES))
+        cached, stored = nats(model.inference_state(LANES)), nats(model.empty_memory(LANES))
     assert_close(cached, stored, rtol=1e-3, atol=1e-4)
 
 
 def test_auto_takes_a_form_for_gpus() -> None:
     config = ModelConfig(vocab_size=11)
     for with_dropout in (False, True):
-        form = choose_form(
+        implementation = choose_implementation(
             config.attention, device=DEVICE, with_dropout=with_dropout, d_head=config.d_head
         )
-        assert form is not ATTENTION_FORMS["reference"]
+        assert implementation is not ATTENTION_IMPLEMENTATIONS["reference"]

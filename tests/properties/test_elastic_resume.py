@@ -7,10 +7,20 @@ import torch
 from torch.testing import assert_close
 
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import DROPOUT, NO_EVALUATION, ZERO, losses, tiny_job, train
+from tests.support.running_mean import OTHER_KINDS
+from tests.support.training_runs import (
+    DROPOUT,
+    NO_EVALUATION,
+    ZERO,
+    losses,
+    refusal,
+    tiny_job,
+    train,
+)
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import load_memory, load_model
+from txl_dist.errors import ConfigError
 
 # As in test_one_trajectory.py: another number of ranks sums floats in another order.
 TOLERANCE = 2e-6
@@ -40,13 +50,20 @@ LEGS = {
 
 
 @pytest.mark.fault_row(27)
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    [
+        ("adamw", "recurrent"),
+        *(("adamw", kind) for kind in OTHER_KINDS),
+        pytest.param("muon", "recurrent", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_moved_between_ranks_and_stages_keeps_its_losses(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, optimizer: str
+    ranks: RankGroups, dataset: Path, tmp_path: Path, optimizer: str, kind: str
 ) -> None:
     # Each leg is stopped by num_steps; the schedule must not notice, so it is constant here.
     rule = MUON if optimizer == "muon" else ()
-    constant = (*SETTINGS, *rule, "optimizer.schedule=constant")
+    constant = (*SETTINGS, *rule, "optimizer.schedule=constant", f"model.memory={kind}")
     reference = tmp_path / "reference"
     assert ranks(2).run(train, tiny_job(dataset, reference, *constant)) == [0, 0]
 
@@ -113,7 +130,7 @@ def test_ranks_and_lanes_change_in_one_run(
         manifest = load_checkpoint_manifest(checkpoint)
         memories.append(load_memory(checkpoint, manifest, range(12)))
     for lane in range(12):
-        assert_close(memories[1][lane], memories[0][lane], rtol=0, atol=1e-5)
+        assert_close(memories[1][lane], memories[0][lane], rtol=0, atol=1e-5)  # by name
 
 
 @pytest.mark.parametrize(
@@ -124,6 +141,26 @@ def test_a_resume_at_the_same_world_size_is_bit_for_bit(
     ranks: RankGroups, dataset: Path, tmp_path: Path, stage: str
 ) -> None:
     resumed_equals_straight(ranks, dataset, tmp_path, (*SETTINGS, *ZERO[stage]))
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_so_it_is_with_any_other_kind_of_memory(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str
+) -> None:
+    settings = (*SETTINGS, *ZERO["1"], f"model.memory={kind}")
+    resumed_equals_straight(ranks, dataset, tmp_path, settings)
+
+
+def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """No number of segments would replay it."""
+    settings = (*SETTINGS, "model.memory=running_mean", "training.num_steps=4")
+    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *settings)) == [0]
+    changed = (*SETTINGS, "model.memory=running_mean", "data.num_lanes=6")
+    job = tiny_job(dataset, tmp_path, *changed, allow_change=("data.num_lanes",))
+    assert ranks(1).run(train, job) == [ConfigError.exit_code]
+    assert "model.memory=running_mean may depend on any earlier token" in refusal(tmp_path)
 
 
 def resumed_equals_straight(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.streams.segments import Reset
 from tests.support.hypothesis_examples import examples
+from tests.support.running_mean import KINDS
 from tests.support.split_case import BYTE_COUNTS_V, SplitCase, small_chunks
 from txl_dist.errors import DataError
 from txl_dist.evaluation.chunks import EvaluationChunk
@@ -56,7 +57,7 @@ cases = st.builds(
             "same_length": st.booleans(),
         }
     )
-    | st.just({"mem_len": 0}),
+    | st.sampled_from([{"mem_len": 0}, *({"memory": kind} for kind in KINDS)]),
     reset=st.sampled_from(["document", "stream"]),
     batch_chunks=st.integers(1, 5),
     target_num_chunks=st.integers(1, 50),

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Reset, Segment, SegmentReader
-from tests.support.attention_forms import TORCH_FORMS
+from tests.support.attention_implementations import TORCH_IMPLEMENTATIONS
 from tests.support.hypothesis_examples import examples
+from tests.support.running_mean import KINDS
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import OPENER, TextSource, random_corpus
-from txl_dist.model.variants import DISTANCE_ENCODINGS
+from txl_dist.model.config import DISTANCE_ENCODINGS
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,12 @@ document_lengths = st.lists(
 ).filter(lambda lengths: sum(map(sum, lengths)) >= 6)
 
 
-def with_legal_clamp_len(options: dict) -> dict:
-    """With `clamp_len` where the encoding needs it."""
+def legal(options: dict) -> dict:
+    """With `clamp_len` where the encoding needs it; `same_length` with the paper's memory only."""
     facts = DISTANCE_ENCODINGS[options["distance_encoding"]]
-    return options | ({"clamp_len": 4} if facts.needs_clamp_len else {})
+    same_length = options["same_length"] and options["memory"] == "recurrent"
+    more = {"clamp_len": 4} if facts.needs_clamp_len else {}
+    return options | more | {"same_length": same_length}
 
 
 @examples(60)
@@ -114,14 +117,15 @@ def with_legal_clamp_len(options: dict) -> dict:
             {
                 "n_layer": st.integers(1, 3),
                 "mem_len": st.integers(1, 12),
+                "memory": st.sampled_from(KINDS),
                 "pre_lnorm": st.booleans(),
                 "same_length": st.booleans(),
-                "attention": st.sampled_from(TORCH_FORMS),
+                "attention": st.sampled_from(TORCH_IMPLEMENTATIONS),
                 "distance_encoding": st.sampled_from(
                     [name for name, facts in DISTANCE_ENCODINGS.items() if facts.allows_memory]
                 ),
             }
-        ).map(with_legal_clamp_len),
+        ).map(legal),
     ),
     data=st.data(),
 )
@@ -142,11 +146,13 @@ SHORT_DOCUMENTS = Case(
 )
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("document", range(6))
-def test_no_document_sees_another_in_a_memory_of_several(document: int) -> None:
-    source = random_corpus(SHORT_DOCUMENTS.lengths, vocab_size=VOCAB_SIZE, seed=1)
-    original = SHORT_DOCUMENTS.read(source, document)
-    other = SHORT_DOCUMENTS.read(rewritten(source, document), document)
+def test_no_document_sees_another_in_a_memory_of_several(document: int, kind: str) -> None:
+    case = replace(SHORT_DOCUMENTS, model=SHORT_DOCUMENTS.model | {"memory": kind})
+    source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
+    original = case.read(source, document)
+    other = case.read(rewritten(source, document), document)
     assert all(equal_bits(*pair) for pair in zip(original, other, strict=True))
 
 
@@ -159,9 +165,11 @@ def test_no_document_sees_another_in_the_kernels_for_gpus() -> None:
     assert all(equal_bits(*pair) for pair in zip(original, other, strict=True))
 
 
-def test_without_document_ages_documents_see_one_another() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_document_ages_documents_see_one_another(kind: str) -> None:
     """Checks the test above: with `reset: stream`, losses and gradients do differ."""
-    case = replace(SHORT_DOCUMENTS, reset="stream")
+    model = SHORT_DOCUMENTS.model | {"memory": kind}
+    case = replace(SHORT_DOCUMENTS, model=model, reset="stream")
     source = random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1)
     for document in range(6):
         nats, gradients = case.read(source, document)
@@ -170,10 +178,12 @@ def test_without_document_ages_documents_see_one_another() -> None:
         assert not equal_bits(gradients, other_gradients)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reset", ["document", "stream"])
-def test_a_lane_sees_nothing_of_the_epoch_before(reset: Reset) -> None:
+def test_a_lane_sees_nothing_of_the_epoch_before(reset: Reset, kind: str) -> None:
     """The second epoch has the same nats as with an empty memory."""
-    case = Case([[9], [7]], num_lanes=2, tgt_len=4, model={"mem_len": 6}, reset=reset)
+    model = {"mem_len": 6, "memory": kind}
+    case = Case([[9], [7]], num_lanes=2, tgt_len=4, model=model, reset=reset)
     segments = case.segments(random_corpus(case.lengths, vocab_size=VOCAB_SIZE, seed=1))
     model = small_model(**case.model)
     epoch_start = 2  # a slice of 8 tokens is two segments

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gloo_ranks import RankGroups
+from tests.support.running_mean import OTHER_KINDS
 from tests.support.training_runs import (
     DROPOUT,
     NO_EVALUATION,
@@ -91,6 +92,38 @@ def test_nor_on_when_gradients_are_reduced(
     )
     job = tiny_job(dataset, tmp_path, NO_EVALUATION, *DROPOUT, *settings)
     assert ranks(2).run(train, job) == [0, 0]
+    assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
+    assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
+
+
+@pytest.fixture(scope="module", params=OTHER_KINDS)
+def of_another_kind(
+    request: pytest.FixtureRequest,
+    ranks: RankGroups,
+    dataset: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, Path]:
+    """A kind of memory as an override, and `straight` with it."""
+    kind, run = f"model.memory={request.param}", tmp_path_factory.mktemp("straight")
+    job = tiny_job(dataset, run, NO_EVALUATION, "deepspeed.zero_stage=0", *DROPOUT, kind)
+    assert ranks(1).run(train, job) == [0]
+    return kind, run
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(s, marks=[] if s in ("1", "3-all-spread") else pytest.mark.slow) for s in ZERO],
+)
+def test_nor_with_any_other_kind_of_memory(
+    ranks: RankGroups,
+    dataset: Path,
+    of_another_kind: tuple[str, Path],
+    tmp_path: Path,
+    stage: str,
+) -> None:
+    kind, straight = of_another_kind
+    settings = (NO_EVALUATION, *DROPOUT, kind, *ZERO[stage], "training.micro_batch_lanes=2")
+    assert ranks(2).run(train, tiny_job(dataset, tmp_path, *settings)) == [0, 0]
     assert losses(tmp_path) == pytest.approx(losses(straight), rel=TOLERANCE)
     assert norms(tmp_path) == pytest.approx(norms(straight), rel=NORM_TOLERANCE)
 

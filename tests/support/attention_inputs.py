@@ -65,12 +65,12 @@ class Inputs:
                 # ALiBi's scores are constant.
                 **{n: draw(shapes[n]).requires_grad_(terms != "alibi") for n in TERMS[terms]}
             ),
-            Visibility.of(age_BT, mem_len=M, same_length=same_length, mask_dtype=torch.float64),
+            Visibility.of(age_BT, num_past=M, same_length=same_length, mask_dtype=torch.float64),
             torch.randint(0, 2, (B, H, T, S)).double() * KEEP_FACTOR if dropout else None,
         )
 
     def with_keep_bits(self) -> "Inputs":
-        """The same, for a form that reads the dropout mask as bits."""
+        """The same, for an implementation that reads the dropout mask as bits."""
         if self.keep_BHTS is None:
             return self
         assert isinstance(self.keep_BHTS, Tensor)

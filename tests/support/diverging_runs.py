@@ -12,12 +12,23 @@ from txl_dist.runtime.world import World
 from txl_dist.training.engine.interface import Accept
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
+from txl_dist.training.observer import Observer
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.setup import build_trainer
 from txl_dist.training.state import TrainState
 
 Fault = Callable[[Trainer], None]
+
+
+class Events(Observer):
+    """Collects the events of a run."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def event(self, message: str, *values: Any) -> None:
+        self.events.append(message % values)
 
 
 def train_with(world: World, job: TrainJob, *faults: Fault) -> tuple[int, str, list[str]]:
@@ -27,9 +38,7 @@ def train_with(world: World, job: TrainJob, *faults: Fault) -> tuple[int, str, l
     events: list[str] = []
     with ExitStack() as stack:
         trainer = build_trainer(job, world, directory, stack)
-        trainer.report.event = lambda message, *values: events.append(  # type: ignore[method-assign]
-            message % values
-        )
+        trainer.observers.all.append(Events(events))
         for fault in faults:
             fault(trainer)
         try:

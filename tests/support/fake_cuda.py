@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from txl_dist.model import cluster_targets
-from txl_dist.model.distances import encode_distances
+from txl_dist.model import vocabulary
+from txl_dist.model.encodings import encode_distances
 
 CUDA = torch.device("cuda", 0)
 
@@ -37,8 +37,8 @@ def fake_cuda() -> Iterator[None]:
             patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
             patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
             patch.setattr(torch, "from_numpy", _on_real_tensors(torch.from_numpy))
-            find_on_host = _on_real_tensors(cluster_targets.find_on_host)
-            patch.setattr(cluster_targets, "find_on_host", find_on_host)
+            find_on_host = _on_real_tensors(vocabulary.find_on_host)
+            patch.setattr(vocabulary, "find_on_host", find_on_host)
             yield
     finally:
         encode_distances.cache_clear()

@@ -1,12 +1,13 @@
 """Models of a few hundred weights in float64. Every weight has a visible effect on the loss."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 
 VOCAB_SIZE = 11
@@ -36,16 +37,12 @@ def random_text(num_lanes: int, num_tokens: int, *, seed: int = 0) -> Tensor:
 
 def read_stream(
     model: TransformerXL, text_BN: Tensor, *, tgt_len: int, mem_len: int | None = None
-) -> tuple[Tensor, Memory]:
+) -> tuple[Tensor, Any]:
     """Nats [B, N - 1] of one text, read `tgt_len` tokens at a time, and the last memory."""
     config = model.config
-    memory = Memory.empty(
-        n_layer=config.n_layer,
-        num_lanes=len(text_BN),
-        mem_len=config.mem_len if mem_len is None else mem_len,
-        d_model=config.d_model,
-        dtype=torch.float64,
-    )
+    if mem_len is not None:
+        config = replace(config, mem_len=mem_len)
+    memory = memory_kind(config).empty(len(text_BN), dtype=torch.float64)
     age_BN = torch.arange(text_BN.shape[1]).expand_as(text_BN)
     columns = [tensor[:, :-1] for tensor in (text_BN, age_BN)]
     segments = zip(

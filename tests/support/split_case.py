@@ -72,7 +72,7 @@ class SplitCase:
     def plan(self) -> list[EvaluationChunk]:
         """Chunks of this tiny split, which the package would otherwise cut into one or two."""
         with small_chunks(self):
-            return plan_evaluation(self.source, self.settings, n_layer=self.model.config.n_layer)
+            return plan_evaluation(self.source, self.settings, self.model.config)
 
 
 @contextmanager

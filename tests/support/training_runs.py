@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import tests.support.running_mean  # noqa: F401  # registers a kind of memory in every rank
 from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World

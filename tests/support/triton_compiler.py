@@ -28,8 +28,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from txl_dist.model import triton_launch
-from txl_dist.training import lane_dropout_kernel
+from txl_dist.model import dropout_kernel
+from txl_dist.model.attention import triton_launch
 
 _TYPE = {
     torch.bfloat16: "*bf16",
@@ -144,7 +144,7 @@ def compile_kernels(capability: int, dtype: torch.dtype, d_head: int) -> Iterato
 
     Sizes are divisible by 16 but d_head.
     """
-    import txl_dist.model.triton_attention  # noqa: F401  # registers the operators
+    import txl_dist.model.attention.triton  # noqa: F401  # registers the operators
 
     H, B, T, M = 2, 16, 32, 64
     S = M + T
@@ -159,10 +159,10 @@ def compile_kernels(capability: int, dtype: torch.dtype, d_head: int) -> Iterato
         mixed.sum().backward()
     lane_B, counter, threshold = torch.zeros(B, dtype=torch.int64), [0, 1, 2, 3], 2**13
     names = ["_scale_kernel", "_bits_kernel"]
-    with _compiled_instead(lane_dropout_kernel, names, capability) as mask_kernels:
-        lane_dropout_kernel.lane_dropout_scale(lane_B, counter, threshold, [B, T, S], dtype)
+    with _compiled_instead(dropout_kernel, names, capability) as mask_kernels:
+        dropout_kernel.lane_dropout_scale(lane_B, counter, threshold, [B, T, S], dtype)
         for num_keys in (S + 1, S):  # rows of whole words, and others
-            lane_dropout_kernel.lane_dropout_bits(lane_B, counter, threshold, [B, H, T, num_keys])
+            dropout_kernel.lane_dropout_bits(lane_B, counter, threshold, [B, H, T, num_keys])
     for kernel in (*attention_kernels, *mask_kernels):
         assert kernel.result is not None
         yield kernel.result

@@ -37,7 +37,7 @@ from torch import Tensor
 from txl_dist.bench.rounds import Times, one_thread, time_rounds
 from txl_dist.bench.window_path import WindowReader
 from txl_dist.model.flops import inference_flops, window_flops
-from txl_dist.model.kv_cache import KVCache
+from txl_dist.model.memory.kv_cache import KVCache
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.process import keep_freed_memory
 
@@ -193,13 +193,7 @@ def _reuse_path(
     model: TransformerXL, length: int, tgt_len: int, lanes: int, generator: torch.Generator
 ) -> _Path:
     config = replace(model.config, mem_len=length)
-    cache = KVCache.empty(
-        n_layer=config.n_layer,
-        num_lanes=lanes,
-        mem_len=length,
-        n_head=config.n_head,
-        d_head=config.d_head,
-    )
+    cache = KVCache.empty(config, lanes)
     num_segments = max(1, REUSE_TOKENS // tgt_len)
     text_N = _random_text(model, lanes * (num_segments * tgt_len + 1), generator)
     text_BN = text_N.view(lanes, -1)

@@ -1,4 +1,4 @@
-"""`txl bench gpu`: training steps of the published models on one GPU, one row per attention form.
+"""`txl bench gpu`: training steps of the published models on one GPU, by attention implementation.
 
 A step is a micro-batch as training computes it, without DeepSpeed, which has nothing to divide on
 one GPU: dropout by lane, forward under autocast, backward, clipping and fused AdamW, with a full
@@ -23,14 +23,14 @@ import torch
 from txl_dist.bench.gpu_models import BenchModel
 from txl_dist.config.run_config import Precision
 from txl_dist.model.attention import choose_attention
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS
+from txl_dist.model.devices import to_device
+from txl_dist.model.dropout import LaneDropoutMasks
 from txl_dist.model.flops import training_flops
-from txl_dist.model.host_copies import to_device
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.device import TORCH_DTYPE, autocast
 from txl_dist.training.compilation import compile_model
-from txl_dist.training.lane_dropout import LaneDropoutMasks
-from txl_dist.training.utilisation import SECONDS_PER_SIZE, SIZES, product_flops
+from txl_dist.training.speed import SECONDS_PER_SIZE, SIZES, product_flops
 
 # Shapes: B lanes, T segment tokens, M memory tokens
 
@@ -46,16 +46,16 @@ HEADER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuRow:
-    """One model with one form of attention."""
+    """One model with one implementation of attention."""
 
     model: str
-    form: str
+    attention: str
     kernel: str
-    """The function that `form` selects for this model."""
+    """The function that `attention` selects for this model."""
     num_lanes: int
     tgt_len: int
     step_ms: float | None = None
-    """Median over the rounds; None if the form could not run, see `note`."""
+    """Median over the rounds; None if it could not run, see `note`."""
     tokens_per_second: float | None = None
     mfu_data_sheet: float | None = None
     """None if the data sheet of the device is not known."""
@@ -77,27 +77,31 @@ class Settings:
     data_sheet_flops: float | None = None
 
 
-def forms_for(model: BenchModel, names: Sequence[str]) -> list[str]:
-    """The forms among `names` that can run the model as it is; without names, all but `reference`.
+def implementations_for(model: BenchModel, names: Sequence[str]) -> list[str]:
+    """The implementations among `names` that can run the model; without names, all but `reference`.
 
-    A form without dropout would be replaced by another one if the model drops attention weights.
+    One without dropout would be replaced by another if the model drops attention weights.
     """
     with_dropout = model.config.dropatt > 0
-    chosen = names or [name for name in ATTENTION_FORMS if name != "reference"]
+    chosen = names or [name for name in ATTENTION_IMPLEMENTATIONS if name != "reference"]
     return [
         name
         for name in chosen
-        if name == "auto" or ATTENTION_FORMS[name].supports_dropout or not with_dropout
+        if name == "auto" or ATTENTION_IMPLEMENTATIONS[name].supports_dropout or not with_dropout
     ]
 
 
 def bench_gpu(
-    models: dict[str, BenchModel], forms: Sequence[str], settings: Settings, *, peak_flops: float
+    models: dict[str, BenchModel],
+    implementations: Sequence[str],
+    settings: Settings,
+    *,
+    peak_flops: float,
 ) -> Iterator[GpuRow]:
     """Yield each row as soon as it is measured. `peak_flops`: that of `measured_peak`."""
     for name, model in models.items():
-        for form in forms_for(model, forms):
-            yield _row(name, model, form, settings, peak_flops)
+        for attention in implementations_for(model, implementations):
+            yield _row(name, model, attention, settings, peak_flops)
 
 
 def measured_peak(settings: Settings) -> float:
@@ -109,17 +113,19 @@ def measured_peak(settings: Settings) -> float:
     )
 
 
-def _row(name: str, model: BenchModel, form: str, settings: Settings, peak_flops: float) -> GpuRow:
+def _row(
+    name: str, model: BenchModel, attention: str, settings: Settings, peak_flops: float
+) -> GpuRow:
     """Measure; halve the number of lanes until the step fits in GPU memory."""
     kernel = choose_attention(
-        form,
+        attention,
         device=settings.device,
         with_dropout=model.config.dropatt > 0,
         d_head=model.config.d_head,
     ).__name__
     row = GpuRow(
-        model=name, form=form, kernel=kernel, num_lanes=model.num_lanes, tgt_len=model.tgt_len,
-        mfu_goal=model.mfu_goal,
+        model=name, attention=attention, kernel=kernel, num_lanes=model.num_lanes,
+        tgt_len=model.tgt_len, mfu_goal=model.mfu_goal,
     )  # fmt: skip
     while True:
         try:
@@ -139,7 +145,7 @@ def _measured(row: GpuRow, model: BenchModel, settings: Settings, peak_flops: fl
         gc.collect()  # compiled models are in reference cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(settings.device)
-    step = TrainingStep(replace(model, num_lanes=row.num_lanes), row.form, settings)
+    step = TrainingStep(replace(model, num_lanes=row.num_lanes), row.attention, settings)
     for _ in range(WARM_UP_STEPS):
         step()
     seconds = statistics.median(_round_seconds(step, settings) for _ in range(settings.rounds))
@@ -173,8 +179,8 @@ def _synchronize(device: torch.device) -> None:
 class TrainingStep:
     """A training step that can be called repeatedly; `flops` are those of its products."""
 
-    def __init__(self, model: BenchModel, form: str, settings: Settings) -> None:
-        config = replace(model.config, attention=form)
+    def __init__(self, model: BenchModel, attention: str, settings: Settings) -> None:
+        config = replace(model.config, attention=attention)
         self._settings, self._lanes = settings, range(model.num_lanes)
         self._model = TransformerXL(config).to(settings.device)
         if settings.compile:
@@ -235,10 +241,11 @@ def device_name(device: torch.device) -> str:
 
 
 def table_row(row: GpuRow) -> str:
-    form = row.form if row.form == row.kernel else f"{row.form} ({row.kernel})"
+    same = row.attention == row.kernel
+    attention = row.attention if same else f"{row.attention} ({row.kernel})"
     cells = [
         row.model,
-        form,
+        attention,
         f"{row.num_lanes} x {row.tgt_len}",
         _number(row.step_ms, ".1f"),
         _number(row.tokens_per_second, ",.0f"),

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from txl_dist.bench.rounds import Figure, Times, peak_mib, time_rounds
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, training_flops
-from txl_dist.model.kv_cache import KVCache
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
 from txl_dist.runtime.process import keep_freed_memory
@@ -156,7 +155,7 @@ def training_step(config: ModelConfig, *, tgt_len: int, dtype: torch.dtype) -> W
 def evaluation_segment(config: ModelConfig, *, tgt_len: int) -> Work:
     """Score one segment with a KV cache, with a full memory."""
     model, (input_BT, target_BT, age_BT) = TransformerXL(config), _segment(config, tgt_len)
-    cache = model.empty_kv_cache(LANES)
+    cache = model.inference_state(LANES)
 
     @torch.no_grad()
     def score() -> None:
@@ -166,13 +165,13 @@ def evaluation_segment(config: ModelConfig, *, tgt_len: int) -> Work:
 
 
 def _generation_figure(rounds: int, *, mem_len: int = 1600, tokens: int = 4) -> Figure:
-    """One token at a time: the speed-up of a KVCache over a Memory, projected for every token."""
+    """One token at a time: a KVCache against a memory that is projected for every token."""
     config = replace(PLAIN, mem_len=mem_len)
     model, (input_BT, _, age_BT) = TransformerXL(config), _segment(config, 1, lanes=1)
-    cache, memory = model.empty_kv_cache(1), model.empty_memory(1)
+    cache, memory = model.inference_state(1), model.empty_memory(1)
 
     @torch.no_grad()
-    def read(memory: Memory | KVCache) -> None:
+    def read(memory: SequenceState) -> None:
         for _ in range(tokens):
             hidden_BTD, _ = model.hidden(input_BT, age_BT, memory)
             model.logits(hidden_BTD)
@@ -192,7 +191,7 @@ def _mask_figure(step: Times, rounds: int) -> Figure:
     score_HBTS = torch.zeros(PLAIN.n_head, LANES, 128, 128 + PLAIN.mem_len)
 
     def mask() -> Tensor:
-        visible_BTS = visible_keys(age_BT, mem_len=PLAIN.mem_len, same_length=False)
+        visible_BTS = visible_keys(age_BT, num_past=PLAIN.mem_len, same_length=False)
         mask_BTS = mask_scores(visible_BTS, torch.float32)
         for _ in range(PLAIN.n_layer):
             masked = score_HBTS + mask_BTS

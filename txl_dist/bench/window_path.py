@@ -21,13 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.model.attention import SegmentContext, choose_form
-from txl_dist.model.autograd_functions import heads_first
+from txl_dist.model.attention import SegmentContext, choose_implementation, heads_first
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.encodings import DistanceTerms
-from txl_dist.model.kv_cache import LayerKVCache
-from txl_dist.model.layers import Layer
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.memory.kv_cache import LayerKVCache
+from txl_dist.model.transformer_xl import Layer, TransformerXL
 from txl_dist.model.visibility import Visibility
 
 # Shapes: B windows, L window tokens, T tokens of a block, S keys up to its end, D d_model, H heads,
@@ -144,20 +142,20 @@ def _last_rows(rotary_LK: tuple[Tensor, Tensor], num_keys: int) -> tuple[Tensor,
 
 def _causal_context(config: ModelConfig, x_BTD: Tensor, start: int) -> SegmentContext:
     """The context of queries that see all tokens of the window up to themselves."""
-    form = choose_form(
+    implementation = choose_implementation(
         config.attention, device=x_BTD.device, with_dropout=False, d_head=config.d_head
     )
     visibility = Visibility.of(
         torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None],
-        mem_len=start,
+        num_past=start,
         same_length=False,
-        mask_dtype=None if form.masks_by_reach else x_BTD.dtype,
+        mask_dtype=None if implementation.masks_by_reach else x_BTD.dtype,
     )
     return SegmentContext(
         distances=None,
         biases_HK=None,
-        attention=resolve_name(form.implementation),
-        reads_keep_bits=form.reads_keep_bits,
+        attention=resolve_name(implementation.function),
+        reads_keep_bits=implementation.reads_keep_bits,
         visibility=visibility,
         dropout_masks=None,
     )

@@ -53,8 +53,8 @@ def rank_of(file: str) -> int:
 
 
 def lane_key(lane: int) -> str:
-    """Name of a lane's memory [L, M, D] inside a memory file."""
-    return f"lane-{lane:05d}"
+    """What the names of the tensors of a lane's memory begin with, inside a memory file."""
+    return f"lane-{lane:05d}/"
 
 
 class FileEntry(StrictModel):

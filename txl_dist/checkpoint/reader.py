@@ -123,8 +123,8 @@ def load_fragments(
 
 def load_memory(
     directory: Path, manifest: CheckpointManifest, lanes: Iterable[int]
-) -> dict[int, Tensor]:
-    """Lane -> memory [L, M, D], for the given lanes."""
+) -> dict[int, dict[str, Tensor]]:
+    """Lane -> tensors of its memory by name, for the given lanes."""
     with _Slices(directory, manifest) as slices:
         return {lane: slices.memory(lane) for lane in lanes}
 
@@ -179,9 +179,11 @@ class _Slices:
     def optimizer(self, name: str, start: int, stop: int, *, state: str) -> Tensor:
         return self._range("optimizer", name, f"{name}/{state}", start, stop)
 
-    def memory(self, lane: int) -> Tensor:
-        rank = self._manifest.rank_of_lane[lane]
-        return self._file(file_name("memory", rank)).get_tensor(lane_key(lane))
+    def memory(self, lane: int) -> dict[str, Tensor]:
+        file = self._file(file_name("memory", self._manifest.rank_of_lane[lane]))
+        prefix = lane_key(lane)
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+        return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
 
     def _range(self, kind: Kind, name: str, key: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of flattened parameter `name`, fp32."""

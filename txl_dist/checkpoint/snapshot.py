@@ -1,4 +1,4 @@
-"""Snapshot: a copy of one rank's slices and lane memories in host memory, and its files.
+"""Snapshot: a copy of one rank's slices and lane memories in host RAM, and its files.
 
 Training goes on while the copy is checked and written by a background thread. It needs memory for
 the rank's share of the weights, optimizer states and lane memories; writing it needs no second
@@ -14,7 +14,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,9 +62,11 @@ class Snapshot:
     """The tensors that one rank writes. Later changes of the originals do not affect it."""
 
     def __init__(
-        self, fragments: Iterable[Fragment], memory_of_lanes: Iterable[tuple[int, Sequence[Tensor]]]
+        self,
+        fragments: Iterable[Fragment],
+        memory_of_lanes: Iterable[tuple[int, Mapping[str, Tensor]]],
     ) -> None:
-        """Copy the fragments, and of each lane its memory: a tensor [M, D] per layer."""
+        """Copy the fragments, and the memory of each lane: tensors by name."""
         self._slices: dict[str, PartSlice] = {}
         self._tensors: dict[Kind, dict[str, np.ndarray]] = {
             "weights": {},
@@ -72,9 +74,10 @@ class Snapshot:
             "memory": {},
         }
         lanes = []
-        for lane, layers in memory_of_lanes:
+        for lane, tensors in memory_of_lanes:
             lanes.append(lane)
-            self._tensors["memory"][lane_key(lane)] = _copy_all(layers)
+            for name, tensor in tensors.items():
+                self._tensors["memory"][lane_key(lane) + name] = _copy(tensor)
         self._lanes = tuple(sorted(lanes))
         for each in fragments:
             self._slices[each.name] = PartSlice(
@@ -121,15 +124,8 @@ def _is_finite(array: np.ndarray) -> bool:
 
 
 def _copy(tensor: Tensor) -> np.ndarray:
+    """In fp32, in which bf16 is exact."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
-
-
-def _copy_all(tensors: Sequence[Tensor]) -> np.ndarray:
-    """Tensors of one shape, stacked; in fp32, in which bf16 is exact."""
-    stacked = torch.empty(len(tensors), *tensors[0].shape)
-    for target, tensor in zip(stacked, tensors, strict=True):
-        target.copy_(tensor)
-    return stacked.numpy()
 
 
 def write_tensors(

@@ -79,7 +79,7 @@ def _measure(scorer: "Scorer", job: "EvaluationJob", *, quiet: bool) -> "Attenti
     from txl_dist.evaluation.evaluate import plan_evaluation
     from txl_dist.reporting.attention_by_distance import attention_by_distance
 
-    chunks = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
+    chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
     with chunk_progress(quiet=quiet) as on_progress:
         return attention_by_distance(scorer, chunks, on_progress=on_progress)
 

@@ -311,11 +311,11 @@ def gpu(
         str | None,
         typer.Option(metavar="NAME,...", help="nvidia-base, wt103-base, ...; default: all."),
     ] = None,
-    forms: Annotated[
+    attention: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Forms of attention, or auto; default: all except reference.",
+            help="Implementations of attention, or auto; default: all except reference.",
         ),
     ] = None,
     precision: Annotated[
@@ -338,10 +338,11 @@ def gpu(
 
     from txl_dist.bench.gpu import Settings
     from txl_dist.bench.gpu_models import MODELS, data_sheet_flops
-    from txl_dist.model.variants import ATTENTION_FORMS
+    from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS
 
     chosen_models = _chosen("models", models, [*MODELS])
-    chosen_forms = _chosen("forms", forms, ["auto", *ATTENTION_FORMS]) if forms else []
+    implementations = ["auto", *ATTENTION_IMPLEMENTATIONS]
+    chosen = _chosen("attention", attention, implementations) if attention else []
     if not torch.cuda.is_available():
         print(json.dumps({"skipped": NO_GPU}) if as_json else NO_GPU)
         return
@@ -354,12 +355,12 @@ def gpu(
         compile=compiled,
         data_sheet_flops=sheet,
     )
-    run_gpu({name: MODELS[name] for name in chosen_models}, chosen_forms, settings, as_json=as_json)
+    run_gpu({name: MODELS[name] for name in chosen_models}, chosen, settings, as_json=as_json)
 
 
 def run_gpu(
     models: "dict[str, BenchModel]",
-    forms: list[str],
+    implementations: list[str],
     settings: "Settings",
     *,
     as_json: bool,
@@ -374,12 +375,12 @@ def run_gpu(
     if not as_json:
         print(f"{machine}\n\n{gpu.HEADER}", flush=True)
     rows: list[GpuRow] = []
-    for row in gpu.bench_gpu(models, forms, settings, peak_flops=peak_flops):
+    for row in gpu.bench_gpu(models, implementations, settings, peak_flops=peak_flops):
         rows.append(row)
         if not as_json:
             print(gpu.table_row(row), flush=True)
         if row.note:
-            print(f"{row.model}, {row.form}: {row.note}", file=sys.stderr)
+            print(f"{row.model}, {row.attention}: {row.note}", file=sys.stderr)
     if as_json:
         result = {
             "device": gpu.device_name(settings.device),

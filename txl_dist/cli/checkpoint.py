@@ -26,25 +26,26 @@ def list_(
     from txl_dist.checkpoint.directory import CheckpointDirectory
     from txl_dist.checkpoint.manifest import load_checkpoint_manifest
     from txl_dist.errors import CheckpointError
+    from txl_dist.training.scores import ScoreTable
     from txl_dist.training.state import load_state
 
     directory = CheckpointDirectory(run)
     if not directory.path.is_dir():
         raise CheckpointError(f"{run} has no checkpoints directory; give a run directory")
     pointed_at = {name: directory.pointer(name) for name in ("LATEST", "BEST")}
-    rows = []
+    scores, rows = ScoreTable(directory, is_due=lambda step: False), []
     for step in directory.steps():
         row: dict[str, Any] = {"step": step, "path": str(directory.at(step))}
         row["pointers"] = [name for name, target in pointed_at.items() if target == step]
         try:
             manifest = load_checkpoint_manifest(directory.at(step))
             state = load_state(directory.at(step), manifest)
+            score = scores.get(step)
             row |= {
                 "bytes": sum(entry.bytes for entry in manifest.files.values()),
                 "tokens": state.tokens,
                 "num_ranks": manifest.num_ranks,
-                "nats_per_token": state.score.nats_per_token if state.score else None,
-                "best_so_far": state.best is not None and state.best.step == step,
+                "nats_per_token": score and score.nats_per_token,
             }
         except CheckpointError as error:  # One damaged checkpoint must not hide the others.
             row["damage"] = str(error)
@@ -55,7 +56,7 @@ def list_(
     for row in rows:
         summary = row.get("damage") or (
             f"{row['bytes']:>14,} bytes  {row['tokens']:>14,} tokens  {row['num_ranks']} ranks"
-            f"{_score_text(row['nats_per_token'])}{'  best so far' if row['best_so_far'] else ''}"
+            f"{_score_text(row['nats_per_token'])}"
         )
         print("  ".join([f"{row['path']}  {summary}", *row["pointers"]]))
     if not rows:

@@ -1,5 +1,6 @@
 """`txl eval`: score splits of a dataset with trained models, on any number of workers."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -9,15 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from txl_dist.cli.options import (
-    AsJson,
-    Checkpoints,
-    EvaluationData,
-    MemLen,
-    PrecisionOption,
-    TgtLen,
-)
-from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
+from txl_dist.cli.options import AsJson, MemLen, PrecisionOption, TgtLen
+from txl_dist.cli.paths import COPY_TO_URL, checkpoint_path, local_path_parser
 
 if TYPE_CHECKING:
     from txl_dist.cli.evaluation_output import EvaluationOutput
@@ -42,8 +36,34 @@ class SweepCommand(TyperCommand):
 
 
 def evaluate(
-    checkpoints: Checkpoints,
-    data: EvaluationData,
+    checkpoints: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="CHECKPOINT...",
+            help="Checkpoints, run directories (their newest checkpoint), or directories that "
+            "txl export or txl import wrote.",
+            parser=checkpoint_path,
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DATA",
+            help="Directory that txl prepare wrote, or the URL of a copy.",
+            show_default=False,
+        ),
+    ] = None,
+    watch: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Instead of checkpoints: score each checkpoint of this run whose evaluation is "
+            "due, by the settings of its config.yaml, until the run has ended. BEST moves to the "
+            "best one. Uses --workers and --on.",
+            parser=checkpoint_path,
+        ),
+    ] = None,
     split: Annotated[
         str, typer.Option(metavar="NAME,...", help="Splits to score, such as valid,test.")
     ] = "valid",
@@ -154,18 +174,27 @@ def evaluate(
     Example: txl eval runs/quickstart data/stdlib --per-document documents.jsonl
 
     Example: txl eval runs/quickstart data/stdlib --split valid,test --sweep mem_len=0,64,128
+
+    Example: txl eval --watch runs/quickstart
     """
+    on = on or ("processes" if workers == 1 else "ray")
+    if watch is not None:
+        _watch(watch, on, workers)
+        return
     from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.cli.progress import running
     from txl_dist.cli.work_progress import TOKENS, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
+    from txl_dist.errors import ConfigError
     from txl_dist.reporting.evaluation_files import RESULT_NAME
 
     with running("loading torch", quiet=False):
         from txl_dist.evaluation.distributed import evaluate_on_workers
         from txl_dist.evaluation.sweep import PlannedSweep, combinations, evaluate_sweep
 
+    if not checkpoints or data is None:
+        raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = _swept_values(sweep or [], options)
     _require_usable(per_document, swept)
@@ -209,7 +238,6 @@ def evaluate(
         staged = out and stack.enter_context(StagedDirectory(out, last=RESULT_NAME))
         if out:
             require_writable(out)
-        on = on or ("processes" if workers == 1 else "ray")
         with (
             stoppable(_resume_advice(planned)),
             open_workers(on, workers, use_gpus=True) as pool,
@@ -234,6 +262,34 @@ def evaluate(
         print(output.to_json())
     else:
         output.print()
+
+
+def _watch(run: Path, on: str, workers: int) -> None:
+    from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
+    from data_pipeline.system.workers import ProcessWorkers
+    from txl_dist.cli.progress import running
+    from txl_dist.cli.workers import open_workers, stoppable
+
+    is_of_run = PARENT_VARIABLE in os.environ  # `evaluation.on: workers` has started it
+    if is_of_run:
+        end_with_parent(0)
+    with running("loading torch", quiet=False):
+        import torch
+
+        from txl_dist.runtime.device import EXACT_THREADS
+        from txl_dist.training.watch import watch
+
+    num_threads = torch.get_num_threads() if is_of_run else EXACT_THREADS
+    # Also one worker is a process: a batch that kills it must not end the watch.
+    is_here = on == "processes" and workers == 1
+    pool = ProcessWorkers(1) if is_here else open_workers(on, workers, use_gpus=True)
+    with stoppable("finished batches are kept, and the same command continues"), pool as opened:
+        # The run ends the process that it has started; also where files cannot be locked.
+        is_training = (lambda: True) if is_of_run else None
+        num_scored = watch(
+            run, opened, num_threads=num_threads, note=_note, is_training=is_training
+        )
+    _note(f"{num_scored} checkpoints scored")
 
 
 def _note(line: str) -> None:

@@ -129,8 +129,8 @@ def _launch(
     from txl_dist.runtime.process import stray_variables
     from txl_dist.training.compatibility import check_newest_checkpoint
     from txl_dist.training.data import TrainingData
-    from txl_dist.training.duration import resolve_duration
     from txl_dist.training.run_directory import RunDirectory
+    from txl_dist.training.schedule import resolve_duration
 
     if not (quiet or dry_run):
         print(f"checking {config} and its data", flush=True)

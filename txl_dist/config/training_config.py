@@ -169,8 +169,8 @@ class EvaluationConfig(Section):
     """Evaluation during training, in `exact` mode: every `interval_steps`, and at the end."""
 
     on: Literal["ranks", "workers"] = "ranks"
-    """`ranks`: the ranks score their weights, and training waits. `workers`: a separate process or
-    Ray actor scores a checkpoint of the step, and training continues. The scores are the same."""
+    """`ranks`: the ranks score their weights, and training waits. `workers`: another process (`txl
+    eval --watch`) scores a checkpoint of the step, and training continues. Equal scores."""
     split: str | None = "auto"
     """`auto`: the split `valid` if the data has it. null: no evaluation."""
     path: PathText | None = None

@@ -25,6 +25,7 @@ from torch import Tensor
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
 
@@ -32,11 +33,13 @@ from txl_dist.runtime.device import autocast
 
 
 def max_context(config: ModelConfig, tgt_len: int) -> int:
-    """Tokens before a target that can influence its loss, if the last segment ends before it.
+    """Tokens before a target that can influence its loss, if the last segment ends before it."""
+    reach = memory_kind(config).receptive_tokens(tgt_len)
+    return UNLIMITED if reach is None else tgt_len + reach
 
-    As in evaluation/chunks.py, each layer reaches ceil(mem_len / tgt_len) whole segments back.
-    """
-    return tgt_len * (1 + config.n_layer * -(-config.mem_len // tgt_len))
+
+UNLIMITED = 2**31
+"""`max_context` of a memory that may depend on any earlier token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +85,7 @@ class WindowScorer:
         num_inputs = input_BN.shape[1]
         outputs = []
         # Keys that would be masked, because the window is shorter than the memory, are left out.
-        cache = self.model.empty_kv_cache(len(input_BN), max_memory=num_inputs - self.tgt_len)
+        cache = self.model.inference_state(len(input_BN), max_tokens=num_inputs - self.tgt_len)
         for start, stop in self._segments(num_inputs):
             input_BT = input_BN[:, start:stop]
             # Without memory, positions count from the segment's end.

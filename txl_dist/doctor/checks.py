@@ -187,7 +187,7 @@ def check_gpus(listed: list[str]) -> list[Finding]:
     """Whether torch can use the GPUs that the driver lists."""
     import torch
 
-    from txl_dist.model.triton_support import triton_unavailable_reason
+    from txl_dist.model.devices import triton_unavailable_reason
 
     summary = f"{len(listed)} GPUs ({'; '.join(sorted(set(listed)))}), torch {torch.__version__}"
     if torch.version.cuda is None:

@@ -2,8 +2,8 @@
 
 `dry_run` builds the real TransformerXL on torch's fake tensors, which have shapes, dtypes and
 lifetimes but no data, and runs one forward and backward of a micro-batch. So the result includes
-every option that changes what autograd stores: encoding, form of attention, dropout, autocast,
-activation checkpointing. A model of any size takes seconds and no memory.
+every option that changes what autograd stores: encoding, implementation of attention, dropout,
+autocast, activation checkpointing. A model of any size takes seconds and no memory.
 
 Dropout masks count like those of a real step. The rows of the softmax's clusters after the first
 depend on the text; they are assumed to follow Zipf's law (`tail_rows`).
@@ -25,16 +25,14 @@ from txl_dist.estimate.assumptions import Device
 from txl_dist.estimate.live_memory import LiveMemory
 from txl_dist.estimate.memory import ActivationPeaks, ModelNeeds, Parameter
 from txl_dist.estimate.zero_settings import ZeroSettings
-from txl_dist.model import attention, host_copies, sdpa_attention
-from txl_dist.model.attention import choose_form
-from txl_dist.model.config import ModelConfig
-from txl_dist.model.distance_scores import pad_channels
-from txl_dist.model.distances import encode_distances
+from txl_dist.model import attention, devices
+from txl_dist.model.attention import choose_implementation, sdpa
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from txl_dist.model.dropout import KeepBits
+from txl_dist.model.encodings import encode_distances, pad_channels
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.device import TORCH_DTYPE
-from txl_dist.training.engine.parameter_groups import parameter_groups, states_by_name
+from txl_dist.training.engine.optimizers import parameter_groups, states_by_name
 
 # Shapes: B lanes, T segment tokens, H heads, S keys
 
@@ -166,7 +164,7 @@ class _ClusterRows(LiveMemory):
         tails = tail_rows(config, num_tokens=num_tokens)
         # The order of the calls: the tables of the embedding, then the tails of the softmax. For
         # GPUs, tables do not select rows.
-        selects = config.div_val > 1 and not host_copies.host_waits_for(torch.device("cpu"))
+        selects = config.div_val > 1 and not devices.host_waits_for(torch.device("cpu"))
         tables = [num_tokens - sum(tails), *tails] if selects else []
         self._rows = iter([*tables, *tails])
 
@@ -180,14 +178,18 @@ class _ClusterRows(LiveMemory):
 
 
 def _as_on_device(config: ModelConfig, device: Device) -> ModelConfig:
-    """The config with the form of attention that training takes on `device`."""
-    chosen = choose_form(
+    """The config with the implementation of attention that training takes on `device`."""
+    chosen = choose_implementation(
         config.attention,
         device=torch.device(device),
         with_dropout=config.dropatt > 0,
         d_head=config.d_head,
     )
-    name = next(name for name, form in ATTENTION_FORMS.items() if form is chosen)
+    name = next(
+        name
+        for name, implementation in ATTENTION_IMPLEMENTATIONS.items()
+        if implementation is chosen
+    )
     return replace(config, attention=name)
 
 
@@ -200,14 +202,14 @@ def _paths_of(device: Device) -> Iterator[None]:
     # Not a TorchFunctionMode: it is not active when backward computes layers again.
     with (
         patch.object(attention, "has_triton", lambda device: True),
-        patch.object(host_copies, "host_waits_for", lambda device: True),
-        patch.object(sdpa_attention, "scaled_dot_product_attention", _efficient_attention),
+        patch.object(devices, "host_waits_for", lambda device: True),
+        patch.object(sdpa, "scaled_dot_product_attention", _efficient_attention),
     ):
         yield
 
 
 def _efficient_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor) -> Tensor:
-    """What sdpa_attention.py calls on GPUs."""
+    """What attention/sdpa.py calls on GPUs."""
     padded = (pad_channels(x) for x in (q, k, v))
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         *padded, attn_mask, compute_log_sumexp=True

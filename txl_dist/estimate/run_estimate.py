@@ -25,6 +25,7 @@ from txl_dist.estimate.limits import Limit, limits_of_run
 from txl_dist.estimate.memory import MemoryUse, ModelNeeds, RankMemory
 from txl_dist.estimate.zero_settings import ZeroSettings
 from txl_dist.model.flops import training_flops
+from txl_dist.model.memory import memory_kind
 
 STAGES = (0, 1, 2, 3)
 HOUR_SECONDS, DAY_SECONDS = 3600.0, 86400.0
@@ -171,8 +172,8 @@ class _Estimator:
 
     @property
     def _memory_elements_per_lane(self) -> int:
-        model = self._config.model
-        return model.n_layer * model.mem_len * model.d_model
+        state = memory_kind(self._config.model).empty(1, device="meta")
+        return sum(tensor.numel() for tensor in state.row(0).values())
 
     @property
     def flops_per_token(self) -> float:

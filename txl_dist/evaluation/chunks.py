@@ -1,9 +1,9 @@
 """Cuts a split into chunks that workers score independently, with the sums of one sequential pass.
 
-The receptive field of a token is finite: each layer sees `mem_len` positions before the start of
-its segment. The context of a chunk is therefore n_layer * ceil(mem_len / tgt_len) whole segments
-before it, which are read but not scored. If chunk and context use the same segment boundaries as
-the sequential pass, the chunk starts with exactly the memory of that pass.
+The receptive field of a token is finite (`MemoryKind.receptive_tokens`): some whole segments before
+its own. They are the context of a chunk, which is read but not scored. If chunk and context use the
+same segment boundaries as the sequential pass, the chunk starts with exactly the memory of that
+pass.
 
 Cost: the context is read twice, at most 5 % more tokens in a long split and half in a short one,
 which is cut nevertheless, so that several workers can score it. `txl eval` prints the cost. Source:
@@ -44,21 +44,20 @@ def plan_chunks(
     *,
     num_targets: int,
     tgt_len: int,
-    mem_len: int,
-    n_layer: int,
-    mode: Mode,
+    context_tokens: int | None,
     document_start: Callable[[int], int] | None = None,
 ) -> list[EvaluationChunk]:
     """Chunks that score the targets of input positions [0, num_targets) exactly once, in order.
 
-    Mode `fast` uses the context of one layer instead of n_layer, and is not exact. With
-    `reset: document`, `document_start(position)` returns the position where the document of
-    `position` starts.
+    `context_tokens` are read before a chunk, a multiple of `tgt_len`. None: a token may depend on
+    any earlier one, so the whole split is one chunk. With `reset: document`,
+    `document_start(position)` returns the position where the document of `position` starts.
     """
     if num_targets < 1:
         raise ValueError(f"num_targets={num_targets}: a split needs two tokens to have a target")
-    memory_segments = -(-mem_len // tgt_len)
-    context_segments = memory_segments * (n_layer if mode == "exact" else 1)
+    if context_tokens is None:
+        return [EvaluationChunk(0, 0, num_targets)]
+    context_segments = context_tokens // tgt_len
     num_segments = -(-num_targets // tgt_len)
     chunk_segments = _chunk_segments(num_segments, context_segments)
     chunks = []

@@ -157,7 +157,7 @@ def plan_job(
     model.check_data(manifest, job.data)
     job = replace(job, digest=model.digest)
     source = open_split(job.data, job.settings.split, manifest=manifest)
-    chunks = plan_evaluation(source, job.settings, n_layer=model.config.n_layer)
+    chunks = plan_evaluation(source, job.settings, model.config)
     if not allow_short_split:
         _require_a_segment(source, job)
     counted = counted_split(manifest, job.settings.split) if details else None

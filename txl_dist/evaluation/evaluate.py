@@ -22,6 +22,8 @@ from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.evaluation.protocol import Subject, protocol_line
 from txl_dist.evaluation.scored_text import ScoredText
 from txl_dist.evaluation.scoring import Scorer
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.world import World
 
 __all__ = [
@@ -130,9 +132,12 @@ def _in_range(value: float | None) -> float | None:
 
 
 def plan_evaluation(
-    source: TokenSource, settings: EvaluationSettings, *, n_layer: int
+    source: TokenSource, settings: EvaluationSettings, model: ModelConfig
 ) -> list[EvaluationChunk]:
-    """The chunks of a split. Raises DataError if it has no target."""
+    """The chunks of a split for this model. Raises DataError if the split has no target.
+
+    Mode `fast` has the context of a model of one layer, and is not exact.
+    """
     num_tokens = int(source.block_tokens.sum())
     num_targets = min(num_tokens, settings.max_tokens or num_tokens) - 1
     if num_targets < 1:
@@ -146,12 +151,16 @@ def plan_evaluation(
         _, age = read_range(source, position, position + 1)
         return position - int(age[0])
 
+    reaching = replace(
+        model,
+        n_layer=model.n_layer if settings.mode == "exact" else 1,
+        mem_len=settings.mem_len,
+        same_length=settings.same_length,
+    )
     return plan_chunks(
         num_targets=num_targets,
         tgt_len=settings.tgt_len,
-        mem_len=settings.mem_len,
-        n_layer=n_layer,
-        mode=settings.mode,
+        context_tokens=memory_kind(reaching).receptive_tokens(settings.tgt_len),
         document_start=document_start if settings.reset == "document" else None,
     )
 

@@ -2,7 +2,7 @@
 
 split test of wt103 (sha256 0f3c96a1b2d4), model wt103-base/step-00200000 (sha256 91d0a7c3e5f2),
 245,568 tokens scored, mode exact, tgt_len 64, mem_len 640, clamp_len 400, same_length true,
-reset stream, weights last, fp32, biased_attention on cpu, word = ...
+reset stream, weights last, fp32, sdpa on cpu, word = ...
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ from txl_dist.evaluation.breakdown import BreakdownCounter
 from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.model.attention import choose_attention
-from txl_dist.model.host_copies import to_device
+from txl_dist.model.devices import to_device
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
 
@@ -104,7 +104,7 @@ class Scorer:
     ) -> list[LossSums] | None:
         device = self.device
         longest = max(chunk.stop - chunk.context_start for chunk in group)
-        memory = self.model.empty_kv_cache(len(group), max_memory=longest)
+        memory = self.model.inference_state(len(group), max_tokens=longest)
         sums = [LossSums() for _ in group]
         for segment in self._segments(group):
             input_BT, target_BT, age_BT = segment.input_BT, segment.target_BT, segment.age_BT

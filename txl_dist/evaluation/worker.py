@@ -14,6 +14,7 @@ from txl_dist.evaluation.chunks import EvaluationChunk
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.runtime.device import torch_threads
+from txl_dist.runtime.fault_injection import fault_point
 
 # Shapes: V vocabulary
 
@@ -50,6 +51,7 @@ def score_batch(task: ScoringTask) -> BatchScores:
 
     Raises NonFiniteScoreError if the score of a chunk is not finite.
     """
+    fault_point("score")
     scorer, counter = open_job.scorer(task.job), None
     if task.per_document or task.frequency_bucket_V is not None:
         counter = BreakdownCounter(

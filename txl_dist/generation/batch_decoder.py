@@ -21,6 +21,7 @@ from torch import Tensor
 from txl_dist.config.run_config import Precision
 from txl_dist.generation.options import Sampling
 from txl_dist.generation.sampling import next_tokens
+from txl_dist.model.memory import memory_kind
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
@@ -51,7 +52,7 @@ class BatchDecoder:
         self._model, self._tgt_len = model, tgt_len
         self._sampling, self._precision = sampling, precision
         self._device = next(model.parameters()).device
-        self._has_memory = model.config.mem_len > 0
+        self._has_memory = memory_kind(model.config).receptive_tokens(tgt_len) != 0
         # Without memory, positions count from the segment's end: pad it to the length of training.
         self._min_tokens = 0 if model.config.encoding.allows_memory else tgt_len
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -60,8 +61,8 @@ class BatchDecoder:
         ]
         """Tokens of each lane that the model has not read."""
         self._num_read = [0] * len(prompts)
-        self._cache = model.empty_kv_cache(len(prompts))
-        self._has_token_step = TokenStep.supports(model)
+        self._cache = model.inference_state(len(prompts))
+        self._has_token_step = TokenStep.supports(model, self._cache)
         self._token_step: TokenStep | None = None
 
     def draw(self) -> list[int]:
@@ -82,7 +83,7 @@ class BatchDecoder:
         self._generators = [self._generators[lane] for lane in lanes]
         self._pending = [self._pending[lane] for lane in lanes]
         self._num_read = [self._num_read[lane] for lane in lanes]
-        self._cache.select(lanes, [0] * len(lanes))
+        self._cache = self._cache.select(lanes, [0] * len(lanes))
 
     def _num_segments(self, tokens: Sequence[int]) -> int:
         return -(-len(tokens) // self._tgt_len)
@@ -125,7 +126,7 @@ class BatchDecoder:
         # A lane that has not begun needs no removal: no token sees what is before age 0.
         num_removed = [num_tokens - length if length else 0 for length in lengths]
         if any(num_removed):
-            self._cache.select(range(len(lengths)), num_removed)
+            self._cache = self._cache.select(range(len(lengths)), num_removed)
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
         """Logits [B, V] of the next tokens, on the CPU."""

@@ -82,7 +82,7 @@ def _score(
     model: TransformerXL, requests: tuple[ScoringRequest, ...], source: ModelSource
 ) -> tuple[list[float], list[bool]]:
     input_BN, target_BN = _padded(requests, _row_length(model, requests, source.tgt_len))
-    device, cache = next(model.parameters()).device, model.empty_kv_cache(len(requests))
+    device, cache = next(model.parameters()).device, model.inference_state(len(requests))
     wants_greedy = any(request.wants_greedy for request in requests)
     nats_B = torch.zeros(len(requests), dtype=torch.float64)
     is_greedy_B = torch.ones(len(requests), dtype=torch.bool)

@@ -1,5 +1,8 @@
 """The architecture of one Transformer-XL, as frozen data that is checked when it is created.
 
+It also lists the distance encodings, the kinds of memory and the implementations of attention that
+a config can name. To add one, write its class or function and add one entry here.
+
 Names follow the paper's code (arXiv:1901.02860) where it has the same option. Imports no torch, so
 a run's config can be loaded and checked without it.
 """
@@ -10,9 +13,101 @@ from inspect import formatannotation
 from itertools import pairwise
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from txl_dist.model.variants import ATTENTION_FORMS, DISTANCE_ENCODINGS, EncodingFacts
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodingFacts:
+    """One distance encoding: its class, and which options of `ModelConfig` it can have."""
+
+    implementation: str
+    """The class, a `DistanceEncoding` (encodings.py)."""
+    allows_memory: bool = True
+    """False if it encodes positions in the segment, so that memory tokens have no position.
+
+    Such positions count from the segment's end, so inference must pad a segment to its full length.
+    """
+    needs_clamp_len: bool = False
+    """It learns a vector per distance up to `clamp_len`, which is therefore fixed by training."""
+    allows_clamp_len: bool = True
+    even_size: Literal["d_model", "d_head"] | None = None
+    """The size that must be even, because sines and cosines fill it in pairs."""
+    has_position_biases: bool = False
+    """It has the biases u and v, which all layers share unless `untie_r` is set."""
+    multiplies_distances: bool = False
+    """The query is multiplied by a vector per distance: one more matrix product per layer."""
+    projects_distances: bool = False
+    """Every layer projects the encoded distances: another matrix product per layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionImplementation:
+    """One implementation of attention; all compute the same numbers (attention/__init__.py).
+
+    Its name is also that of its module in `txl_dist/model/attention` and of the function there.
+    """
+
+    name: str
+    supports_dropout: bool = True
+    """Whether it can multiply the attention weights by a dropout mask."""
+    reads_keep_bits: bool = False
+    """It takes that mask as `KeepBits` (dropout.py), not as a tensor of factors."""
+    has_fast_cpu_gradient: bool = True
+    needs_triton: bool = False
+    """It runs on GPUs, and elsewhere in triton's interpreter only, which is slow."""
+    masks_by_reach: bool = False
+    """It needs no mask [B, T, S] (visibility.py)."""
+    max_d_head: int | None = None
+    can_be_compiled: bool = True
+    """Whether torch.compile accepts it (training/compilation.py)."""
+
+    @property
+    def function(self) -> str:
+        """Where its `AttentionFunction` is, as "module:name"."""
+        return f"txl_dist.model.attention.{self.name}:{self.name}"
+
+
+DISTANCE_ENCODINGS = {
+    "sinusoidal": EncodingFacts(
+        implementation="txl_dist.model.encodings:Sinusoidal",
+        even_size="d_model",
+        has_position_biases=True,
+        multiplies_distances=True,
+        projects_distances=True,
+    ),
+    "shaw": EncodingFacts(
+        implementation="txl_dist.model.encodings:Shaw",
+        needs_clamp_len=True,
+        multiplies_distances=True,
+    ),
+    "rotary": EncodingFacts(
+        implementation="txl_dist.model.encodings:Rotary", even_size="d_head", allows_clamp_len=False
+    ),
+    "alibi": EncodingFacts(implementation="txl_dist.model.encodings:Alibi"),
+    "absolute": EncodingFacts(
+        implementation="txl_dist.model.encodings:Absolute", even_size="d_model", allows_memory=False
+    ),
+}
+"""By the value of `ModelConfig.distance_encoding`."""
+
+MEMORY_KINDS = {"recurrent": "txl_dist.model.memory.recurrent:Recurrent"}
+"""By the value of `ModelConfig.memory`: a `MemoryKind` (memory/__init__.py), as "module:class"."""
+
+# In order of preference: `auto` takes the first that supports the call and the device.
+_ATTENTION = (
+    AttentionImplementation(
+        name="triton",
+        reads_keep_bits=True,
+        needs_triton=True,
+        masks_by_reach=True,
+        max_d_head=256,
+    ),
+    AttentionImplementation(name="sdpa", supports_dropout=False, has_fast_cpu_gradient=False),
+    AttentionImplementation(name="cpu", can_be_compiled=False),
+    AttentionImplementation(name="reference"),
+)
+ATTENTION_IMPLEMENTATIONS = {each.name: each for each in _ATTENTION}
+"""By the value of `ModelConfig.attention`, which can also be `auto`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +130,12 @@ class ModelConfig:
     """Width of the hidden layer of the feed-forward sublayer."""
     d_embed: int | None = None
     """Width of the token embedding; None is `d_model`. Another width adds projections."""
+    memory: str = "recurrent"
+    """What a lane carries from segment to segment: `recurrent`, the paper's."""
     mem_len: int = 128
     """Tokens of memory per lane and layer; 0 disables recurrence."""
     distance_encoding: str = "sinusoidal"
-    """How attention depends on distances: a name in variants.py; `sinusoidal` is the paper's."""
+    """How attention depends on distances: `sinusoidal` (the paper's), or another encoding."""
     clamp_len: int | None = None
     """Larger distances are encoded as this one; None encodes every distance."""
     same_length: bool = False
@@ -60,7 +157,7 @@ class ModelConfig:
     dropatt: float = 0.0
     """Dropout of attention weights."""
     attention: str = "auto"
-    """The implementation of attention: a name in variants.py; `auto` takes the fastest."""
+    """The implementation of attention; `auto` takes the fastest."""
     init_std: float = 0.02
     """Standard deviation of initial weights, position biases and LayerNorm gains."""
     proj_init_std: float = 0.01
@@ -69,7 +166,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require_types(self)
         _require_known("distance_encoding", self.distance_encoding, DISTANCE_ENCODINGS)
-        _require_known("attention", self.attention, ("auto", *ATTENTION_FORMS))
+        _require_known("memory", self.memory, MEMORY_KINDS)
+        _require_known("attention", self.attention, ("auto", *ATTENTION_IMPLEMENTATIONS))
         for name in ("n_layer", "d_model", "n_head", "d_head", "d_inner"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -116,10 +214,10 @@ class ModelConfig:
             )
 
     def _check_attention(self) -> None:
-        form = ATTENTION_FORMS.get(self.attention)
-        if form is not None and form.max_d_head is not None and self.d_head > form.max_d_head:
+        facts = ATTENTION_IMPLEMENTATIONS.get(self.attention)
+        if facts is not None and facts.max_d_head is not None and self.d_head > facts.max_d_head:
             raise ValueError(
-                f"attention={self.attention} supports d_head up to {form.max_d_head}, not "
+                f"attention={self.attention} supports d_head up to {facts.max_d_head}, not "
                 f"{self.d_head}; use attention=auto"
             )
 

@@ -1,14 +1,27 @@
 """Dropout with masks from the caller, so that they can be the same for any number of ranks.
 
-`txl train` passes `DropoutMasks` (`training/lane_dropout.py`), which apply in either mode of the
-model. If a caller passes none, the model does as any nn.Module: in training mode it draws masks
-that depend on torch's default generator (`device_dropout.py`), in evaluation mode nothing is
+`txl train` passes `DropoutMasks`, which apply in either mode of the model:
+
+- `LaneDropoutMasks` (`training.dropout_rng: lane`): a function of (seed, step, lane, layer, place);
+- `DeviceDropoutMasks` (`training.dropout_rng: device`): from torch's generator of the device.
+
+If a caller passes none, the model does as any nn.Module: in training mode it draws
+`DeviceDropoutMasks` that depend on torch's default generator, in evaluation mode nothing is
 dropped. The model has no random state. See docs/decisions/0004-no-random-state.md.
 """
 
-from typing import Literal, NamedTuple, Protocol
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal, NamedTuple, Protocol, Self, get_args
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+
+from txl_dist.model.devices import has_triton, to_device
 
 Place = Literal[
     "embedding", "distances", "attention weights", "attention", "inner", "feed-forward", "output"
@@ -64,3 +77,152 @@ class Dropout(nn.Module):
     def draw_bits(self, x: Tensor, masks: DropoutMasks) -> KeepBits:
         """`draw` as bits."""
         return masks.keep_bits(x, rate=self.rate, layer=self.layer, place=self.place)
+
+
+class DeviceDropoutMasks:
+    """Masks of one micro-batch at one step on one rank, from torch's generator of the device.
+
+    Unlike masks by lane, these depend on the number of ranks, the size of micro-batches and the
+    kind of device, because a mask is drawn for all rows of a micro-batch. So the run has another
+    trajectory if one of them changes. A mask is still a function of integers: a resume on the same
+    ranks and devices continues bit for bit, and no generator is saved.
+    """
+
+    def __init__(self, *, seed: int, step: int = 0, rank: int = 0, micro_batch: int = 0) -> None:
+        self._key = struct.pack("<4q", seed, step, rank, micro_batch)
+
+    @classmethod
+    def random(cls) -> Self:
+        """New masks in every call, which `torch.manual_seed` makes repeatable."""
+        return cls(seed=int(torch.randint(2**62, (), device="cpu")))
+
+    def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
+        """0 or 1 / (1 - rate), with the shape of `x`."""
+        scale = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return self._draw(scale, rate, layer, place).div_(1 - rate)
+
+    def keep_bits(self, x: Tensor, *, rate: float, layer: int, place: Place) -> KeepBits:
+        """Another mask, as bits. Dimension 0 of `x` is the lanes."""
+        num_words = math.ceil(x.shape[-1] / 16)
+        shape = (*x.shape[:-1], 2 * num_words, 8)
+        keep = torch.empty(shape, dtype=torch.uint8, device=x.device)
+        self._draw(keep, rate, layer, place)
+        bit_values = 2 ** torch.arange(8, dtype=torch.uint8, device=x.device)
+        octets = keep.mul_(bit_values).sum(-1, dtype=torch.uint8)
+        return KeepBits(octets.view(torch.int16), 1 / (1 - rate))
+
+    def _draw(self, result: Tensor, rate: float, layer: int, place: Place) -> Tensor:
+        """`result`, filled with 0 (at `rate`) and 1."""
+        generator = torch.Generator(result.device).manual_seed(self._seed_of(layer, place))
+        return result.bernoulli_(1 - rate, generator=generator)
+
+    def _seed_of(self, layer: int, place: Place) -> int:
+        # Computed again in the backward of activation checkpointing, hence by place, not in order.
+        key = self._key + struct.pack("<q", layer) + place.encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
+
+
+_PLACES = {place: number for number, place in enumerate(get_args(Place))}
+_ALL_LANES = 2**32 - 1
+"""Lane number of a mask that all lanes share."""
+_LEVELS = 2**16
+
+# Shapes: B rows (lanes), N elements of a row
+
+
+class LaneDropoutMasks:
+    """Masks for the rows of one micro-batch at one step; a padding row has lane -1.
+
+    A run draws the same masks on any number of ranks, in any micro-batches, after any resume and on
+    any device, because each mask has its own range of a counter-based generator: Philox-4x64-10
+    (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). numpy guarantees that the
+    raw stream of a bit generator does not change between versions; torch has no such guarantee. On
+    GPUs a Triton kernel computes the same bits (dropout_kernel.py).
+    """
+
+    def __init__(self, *, seed: int, step: int, lanes: Sequence[int]) -> None:
+        self.key = (seed, step)
+        self.lanes = lanes
+        self._device_lanes: Tensor | None = None
+
+    def scale(self, x: Tensor, *, rate: float, layer: int, place: Place, by_lane: bool) -> Tensor:
+        """0 or 1 / (1 - rate), with the shape of `x`. The rate is rounded to 1/65,536."""
+        threshold = round(rate * _LEVELS)
+        if x.device.type == "cuda" and _has_triton(x.device):
+            lane_B = self._lanes_on(x.device)[:-1] if by_lane else self._lanes_on(x.device)[-1:]
+            counter = [*self.key, layer, _PLACES[place]]
+            return _device_scale(lane_B, counter, threshold, list(x.shape), x.dtype)
+        lanes = self.lanes if by_lane else (_ALL_LANES,)
+        keep_BN = self._levels(lanes, layer, place, x.numel() // len(lanes)) >= threshold
+        mask = torch.from_numpy(keep_BN).view(x.shape).to(x.device)
+        return mask.to(x.dtype) * _factor(threshold)
+
+    def keep_bits(self, x: Tensor, *, rate: float, layer: int, place: Place) -> KeepBits:
+        """The same mask as bits. Dimension 0 of `x` is the lanes."""
+        threshold = round(rate * _LEVELS)
+        if x.device.type == "cuda":  # only implementations that need Triton read bits
+            counter = [*self.key, layer, _PLACES[place]]
+            words = _device_bits(self._lanes_on(x.device)[:-1], counter, threshold, list(x.shape))
+        else:
+            keep = self._levels(self.lanes, layer, place, x.shape[1:].numel()) >= threshold
+            no_padding, padding = [(0, 0)] * (x.dim() - 1), (0, -x.shape[-1] % 16)
+            keep = np.pad(keep.reshape(x.shape), [*no_padding, padding])
+            octets = np.packbits(keep, axis=-1, bitorder="little")
+            words = torch.from_numpy(octets.view("<i2").astype(np.int16))
+        return KeepBits(words, _factor(threshold))
+
+    def _levels(self, lanes: Sequence[int], layer: int, place: Place, count: int) -> np.ndarray:
+        """`count` uniform integers in [0, 65536) per lane, [B, N]."""
+        return np.stack([self._levels_of_lane(lane, layer, place, count) for lane in lanes])
+
+    def _levels_of_lane(self, lane: int, layer: int, place: Place, count: int) -> np.ndarray:
+        # Philox increments the first word of the counter; the other words identify the mask.
+        counter = np.array([0, _PLACES[place], layer, lane % 2**32], dtype=np.uint64)
+        generator = np.random.Philox(key=np.array(self.key, dtype=np.uint64), counter=counter)
+        # Each 64-bit word gives 4 integers of 16 bits, the same on any byte order.
+        return generator.random_raw((count + 3) // 4).astype("<u8").view("<u2")[:count]
+
+    def _lanes_on(self, device: torch.device) -> Tensor:
+        """Lane numbers of all rows, then _ALL_LANES; copied once per micro-batch."""
+        if self._device_lanes is None:
+            lanes = torch.tensor([*(lane % 2**32 for lane in self.lanes), _ALL_LANES])
+            self._device_lanes = to_device(lanes, device)
+        return self._device_lanes
+
+
+def _factor(threshold: int) -> float:
+    return _LEVELS / (_LEVELS - threshold)
+
+
+# Operators of torch, so that they have a shape without a GPU too (FakeTensorMode).
+@torch.library.custom_op("txl_dist::lane_dropout_scale", mutates_args=(), device_types="cuda")
+def _device_scale(
+    lane_B: Tensor, counter: list[int], threshold: int, shape: list[int], dtype: torch.dtype
+) -> Tensor:
+    """`scale` on the GPU of `lane_B`. `counter`: seed, step, layer and number of the place."""
+    from txl_dist.model.dropout_kernel import lane_dropout_scale
+
+    return lane_dropout_scale(lane_B, counter, threshold, shape, dtype)
+
+
+@_device_scale.register_fake
+def _(
+    lane_B: Tensor, counter: list[int], threshold: int, shape: list[int], dtype: torch.dtype
+) -> Tensor:
+    return lane_B.new_empty(shape, dtype=dtype)
+
+
+@torch.library.custom_op("txl_dist::lane_dropout_bits", mutates_args=(), device_types="cuda")
+def _device_bits(lane_B: Tensor, counter: list[int], threshold: int, shape: list[int]) -> Tensor:
+    """`keep_bits` on the GPU of `lane_B`. `counter`: seed, step, layer and number of the place."""
+    from txl_dist.model.dropout_kernel import lane_dropout_bits
+
+    return lane_dropout_bits(lane_B, counter, threshold, shape)
+
+
+@_device_bits.register_fake
+def _(lane_B: Tensor, counter: list[int], threshold: int, shape: list[int]) -> Tensor:
+    return lane_B.new_empty(*shape[:-1], math.ceil(shape[-1] / 16), dtype=torch.int16)
+
+
+_has_triton = cache(has_triton)  # asked for every mask of a step

@@ -10,11 +10,15 @@ whether it is read in one segment or in several. The exception is `Absolute`, wh
 positions in the segment and therefore allows no memory.
 
 To add an encoding, write a `DistanceEncoding` here and add one entry to `DISTANCE_ENCODINGS` in
-variants.py (docs/how_to/add_an_encoding.md).
+config.py (docs/how_to/add_an_encoding.md). The relative shift and the products that several
+implementations of attention share are at the end of this module.
+
+Sources: Dai et al. 2019, arXiv:1901.02860, section 3.3 and appendix B; those of each class.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pkgutil import resolve_name
 from typing import Any
 
@@ -23,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.distances import distances, encode_distances
 
 # Shapes: B lanes, T segment tokens, S keys, N either, D d_model, H heads, K d_head
 
@@ -46,7 +49,7 @@ class DistanceTerms:
     """r: the vector of each distance."""
     padded_distance_HRK: Tensor | None = None
     """r with one more row in front, R = 1 + S, if the terms are cached. Its values have no effect
-    (distance_scores.py)."""
+    (encodings.py)."""
     score_HS: Tensor | None = None
     """b: added to the scores of each distance."""
     rotary_SK: tuple[Tensor, Tensor] | None = None
@@ -220,3 +223,100 @@ def apply_rotary(x_HBNK: Tensor, rotary_SK: tuple[Tensor, Tensor]) -> Tensor:
     first, second = x_HBNK.chunk(2, dim=-1)
     rotated = x_HBNK * cos_NK + torch.cat([-second, first], dim=-1) * sin_NK
     return rotated.to(x_HBNK.dtype)
+
+
+# Shapes: T segment tokens, S keys, D d_model
+
+
+def distances(num_keys: int, *, clamp_len: int | None, device: torch.device | str) -> Tensor:
+    """S - 1, ..., 1, 0 as float64 [S], at most `clamp_len`."""
+    distance_S = torch.arange(num_keys - 1, -1, -1, dtype=torch.float64, device=device)
+    return distance_S if clamp_len is None else distance_S.clamp(max=clamp_len)
+
+
+@lru_cache(maxsize=8)
+def encode_distances(
+    num_keys: int,
+    d_model: int,
+    *,
+    clamp_len: int | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Tensor:
+    """Encodings [S, D] of the distances S - 1, ..., 1, 0: sines, then cosines.
+
+    The result is cached, because all segments of a run have the same; do not change it in place.
+    """
+    # A tensor created in inference mode could not be used in training, and this one is cached.
+    with torch.inference_mode(False):
+        # In float64, because float32 angles of distances in the thousands are inaccurate.
+        distance_S = distances(num_keys, clamp_len=clamp_len, device=device)
+        exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
+        angle = distance_S[:, None] * 10000.0 ** -exponent[None, :]
+        return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
+
+
+def align_distances(by_distance: Tensor) -> Tensor:
+    """The relative shift: scores by distance [..., T, S] to scores by key [..., T, S].
+
+    Column c of the input is distance S - 1 - c. Row t, column s of the output is distance
+    M + t - s. Keys in a query's future get scores of other queries and must be masked.
+    """
+    return align_padded_distances(pad(by_distance, (1, 0)))
+
+
+def align_padded_distances(by_distance: Tensor) -> Tensor:
+    """`align_distances` without a copy, of scores [..., T, 1 + S] with a spare first column.
+
+    Dropping the first T numbers of the flattened rows, and cutting the rest into rows of S, shifts
+    row t left by T - 1 - t. The result is a view.
+    """
+    num_queries, width = by_distance.shape[-2:]
+    flat = by_distance.flatten(-2)[..., num_queries:]
+    return flat.unflatten(-1, (num_queries, width - 1))
+
+
+# Shapes: B lanes, T segment tokens, S keys, R = 1 + S, H heads, K d_head, N = H B
+
+
+def cast_like(x: Tensor | None, q_HBTK: Tensor) -> Tensor | None:
+    """`x` in the dtype of the queries, which under autocast is not that of the parameters."""
+    return None if x is None else x.to(q_HBTK.dtype)
+
+
+def pad_channels(x: Tensor) -> Tensor:
+    """`x` with its last dimension padded by zeros to a multiple of 16.
+
+    Then rows are multiples of 16 bytes in every dtype. GPUs load those asynchronously and in few
+    instructions, and some of torch's kernels require them. The paper's base has a d_head of 41.
+    """
+    return pad(x, (0, -x.shape[-1] % 16)) if x.shape[-1] % 16 else x
+
+
+def scaled_query(q_HBTK: Tensor, bias_HK: Tensor | None) -> Tensor:
+    """(q + bias) / sqrt(K), contiguous. Queries are scaled because scores are larger tensors."""
+    scale = q_HBTK.shape[-1] ** -0.5
+    if bias_HK is None:
+        return (q_HBTK * scale).contiguous()
+    bias_H11K = (bias_HK * scale)[:, None, None]
+    if torch.is_grad_enabled():  # `out=` cannot be differentiated
+        return torch.add(bias_H11K, q_HBTK, alpha=scale).contiguous()
+    packed = torch.empty(q_HBTK.shape, dtype=q_HBTK.dtype, device=q_HBTK.device)
+    return torch.add(bias_H11K, q_HBTK, alpha=scale, out=packed)
+
+
+def padded_distance_scores(q_HBTK: Tensor, r_HRK: Tensor, b_HS: Tensor | None) -> Tensor:
+    """Scores by distance, aligned with the keys: [N, T, S], a view into the product.
+
+    Row 0 of `r_HRK` is padding.
+    """
+    num_heads, num_lanes, num_queries, _ = q_HBTK.shape
+    product_HXR = torch.bmm(q_HBTK.flatten(1, 2), r_HRK.transpose(1, 2))
+    if b_HS is not None:
+        product_HXR = product_HXR + pad(b_HS, (1, 0))[:, None]
+    return align_padded_distances(product_HXR.view(num_heads * num_lanes, num_queries, -1))
+
+
+def align_constant_scores(score_HS: Tensor, mask_BTS: Tensor) -> Tensor:
+    """Scores that depend on the distance alone, aligned with the keys: [H, 1, T, S]."""
+    return align_distances(score_HS[:, None, None].expand(-1, 1, mask_BTS.shape[-2], -1))

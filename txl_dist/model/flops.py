@@ -8,6 +8,7 @@ share grows with `mem_len`. The tests compare the sums with torch's FlopCounterM
 from collections.abc import Sequence
 
 from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, W = H K
 
@@ -20,8 +21,8 @@ def forward_flops(
     `tail_rows` is the number of targets in each cluster of the adaptive softmax after the first; it
     depends on the text. Without it the count is a lower bound: every token's head, and no tail.
     """
-    num_keys = config.mem_len + tgt_len
-    memory = config.n_layer * _keys_and_values(config, num_lanes * config.mem_len)
+    num_keys = memory_kind(config).num_past + tgt_len
+    memory = config.n_layer * _keys_and_values(config, num_lanes * memory_kind(config).num_past)
     cached = memory + _distances(config, num_keys)
     return cached + inference_flops(
         config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows
@@ -33,7 +34,7 @@ def inference_flops(
 ) -> int:
     """As `forward_flops`, with a KVCache: the memory and the distances are already projected."""
     tokens = num_lanes * tgt_len
-    num_keys = config.mem_len + tgt_len
+    num_keys = memory_kind(config).num_past + tgt_len
     layer = (
         _queries_and_feed_forward(config, tokens)
         + _keys_and_values(config, tokens)
@@ -70,9 +71,9 @@ def training_flops(
     backward is one product. Under `pre_lnorm` the memory passes a norm that does need a gradient.
     """
     forward = forward_flops(config, num_lanes=num_lanes, tgt_len=tgt_len, tail_rows=tail_rows)
-    memory = config.n_layer * _keys_and_values(config, num_lanes * config.mem_len)
+    memory = config.n_layer * _keys_and_values(config, num_lanes * memory_kind(config).num_past)
     memory = 0 if config.pre_lnorm else memory
-    return 3 * forward - memory - _distances(config, config.mem_len + tgt_len)
+    return 3 * forward - memory - _distances(config, memory_kind(config).num_past + tgt_len)
 
 
 def _queries_and_feed_forward(config: ModelConfig, tokens: int) -> int:

@@ -9,8 +9,8 @@ tokens it keeps
 - per layer: weights, and the distance terms arranged for a single query (`_QueryTerms`),
 - the mask of lanes whose memory is full, which is the same for every later token.
 
-Results equal those of `TransformerXL.hidden` with the form of attention `biased`, bit for bit.
-Gradients, dropout and models without memory are not supported.
+Results equal those of `TransformerXL.hidden` with the attention `sdpa`, bit for bit. Gradients,
+dropout and models without memory are not supported.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
-from txl_dist.model.distance_scores import cast_like
-from txl_dist.model.encodings import DistanceTerms, apply_rotary
-from txl_dist.model.kv_cache import KVCache, LayerKVCache
-from txl_dist.model.layers import Layer
-from txl_dist.model.sdpa_attention import gpu_kernels
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.attention.sdpa import gpu_kernels
+from txl_dist.model.encodings import DistanceTerms, apply_rotary, cast_like
+from txl_dist.model.memory import SequenceState
+from txl_dist.model.memory.kv_cache import KVCache, LayerKVCache
+from txl_dist.model.transformer_xl import Layer, TransformerXL
 from txl_dist.model.visibility import mask_scores, visible_keys
 
 # Shapes: B lanes, M memory tokens, S = M + 1 keys, D d_model, H heads, K d_head, X = H K
@@ -40,35 +39,37 @@ class TokenStep:
     weights, dtype or device. `ages` are the ages of the tokens (visibility.py).
     """
 
-    def __init__(self, model: TransformerXL, cache: KVCache) -> None:
-        if not self.supports(model):
-            raise ValueError("TokenStep needs a memory, and attention=auto or biased")
-        self._model, self._mem_len = model, cache.mem_len
+    def __init__(self, model: TransformerXL, cache: SequenceState) -> None:
+        if not self.supports(model, cache):
+            raise ValueError("TokenStep needs a KVCache with a memory, and attention=auto or sdpa")
+        assert isinstance(cache, KVCache)
+        self._model, self._num_past = model, cache.num_past
         config, like = model.config, model.table.weights[0]
         self._same_length = config.same_length
-        prepared = model.encoding.prepare(config, cache.mem_len + 1, like, lambda x: x)
+        prepared = model.encoding.prepare(config, cache.num_past + 1, like, lambda x: x)
         shared = (model.content_bias_HK, model.distance_bias_HK) if config.shares_biases else None
         self._layers = []
         for layer, layer_cache in zip(model.layers, cache.layers, strict=True):
             assert isinstance(layer, Layer)
             make = partial(layer.attention.distances, prepared, shared)
-            terms = layer_cache.terms(cache.mem_len + 1, make)
+            terms = layer_cache.terms(cache.num_past + 1, make)
             self._layers.append(_LayerStep(layer, layer_cache, terms))
         # A full memory hides a key only with `same_length`. Without other scores to add, a mask of
         # zeros makes scaled_dot_product_attention take the same kernel as in segments.
         is_needed = config.same_length or not config.encoding.multiplies_distances
-        self._full_mask_B1S = self._compute_mask([cache.mem_len], like) if is_needed else None
+        self._full_mask_B1S = self._compute_mask([cache.num_past], like) if is_needed else None
         """The mask with a full memory; None if it hides nothing."""
         self._kernels = gpu_kernels if like.device.type == "cuda" else nullcontext
 
     @staticmethod
-    def supports(model: TransformerXL) -> bool:
-        """Whether the model can be computed one token at a time, in the form `biased`."""
-        return model.config.mem_len > 0 and model.config.attention in ("auto", "biased")
+    def supports(model: TransformerXL, cache: SequenceState) -> bool:
+        """Whether the model can be computed one token at a time, in the implementation `sdpa`."""
+        has_keys = isinstance(cache, KVCache) and cache.num_past > 0
+        return has_keys and model.config.attention in ("auto", "sdpa")
 
     def __call__(self, token_B: Tensor, ages: Sequence[int]) -> Tensor:
         x_BD: Tensor = self._model.table(token_B)
-        if min(ages) >= self._mem_len:
+        if min(ages) >= self._num_past:
             mask_B1S = self._full_mask_B1S
         else:
             mask_B1S = self._compute_mask(ages, x_BD)
@@ -79,7 +80,7 @@ class TokenStep:
 
     def _compute_mask(self, ages: Sequence[int], like: Tensor) -> Tensor:
         age_B1 = torch.tensor(ages, device=like.device)[:, None]
-        visible_B1S = visible_keys(age_B1, mem_len=self._mem_len, same_length=self._same_length)
+        visible_B1S = visible_keys(age_B1, num_past=self._num_past, same_length=self._same_length)
         return mask_scores(visible_B1S, like.dtype)
 
 
@@ -172,7 +173,7 @@ class _LayerStep:
 
 
 def _scaled(q_HBK: Tensor, scaled_bias_H1K: Tensor | None) -> Tensor:
-    """(q + bias) / sqrt(K), contiguous, rounded as `scaled_query` (distance_scores.py) does."""
+    """(q + bias) / sqrt(K), contiguous, rounded as `scaled_query` (encodings.py) does."""
     scale = q_HBK.shape[-1] ** -0.5
     if scaled_bias_H1K is None:
         return (q_HBK * scale).contiguous()

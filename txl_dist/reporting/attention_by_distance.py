@@ -77,7 +77,7 @@ def attention_by_distance(
     even = _Sums(1, 1, tgt_len, config.mem_len, device)
     num_queries = num_done = 0
     for group in scorer.groups(chunks):
-        cache = model.empty_kv_cache(len(group))  # changed in place by the model
+        cache = model.inference_state(len(group))  # changed in place by the model
         for segment in scorer.segments(group):
             input_BT, target_BT, age_BT = (tensor.to(device) for tensor in segment)
             scored_BT, on_attention_weights = target_BT != IGNORED, None
@@ -99,7 +99,7 @@ def attention_by_distance(
 
 def _even_weights(config: ModelConfig, age_BT: Tensor) -> Tensor:
     """Equal weights on all visible keys, [B, 1, T, S]."""
-    visible_BTS = visible_keys(age_BT, mem_len=config.mem_len, same_length=config.same_length)
+    visible_BTS = visible_keys(age_BT, num_past=config.mem_len, same_length=config.same_length)
     return (visible_BTS.double() / visible_BTS.sum(-1, keepdim=True))[:, None]
 
 

@@ -28,8 +28,9 @@ class Span(StrEnum):
     OPTIMIZER = "optimizer"
     SAVE_WAIT = "save wait"
     EVALUATION = "evaluation"
+    PEAK = "peak measurement"
     OTHER = "other"
-    """Everything else in the loop: logging, removing checkpoints, measuring the peak FLOP/s."""
+    """Everything else in the loop, such as logging."""
 
 
 STEP_SPANS = (Span.FORWARD, Span.BACKWARD, Span.REDUCE, Span.OPTIMIZER)

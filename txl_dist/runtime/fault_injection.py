@@ -33,7 +33,7 @@ Point = Literal[
     "replay",  # it fills the memory after a change of lanes
     "step",  # before the forward pass
     "evaluation",
-    "score",  # the worker of evaluation.on=workers scores a batch of chunks
+    "score",  # a worker scores a batch of chunks
     "save/files",  # every rank writes its files
     "save/manifest",  # rank 0: all files are written, and the manifest is not
     "save/latest",  # rank 0: the checkpoint is complete, and LATEST names the previous one

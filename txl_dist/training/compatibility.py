@@ -24,7 +24,7 @@ from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
 from txl_dist.training.phases import PhaseChange
-from txl_dist.training.state import CorpusEntry, Phase, TrainState, load_state
+from txl_dist.training.state import Phase, TrainState, load_state
 
 MIXTURE = "data.mixture"
 
@@ -78,8 +78,6 @@ _ON_REQUEST = (
 _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
 _IN_TOKENS = ("training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens")
-_BEFORE = {"optimizer.weight_decay_parameters": "all"}
-"""Values that settings had, in effect, before they existed, if not their defaults."""
 
 
 def require_compatible(
@@ -145,13 +143,13 @@ def check_config(
     """Compare resolved configs by dotted key. Raises CheckpointError that lists the differences."""
     lines = []
     # A setting added in a later version had its default value when the checkpoint was written.
-    old = {**default_settings(), **_BEFORE, **old}
+    old = {**default_settings(), **old}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         on_request = key.startswith(_ON_REQUEST) and key not in _FIXED
         if key == "optimizer.weight_decay_parameters" and not _decays(old) and not _decays(new):
             continue
-        # The more specific entry counts: one option of DeepSpeed changes numbers.
+        # `deepspeed.*` may change, except communication_data_type, which changes the numbers.
         is_free = key.startswith(_FREE) and not on_request
         if before == after or is_free or (on_request and key in allowed):
             continue
@@ -199,7 +197,7 @@ def check_data(
             "The same ids have another meaning. Prepare the text with the checkpoint's tokenizer "
             f"and set data.path to it: txl prepare INPUT --out NEW_DIR --tokenizer {trained.path}"
         )
-    change = PhaseChange.between(_last_phase(manifest, state), phase)
+    change = PhaseChange.between(state.phases[-1], phase)
     for before, corpus in () if allow_data_change else change.replaced:
         key = (
             "data.path" if corpus.name == SINGLE_CORPUS_NAME else f"data.mixture.{corpus.name}.path"
@@ -215,11 +213,3 @@ def check_data(
             + "".join(f"\n  {MIXTURE}.{line}" for line in change.mixture)
             + f"\nRestore it, or use the new one from this step: --allow-change {MIXTURE}"
         )
-
-
-def _last_phase(manifest: CheckpointManifest, state: TrainState) -> Phase:
-    if state.phases:
-        return state.phases[-1]
-    # Written before runs had phases: one corpus, of which only the digest was stored.
-    only = CorpusEntry(name=SINGLE_CORPUS_NAME, digest=manifest.data_digest, tokens=1, weight=1.0)
-    return Phase(corpora=(only,))

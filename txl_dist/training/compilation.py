@@ -3,10 +3,10 @@
 Only layers are compiled, and all of them share one function: the tables, the softmax and the memory
 are few operations of large tensors. Evaluation runs uncompiled, because its shapes vary.
 
-Two parts run between compiled graphs: the drawing of dropout masks, and the fused form of
-attention (model/cpu_attention.py) is one autograd node with in-place operations, which
-torch.compile refuses. On CPUs that node is faster than a compiled form, so there the feed-forward
-layers and norms are what is compiled.
+Two parts run between compiled graphs: the drawing of dropout masks, and `attention: cpu`
+(model/attention/cpu.py), which is one autograd node with in-place operations that torch.compile
+refuses. On CPUs that node is faster than a compiled one, so there the feed-forward layers and norms
+are compiled.
 """
 
 import shutil
@@ -18,14 +18,11 @@ from torch import nn
 
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
-from txl_dist.model.attention import choose_form
-from txl_dist.model.device_dropout import DeviceDropoutMasks
-from txl_dist.model.dropout import Dropout, DropoutMasks
-from txl_dist.model.layers import Layer
-from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.attention import choose_implementation
+from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, DropoutMasks, LaneDropoutMasks
+from txl_dist.model.transformer_xl import Layer, TransformerXL
 from txl_dist.runtime.device import autocast
 from txl_dist.runtime.world import World
-from txl_dist.training.lane_dropout import LaneDropoutMasks
 
 VECTOR_BYTES = 16
 """Size of the largest load instruction of a GPU, whose address must be a multiple of it."""
@@ -63,9 +60,9 @@ def compile_model(model: TransformerXL, device: torch.device) -> None:
 
 
 def _attention_can_be_compiled(model: TransformerXL, device: torch.device) -> bool:
-    """Whether torch.compile accepts the form of attention that training takes on `device`."""
+    """Whether torch.compile accepts the attention that training takes on `device`."""
     config = model.config
-    return choose_form(
+    return choose_implementation(
         config.attention, device=device, with_dropout=config.dropatt > 0, d_head=config.d_head
     ).can_be_compiled
 

@@ -1,32 +1,27 @@
-"""Builds what computes: the step with its model and engine, and the stream of segments."""
+"""Builds what computes: the step, with model, engine and memory, and evaluation on the ranks."""
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import torch
 
-from data_pipeline.streams.lanes import LanePlan
-from data_pipeline.streams.pipeline import segment_pipeline
-from data_pipeline.streams.segment_stream import SegmentStream
-from data_pipeline.streams.segments import Segment
 from txl_dist.errors import ConfigError
-from txl_dist.model.config import ModelConfig
+from txl_dist.evaluation.evaluate import (
+    EvaluationSettings,
+    evaluate_on_ranks,
+    plan_evaluation,
+)
+from txl_dist.evaluation.scoring import Scorer
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
+from txl_dist.model.devices import triton_unavailable_reason
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.triton_support import triton_unavailable_reason
-from txl_dist.model.variants import ATTENTION_FORMS
 from txl_dist.runtime.device import TORCH_DTYPE
+from txl_dist.training.begin import RankContext
 from txl_dist.training.compilation import compile_layers
-from txl_dist.training.device_segments import DeviceSegments
-from txl_dist.training.engine import create_engine
-from txl_dist.training.inputs import RankContext
-from txl_dist.training.replay import replay, segments_to_replay
-from txl_dist.training.resume_point import ResumePoint
+from txl_dist.training.engine import Engine, create_engine
+from txl_dist.training.scores import Evaluate, Score
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
-
-DATA_TIMEOUT_SHARE = 0.9
-"""Time limit for one read of the data, as a fraction of training.rank_timeout_seconds."""
 
 
 def build_step(rank: RankContext) -> TrainStep:
@@ -63,10 +58,10 @@ def build_step(rank: RankContext) -> TrainStep:
 
 
 def _require_attention(config: ModelConfig, device: torch.device) -> None:
-    """Evaluation and generation replace a form that cannot run; training was asked for it."""
-    form = ATTENTION_FORMS.get(config.attention)
+    """Evaluation and generation replace one that cannot run; training was asked for it."""
+    facts = ATTENTION_IMPLEMENTATIONS.get(config.attention)
     reason = triton_unavailable_reason(device)
-    if form is None or not form.needs_triton or not reason:
+    if facts is None or not facts.needs_triton or not reason:
         return
     raise ConfigError(
         f"model.attention={config.attention} needs the package triton and a GPU of compute "
@@ -76,48 +71,55 @@ def _require_attention(config: ModelConfig, device: torch.device) -> None:
     )
 
 
-class SegmentSource:
-    """Opens the segments of this rank's lanes at a state; at most one stream is open."""
+def build_evaluator(rank: RankContext, engine: Engine) -> Evaluate | None:
+    """A function that scores `data.evaluation` with the current weights; None if that is not done.
 
-    def __init__(self, rank: RankContext, step: TrainStep) -> None:
-        self._rank, self._step = rank, step
-        self._streams = rank.stack.enter_context(ExitStack())
+    If the run averages its weights, the average is scored.
 
-    def open_at(self, state: TrainState) -> tuple[LanePlan, Iterator[Segment]]:
-        """The lanes of the current phase, and the segments from the position of `state` on."""
-        self._streams.close()  # that of an abandoned trajectory
-        stream = self._streams.enter_context(closing(_open_stream(self._rank, self._step, state)))
-        segments, device = segment_pipeline(stream), self._rank.world.device
-        if device.type != "cpu":
-            segments = DeviceSegments(segments, device, is_ready=lambda: stream.has_segment)
-            self._step.while_computing = segments.prefetch
-        return self._rank.data.plan_of(state.phases[-1]), segments
-
-
-def refill_memory(rank: RankContext, step: TrainStep, point: ResumePoint, state: TrainState) -> int:
-    """Rebuild the memory of all lanes if that of the checkpoint does not fit. Collective.
-
-    Returns the number of tokens per lane that were replayed for it.
+    The split is opened and its chunks are planned here, once. Raises DataError if it has no target.
     """
-    num_segments = segments_to_replay(rank.config, point, state)
-    if num_segments:
-        with closing(_open_stream(rank, step, state)) as stream:
-            replay(step, stream, num_segments, config=rank.config)
-    return num_segments * rank.config.data.tgt_len
-
-
-def _open_stream(rank: RankContext, step: TrainStep, state: TrainState) -> SegmentStream:
-    data, phase = rank.config.data, state.phases[-1]
-    return SegmentStream(
-        rank.data.source_of(phase, rank.config),
-        rank.data.plan_of(phase),
-        lanes=step.lanes,
-        num_rows=len(step.lane_of_row),
-        reset=data.reset,
-        shuffle=data.order,
-        seed=rank.config.seed,
-        position=state.position,
-        prefetch_segments=data.prefetch_segments,
-        # Before the other ranks give up: then the error that ends the run names the file.
-        timeout_seconds=DATA_TIMEOUT_SHARE * rank.config.training.rank_timeout_seconds,
+    config, data, world = rank.config, rank.data, rank.world
+    if data.evaluation is None or config.evaluation.on != "ranks":
+        return None
+    model = engine.model
+    settings = EvaluationSettings(
+        split=data.evaluation.name,
+        mode="exact",
+        tgt_len=config.data.tgt_len,
+        mem_len=model.config.mem_len,
+        clamp_len=model.config.clamp_len,
+        same_length=model.config.same_length,
+        reset=config.data.reset,
+        max_tokens=config.evaluation.max_tokens,
+        precision=config.precision,
     )
+    scorer = Scorer(
+        model=model,
+        source=data.evaluation.open(),
+        tgt_len=settings.tgt_len,
+        reset=settings.reset,
+        precision=settings.precision,
+        batch_chunks=config.evaluation.batch_chunks,
+        byte_counts_V=torch.from_numpy(data.tokenizer.token_bytes()),
+    )
+    chunks = plan_evaluation(scorer.source, settings, model.config)
+
+    score = Score(
+        step=0,
+        split=settings.split,
+        max_tokens=settings.max_tokens,
+        data_digest=data.evaluation.corpus.manifest.digest,
+        nats=None,
+    )
+
+    def evaluate(state: TrainState, *, stop: object) -> Score | None:
+        world.activity.name = f"evaluation of split {settings.split}"
+        with engine.averaged_weights(), engine.whole_model() as whole_model:
+            whole_scorer = replace(scorer, model=whole_model)
+            result = evaluate_on_ranks(whole_scorer, chunks, settings, world=world, stop=stop)
+        if result is None:
+            return None
+        facts = {"step": state.step, "tokens": state.tokens}
+        return score.model_copy(update=facts).with_result(result)
+
+    return evaluate

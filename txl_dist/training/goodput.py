@@ -25,12 +25,18 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 
 from data_pipeline.system.files import overwrite_page, remove_leftovers, write_file
 from data_pipeline.system.strict import StrictModel
 from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
+from txl_dist.training.observer import Observer, Values
+from txl_dist.training.state import TrainState
+
+if TYPE_CHECKING:
+    from txl_dist.training.step import StepResult
 
 UPDATE_SECONDS = 2.0
 MAX_CHECKPOINTS = 20
@@ -228,6 +234,30 @@ class Goodput:
                 write_file(self._path, text.encode())
             else:
                 overwrite_page(self._path, text)
+
+
+class GoodputObserver(Observer):
+    """Keeps the goodput of a run on rank 0: metrics of each line, and a summary at the end."""
+
+    def __init__(self, goodput: Goodput) -> None:
+        self._goodput = goodput
+
+    def step(self, state: TrainState, result: "StepResult") -> None:
+        self._goodput.update(state.step)
+
+    def line(self, state: TrainState, values: Values) -> None:
+        values |= self._goodput.values()
+
+    def save(self, state: TrainState) -> None:
+        self._goodput.checkpoint(state.step)
+
+    def rollback(self, state: TrainState, abandoned_step: int) -> None:
+        self._goodput.update(abandoned_step)
+        self._goodput.rewind(state.step)
+
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        if summary := self._goodput.end(state.step, is_complete=is_complete, is_stopped=is_stopped):
+            log.info("%s", summary)
 
 
 def goodput_of(seconds: Mapping[str, float]) -> float:

@@ -19,7 +19,6 @@ from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
-from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
 from txl_dist.training.setup import build_trainer
 from txl_dist.training.state import TrainState
 
@@ -32,15 +31,14 @@ def train_rank(
     *,
     announce_stop: bool = False,
     report_stop: Callable[[PreemptedError], None] = lambda error: None,
-    open_workers: OpenWorkers = scoring_process,
+    evaluate_on: str = "processes",
 ) -> TrainState:
     """Take part in a run until it ends. Errors are logged and raised.
 
     A stop request before the first step ends the process immediately, with exit code 75. A later
     one asks to stop after the step; `announce_stop` confirms it on standard error. If that takes
     longer than `training.grace_seconds`, the process ends too. Whenever a request ends the process,
-    `report_stop` is called with the reason first. `open_workers` opens the worker that scores
-    checkpoints, if the config wants one.
+    `report_stop` is called with the reason first. `evaluate_on`: see `RankContext`.
     """
     fault_point("start")
     keep_freed_memory()  # before the first large allocation
@@ -71,7 +69,7 @@ def train_rank(
     ):
         try:
             log.info("rank %d is up", world.rank)
-            state = _train(job, world, directory, stop, deadline, open_workers)
+            state = _train(job, world, directory, stop, deadline, evaluate_on)
             log.info("finished at step %d", state.step)
             return state
         except PreemptedError as request:
@@ -104,7 +102,7 @@ def _train(
     directory: RunDirectory,
     stop: StopRequest,
     deadline: StopDeadline,
-    open_workers: OpenWorkers,
+    evaluate_on: str,
 ) -> TrainState:
     """Build all parts of the run and train, once for each change of settings, to its end."""
     with ExitStack() as run_stack:
@@ -120,11 +118,11 @@ def _train(
                     stop,
                     run_stack=run_stack,
                     tracker=tracker,
-                    open_workers=open_workers,
+                    evaluate_on=evaluate_on,
                 )
                 deadline.begin_steps(partial(_loss_of, trainer, directory.checkpoints))
                 state, num_steps = trainer.run(), trainer.config.num_steps
-                tracker = trainer.tracker
+                tracker = trainer.saver.tracker
             if state.step >= num_steps:
                 return state
             # Settings change after this step (`training.changes`): resume from its checkpoint.

@@ -8,22 +8,41 @@ The loss of step n depends on update n - 1, so either may be the cause. A rollba
 uses no checkpoint of update n - 1. After an evaluation or a save that finds NaN or Inf, it skips
 the last update before it. Steps are skipped by number in `TrainState.divergence`, which is written
 immediately to the checkpoint that the run returns to: they stay skipped after a kill.
+
+Each rank writes what its lanes read in a step that has diverged to one file per event:
+
+    RUN/events/divergence-step-NNNNNNNN-rank-R.json
+
+with the loss of each lane and the documents of its segment, also of lanes with an ordinary loss:
+compare them. Written only at an event, so normal steps cost nothing.
 """
 
-from collections.abc import Callable
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from data_pipeline.streams.documents import LaneDocument, documents_of_lanes
 from data_pipeline.streams.segments import Segment
-from txl_dist.checkpoint.directory import CheckpointDirectory
+from data_pipeline.system.files import write_file
+from txl_dist.checkpoint.directory import CheckpointDirectory, divergence_advice
 from txl_dist.config.run_config import RunConfig
-from txl_dist.errors import DivergedError
-from txl_dist.training.divergence_dump import DivergenceDump
-from txl_dist.training.report import Report
+from txl_dist.errors import DivergedError, TxlError
+from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.training.data import TrainingData
+from txl_dist.training.observer import Observers
 from txl_dist.training.resume_point import ResumePoint, newest_before
 from txl_dist.training.saving import RunSaver
-from txl_dist.training.state import TrainState
+from txl_dist.training.state import Phase, TrainState
 from txl_dist.training.step import StepResult, TrainStep
+
+MAX_FILES = 100
+"""Files of each rank that are kept; the oldest are removed."""
+
+log = logging.getLogger(__name__)
 
 
 class Rollback(NamedTuple):
@@ -41,9 +60,9 @@ class Recovery:
 
     config: RunConfig
     step: TrainStep
-    report: Report
+    observers: Observers
     saver: RunSaver
-    dump: DivergenceDump
+    dump: "DivergenceDump"
     checkpoints: CheckpointDirectory
     last_step: int
     """Last step of the trainer: the end of the run, or the next change of settings."""
@@ -74,7 +93,7 @@ class Recovery:
                 f"{facts}. This is event {number} within {config.max_events_interval_steps} steps, "
                 f"more than divergence.max_events={config.max_events}"
             )
-        self.report.event(
+        self.observers.event(
             "divergence.policy=%s, event %d of at most %d: %s",
             config.policy,
             number,
@@ -82,6 +101,12 @@ class Recovery:
             facts,
         )
         return state.model_copy(update={"divergence": divergence})
+
+    def advice(self, state: TrainState) -> str:
+        """What to do after a divergence that ends the run."""
+        # Not the checkpoint of this step: resuming from it would produce the same numbers.
+        last_update = state.divergence.last_update(state.step)
+        return divergence_advice(self.config.run_path, before=last_update)
 
     def roll_back_step(self, state: TrainState) -> Rollback:
         """Continue from the newest good checkpoint, after the step after `state` has diverged.
@@ -120,7 +145,7 @@ class Recovery:
                 f"{last_update}, the last update of the weights. A lower "
                 "training.checkpoint_interval_steps would leave one"
             )
-        has_other_settings = self.config.last_step_with(point.settings_step) != self.last_step
+        has_other_settings = self.config.last_step_with(point.state.step) != self.last_step
         restored = point.state if has_other_settings else self.resume_at(point)
         divergence = restored.divergence.model_copy(
             update={
@@ -137,8 +162,8 @@ class Recovery:
             update={"divergence": divergence, "resumed_from": state.resumed_from}
         )
         self.saver.rewind(restored)
-        world.run_on_rank_zero(lambda: self.report.rewind(restored, abandoned_step=state.step))
-        self.report.event(
+        world.run_on_all(lambda: self.observers.rollback(restored, state.step))
+        self.observers.event(
             "returned from step %d to the checkpoint of step %d; the run continues without step%s",
             state.step,
             restored.step,
@@ -146,6 +171,94 @@ class Recovery:
             if len(excluded) > 1
             else f" {last_update}",
         )
-        if not has_other_settings:
-            self.report.phase(restored)  # its metrics have the number of the next step
         return Rollback(restored, has_other_settings)
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceDump:
+    """Writes the files of one rank. Never raises for a disk or data that cannot be used."""
+
+    directory: Path
+    """RUN/events."""
+    rank: int
+    lanes: Sequence[int]
+    """Lanes of this rank."""
+    data: TrainingData
+    config: RunConfig
+
+    def write(self, state: TrainState, segment: Segment, result: StepResult) -> str:
+        """Write the file of the step after `state`; returns the name for all ranks' files."""
+        stem = f"divergence-step-{state.step + 1:08d}-rank-"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            content = json.dumps(self._content(state, segment, result), indent=1)
+            write_file(self.directory / f"{stem}{self.rank}.json", content.encode() + b"\n")
+            for path in self._own_files()[:-MAX_FILES]:
+                path.unlink()
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self.directory, error.strerror)
+        return str(self.directory / f"{stem}*.json")
+
+    def _content(self, state: TrainState, segment: Segment, result: StepResult) -> dict[str, Any]:
+        sums, phase = result.sums, state.phases[-1]
+        parts = self.data.plan_of(phase).epoch_ranges(segment.position, segment.next_position)
+        content: dict[str, Any] = {
+            "step": state.step + 1,
+            "event": result.event,
+            "position": segment.position,
+            "epochs": [part._asdict() for part in parts],
+            "loss": _mean(sums),
+            "gradient_norm": _json(result.gradient_norm),
+        }
+        documents: list[LaneDocument] = []
+        try:
+            documents = self._documents(phase, segment)
+        except (TxlError, OSError) as error:  # the event matters more than a list of documents
+            content["documents_error"] = str(error)
+        content["lanes"] = [
+            {
+                "lane": lane,
+                "loss": _mean(lane_sums),
+                "nats": _json(lane_sums.nats),
+                "targets": lane_sums.num_tokens,
+                "documents": [
+                    {
+                        "id": document.id,
+                        "corpus": phase.corpora[document.corpus].name,
+                        "epoch": document.epoch,
+                        "position": document.position,
+                        "num_tokens": document.num_tokens,
+                    }
+                    for document in documents
+                    if document.lane == lane
+                ],
+            }
+            for lane, lane_sums in result.lane_sums.items()
+        ]
+        return content
+
+    def _documents(self, phase: Phase, segment: Segment) -> list[LaneDocument]:
+        """The documents of this rank's lanes. Raises TxlError or OSError for damaged data."""
+        return documents_of_lanes(
+            self.data.source_of(phase, self.config),
+            self.data.plan_of(phase),
+            lanes=self.lanes,
+            start=segment.position,
+            stop=segment.next_position,
+            shuffle=self.config.data.order,
+            seed=self.config.seed,
+        )
+
+    def _own_files(self) -> list[Path]:
+        """This rank's files, oldest step first."""
+        return sorted(self.directory.glob(f"divergence-step-*-rank-{self.rank}.json"))
+
+
+def _mean(sums: LossSums) -> float | str | None:
+    """Nats per token; None for a segment of one token, which has no target."""
+    return _json(sums.nats_per_token) if sums.num_tokens else None
+
+
+def _json(value: float) -> float | str:
+    """As in metrics.jsonl: JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)

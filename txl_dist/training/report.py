@@ -1,4 +1,4 @@
-"""The report of a run: `metrics.jsonl`, the step line and events, all written by rank 0.
+"""The report of a run, on rank 0: `metrics.jsonl`, the step line, and events in the log.
 
 Loss sums are collected in `TrainState.unreported` until a line is due. They are stored in the
 checkpoint, so a resumed run writes the same lines as an uninterrupted one.
@@ -7,280 +7,159 @@ checkpoint, so a resumed run writes the same lines as an uninterrupted one.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.config.training_config import EvaluationConfig
-from txl_dist.evaluation.evaluate import EvaluationResult
 from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.model.attention import choose_attention
+from txl_dist.runtime.activity import Activity, Span
 from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.data import DEFAULT_SPLIT, EvaluatedSplit, TrainingData
-from txl_dist.training.goodput import Goodput
-from txl_dist.training.learning_check import LearningCheck
+from txl_dist.training.engine.optimizers import describe_average
+from txl_dist.training.observer import Observer, Values
 from txl_dist.training.phases import realised_shares
+from txl_dist.training.schedule import how_to_extend, lr_at
+from txl_dist.training.scores import Score
+from txl_dist.training.start_state import count_tokens, phases_of, remaining_work
 from txl_dist.training.state import TrainState
-from txl_dist.training.stragglers import StragglerCheck
-from txl_dist.training.utilisation import Utilisation
+from txl_dist.training.step import StepResult
+
+EXCLUDED = (Span.EVALUATION, Span.SAVE_WAIT, Span.PEAK)
+"""Spans that do not count in the speed of training."""
 
 log = logging.getLogger(__name__)
 
 
-class Report:
-    """The report of ranks other than 0: measures and compares with the others, writes nothing."""
-
-    def __init__(self, utilisation: Utilisation, stragglers: StragglerCheck) -> None:
-        self._utilisation, self._stragglers = utilisation, stragglers
-
-    @property
-    def peak_is_due(self) -> bool:
-        """Whether this rank would measure the peak FLOP/s after the next line."""
-        return self._utilisation.is_due
-
-    def measure_peak(self) -> None:
-        """Measure the peak FLOP/s again. Collective."""
-        start = time.monotonic()
-        self._utilisation.measure()
-        self.exclude(time.monotonic() - start)
-
-    @property
-    def comparison_is_due(self) -> bool:
-        """Whether this rank would look for stragglers after the next line."""
-        return self._stragglers.is_due
-
-    def compare_ranks(self) -> None:
-        """Log the slowest rank, if it is much slower than the others. Collective."""
-        if line := self._stragglers.compare():
-            self.event("stragglers | %s", line)
-
-    def data_wait(self, seconds: float) -> None:
-        """Called before each step: seconds until its segment was available."""
-
-    def end_step(self, state: TrainState, *, is_computed: bool) -> None:
-        """Called after each step. `is_computed`: False if a rollback has excluded it."""
-
-    def evaluation_wait(self, seconds: float) -> None:
-        """Called after each evaluation: seconds for which it blocked the loop."""
-
-    def save_wait(self, state: TrainState, seconds: float) -> None:
-        """Called after each checkpoint: seconds for which it blocked the loop."""
-
-    def exclude(self, seconds: float) -> None:
-        """Exclude other time than that of evaluations and saves from the training speed."""
-
-    def step(
-        self, state: TrainState, *, lr: float, gradient_norm: float, memory_valid: float
-    ) -> None:
-        """Write one line for the steps since the last one."""
-
-    def without_loss(self, state: TrainState) -> None:
-        """Write the counters of skipped steps and rollbacks; for a line without trained targets."""
-
-    def rewind(self, state: TrainState, *, abandoned_step: int) -> None:
-        """Remove all lines after `state`, to which a rollback has returned from a later step."""
-
-    def statistics(self, state: TrainState, values: Mapping[str, float]) -> None:
-        """Write the norms by layer of this step, if it has any."""
-
-    def evaluation(self, result: EvaluationResult, *, step: int, tokens: int, gain: float) -> None:
-        """Write the score of a split after `step`, which may be an earlier one.
-
-        `gain`: nats per token below the best score before; 0 if it is not, or is the first.
-        """
-
-    def no_score(self, step: int, reason: str) -> None:
-        """Log that a checkpoint was not scored."""
-
-    def plan(self, config: RunConfig, data: TrainingData) -> None:
-        """Log the loss to fall below, and which split is scored and when; warn about wrong data."""
-
-    def phase(self, state: TrainState) -> None:
-        """Log the corpora of the phase; if it begins now, write their shares as metrics. Does
-        nothing for a run that has only ever read one corpus.
-        """
-
-    def event(self, message: str, *values: Any) -> None:
-        """Write a line to the log."""
-
-    def sync(self) -> None:
-        """Flush all lines to disk. Call before a checkpoint, which assumes that they exist."""
-
-    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
-        """Write the summary of the run. `is_complete`: it has no steps left. `is_stopped`: a stop
-        request has ended it.
-        """
-
-
-@dataclass(slots=True)
-class Stopwatch:
-    """Time since the last line. Monotonic, because the wall clock may jump."""
-
-    start: float
-    num_steps: int = 0
-    """Steps that were computed. After a resume, fewer than those of the loss sums."""
-    data_wait_seconds: float = 0.0
-    excluded_seconds: float = 0.0
-    save_wait_seconds: float = 0.0
-    evaluation_wait_seconds: float = 0.0
-
-
-class RankZeroReport(Report):
-    """The report of rank 0, which writes."""
+class Report(Observer):
+    """Adds the loss and the speed of training to each line, and writes all values of it."""
 
     def __init__(
         self,
-        utilisation: Utilisation,
-        stragglers: StragglerCheck,
         journal: MetricsJournal,
-        goodput: Goodput,
+        activity: Activity,
+        config: RunConfig,
         *,
-        tokens_after: Callable[[int], int],
         scored: str | None = None,
-        learning: LearningCheck | None = None,
     ) -> None:
         """`scored`: `EvaluatedSplit.label` of the split that is scored."""
-        super().__init__(utilisation, stragglers)
-        self._scored, self._learning = scored, learning
-        self._journal, self._goodput = journal, goodput
-        self._tokens_after = tokens_after
-        """Function: step -> tokens of all later steps."""
-        self._stopwatch = Stopwatch(time.monotonic())
+        self._journal, self._activity, self._config = journal, activity, config
+        self._scored = scored
+        self._before: dict[Span, float] | None = None
+        """Seconds by span at the last line; None until a step begins."""
+        self._num_steps = 0
+        """Steps computed since the last line. After a resume, fewer than those of the loss sums."""
         self._seconds = self._excluded_seconds = 0.0
         """From the start of training in this process to the last line."""
 
-    def data_wait(self, seconds: float) -> None:
-        if self._seconds == 0.0 and self._stopwatch.num_steps == 0:
-            # What preceded the first step, such as an evaluation, is not expected again.
-            self._stopwatch = Stopwatch(time.monotonic() - seconds)
-        self._stopwatch.data_wait_seconds += seconds
+    def start(self, state: TrainState) -> None:
+        self._write_phase(state)
 
-    def end_step(self, state: TrainState, *, is_computed: bool) -> None:
-        self._stopwatch.num_steps += is_computed
-        self._goodput.update(state.step)
+    def segment(self, step: int) -> None:
+        # What preceded the first step, such as an evaluation, is not expected again.
+        self._before = self._before or self._activity.seconds()
 
-    def evaluation_wait(self, seconds: float) -> None:
-        self._stopwatch.evaluation_wait_seconds += seconds
-        self._stopwatch.excluded_seconds += seconds
+    def step(self, state: TrainState, result: StepResult) -> None:
+        self._num_steps += result.is_update or result.event is not None
 
-    def save_wait(self, state: TrainState, seconds: float) -> None:
-        self._stopwatch.save_wait_seconds += seconds
-        self._stopwatch.excluded_seconds += seconds
-        self._goodput.checkpoint(state.step)
+    def line(self, state: TrainState, values: Values) -> None:
+        # Without trained targets (skipped steps, a segment of one token), only the counters: the
+        # next line covers these steps too.
+        last = state.last_update
+        if state.unreported[1] and last is not None:
+            sums = LossSums(*state.unreported)
+            values |= {
+                "loss": sums.nats_per_token,
+                "perplexity": sums.perplexity,
+                **({"bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
+                "lr": lr_at(last.step, self._config.optimizer, num_steps=self._config.num_steps),
+                "gradient_norm": last.gradient_norm,
+                "memory_valid": last.memory_valid,
+                **self._speed(sums.num_tokens / state.unreported_steps),
+            }
+        values |= _counters(state)
 
-    def exclude(self, seconds: float) -> None:
-        self._stopwatch.excluded_seconds += seconds
-
-    def step(
-        self, state: TrainState, *, lr: float, gradient_norm: float, memory_valid: float
-    ) -> None:
-        stopwatch, end = self._stopwatch, time.monotonic()
-        self._stopwatch = Stopwatch(end)
-        sums = LossSums(*state.unreported)
+    def _speed(self, tokens_per_step: float) -> Values:
+        """The speed since the last line, and what the loop waited for."""
+        assert self._before is not None
+        now = self._activity.seconds()
+        spent = {span: now[span] - self._before[span] for span in Span}
+        total, excluded = sum(spent.values()), sum(spent[span] for span in EXCLUDED)
         # After a resume the sums cover more steps than this process has timed, so the speed is
-        # computed from its own steps.
-        tokens_per_step = sums.num_tokens / state.unreported_steps
-        # A clock of coarse resolution may show no time at all between two short steps.
-        seconds = max(1e-9, end - stopwatch.start - stopwatch.excluded_seconds)
-        steps_per_second = max(1, stopwatch.num_steps) / seconds
-        values = {
-            "loss": sums.nats_per_token,
-            "perplexity": sums.perplexity,
-            **({"bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
-            "lr": lr,
-            "gradient_norm": gradient_norm,
-            "tokens_per_second": tokens_per_step * steps_per_second,
-            "mfu": self._utilisation.share(steps_per_second=steps_per_second),
-            "peak_flops": self._utilisation.peak_flops,
-            "memory_valid": memory_valid,
-            "data_wait": stopwatch.data_wait_seconds / seconds,
+        # computed from its own steps. A coarse clock may show no time between two short steps.
+        seconds, total = max(1e-9, total - excluded), max(1e-9, total)
+        self._seconds += total
+        self._excluded_seconds += excluded
+        num_steps, self._before, self._num_steps = self._num_steps, now, 0
+        return {
+            "tokens_per_second": tokens_per_step * max(1, num_steps) / seconds,
+            "data_wait": spent[Span.DATA_WAIT] / seconds,
             # Of all the time, because they are excluded from `seconds`.
-            "save_wait": stopwatch.save_wait_seconds / max(1e-9, end - stopwatch.start),
-            "evaluation_wait": stopwatch.evaluation_wait_seconds / max(1e-9, end - stopwatch.start),
-            **self._goodput.values(),
-            **_counters(state),
+            "save_wait": spent[Span.SAVE_WAIT] / total,
+            "evaluation_wait": spent[Span.EVALUATION] / total,
         }
-        self._write(state, values)
-        self._seconds += end - stopwatch.start
-        self._excluded_seconds += stopwatch.excluded_seconds
+
+    def report(self, state: TrainState, values: Values) -> None:
+        if "loss" in values:
+            self.write(state, values)
+            log.info("%s", step_line(state.step, values, eta_seconds=self._eta(state, values)))
+        elif counters := _counters(state):
+            self.write(state, counters)
+
+    def _eta(self, state: TrainState, values: Values) -> float:
         # Evaluations and saves are expected to take the same share of time as until now.
         step_share = max(1e-9, 1 - self._excluded_seconds / max(1e-9, self._seconds))
-        eta_seconds = self._tokens_after(state.step) / values["tokens_per_second"] / step_share
-        log.info("%s", step_line(state.step, values, eta_seconds=eta_seconds))
-        if self._learning and (warning := self._learning.warning(state.tokens, sums)):
-            log.warning("learning | WARNING: %s", warning)
+        tokens = self._config.tokens_after(state.step)
+        return tokens / values["tokens_per_second"] / step_share
 
-    def without_loss(self, state: TrainState) -> None:
-        if counters := _counters(state):
-            self._write(state, counters)
+    def save(self, state: TrainState) -> None:
+        self._journal.sync()  # a resume from this checkpoint keeps all lines up to its step
 
-    def rewind(self, state: TrainState, *, abandoned_step: int) -> None:
+    def rollback(self, state: TrainState, abandoned_step: int) -> None:
         self._journal.sync()
-        self._journal.truncate_after(state.step, redone=redone_metrics(state, self._scored))
-        self._goodput.update(abandoned_step)
-        self._goodput.rewind(state.step)
-        self._stopwatch = Stopwatch(time.monotonic())
+        self._journal.truncate_after(state.step)
+        self._before, self._num_steps = None, 0
+        self._write_phase(state)
 
-    def statistics(self, state: TrainState, values: Mapping[str, float]) -> None:
-        if values:
-            self._write(state, dict(values))
-
-    def evaluation(self, result: EvaluationResult, *, step: int, tokens: int, gain: float) -> None:
-        sums, scored = result.sums, self._scored
+    def score(self, score: Score, gain: float | None) -> None:
+        if score.nats is None:
+            log.warning("evaluation at step %d | WARNING: no score: %s", score.step, score.reason)
+            return
+        sums, scored = score.sums, self._scored
         values = {
             f"{scored}/loss": sums.nats_per_token,
             f"{scored}/perplexity": sums.perplexity,
             f"{scored}/tokens_scored": sums.num_tokens,
+            **({f"{scored}/bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
         }
-        if sums.num_bytes:
-            values[f"{scored}/bits_per_byte"] = sums.bits_per_byte
-        self._journal.write({"step": step, "tokens": tokens, "time": time.time(), **values})
+        line = {"step": score.step, "tokens": score.tokens, "time": time.time(), **values}
+        self._journal.write(line)
         per_byte = f" | bits per byte {sums.bits_per_byte:.4f}" if sums.num_bytes else ""
-        comment = f" | best so far, by {gain:.2g}" if gain else ""
-        if self._learning and not self._learning.is_learned(sums.nats_per_token):
-            comment += f" | not clearly below the unigram entropy {self._learning.entropy:.3f}"
         log.info(
             "evaluation at step %d | %s loss %.4f | ppl %.2f%s | %s targets%s",
-            step,
+            score.step,
             scored,
             sums.nats_per_token,
             sums.perplexity,
             per_byte,
             f"{sums.num_tokens:,}",
-            comment,
+            f" | best so far, by {gain:.2g}" if gain else "",
         )
 
-    def no_score(self, step: int, reason: str) -> None:
-        log.warning("evaluation at step %d | WARNING: no score: %s", step, reason)
+    def event(self, message: str, *values: Any) -> None:
+        log.info(message, *values)
 
-    def plan(self, config: RunConfig, data: TrainingData) -> None:
-        if self._learning:
-            log.info("learning | %s", self._learning.line)
-        shuffled = [c for c in data.corpora if c.manifest.settings.shuffle is not None]
-        if config.data.reset == "stream" and shuffled:
-            log.warning(
-                "memory | WARNING: data.reset=stream continues the memory into the next document, "
-                "but %s was prepared with --shuffle, so that is an unrelated one. Prepare it "
-                "without --shuffle, or set data.reset=document",
-                " and ".join(str(corpus.directory) for corpus in shuffled),
-            )
-        self._evaluation_plan(config.evaluation, data)
+    def write(self, state: TrainState, values: Values) -> None:
+        """Write a line of the step of `state` to metrics.jsonl."""
+        line = {"step": state.step, "tokens": state.tokens, "time": time.time(), **values}
+        self._journal.write(line)
 
-    def _evaluation_plan(self, config: EvaluationConfig, data: TrainingData) -> None:
-        if config.split is None:
-            log.info("evaluation | none, because evaluation.split=null")
-        elif data.evaluation is None:
-            log.warning(
-                "evaluation | WARNING: no evaluation, no score and no BEST checkpoint: no data of "
-                "this run has tokens in a split %r. Prepare data with --split %s=0.01, or name "
-                "another split: evaluation.split=NAME. For no evaluation: evaluation.split=null",
-                DEFAULT_SPLIT,
-                DEFAULT_SPLIT,
-            )
-        else:
-            log.info("evaluation | %s", evaluation_line(config, data.evaluation))
+    def _write_phase(self, state: TrainState) -> None:
+        """Log the corpora of the phase; if it begins now, write their shares as metrics.
 
-    def phase(self, state: TrainState) -> None:
+        Does nothing for a run that has only ever read one corpus.
+        """
         phase = state.phases[-1]
         if len(state.phases) == len(phase.corpora) == 1:
             return
@@ -293,27 +172,70 @@ class RankZeroReport(Report):
             # next step are not trained yet.
             self._journal.write({"step": state.step + 1, "time": time.time(), **values})
 
-    def event(self, message: str, *values: Any) -> None:
-        log.info(message, *values)
 
-    def sync(self) -> None:
-        self._journal.sync()
-
-    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
-        summary = self._goodput.end(state.step, is_complete=is_complete, is_stopped=is_stopped)
-        if summary:
-            log.info("%s", summary)
-
-    def _write(self, state: TrainState, values: dict[str, float]) -> None:
-        self._journal.write(
-            {"step": state.step, "tokens": state.tokens, "time": time.time(), **values}
+def log_start(
+    rank: RankContext,
+    beginning: Beginning,
+    state: TrainState,
+    *,
+    shapes: Mapping[str, Sequence[int]],
+) -> None:
+    """Log what is trained and from where, and what is going to be evaluated. `shapes` of the
+    parameters: at stage 3 the model itself holds empty ones.
+    """
+    config, world, point = rank.config, rank.world, beginning.point
+    remaining = remaining_work(state, num_steps=config.num_steps, unscored=beginning.unscored)
+    if remaining is None:
+        log.info(
+            "this run is finished: %d of training.num_steps=%d steps are done. To train it "
+            "further: %s",
+            state.step,
+            config.num_steps,
+            how_to_extend(config, num_steps=state.step),
         )
+    else:
+        model, num_parameters = config.model, sum(map(math.prod, shapes.values()))
+        attention = choose_attention(
+            model.attention,
+            device=world.device,
+            with_dropout=model.dropatt > 0,
+            d_head=model.d_head,
+        )
+        start = f"resuming at step {state.step} from {point.path}" if point else "a new run"
+        log.info(
+            f"{start} | {num_parameters:,} parameters | {world.num_ranks} ranks on "
+            f"{world.device.type} | ZeRO stage {config.deepspeed.zero_stage} | {config.precision} "
+            f"| {attention.__name__} | {config.data.num_lanes} lanes of "
+            f"{rank.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
+        )
+    if point is not None:
+        log.info("%s", count_tokens(phases_of(rank, point), state).line)
+    _log_data(config, rank.data)
+    if config.optimizer.averaging and rank.data.evaluation:
+        log.info("evaluation | scores the %s", describe_average(config.optimizer))
 
 
-def redone_metrics(state: TrainState, scored: str | None) -> dict[int, str]:
-    """The metrics of the evaluations that a run at `state` still has to do, by step."""
-    # A process killed after writing a score to the journal, but before saving it, left them.
-    return {} if scored is None else dict.fromkeys(state.missing_scores, f"{scored}/loss")
+def _log_data(config: RunConfig, data: TrainingData) -> None:
+    shuffled = [c for c in data.corpora if c.manifest.settings.shuffle is not None]
+    if config.data.reset == "stream" and shuffled:
+        log.warning(
+            "memory | WARNING: data.reset=stream continues the memory into the next document, "
+            "but %s was prepared with --shuffle, so that is an unrelated one. Prepare it without "
+            "--shuffle, or set data.reset=document",
+            " and ".join(str(corpus.directory) for corpus in shuffled),
+        )
+    if config.evaluation.split is None:
+        log.info("evaluation | none, because evaluation.split=null")
+    elif data.evaluation is None:
+        log.warning(
+            "evaluation | WARNING: no evaluation, no score and no BEST checkpoint: no data of "
+            "this run has tokens in a split %r. Prepare data with --split %s=0.01, or name "
+            "another split: evaluation.split=NAME. For no evaluation: evaluation.split=null",
+            DEFAULT_SPLIT,
+            DEFAULT_SPLIT,
+        )
+    else:
+        log.info("evaluation | %s", evaluation_line(config, data.evaluation))
 
 
 def _counters(state: TrainState) -> dict[str, float]:
@@ -325,8 +247,9 @@ def _counters(state: TrainState) -> dict[str, float]:
     return {name: count for name, count in counters.items() if count}
 
 
-def evaluation_line(config: EvaluationConfig, evaluated: EvaluatedSplit) -> str:
+def evaluation_line(run: RunConfig, evaluated: EvaluatedSplit) -> str:
     """`split 'valid' of data/web (24,576 tokens) | every 500 steps and at the end`."""
+    config = run.evaluation
     text = f"split {evaluated.name!r} of {evaluated.corpus.directory}"
     if config.max_tokens is not None and config.max_tokens < evaluated.num_tokens:
         text = f"the first {config.max_tokens:,} tokens of {text}"

@@ -48,18 +48,7 @@ def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> Resume
         return None
     require_compatible(point.manifest, point.state, point.path, job=job, data=data)
     _warn_of_other_code(point)
-    # Evaluations of the checkpoint's run that this run does not do, or does in another way.
-    state = point.state.scored_on(job.config.evaluation.on if data.evaluation else None)
-    lost = [step for step in point.state.missing_scores if step not in state.missing_scores]
-    if lost and data.evaluation and world.is_rank_zero:
-        log.warning(
-            "the checkpoints of steps %s have no score yet, and evaluation.on=ranks cannot score "
-            "them. To do so: txl eval %s DATA --split %s",
-            lost,
-            point.path.parent / "step-...",
-            data.evaluation.name,
-        )
-    return replace(point, state=state, kept_step=_kept_step(point, directory))
+    return replace(point, kept_step=_kept_step(point, directory))
 
 
 def _kept_step(point: ResumePoint, checkpoints: CheckpointDirectory) -> int:

@@ -17,6 +17,7 @@ from txl_dist.checkpoint.reader import (
 )
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError
+from txl_dist.model.memory import memory_kind
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
 from txl_dist.training.engine import Engine
@@ -42,17 +43,10 @@ class ResumePoint:
         return is_in or self.step_in(checkpoints) is not None
 
     def has_memory_for(self, config: RunConfig) -> bool:
-        """Whether its memory fits: the same lanes, and at least as many tokens."""
-        return (
-            len(self.manifest.rank_of_lane) == config.data.num_lanes
-            and self.manifest.architecture.mem_len >= config.model.mem_len
-        )
-
-    @property
-    def settings_step(self) -> int:
-        """The run continues with the settings after this step (`RunConfig.after_step`)."""
-        # A pending evaluation belongs to the last step, so it precedes a change after that step.
-        return self.state.step - self.state.evaluation_pending
+        """Whether its memory fits: the same lanes, and rows that can be loaded."""
+        return len(self.manifest.rank_of_lane) == config.data.num_lanes and memory_kind(
+            config.model
+        ).fits(self.manifest.architecture)
 
     def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
         """The step of this checkpoint, or of its copy, in a run; None if it is superseded there."""

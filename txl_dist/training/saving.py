@@ -1,8 +1,8 @@
-"""RunSaver: when the checkpoints of a run are written, scored and removed.
+"""RunSaver: when the checkpoints of a run are written and removed.
 
     save        copy this rank's tensors; a background thread writes them and publishes the
-                checkpoint, then sets LATEST, and BEST if it has the best score
-    save_score  add the score to the checkpoint of its step; set BEST
+                checkpoint, then sets LATEST
+    mark_best   set BEST
     confirm     a loss computed from it was accepted: remove older checkpoints
     rewind      continue from an older checkpoint; later ones are superseded
     wait        until all of that is done; raises the errors of the background threads
@@ -39,9 +39,9 @@ from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.runtime.process import code_description
 from txl_dist.runtime.world import wait_for_queues
 from txl_dist.tracking.tracker import Tracker
-from txl_dist.training.inputs import RankContext
-from txl_dist.training.resume_point import ResumePoint
-from txl_dist.training.state import BestScore, TrainState
+from txl_dist.training.begin import Beginning, RankContext
+from txl_dist.training.scores import ScoreTable
+from txl_dist.training.state import TrainState
 from txl_dist.training.step import TrainStep
 
 NOTICEABLE_SECONDS = 0.05
@@ -60,12 +60,7 @@ def retention_of(config: TrainingConfig) -> Retention:
 
 
 def open_saver(
-    rank: RankContext,
-    step: TrainStep,
-    tracker: Tracker | None,
-    point: ResumePoint | None,
-    *,
-    is_new_attempt: bool,
+    rank: RankContext, beginning: Beginning, step: TrainStep, tracker: Tracker | None
 ) -> "RunSaver":
     """The saver of a run. Collective. Records a new attempt at `training.checkpoint_url` too."""
     config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
@@ -87,10 +82,14 @@ def open_saver(
         header=header,
         step=step,
         tracker=tracker,
-        mirror=_open_mirror(rank, is_new_attempt=is_new_attempt),
+        mirror=_open_mirror(rank, is_new_attempt=beginning.is_new_attempt),
         config=config.training,
+        scores=beginning.scores,
+        max_waiting=config.evaluation.max_waiting_checkpoints
+        if config.evaluation.on == "workers"
+        else 0,
         saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
-        saved_step=point.step_in(checkpoints) if point else None,
+        saved_step=beginning.point.step_in(checkpoints) if beginning.point else None,
     )
     return rank.stack.enter_context(closing(saver))
 
@@ -117,7 +116,8 @@ class RunSaver:
     """Saves from all ranks. `save`, `wait*` and `finish` are collective, other methods are not.
 
     `saved_file` is created at the first checkpoint (see TrainJob). `saved_step` is the step of the
-    newest save of this run, or of the checkpoint that it resumed from.
+    newest save of this run, or of the checkpoint that it resumed from. `scores` on rank 0: their
+    best checkpoint is kept, and up to `max_waiting` that wait for a score.
     """
 
     def __init__(
@@ -129,12 +129,14 @@ class RunSaver:
         tracker: Tracker | None,
         mirror: CheckpointMirror | None,
         config: TrainingConfig,
+        scores: ScoreTable | None,
+        max_waiting: int = 0,
         saved_file: Path | None,
         saved_step: int | None,
     ) -> None:
         self._checkpoints, self._header, self._config = checkpoints, header, config
-        self._mirror = mirror
-        self._step, self._tracker, self._saved_file = step, tracker, saved_file
+        self._mirror, self._scores, self._max_waiting = mirror, scores, max_waiting
+        self._step, self.tracker, self._saved_file = step, tracker, saved_file
         self.saved_step = saved_step
         self._is_confirmed = False
         self._saved_at = time.monotonic()
@@ -171,6 +173,8 @@ class RunSaver:
         world.activity.name = f"checkpoint of step {state.step}"
         self._wait_for_previous(state.step)
         self._num_saves += 1
+        if self._scores is not None:
+            state = state.model_copy(update={"best": self._scores.best})
         save = Save(
             directory=self._checkpoints,
             save_id=self._save_id,
@@ -180,18 +184,15 @@ class RunSaver:
             require_useful=partial(self._require_useful, self._queue),
         )
         snapshot = Snapshot(self._step.engine.fragments(), self._step.memory_of_lanes())
-        mlflow_run_id = self._tracker.run_id if self._tracker else None
+        mlflow_run_id = self.tracker.run_id if self.tracker else None
         self._queue.submit(partial(self._write, save, snapshot, state, mlflow_run_id))
         self.saved_step, self._is_confirmed = state.step, False
         self._saved_at = time.monotonic()
 
-    def save_score(self, state: TrainState, score: BestScore) -> None:
-        """Add a score to the checkpoint of its step, and to later ones that lack it.
-
-        `state` is that after the score.
-        """
-        self._submit_on_rank_zero(lambda: self._write_score(state, score))
-        self._is_confirmed = False  # the checkpoint may be removed now
+    def mark_best(self) -> None:
+        """Let BEST point to the checkpoint of the best score, once it is written."""
+        self._submit_on_rank_zero(self._mark_best)
+        self._is_confirmed = False  # the one before may be removed now
 
     def rewind(self, state: TrainState) -> None:
         """Continue from the checkpoint of `state`, which a rollback has loaded.
@@ -199,10 +200,13 @@ class RunSaver:
         Later checkpoints are superseded, and `state.divergence` becomes part of this one, so that a
         resume from it skips the same steps. Raises CheckpointError on every rank.
         """
-        best_step = state.best.step if state.best else None
         changes = state.model_dump(mode="json", include={"divergence", "resumed_from"})
 
         def rewrite() -> None:
+            best_step = None
+            if self._scores is not None:
+                self._scores.rewind(state.step)
+                best_step = self._scores.best_step
             self._checkpoints.rewind(state.step, best_step=best_step)
             update_state(self._checkpoints, state.step, changes)
 
@@ -213,11 +217,11 @@ class RunSaver:
             self._mirror.update()  # removes the copies of the superseded checkpoints
         self.saved_step, self._is_confirmed = state.step, False
 
-    def confirm(self, state: TrainState) -> None:
+    def confirm(self) -> None:
         """Remove old checkpoints; call after an accepted step, and at the end of the run."""
         # Called after every step, but needed only once per checkpoint.
         if not self._is_confirmed:
-            self._submit_on_rank_zero(lambda: self._prune(state))
+            self._submit_on_rank_zero(self._prune)
         self._is_confirmed = True
 
     def wait(self) -> None:
@@ -276,8 +280,9 @@ class RunSaver:
         log.warning("%s", message)
 
     def settle(self) -> None:
-        """`wait` before a rollback, for which it does not matter if a save has found numbers that
-        are not finite. Collective.
+        """`wait` before a rollback, which a save that has found NaN or Inf must not prevent.
+
+        Collective.
         """
         try:
             self.wait()
@@ -289,8 +294,7 @@ class RunSaver:
     def wait_after(self, error: DivergedError) -> DivergedError:
         """`wait` before a run ends with `error`. Collective; returns the error to end it with.
 
-        That is the error of the save if it has found numbers that are not finite: they are the
-        cause of what came later.
+        That is the error of the save if it has found NaN or Inf, which then caused what came later.
         """
         try:
             self.wait()
@@ -346,7 +350,7 @@ class RunSaver:
         queue.progress += 1
         # A rollback has given the run another queue.
         if queue is not self._queue or time.monotonic() > self._deadline:
-            raise TxlError("given up, because the save has failed on another rank")
+            raise TxlError("save cancelled: another rank failed to write its part")
 
     def _write(
         self, save: Save, snapshot: Snapshot, state: TrainState, mlflow_run_id: str | None
@@ -362,38 +366,23 @@ class RunSaver:
             timeout_seconds=self._config.rank_timeout_seconds,
         )
         with explain_failed_save(self._checkpoints, rank=0):
-            # Only now: Ray restarts with `resume: auto` once this file exists.
+            # After the rename: Ray restarts with `resume: auto` once this file exists.
             if self._saved_file:
                 self._saved_file.touch()
             log.info("checkpoint at step %d | %s", state.step, path)
-            self._update_best(state, state.step)
         if self._mirror is not None:
             self._mirror.update()
 
-    def _write_score(self, state: TrainState, score: BestScore) -> None:
-        entry = score.model_dump(mode="json")
-        changes = state.model_dump(mode="json", include={"best", "evaluation_pending"})
+    def _mark_best(self) -> None:
+        assert self._scores is not None
         with explain_failed_save(self._checkpoints, rank=0):
-            # Also in checkpoints that were written between the step and its score: the checkpoint
-            # of the step may be removed before them.
-            for step in self._checkpoints.steps():
-                if step < score.step:
-                    continue
-                changes["unscored_steps"] = [n for n in state.unscored_steps if n <= step]
-                own = {"score": entry} if step == score.step else {}
-                update_state(self._checkpoints, step, {**changes, **own})
-            self._update_best(state, score.step)
-        if self._mirror is not None:
-            self._mirror.update()
+            self._scores.mark_best()
 
-    def _prune(self, state: TrainState) -> None:
+    def _prune(self) -> None:
+        scores = self._scores
         with explain_failed_save(self._checkpoints, rank=0):
             self._checkpoints.prune(
                 retention_of(self._config),
-                best_step=state.best.step if state.best else None,
-                unscored_steps=state.unscored_steps,
+                best_step=scores.best_step if scores else None,
+                unscored_steps=scores.kept(max_waiting=self._max_waiting) if scores else (),
             )
-
-    def _update_best(self, state: TrainState, step: int) -> None:
-        if state.best is not None and state.best.step == step:
-            self._checkpoints.set_pointer("BEST", step)

@@ -6,16 +6,16 @@ current epoch with what the phase after it is going to read.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data_pipeline.streams.remainder import merged, num_tokens
 from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.config.config_file import dump_run_config
-from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.training.inputs import RankContext
+from txl_dist.tracking.journal import MetricsJournal, last_trained_step
+from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.phases import phases_from
 from txl_dist.training.replay import context_segments, segments_to_replay
-from txl_dist.training.report import redone_metrics
 from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.state import Phase, TrainState
 
@@ -31,12 +31,6 @@ def initial_state(rank: RankContext, point: ResumePoint | None) -> TrainState:
         position=state.position,
         context_tokens=context_segments(rank.config) * rank.config.data.tgt_len,
     )
-    # A run without evaluation drops the pending evaluation of the run that it resumes.
-    state = state.scored_on(rank.config.evaluation.on if rank.data.evaluation else None)
-    if point is not None and not point.is_of(rank.directory.checkpoints):
-        # The checkpoints of its earlier steps are those of another run.
-        unscored = tuple(step for step in state.unscored_steps if step == state.step)
-        state = state.model_copy(update={"unscored_steps": unscored})
     state = state.model_copy(update={"phases": phases})
     if point is not None and segments_to_replay(rank.config, point, state):
         # The memory is replayed, so it has no gap any more.
@@ -50,29 +44,39 @@ def phases_of(rank: RankContext, point: ResumePoint) -> tuple[Phase, ...]:
     return point.state.phases or (rank.data.phase.model_copy(update={"num_lanes": num_lanes}),)
 
 
-def open_run(rank: RankContext, state: TrainState, point: ResumePoint | None) -> None:
-    """Make the run directory consistent with `state`: no later checkpoints, no later metrics."""
+def open_run(rank: RankContext, beginning: Beginning) -> int:
+    """Make the run directory consistent: no checkpoints, scores or metrics after the beginning.
+
+    Called on rank 0. Returns the last step of the metrics before that.
+    """
     directory, evaluation = rank.directory, rank.data.evaluation
+    scores, kept_step, point = beginning.scores, beginning.kept_step, beginning.point
+    assert scores is not None
+    reached_step = last_trained_step(directory.metrics)
     # Everything here is idempotent: a process killed at any line leaves a directory that the next
     # start makes consistent again.
     directory.checkpoints.open()
-    best_step = state.best.step if state.best else None
     source = point.path if point else None
-    kept_step = point.kept_step if point else 0
-    for step in directory.checkpoints.rewind(kept_step, best_step=best_step, source=source):
+    for step in directory.checkpoints.rewind(kept_step, best_step=scores.best_step, source=source):
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
     write_file(directory.config, dump_run_config(rank.written_config).encode())
-    redone = redone_metrics(state, evaluation.label if evaluation else None)
+    metric = f"{evaluation.label}/loss" if evaluation else ""
     with MetricsJournal(directory.metrics) as journal:
-        journal.truncate_after(kept_step, redone=redone)
+        # A copy of the run from a URL has metrics, but no files of scores.
+        journal.truncate_after(kept_step, redone=dict.fromkeys(beginning.unscored, metric))
+    if evaluation:
+        scores.write_metrics(directory.metrics, evaluation.label)
+    return reached_step
 
 
-def remaining_work(state: TrainState, *, num_steps: int) -> str | None:
-    """What a run at `state` still has to do, in words; None if it is finished."""
-    unscored = ", ".join(map(str, state.missing_scores))
-    evaluation = f"the evaluation of step {unscored}" if unscored else ""
+def remaining_work(state: TrainState, *, num_steps: int, unscored: Sequence[int]) -> str | None:
+    """What a run at `state` still has to do, in words; None if it is finished.
+
+    `unscored`: steps whose evaluation is missing.
+    """
+    evaluation = f"the evaluation of step {', '.join(map(str, unscored))}" if unscored else ""
     steps = f"steps {state.step + 1} to {num_steps}" if state.step < num_steps else ""
     return ", then ".join(filter(None, (evaluation, steps))) or None
 

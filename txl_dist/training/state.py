@@ -1,13 +1,12 @@
 """TrainState: the progress of a run, stored as plain JSON in a checkpoint's manifest (`state`).
 
 Tensors (weights, optimizer state, memory) are stored separately. No random state is needed: dropout
-masks follow from seed, step and lane (`lane_dropout.py`), the order of tokens from seed and epoch
+masks follow from seed, step and lane (`dropout.py`), the order of tokens from seed and epoch
 (`data_pipeline/streams/order.py`).
 """
 
 import json
-import math
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, JsonValue, ValidationError
 
@@ -17,55 +16,15 @@ from data_pipeline.streams.remainder import Remainder
 from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.system.strict import StrictModel, first_problem
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
-from txl_dist.errors import CheckpointError, DivergedError
+from txl_dist.config.training_config import DivergenceConfig
+from txl_dist.errors import CheckpointError
+from txl_dist.evaluation.loss_sums import LossSums
 from txl_dist.training.divergence import DivergenceState
+from txl_dist.training.scores import Score
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.evaluate import EvaluationResult
-
-
-class BestScore(StrictModel):
-    """The validation loss of a step; in `TrainState.best` the lowest one up to now."""
-
-    step: Count
-    nats_per_token: float
-    split: str
-    max_tokens: Count | None
-    data_digest: Sha256 | None = None
-    """Digest of the dataset that was scored. Losses on different text are not compared."""
-
-    @classmethod
-    def of(cls, result: "EvaluationResult", *, step: int, data_digest: str | None) -> Self:
-        """The score of a result. Raises DivergedError if it is not finite."""
-        sums, settings = result.sums, result.settings
-        if not math.isfinite(sums.nats):
-            raise DivergedError(
-                f"the loss of split {settings.split} after step {step} is {sums.nats}: "
-                "earlier updates were too large, and the weights are unusable"
-            )
-        return cls(
-            step=step,
-            nats_per_token=sums.nats_per_token,
-            split=settings.split,
-            max_tokens=settings.max_tokens,
-            data_digest=data_digest,
-        )
-
-    def improves_on(self, other: "BestScore | None") -> bool:
-        """Whether this loss is lower than `other`, or the first on this text."""
-        return (
-            other is None or self._text != other._text or self.nats_per_token < other.nats_per_token
-        )
-
-    def gain_over(self, other: "BestScore | None") -> float:
-        """Nats per token by which this is below `other`; 0 if it is not, or on other text."""
-        if other is None or self._text != other._text:
-            return 0.0
-        return max(0.0, other.nats_per_token - self.nats_per_token)
-
-    @property
-    def _text(self) -> tuple[str, int | None, str | None]:
-        return self.split, self.max_tokens, self.data_digest
+    from data_pipeline.streams.segments import Segment
+    from txl_dist.training.step import StepResult
 
 
 class CorpusEntry(StrictModel):
@@ -159,9 +118,8 @@ class TrainState(StrictModel):
     """Lane position of the next segment."""
     tokens: Count = 0
     """Targets trained on, over all lanes."""
-    best: BestScore | None = None
-    score: BestScore | None = None
-    """Score of this step; None: it was not evaluated, or not yet."""
+    best: Score | None = None
+    """The best score when the checkpoint was saved; None in a run that trains (`scores.py`)."""
     unreported: tuple[float, Count, Count] = (0.0, 0, 0)
     """Nats, tokens and bytes since the last line of metrics.jsonl."""
     unreported_steps: Count = 0
@@ -169,10 +127,6 @@ class TrainState(StrictModel):
     """None before the first one, and in a checkpoint of an older version."""
     phases: tuple[Phase, ...] = ()
     """All phases in order; the last one is the current one."""
-    evaluation_pending: bool = False
-    """The evaluation due at this step has not been done yet by the ranks."""
-    unscored_steps: tuple[Count, ...] = ()
-    """Steps whose checkpoints wait for the score of a worker, ascending (`evaluation.on`)."""
     contiguous_from: Count = 0
     """Lane position from which the memory is contiguous: the lanes' memory of earlier tokens is not
     followed directly by this position, so no token may attend across it."""
@@ -185,54 +139,6 @@ class TrainState(StrictModel):
         return (
             self.resumed_from == earlier.resumed_from
             and self.divergence.num_rollbacks == earlier.divergence.num_rollbacks
-        )
-
-    @property
-    def missing_scores(self) -> tuple[int, ...]:
-        """Steps whose evaluation was due, but has no score yet, ascending."""
-        return (*self.unscored_steps, *((self.step,) if self.evaluation_pending else ()))
-
-    @property
-    def is_unscored(self) -> bool:
-        """Whether a worker has to score this step."""
-        return self.step in self.unscored_steps
-
-    def with_missing_score(self, scorer: str) -> "TrainState":
-        """The state when the evaluation of this step is due; `scorer` is `evaluation.on`."""
-        if scorer == "ranks":
-            return self.model_copy(update={"evaluation_pending": True})
-        return self.model_copy(update={"unscored_steps": (*self.unscored_steps, self.step)})
-
-    def with_score(self, score: BestScore) -> "TrainState":
-        """The state after the evaluation of `score.step`, which may be an earlier step."""
-        return self.model_copy(
-            update={
-                "best": score if score.improves_on(self.best) else self.best,
-                "score": score if score.step == self.step else self.score,
-                "evaluation_pending": False,
-                "unscored_steps": self._unscored_without(score.step),
-            }
-        )
-
-    def without_score(self, step: int) -> "TrainState":
-        """The state after it was decided not to score `step`."""
-        return self.model_copy(update={"unscored_steps": self._unscored_without(step)})
-
-    def _unscored_without(self, step: int) -> tuple[int, ...]:
-        return tuple(other for other in self.unscored_steps if other != step)
-
-    def scored_on(self, scorer: str | None) -> "TrainState":
-        """The state with its missing scores where this run computes them.
-
-        `scorer`: `evaluation.on`; None: the run has no evaluation. The ranks can score only the
-        present weights, so scores of earlier steps are given up for them.
-        """
-        missing = self.missing_scores
-        return self.model_copy(
-            update={
-                "evaluation_pending": scorer == "ranks" and self.step in missing,
-                "unscored_steps": missing if scorer == "workers" else (),
-            }
         )
 
 
@@ -253,3 +159,41 @@ def load_state(path: DatasetPath, manifest: CheckpointManifest) -> TrainState:
         for phase in state.phases
     )
     return state.model_copy(update={"phases": phases})
+
+
+def after_step(
+    state: TrainState, segment: "Segment", result: "StepResult", config: DivergenceConfig
+) -> TrainState:
+    """The state after the step that has read `segment`.
+
+    A step that was skipped or rejected counts as a step, but not as an update.
+    """
+    changes = _updated(state, result, config) if result.is_update else _skipped(state, segment)
+    position = {"step": state.step + 1, "position": segment.next_position, "score": None}
+    return state.model_copy(update={**position, **changes})
+
+
+def _updated(state: TrainState, result: "StepResult", config: DivergenceConfig) -> dict[str, Any]:
+    unreported = LossSums(*state.unreported) + result.sums
+    divergence = state.divergence.with_accepted(
+        config, sums=result.sums, gradient_norm=result.gradient_norm
+    )
+    return {
+        "tokens": state.tokens + result.sums.num_tokens,
+        "unreported": (unreported.nats, unreported.num_tokens, unreported.num_bytes),
+        "unreported_steps": state.unreported_steps + 1,
+        "last_update": LastUpdate(
+            step=state.step + 1,
+            gradient_norm=result.gradient_norm,
+            memory_valid=result.memory_valid,
+        ),
+        "divergence": divergence,
+    }
+
+
+def _skipped(state: TrainState, segment: "Segment") -> dict[str, Any]:
+    # The memory is that of the tokens before this segment: the next one must not attend to it.
+    return {
+        "skipped_steps": state.skipped_steps + 1,
+        "contiguous_from": segment.next_position,
+    }

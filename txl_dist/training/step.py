@@ -15,9 +15,9 @@ segment's arrays on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,21 +26,16 @@ from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
 from txl_dist.evaluation.loss_sums import LossSums
-from txl_dist.model.device_dropout import DeviceDropoutMasks
-from txl_dist.model.dropout import DropoutMasks
-from txl_dist.model.host_copies import to_device
-from txl_dist.model.memory import Memory
+from txl_dist.model.devices import to_device
+from txl_dist.model.dropout import DeviceDropoutMasks, DropoutMasks, LaneDropoutMasks
+from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
-from txl_dist.training.device_segments import DeviceSegment
 from txl_dist.training.engine import Decision, Engine
-from txl_dist.training.lane_dropout import LaneDropoutMasks
-from txl_dist.training.statistics import WeightStatistics
 
-# Shapes: R rows of a micro-batch, T segment tokens, M memory tokens, D d_model, L layers,
-# V vocabulary
+# Shapes: R rows of a micro-batch, T segment tokens, V vocabulary
 
 NO_LANE = -1
 """Marks padding rows: all ranks compute as many rows as the rank with the most lanes."""
@@ -53,7 +48,7 @@ class StepResult:
     sums: LossSums
     gradient_norm: float
     memory_valid: float
-    """Share of the memory tokens of all lanes that the segment's first tokens may attend to."""
+    """Share of the memory of all lanes that the segment's first tokens may read."""
     raised: frozenset[str]
     """Flags that are true on at least one rank."""
     event: str | None = None
@@ -62,8 +57,6 @@ class StepResult:
     """Whether the weights were updated and the memory advanced."""
     lane_sums: Mapping[int, LossSums] = field(default_factory=dict)
     """Loss sums of each lane of this rank, of a step that has diverged; else empty."""
-    statistics: Mapping[str, float] = field(default_factory=dict)
-    """Norms by layer (statistics.py), in steps that have them."""
 
 
 DropoutRng = Literal["lane", "device"]
@@ -77,7 +70,7 @@ class _MicroBatch(NamedTuple):
     nats_RT: Tensor
     target_RT: Tensor
     """On the host."""
-    memory: Memory
+    memory: SequenceState
     """The next memory, which is used once the step is accepted."""
 
 
@@ -96,10 +89,11 @@ class TrainStep:
         num_rows = micro_batch_rows * num_micro_batches
         # Padding rows are last, so row i is lanes[i] for all rows with a lane.
         self.lane_of_row = [*lanes, *[NO_LANE] * (num_rows - len(lanes))]
-        self.statistics: WeightStatistics | None = None
         self._byte_counts_V = byte_counts_V
         self.while_computing: Callable[[], None] = lambda: None
         """Called when a GPU has all work of the micro-batches, before the host waits for it."""
+        self.before_update: Callable[[int], None] = lambda step: None
+        """Called with the number of the step when all gradients are there."""
         self.memories = [
             engine.model.empty_memory(micro_batch_rows, dtype=memory_dtype, on_host=memory_on_host)
             for _ in range(num_micro_batches)
@@ -141,9 +135,7 @@ class TrainStep:
             event = check(sums, gradient_norm)
             return Decision(gradient_norm, is_accepted=event is None)
 
-        statistics = self.statistics if self.statistics and self.statistics.is_due(step) else None
-        if statistics is not None:
-            statistics.before_update()
+        self.before_update(step)
         gradient_norm = self.engine.step(lr, accept)
         if event is None:
             self.memories = [batch.memory for batch in batches]
@@ -155,7 +147,6 @@ class TrainStep:
             event=event,
             is_update=event is None,
             lane_sums={} if event is None else self._lane_sums(batches),
-            statistics=statistics.after_update() if statistics and event is None else {},
         )
 
     def skip(self, *, step: int, flags: Mapping[str, bool]) -> StepResult:
@@ -170,8 +161,9 @@ class TrainStep:
     def _without_gap(self, segment: Segment, contiguous_from: int) -> Segment:
         """The segment with ages that limit attention to tokens from `contiguous_from` on."""
         num_contiguous = segment.position - contiguous_from
-        if num_contiguous >= self.memories[0].mem_len:
-            return segment  # the gap is before the memory
+        # The first segment after a gap must not read the state; later ones only keys after the gap.
+        if num_contiguous > 0 and num_contiguous >= self.memories[0].num_past:
+            return segment
         tgt_len = segment.age.shape[1]
         limit_T = np.arange(num_contiguous, num_contiguous + tgt_len, dtype=np.int32)
         age = np.minimum(segment.age, limit_T)
@@ -250,29 +242,22 @@ class TrainStep:
         for index, memory in enumerate(self.memories):
             rows = self._rows_of(index)
             _, next_memory = model.hidden(input_BT[rows], age_BT[rows], memory)
-            assert isinstance(next_memory, Memory)  # not a KVCache
             self.memories[index] = next_memory
 
     def _visible_memory(self, segment: Segment) -> tuple[int, int]:
-        """Memory tokens of this rank's lanes: those the first tokens may attend to, and all."""
-        # A first token of age a may attend to a earlier tokens, of which mem_len are in memory.
-        mem_len = self.memories[0].layers[0].shape[1]
+        """The memory of this rank's lanes: what the first tokens may read of it, and all."""
         ages = [segment.age[row, 0] for row, lane in enumerate(self.lane_of_row) if lane != NO_LANE]
-        return sum(min(int(age), mem_len) for age in ages), mem_len * len(ages)
+        return self.memories[0].visible_share([int(age) for age in ages])
 
-    def memory_of_lanes(self) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        """Each lane and its memory: per layer a view [M, D], in the dtype of the memory."""
+    def memory_of_lanes(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Each lane and its memory: views of its tensors by name."""
         for index, row, lane in self._rows_with_lanes():
-            yield lane, [layer[row] for layer in self.memories[index].layers]
+            yield lane, self.memories[index].row(row)
 
-    def load_memory(self, memory_of_lane: dict[int, Tensor]) -> None:
-        """Copy the memory [L, M, D] of each of this rank's lanes from a checkpoint.
-
-        If the checkpoint has more tokens, the newest ones.
-        """
+    def load_memory(self, memory_of_lane: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Copy the memory of each of this rank's lanes from a checkpoint."""
         for index, row, lane in self._rows_with_lanes():
-            for saved, layer in zip(memory_of_lane[lane], self.memories[index].layers, strict=True):
-                layer[row].copy_(saved[saved.shape[0] - layer.shape[1] :])
+            self.memories[index].load_row(row, memory_of_lane[lane])
 
     def _rows_with_lanes(self) -> list[tuple[int, int, int]]:
         """(micro-batch, row in it, lane) of every lane of this rank."""
@@ -286,3 +271,54 @@ class TrainStep:
 def _raised(flags: Mapping[str, bool], counts: Sequence[float]) -> frozenset[str]:
     """The flags that at least one rank has raised; `counts` are the sums over ranks."""
     return frozenset(name for name, count in zip(flags, counts, strict=True) if count > 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceSegment(Segment):
+    """A segment whose input and ages are also on a device. Targets are used on the host only."""
+
+    input_BT: Tensor
+    age_BT: Tensor
+
+    @classmethod
+    def of(cls, segment: Segment, device: torch.device) -> Self:
+        """Start the copies; the host does not wait for them."""
+        return cls(
+            **{field.name: getattr(segment, field.name) for field in fields(Segment)},
+            input_BT=to_device(torch.from_numpy(segment.input), device),
+            age_BT=to_device(torch.from_numpy(segment.age), device),
+        )
+
+
+class DeviceSegments:
+    """The segments of `source` as DeviceSegments, the next one copied while a step is computed.
+
+    Only on GPUs: on a CPU, the step reads the arrays of the stream itself. `is_ready`: whether
+    `next(source)` has a segment without waiting.
+    """
+
+    def __init__(
+        self, source: Iterator[Segment], device: torch.device, *, is_ready: Callable[[], bool]
+    ) -> None:
+        self._source, self._device, self._is_ready = source, device, is_ready
+        self._next: DeviceSegment | Exception | None = None
+
+    def prefetch(self) -> None:
+        """Take the next segment and start its copies, if the stream has read it already."""
+        if self._next is None and self._is_ready():
+            try:
+                self._next = self._take()
+            except Exception as error:  # damaged data; the step that is running does not need it
+                self._next = error
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> DeviceSegment:
+        segment, self._next = self._next, None
+        if isinstance(segment, Exception):
+            raise segment
+        return self._take() if segment is None else segment
+
+    def _take(self) -> DeviceSegment:
+        return DeviceSegment.of(next(self._source), self._device)

@@ -10,13 +10,12 @@ import torch
 
 from tests.support.commands import run_txl
 from txl_dist.bench import gpu, gpu_models
-from txl_dist.bench.gpu import GpuRow, Settings, bench_gpu, forms_for
+from txl_dist.bench.gpu import GpuRow, Settings, bench_gpu, implementations_for
 from txl_dist.bench.gpu_models import MODELS, BenchModel, data_sheet_flops
 from txl_dist.cli import bench as command
 from txl_dist.config.config_file import load_run_config
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from txl_dist.model.flops import training_flops
-from txl_dist.model.variants import ATTENTION_FORMS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = BenchModel(
@@ -63,25 +62,27 @@ def test_operations_per_token(name: str, megaflops: float) -> None:
 
 
 def test_a_row_follows_from_the_time_of_a_step() -> None:
-    (row,) = bench_gpu({"small": SMALL}, ["fused"], SETTINGS, peak_flops=1e12)
-    assert (row.model, row.form, row.kernel) == ("small", "fused", "fused_attention")
+    (row,) = bench_gpu({"small": SMALL}, ["cpu"], SETTINGS, peak_flops=1e12)
+    assert (row.model, row.attention, row.kernel) == ("small", "cpu", "cpu")
     assert row.step_ms is not None
     assert row.tokens_per_second == pytest.approx(6 / (row.step_ms / 1e3))
     assert row.mfu_measured == pytest.approx(2 * row.mfu_data_sheet)
-    step = gpu.TrainingStep(SMALL, "fused", SETTINGS)
+    step = gpu.TrainingStep(SMALL, "cpu", SETTINGS)
     assert row.mfu_measured == pytest.approx(step.flops / (row.step_ms / 1e3) / 1e12)
 
 
-def test_forms_that_would_be_replaced_are_left_out() -> None:
+def test_implementations_that_would_be_replaced_are_left_out() -> None:
     with_dropatt = replace(SMALL, config=replace(SMALL.config, dropatt=0.1))
-    everywhere = {name for name, form in ATTENTION_FORMS.items() if form.supports_dropout}
-    assert set(forms_for(with_dropatt, [])) == everywhere - {"reference"}
-    assert set(forms_for(SMALL, [])) == {*ATTENTION_FORMS} - {"reference"}
-    assert forms_for(SMALL, ["auto"]) == ["auto"]
+    everywhere = {
+        name for name, attention in ATTENTION_IMPLEMENTATIONS.items() if attention.supports_dropout
+    }
+    assert set(implementations_for(with_dropatt, [])) == everywhere - {"reference"}
+    assert set(implementations_for(SMALL, [])) == {*ATTENTION_IMPLEMENTATIONS} - {"reference"}
+    assert implementations_for(SMALL, ["auto"]) == ["auto"]
 
 
 class Failing:
-    """In place of the step: memory for one lane only, or a form that cannot run."""
+    """In place of the step: memory for one lane only, or an implementation that cannot run."""
 
     def __init__(self, error: Exception, *, from_lanes: int) -> None:
         self.error, self.from_lanes = error, from_lanes
@@ -95,7 +96,7 @@ class Failing:
 
 def only_row(monkeypatch: pytest.MonkeyPatch, failing: Failing) -> GpuRow:
     monkeypatch.setattr(gpu, "TrainingStep", failing)
-    (row,) = bench_gpu({"small": SMALL}, ["fused"], SETTINGS, peak_flops=1e12)
+    (row,) = bench_gpu({"small": SMALL}, ["cpu"], SETTINGS, peak_flops=1e12)
     return row
 
 
@@ -125,7 +126,7 @@ def test_a_form_that_cannot_run_is_a_note(
 def test_the_table_and_the_json_have_the_figures_of_a_row(
     as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command.run_gpu({"small": SMALL}, ["fused"], SETTINGS, as_json=as_json)
+    command.run_gpu({"small": SMALL}, ["cpu"], SETTINGS, as_json=as_json)
     output = capsys.readouterr().out
     if as_json:
         (row,) = json.loads(output)["rows"]
@@ -134,7 +135,7 @@ def test_the_table_and_the_json_have_the_figures_of_a_row(
     else:
         header, _, row = output.splitlines()[-3:]
         assert "tokens/s" in header
-        assert row.startswith("| small | fused")
+        assert row.startswith("| small | cpu")
         assert row.count("|") == header.count("|")
 
 

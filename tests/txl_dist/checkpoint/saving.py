@@ -14,11 +14,12 @@ from txl_dist.checkpoint.writer import CheckpointHeader, Save
 from txl_dist.errors import TxlError
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.training.state import BestScore, TrainState
+from txl_dist.training.scores import Score
+from txl_dist.training.state import TrainState
 
 NUM_LANES = 3
 STATES = ("exp_avg", "exp_avg_sq")
-BEST = BestScore(step=1, nats_per_token=2.5, split="valid", max_tokens=None)
+BEST = Score(step=1, nats=2.5, tokens_scored=1, split="valid", max_tokens=None)
 CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d_inner=7, mem_len=5)
 _TOKENIZER = ByteTokenizer()
 HEADER = CheckpointHeader(
@@ -42,8 +43,7 @@ def save(
     run: Path,
     *,
     step: int,
-    best: BestScore | None = BEST,
-    evaluation_pending: bool = False,
+    best: Score | None = BEST,
     start: bool = True,
     change: Callable[[str, torch.Tensor], None] = leave,
 ) -> Path:
@@ -54,9 +54,7 @@ def save(
     directory = CheckpointDirectory(run)
     if start:
         directory.open()
-    state = TrainState(
-        step=step, position=4 * step, best=best, evaluation_pending=evaluation_pending
-    )
+    state = TrainState(step=step, position=4 * step, best=best)
     one_rank = Save(
         directory=directory,
         save_id=uuid.uuid4().hex,
@@ -78,7 +76,7 @@ def snapshot(step: int, *, change: Callable[[str, torch.Tensor], None] = leave) 
     memory_of_lane = {lane: memory(step, lane) for lane in range(NUM_LANES)}
     change("weights", fragments[1].master)
     change("optimizer", fragments[1].states["exp_avg_sq"])
-    change("memory", memory_of_lane[1])
+    change("memory", memory_of_lane[1]["state"])
     return Snapshot(fragments, memory_of_lane.items())
 
 
@@ -86,8 +84,9 @@ def model(step: int) -> TransformerXL:
     return TransformerXL(CONFIG, seed=step)
 
 
-def memory(step: int, lane: int) -> torch.Tensor:
-    return torch.full((CONFIG.n_layer, CONFIG.mem_len, CONFIG.d_model), step + lane / 8)
+def memory(step: int, lane: int) -> dict[str, torch.Tensor]:
+    """Any tensors with names: what they mean is known to the kind of memory only."""
+    return {"state": torch.full((3, 4), step + lane / 8), "count": torch.tensor(float(step))}
 
 
 def whole(name: str, parameter: torch.Tensor) -> Fragment:

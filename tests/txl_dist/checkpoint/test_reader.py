@@ -36,7 +36,9 @@ def test_weights_states_memory_and_progress_are_loaded_as_saved(tmp_path: Path) 
         for state, tensor in fragment.states.items():
             assert torch.equal(loaded[name].states[state], tensor)
     for lane, loaded_memory in load_memory(directory, manifest, range(NUM_LANES)).items():
-        assert torch.equal(loaded_memory, memory(3, lane))
+        assert loaded_memory.keys() == memory(3, lane).keys()
+        for name, tensor in memory(3, lane).items():
+            assert torch.equal(loaded_memory[name], tensor)
 
 
 def zeros(fragment: Fragment) -> dict[str, torch.Tensor]:

@@ -129,11 +129,11 @@ def test_checkpoint_files_follow_the_umask(tmp_path: Path) -> None:
     assert modes == {stat.S_IMODE((tmp_path / "neighbour").stat().st_mode)}
 
 
-def test_adding_a_score_changes_nothing_else(tmp_path: Path) -> None:
-    path = save(tmp_path, step=3, evaluation_pending=True)
+def test_changing_the_state_changes_nothing_else(tmp_path: Path) -> None:
+    path = save(tmp_path, step=3)
     before = verify_checkpoint(path)
-    score = BEST.model_copy(update={"step": 3, "nats_per_token": 1.25})
-    changes = {"best": score.model_dump(mode="json"), "evaluation_pending": False}
+    score = BEST.model_copy(update={"step": 3, "nats": 1.25})
+    changes = {"best": score.model_dump(mode="json")}
     update_state(CheckpointDirectory(tmp_path), 3, changes)
     assert verify_checkpoint(path) == before.model_copy(update={"state": before.state | changes})
 

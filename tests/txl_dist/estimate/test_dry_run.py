@@ -10,7 +10,7 @@ from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.assumptions import Device
 from txl_dist.estimate.dry_run import dry_run, tail_rows
 from txl_dist.estimate.live_memory import LiveMemory
-from txl_dist.model import adaptive_softmax
+from txl_dist.model import vocabulary
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.training.engine.optimizers import create_optimizer
@@ -98,14 +98,14 @@ def test_on_gpus_one_tensor_of_scores_is_stored_per_layer_and_bits_for_dropout()
 
 @pytest.mark.slow
 def test_on_gpus_large_logits_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the model does it there (chunked_cross_entropy.py); on CPUs all logits exist."""
+    """As the model does it there (vocabulary.py); on CPUs all logits exist."""
 
     def peak(device: Device) -> int:
         config = run_config(model={"cutoffs": (400,)}, tgt_len=128)
         return dry_run(config, micro_batch_rows=4, device=device).activations.before_gradients
 
     whole = {device: peak(device) for device in DEVICES}
-    monkeypatch.setattr(adaptive_softmax, "MAX_LOGITS", 401 * 64)  # head: 512 rows in 8 chunks
+    monkeypatch.setattr(vocabulary, "MAX_LOGITS", 401 * 64)  # head: 512 rows in 8 chunks
     assert peak("cpu") == whole["cpu"]
     # The logits, their logarithms and their gradient.
     assert whole["cuda"] - peak("cuda") > 512 * 401 * 4

@@ -10,7 +10,6 @@ from tests.support.hypothesis_examples import examples
 from txl_dist.evaluation.chunks import (
     MIN_CONTEXTS_PER_CHUNK,
     EvaluationChunk,
-    Mode,
     overhead,
     plan_chunks,
 )
@@ -19,19 +18,10 @@ shapes = st.fixed_dictionaries(
     {
         "num_targets": st.integers(1, 20_000),
         "tgt_len": st.integers(1, 70),
-        "mem_len": st.integers(0, 150),
-        "n_layer": st.integers(1, 5),
-        "mode": st.sampled_from(["exact", "fast"]),
+        "context_segments": st.integers(0, 20),
     }
-)
+).map(lambda shape: shape | {"context_tokens": shape["tgt_len"] * shape.pop("context_segments")})
 few_examples = examples(150)
-
-
-def context_tokens(shape: dict) -> int:
-    """ceil(mem_len / tgt_len) segments per layer, or those of one layer in `fast` mode."""
-    memory_segments = -(-shape["mem_len"] // shape["tgt_len"])
-    layers = shape["n_layer"] if shape["mode"] == "exact" else 1
-    return layers * memory_segments * shape["tgt_len"]
 
 
 @few_examples
@@ -53,9 +43,9 @@ def test_chunks_and_contexts_start_at_segment_boundaries(shape: dict) -> None:
 
 @few_examples
 @given(shape=shapes)
-def test_a_context_covers_every_layer_or_begins_at_the_start(shape: dict) -> None:
+def test_a_context_is_whole_or_begins_at_the_start(shape: dict) -> None:
     for chunk in plan_chunks(**shape):
-        assert chunk.context_start == max(0, chunk.start - context_tokens(shape))
+        assert chunk.context_start == max(0, chunk.start - shape["context_tokens"])
 
 
 @few_examples
@@ -71,7 +61,7 @@ def test_a_context_begins_no_earlier_than_the_segment_of_the_document_start(
 
     for chunk in plan_chunks(**shape, document_start=document_start):
         first = document_start(chunk.start) // shape["tgt_len"] * shape["tgt_len"]
-        expected = max(0, first, chunk.start - context_tokens(shape))
+        expected = max(0, first, chunk.start - shape["context_tokens"])
         assert chunk.context_start == min(chunk.start, expected)
     assert max(positions) < shape["num_targets"]
 
@@ -86,7 +76,11 @@ def test_the_overhead_is_context_over_scored() -> None:
     assert overhead([EvaluationChunk(0, 0, 30), EvaluationChunk(20, 30, 50)]) == 10 / 50
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast"])
-def test_a_split_without_targets_is_rejected(mode: Mode) -> None:
+def test_without_a_limit_of_the_context_a_split_is_read_in_one_pass() -> None:
+    (chunk,) = plan_chunks(num_targets=9999, tgt_len=4, context_tokens=None)
+    assert chunk == EvaluationChunk(0, 0, 9999)
+
+
+def test_a_split_without_targets_is_rejected() -> None:
     with pytest.raises(ValueError, match="num_targets=0"):
-        plan_chunks(num_targets=0, tgt_len=4, mem_len=4, n_layer=2, mode=mode)
+        plan_chunks(num_targets=0, tgt_len=4, context_tokens=8)

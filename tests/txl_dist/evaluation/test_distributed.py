@@ -63,7 +63,7 @@ def expected(job: EvaluationJob) -> EvaluationResult:
 def evaluate_alone(job: EvaluationJob) -> EvaluationResult:
     """Without batches and workers."""
     scorer = job.open()
-    chunks = plan_evaluation(scorer.source, job.settings, n_layer=scorer.model.config.n_layer)
+    chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
     text = plan_job(job).text
     return summarise(scorer.scores(chunks), chunks, job.settings, text=text, weights=job.weights)
 

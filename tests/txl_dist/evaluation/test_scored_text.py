@@ -54,7 +54,7 @@ def result(text: ScoredText, *, nats: float, num_tokens: int) -> EvaluationResul
         data=Subject("books", "0123456789ab" + "c" * 52),
         model=Subject("run/step-00000009", "ba9876543210" + "f" * 52),
         weights="averaged",
-        kernels=("biased_attention on cpu",),
+        kernels=("sdpa on cpu",),
     )
 
 
@@ -133,7 +133,7 @@ def test_the_protocol_names_everything_that_the_score_depends_on() -> None:
         "split train of books (sha256 0123456789ab), "
         "model run/step-00000009 (sha256 ba9876543210), "
         "1,234 tokens scored, mode exact, tgt_len 64, mem_len 640, clamp_len 400, "
-        "same_length true, reset stream, weights averaged, bf16, biased_attention on cpu, "
+        "same_length true, reset stream, weights averaged, bf16, sdpa on cpu, "
         "word = whitespace-separated word (9), line end (3) or document end (2) of the text as "
         "prepared, not detokenized"
     )

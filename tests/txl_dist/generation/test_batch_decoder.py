@@ -19,8 +19,8 @@ TGT_LEN = 4
 OPTIONS = [
     {"mem_len": 6, "same_length": True, "clamp_len": 3},
     {"mem_len": 3, "distance_encoding": "shaw", "clamp_len": 4},
-    {"mem_len": 7, "distance_encoding": "rotary", "attention": "biased"},
-    {"mem_len": 5, "distance_encoding": "alibi", "attention": "fused"},
+    {"mem_len": 7, "distance_encoding": "rotary", "attention": "sdpa"},
+    {"mem_len": 5, "distance_encoding": "alibi", "attention": "cpu"},
     {"mem_len": 0},
     {"mem_len": 0, "distance_encoding": "absolute"},
 ]

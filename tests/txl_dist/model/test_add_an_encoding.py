@@ -1,4 +1,4 @@
-"""docs/how_to/add_an_encoding.md: the code of the page works in every form of attention."""
+"""docs/how_to/add_an_encoding.md: its code works in every implementation of attention."""
 
 import re
 import sys
@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.support.attention_forms import SLOW_IN_TRITON
+from tests.support.attention_implementations import SLOW_IN_TRITON
 from tests.support.small_models import random_text, read_stream, small_model
-from txl_dist.model.config import ModelConfig
+from txl_dist.model.config import DISTANCE_ENCODINGS, EncodingFacts, ModelConfig
 from txl_dist.model.flops import training_flops
-from txl_dist.model.variants import DISTANCE_ENCODINGS, EncodingFacts
 
 PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "add_an_encoding.md"
 
@@ -30,10 +29,10 @@ def _log_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(DISTANCE_ENCODINGS, name, facts)
 
 
-@pytest.mark.parametrize("form", ["auto", *SLOW_IN_TRITON])
-def test_segments_equal_one_segment_in_every_form(form: str) -> None:
+@pytest.mark.parametrize("implementation", ["auto", *SLOW_IN_TRITON])
+def test_segments_equal_one_segment_in_every_form(implementation: str) -> None:
     model, text_BN = (
-        small_model(distance_encoding="log", attention=form, mem_len=9),
+        small_model(distance_encoding="log", attention=implementation, mem_len=9),
         random_text(2, 9),
     )
     expected_BN, _ = read_stream(model, text_BN, tgt_len=8)
@@ -50,7 +49,7 @@ def test_segments_equal_one_segment_in_every_form(form: str) -> None:
 def test_a_kv_cache_gives_the_same_numbers() -> None:
     model, text_BN = small_model(distance_encoding="log", mem_len=9), random_text(2, 9)
     expected_BN, _ = read_stream(model, text_BN, tgt_len=4)
-    cache, nats = model.empty_kv_cache(2), []
+    cache, nats = model.inference_state(2), []
     for start in (0, 4):
         here, after = slice(start, start + 4), slice(start + 1, start + 5)
         age_BT = torch.arange(start, start + 4).expand(2, 4)

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from txl_dist.model.config import ModelConfig
-from txl_dist.model.variants import DISTANCE_ENCODINGS
+from txl_dist.model.config import DISTANCE_ENCODINGS, ModelConfig
 
 INVALID = [
     ({"cutoffs": (6, 3)}, "cutoffs=.* drop the entry out of order"),

@@ -1,5 +1,12 @@
-"""Dropout: masks are a function of (seed, step, lane, layer, place) only."""
+"""Dropout: masks are a function of integers only.
 
+Those by lane of (seed, step, lane, layer, place), from numpy and, in Triton's interpreter, from
+Triton's kernels. Those of `training.dropout_rng: device` also of rank and micro-batch.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
 from typing import Any, get_args
 
 import pytest
@@ -9,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.support.keep_bits import unpack
 from tests.support.small_models import random_text, small_model
-from txl_dist.model.dropout import Dropout, Place
-from txl_dist.training.lane_dropout import LaneDropoutMasks
+from txl_dist.model.dropout import DeviceDropoutMasks, Dropout, LaneDropoutMasks, Place
 
 PLACES = get_args(Place)
 BASE: dict[str, Any] = {"seed": 3, "step": 5, "lane": 7, "layer": 1, "place": "inner"}
@@ -62,7 +69,7 @@ def nats_without_dropout(model: torch.nn.Module, text_BN: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("option", ["dropout", "dropatt"])
-@pytest.mark.parametrize("attention", ["reference", "fused", "biased"])
+@pytest.mark.parametrize("attention", ["reference", "cpu", "sdpa"])
 def test_a_loop_without_masks_has_the_dropout_of_any_module(option: str, attention: str) -> None:
     """Random in training mode, as `torch.manual_seed` says, and none in evaluation mode."""
     model, text_BN = small_model(**{option: 0.2}, attention=attention), random_text(3, 7)
@@ -82,7 +89,7 @@ def test_a_segment_with_a_kv_cache_has_no_dropout() -> None:
     model, text_BN = small_model(dropout=0.5, dropatt=0.5), random_text(3, 7)
     age_BT = torch.arange(6).expand(3, 6)
     with torch.no_grad():
-        cache = model.empty_kv_cache(3)
+        cache = model.inference_state(3)
         cached_BT, _ = model(text_BN[:, :-1], text_BN[:, 1:], age_BT, cache)
         assert_close(cached_BT, nats_without_dropout(model, text_BN))
 
@@ -132,7 +139,7 @@ def test_every_dropout_of_a_model_drops_at_small_rates_too(rate: float) -> None:
 
 
 @pytest.mark.parametrize("option", ["dropout", "dropatt"])
-@pytest.mark.parametrize("attention", ["reference", "fused", "biased"])
+@pytest.mark.parametrize("attention", ["reference", "cpu", "sdpa"])
 def test_a_small_rate_of_either_kind_changes_the_nats(option: str, attention: str) -> None:
     text_BN, age_BT = random_text(8, 31), torch.arange(30).expand(8, 30)
     model = small_model(**{option: 0.05}, attention=attention)
@@ -161,3 +168,121 @@ def test_the_masks_are_those_of_every_earlier_version() -> None:
     """A resumed run must continue with the same masks, so these bits may never change."""
     is_kept = (mask_of(**BASE) > 0).flatten()[:24].int().tolist()
     assert "".join(map(str, is_kept)) == "100011111011111011111101"
+
+
+DEVICE_BASE: dict[str, Any] = {
+    "seed": 3, "step": 5, "rank": 1, "micro_batch": 2, "layer": 1, "place": "inner",
+}  # fmt: skip
+
+
+def device_mask_of(*, layer: int, place: Any, **key: int) -> torch.Tensor:
+    masks, x = DeviceDropoutMasks(**key), torch.ones(20, 50)
+    return masks.scale(x, rate=0.25, layer=layer, place=place, by_lane=True)
+
+
+def test_the_same_place_has_the_same_mask() -> None:
+    assert torch.equal(device_mask_of(**DEVICE_BASE), device_mask_of(**DEVICE_BASE))
+
+
+@pytest.mark.parametrize("name", DEVICE_BASE)
+def test_everything_else_has_another_mask(name: str) -> None:
+    other = "embedding" if name == "place" else DEVICE_BASE[name] + 1
+    assert not torch.equal(
+        device_mask_of(**DEVICE_BASE), device_mask_of(**DEVICE_BASE | {name: other})
+    )
+
+
+def test_the_rate_and_the_scale() -> None:
+    mask = device_mask_of(**DEVICE_BASE)
+    assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    assert 0.2 < (mask == 0).double().mean() < 0.3
+
+
+def test_bits_are_a_mask_too() -> None:
+    key = {name: DEVICE_BASE[name] for name in ("seed", "step", "rank", "micro_batch")}
+    x = torch.ones(3, 7, 101)
+    bits = DeviceDropoutMasks(**key).keep_bits(x, rate=0.25, layer=1, place="inner")
+    assert (bits.words.shape, bits.words.dtype) == ((3, 7, 7), torch.int16)
+    mask = unpack(bits, x.shape)
+    assert set(mask.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    assert 0.2 < (mask == 0).double().mean() < 0.3
+    for position in range(16):  # of a word
+        assert 0.1 < (mask[..., position::16] == 0).double().mean() < 0.4
+
+
+def test_the_random_state_of_torch_does_not_change() -> None:
+    before = torch.random.get_rng_state()
+    device_mask_of(**DEVICE_BASE)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+LANES = (0, 5, 2**31, -1)
+"""Of which -1 is padding."""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[ModuleType]:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the compiled kernel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is decorated
+        yield import_module("txl_dist.model.dropout_kernel")
+
+
+def by_kernel(
+    kernel: ModuleType, masks: LaneDropoutMasks, x: Tensor, rate: float, layer: int, place: Place
+) -> Tensor:
+    lane_B = masks._lanes_on(torch.device("cpu"))[:-1]
+    counter = [*masks.key, layer, PLACES.index(place)]
+    threshold = round(rate * 2**16)
+    return kernel.lane_dropout_scale(lane_B, counter, threshold, list(x.shape), x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("seed", "step", "layer", "place", "rate", "shape", "dtype"),
+    [
+        (0, 1, 0, "embedding", 0.1, (4, 3, 7), torch.float32),
+        (2**63 - 1, 2**40 + 3, 17, "attention weights", 0.25, (4, 2, 3, 5), torch.bfloat16),
+        (7, 16, 1, "inner", 0.99, (4, 2100), torch.float64),
+    ],
+)
+def test_every_element_equals_that_of_the_cpu(
+    kernel: ModuleType, seed: int, step: int, layer: int, place: Place, rate: float,
+    shape: tuple[int, ...], dtype: torch.dtype,
+) -> None:  # fmt: skip
+    masks = LaneDropoutMasks(seed=seed, step=step, lanes=LANES)
+    x = torch.empty(shape, dtype=dtype)
+    expected = masks.scale(x, rate=rate, layer=layer, place=place, by_lane=True)
+    assert torch.equal(by_kernel(kernel, masks, x, rate, layer, place), expected)
+    assert 0 < (expected == 0).double().mean() < 1
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 3, 5), (4, 7, 19), (4, 3, 700), (4, 2, 3, 16), (4, 2048)])
+def test_bits_are_those_of_the_mask(kernel: ModuleType, shape: tuple[int, ...]) -> None:
+    """On the CPU and by the kernel."""
+    masks, x = LaneDropoutMasks(seed=2**63 - 1, step=2**40 + 3, lanes=LANES), torch.empty(shape)
+    place: Place = "attention weights"
+    on_cpu = masks.keep_bits(x, rate=0.25, layer=17, place=place)
+    expected = masks.scale(x, rate=0.25, layer=17, place=place, by_lane=True)
+    assert torch.equal(unpack(on_cpu, shape), expected)
+    lane_B = masks._lanes_on(torch.device("cpu"))[:-1]
+    counter = [*masks.key, 17, PLACES.index(place)]
+    words = kernel.lane_dropout_bits(lane_B, counter, 2**14, list(shape))
+    assert (words.dtype, words.shape) == (on_cpu.words.dtype, on_cpu.words.shape)
+    assert torch.equal(unpack(on_cpu._replace(words=words), shape), expected)
+
+
+def test_a_mask_that_lanes_share_has_the_last_lane_number(kernel: ModuleType) -> None:
+    masks, x = LaneDropoutMasks(seed=3, step=5, lanes=LANES), torch.empty(9, 6)
+    expected = masks.scale(x, rate=0.5, layer=0, place="distances", by_lane=False)
+    lane_1 = masks._lanes_on(torch.device("cpu"))[-1:]
+    counter = [3, 5, 0, PLACES.index("distances")]
+    scale = kernel.lane_dropout_scale(lane_1, counter, 2**15, [9, 6], torch.float32)
+    assert torch.equal(scale, expected)
+
+
+def test_an_empty_tensor_needs_no_kernel(kernel: ModuleType) -> None:
+    assert kernel.lane_dropout_scale(
+        torch.tensor([1, 2]), [3, 5, 0, 1], 9, [2, 0, 4], torch.float32
+    ).shape == (2, 0, 4)

@@ -40,7 +40,7 @@ def test_the_formula_equals_torchs_counter(options: dict) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_inference_does_not_count_projections_of_memory_and_distances(options: dict) -> None:
     model = small_model(attention="reference", **options)
-    text_BT, cache = random_text(2, 7) % 4, model.empty_kv_cache(2)
+    text_BT, cache = random_text(2, 7) % 4, model.inference_state(2)
     for _ in range(2):  # the first call fills the cache
         with FlopCounterMode(display=False) as counted, torch.no_grad():
             model(text_BT, text_BT, torch.full_like(text_BT, 100), cache)

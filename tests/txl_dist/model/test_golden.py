@@ -16,13 +16,13 @@ from tests.support.replayed_models import (
     read_arrays,
 )
 from txl_dist.convert.architecture import original_config
-from txl_dist.model.adaptive_softmax import IGNORED
 from txl_dist.model.config import ModelConfig
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.original_weights import from_original, to_original
 from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.model.vocabulary import IGNORED
 
-FORMS = ["reference", "fused", "biased"]
+IMPLEMENTATIONS = ["reference", "cpu", "sdpa"]
 ENCODINGS = {0: "sinusoidal", 1: "shaw", 2: "absolute"}
 """By the original's `attn_type`."""
 FILES = {
@@ -72,7 +72,9 @@ class Golden:
         """Tokens at the start of segment `k` that repeat the previous segment."""
         return len(self.arrays[f"input/{k}"]) - len(self.arrays[f"target/{k}"])
 
-    def read(self, k: int, model: TransformerXL, memory: Memory) -> tuple[torch.Tensor, Memory]:
+    def read(
+        self, k: int, model: TransformerXL, memory: RecurrentMemory
+    ) -> tuple[torch.Tensor, RecurrentMemory]:
         """The scored nats of segment `k`, and the memory for the next segment."""
         input_BT, target_BT, age_BT = self.segment(k)
         nats_BT, after = model(input_BT, target_BT, age_BT, memory)
@@ -94,7 +96,7 @@ def load(path: Path, attention: str) -> Golden:
     return Golden(arrays, config)
 
 
-@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["fp64", "fp32"]
@@ -116,7 +118,7 @@ def test_nats_and_memories_equal_the_originals(
             assert_memories_equal(memory, golden, k)
 
 
-def assert_memories_equal(memory: Memory, golden: Golden, k: int) -> None:
+def assert_memories_equal(memory: RecurrentMemory, golden: Golden, k: int) -> None:
     """The original's memory grows to `mem_len`; ours has that length from the start."""
     for layer, memory_BMD in enumerate(memory.layers):
         if golden.config.mem_len == 0:
@@ -128,7 +130,7 @@ def assert_memories_equal(memory: Memory, golden: Golden, k: int) -> None:
         assert_close(newest_BMD, expected_BMD, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", WITHOUT_EXTENSION)
 def test_gradients_equal_the_originals(name: str, attention: str) -> None:
     golden = load(FILES[name], attention)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.small_models import random_text, small_model
 from txl_dist.config.run_config import Precision
-from txl_dist.model.kv_cache import KVCache
+from txl_dist.model.memory.kv_cache import KVCache
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import autocast
@@ -16,7 +16,7 @@ from txl_dist.runtime.device import autocast
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"pre_lnorm": True, "untie_r": True, "clamp_len": 3},
-    {"same_length": True, "attention": "biased"},
+    {"same_length": True, "attention": "sdpa"},
     {"distance_encoding": "shaw", "clamp_len": 4},
     {"distance_encoding": "rotary", "pre_lnorm": True},
     {"distance_encoding": "alibi"},
@@ -46,7 +46,7 @@ def both(model: TransformerXL, precision: Precision = "fp32") -> tuple[list[Tens
     prompt_BT, age_BT = random_text(len(AGES), 4, seed=1), torch.arange(4).expand(len(AGES), 4)
     outputs = []
     for with_step in (True, False):
-        cache = model.empty_kv_cache(len(AGES))
+        cache = model.inference_state(len(AGES))
         with torch.inference_mode(), autocast(precision, torch.device("cpu")):
             model.hidden(prompt_BT, age_BT, cache)
             outputs.append(read_tokens(model, cache, with_step=with_step))
@@ -75,7 +75,7 @@ def test_sizes_of_a_real_model_give_the_same_bits() -> None:
 
 def test_a_full_memory_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
-    step = TokenStep(model, model.empty_kv_cache(2))
+    step = TokenStep(model, model.inference_state(2))
     computed = []
     monkeypatch.setattr(TokenStep, "_compute_mask", lambda *_: computed.append(1))
     with torch.inference_mode():
@@ -87,6 +87,6 @@ def test_a_full_memory_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{"mem_len": 0}, {"attention": "reference"}], ids=str)
 def test_other_models_are_refused(options: dict[str, Any]) -> None:
     model = small_model(**options)
-    assert not TokenStep.supports(model)
+    assert not TokenStep.supports(model, model.inference_state(1))
     with pytest.raises(ValueError, match="memory"):
-        TokenStep(model, model.empty_kv_cache(1))
+        TokenStep(model, model.inference_state(1))

@@ -1,12 +1,16 @@
-"""Recurrence: a text read in segments with memory equals the text read in one segment."""
+"""The model: segments with memory equal one segment; initial weights; recomputed activations."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
 from tests.support.small_models import random_text, read_stream, small_model
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.dropout import LaneDropoutMasks
+from txl_dist.model.transformer_xl import TransformerXL
 
 OPTIONS = [
     {},
@@ -15,7 +19,7 @@ OPTIONS = [
     {"d_embed": 3, "tie_projs": (True,)},
     {"untie_r": True, "cutoffs": (3, 6), "div_val": 2},
     {"distance_encoding": "shaw", "clamp_len": 4},
-    {"distance_encoding": "rotary", "attention": "biased"},
+    {"distance_encoding": "rotary", "attention": "sdpa"},
     {"distance_encoding": "alibi"},
     {"distance_encoding": "alibi", "attention": "reference", "clamp_len": 3},
 ]
@@ -73,3 +77,95 @@ def test_no_token_depends_on_a_later_token() -> None:
     changed_nats_BN, _ = read_stream(model, changed_BN, tgt_len=5)
     assert torch.equal(nats_BN[:, :7], changed_nats_BN[:, :7])  # target 7 is token 8
     assert not torch.equal(nats_BN[:, 8:], changed_nats_BN[:, 8:])
+
+
+CONFIG = ModelConfig(
+    vocab_size=301, n_layer=2, d_model=64, n_head=3, d_head=40, d_inner=96, d_embed=50,
+    tie_weight=False, init_std=0.02, proj_init_std=0.01, cutoffs=(100, 200),
+)  # fmt: skip
+
+
+def expected_distribution(name: str) -> tuple[float, float]:
+    """Mean and standard deviation, as the paper's training script sets them."""
+    if "projections." in name:
+        return 0.0, 0.01
+    if name.endswith("norm.weight"):
+        return 1.0, 0.02
+    return 0.0, 0.0 if name.endswith((".bias", "cluster_bias")) else 0.02
+
+
+def test_every_parameter_is_drawn_as_in_the_original() -> None:
+    for name, parameter in TransformerXL(CONFIG).named_parameters():
+        mean, std = expected_distribution(name)
+        five_sigmas = 5 * std / parameter.numel() ** 0.5
+        assert abs(parameter.mean() - mean) <= five_sigmas, name
+        assert abs(parameter.std() - std) <= five_sigmas, name
+
+
+def test_the_same_seed_gives_the_same_weights_after_any_other_random_numbers() -> None:
+    torch.manual_seed(1)
+    first = TransformerXL(CONFIG, seed=5).state_dict()
+    torch.rand(7)
+    second = TransformerXL(CONFIG, seed=5).state_dict()
+    other = TransformerXL(CONFIG, seed=6).state_dict()
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+        assert torch.equal(weight, other[name]) == name.endswith((".bias", "cluster_bias")), name
+
+
+def test_a_model_needs_a_vocabulary() -> None:
+    with pytest.raises(ValueError, match="vocab_size"):
+        TransformerXL(ModelConfig(vocab_size=0))
+
+
+MASKS = LaneDropoutMasks(seed=1, step=2, lanes=(0, 3))
+RECOMPUTED = {
+    "post-norm": {},
+    "pre-norm": {"pre_lnorm": True},
+    "reference": {"attention": "reference"},
+    "own biases": {"untie_r": True},
+}
+
+
+def gradients(model: TransformerXL, masks: LaneDropoutMasks | None = None) -> list[Tensor]:
+    """Of the second segment, with the memory of the first and with dropout."""
+    text_BN = random_text(2, 9)
+    torch.manual_seed(3)  # of the masks where none are given
+    _, memory = read_stream(model, text_BN[:, :5], tgt_len=4)
+    age_BT = torch.arange(4, 8).expand(2, 4)
+    nats_BT, _ = model(text_BN[:, 4:8], text_BN[:, 5:], age_BT, memory, masks)
+    return [nats_BT, *torch.autograd.grad(nats_BT.sum(), list(model.parameters()))]
+
+
+@pytest.mark.parametrize("masks", [MASKS, None], ids=["masks by lane", "random masks"])
+@pytest.mark.parametrize("options", RECOMPUTED.values(), ids=RECOMPUTED)
+def test_losses_and_gradients_are_equal_bit_for_bit(
+    options: dict[str, object], masks: LaneDropoutMasks | None
+) -> None:
+    model = small_model(dropout=0.3, dropatt=0.3, **options)
+    expected = gradients(model, masks)
+    model.recompute_layers = True
+    assert all(map(torch.equal, gradients(model, masks), expected))
+
+
+def stored_bytes(*, recompute_layers: bool) -> int:
+    """Bytes that autograd stores for the backward of one segment."""
+    config = ModelConfig(
+        vocab_size=11, n_layer=5, d_model=16, n_head=2, d_head=8, d_inner=64, mem_len=8
+    )
+    model = TransformerXL(config, recompute_layers=recompute_layers)
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    text_BN = random_text(2, 33)
+    age_BT = torch.arange(32).expand(2, 32)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(text_BN[:, :-1], text_BN[:, 1:], age_BT, model.empty_memory(2))
+    return sum(storages.values()) - sum(p.nbytes for p in model.parameters())
+
+
+def test_activations_inside_the_layers_are_not_stored() -> None:
+    assert stored_bytes(recompute_layers=True) < stored_bytes(recompute_layers=False) / 4

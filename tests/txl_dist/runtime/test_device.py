@@ -20,7 +20,7 @@ from txl_dist.config.run_config import Precision
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.generation.generate import generate_tokens
 from txl_dist.generation.options import Sampling
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import ENVIRONMENT, autocast, deterministic
 from txl_dist.runtime.world import World
@@ -46,7 +46,7 @@ NATS_TOLERANCE = 0.05
 LOSS_TOLERANCE = 2e-3
 
 
-def score(model: TransformerXL, precision: Precision) -> tuple[Tensor, Memory]:
+def score(model: TransformerXL, precision: Precision) -> tuple[Tensor, RecurrentMemory]:
     text_BN = random_text(2, 7, seed=1)
     age_BT = torch.arange(6).expand(2, 6)
     with autocast(precision, CPU):

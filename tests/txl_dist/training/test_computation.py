@@ -15,10 +15,10 @@ def test_attention_that_cannot_run_is_refused_with_what_to_do(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     _require_attention(ModelConfig(attention="triton"), cpu)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    for name in ("auto", "biased"):
+    for name in ("auto", "sdpa"):
         _require_attention(ModelConfig(attention=name), cpu)
     with pytest.raises(ConfigError, match=r"attention=triton .* no GPU\. Set model.attention=auto"):
         _require_attention(ModelConfig(attention="triton"), cpu)
-    monkeypatch.setattr("txl_dist.model.triton_support.find_spec", lambda name: None)
+    monkeypatch.setattr("txl_dist.model.devices.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="package triton is not installed"):
         _require_attention(ModelConfig(attention="triton"), cpu)

@@ -21,13 +21,12 @@ from data_pipeline.streams.segments import Segment
 from tests.support.fake_cuda import CUDA, backward, fake_cuda, to_fake_cuda
 from tests.support.small_models import VOCAB_SIZE, small_model
 from txl_dist.model import token_step
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.token_step import TokenStep
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import Precision, autocast
 from txl_dist.runtime.world import World
-from txl_dist.training.device_segments import DeviceSegments
-from txl_dist.training.step import TrainStep
+from txl_dist.training.step import DeviceSegments, TrainStep
 
 ENCODINGS: dict[str, dict[str, Any]] = {
     "sinusoidal": {"same_length": True},
@@ -49,15 +48,15 @@ FAST = [
     ("alibi", "plain", DROPOUT),
     ("absolute", "plain", {}),
     # `auto` takes triton in all of these.
-    ("sinusoidal", "plain", {"attention": "biased"}),
-    ("shaw", "plain", {"attention": "fused"} | DROPOUT),
+    ("sinusoidal", "plain", {"attention": "sdpa"}),
+    ("shaw", "plain", {"attention": "cpu"} | DROPOUT),
 ]
 ALL = [
     case
     for case in product(
         ENCODINGS,
         SOFTMAXES,
-        ({}, DROPOUT, *({"attention": name} for name in ("reference", "biased", "fused"))),
+        ({}, DROPOUT, *({"attention": name} for name in ("reference", "sdpa", "cpu"))),
     )
     if case not in FAST
 ]
@@ -90,7 +89,7 @@ class ModelAlone:
         self.model, self._precision = model, precision
         self.gradients: list[dict[Tensor, Tensor]] = []
 
-    def forward(self, *inputs: Any) -> tuple[Tensor, Memory]:
+    def forward(self, *inputs: Any) -> tuple[Tensor, RecurrentMemory]:
         with autocast(self._precision, CUDA):
             nats_BT, memory = self.model(*inputs)
         return nats_BT, memory
@@ -156,7 +155,7 @@ def test_evaluation_and_generation(
     model = build(encoding, softmax, options).float()
     with fake_cuda(), autocast(precision, CUDA):
         to_fake_cuda(model)
-        cache = model.empty_kv_cache(LANES)
+        cache = model.inference_state(LANES)
         first = segments()[0]
         input_BT, age_BT = (torch.from_numpy(x[:LANES]).to(CUDA) for x in (first.input, first.age))
         nats_BT, _ = model(input_BT, torch.from_numpy(first.target[:LANES]), age_BT, cache)
@@ -184,10 +183,10 @@ def test_generation_of_a_token(
     monkeypatch.setattr(token_step, "scaled_dot_product_attention", attend)
     with fake_cuda(), autocast(precision, CUDA):
         to_fake_cuda(model)
-        cache = model.empty_kv_cache(LANES)
+        cache = model.inference_state(LANES)
         step = TokenStep(model, cache)
         token_B = torch.zeros(LANES, dtype=torch.int64, device=CUDA)
-        for age in (0, cache.mem_len):
+        for age in (0, cache.num_past):
             hidden_BD = step(token_B, [age, 1 + age])
             logits_BTV = model.logits(hidden_BD[:, None])
     assert (logits_BTV.device, logits_BTV.shape) == (CUDA, (LANES, 1, VOCAB_SIZE))

@@ -29,16 +29,6 @@ def test_another_optimizer_or_average_is_refused_even_on_request(key: str) -> No
         check(settings(), new, f"optimizer.{key}")
 
 
-def test_an_old_checkpoint_with_weight_decay_had_all_parameters_decay() -> None:
-    decays = "optimizer.weight_decay=0.1"
-    old = settings(decays)
-    del old["optimizer.weight_decay_parameters"]
-    with pytest.raises(CheckpointError, match=r"parameters: checkpoint 'all', now 'matrices'"):
-        check(old, settings(decays))
-    check(old, settings(decays, "optimizer.weight_decay_parameters=all"))
-    check(old, settings(decays), "optimizer.weight_decay_parameters")
-
-
 def test_an_old_checkpoint_without_weight_decay_resumes() -> None:
     old = settings()
     for key in ("weight_decay_parameters", "name", "averaging", "schedule_of_paper_code"):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.system.workers import InProcess
 from tests.support.diverging_runs import (
     FailAt,
     HighRate,
@@ -24,7 +23,7 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, losses, metrics, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import DivergedError
-from txl_dist.training import report
+from txl_dist.runtime import activity
 from txl_dist.training.loop import Trainer
 
 # As in tests/properties/test_one_trajectory.py: another number of ranks sums in another order.
@@ -331,32 +330,23 @@ def test_the_same_command_continues_after_a_rollback_to_or_past_its_checkpoint(
     assert counters(tmp_path)[12] == (2, 1)
 
 
-@pytest.mark.parametrize("scorer", ["ranks", pytest.param("workers", marks=pytest.mark.slow)])
 def test_weights_that_cannot_be_evaluated_are_given_up(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, scorer: str
+    ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     """The update of step 8 is too large; the evaluation of step 8 shows it before the next loss."""
     settings = (
         "training.num_steps=12", "training.checkpoint_interval_steps=3", ROLLBACK,
-        "evaluation.interval_steps=4", "evaluation.max_tokens=200", f"evaluation.on={scorer}",
+        "evaluation.interval_steps=4", "evaluation.max_tokens=200",
     )  # fmt: skip
     run, reference = tmp_path / "run", tmp_path / "reference"
     for path, fault in ((run, HighRate(8, factor=1e30)), (reference, SkipSteps(8))):
-        faults = (fault, score_in_process) if scorer == "workers" else (fault,)
-        (end,) = ranks(1).run(train_with, tiny_job(dataset, path, *settings), *faults)
+        (end,) = ranks(1).run(train_with, tiny_job(dataset, path, *settings), fault)
         assert end[0] == 0, end[1]
-    if scorer == "ranks":  # a worker may have scored later
-        assert losses(run) == losses(reference)
-        assert scores(run) == scores(reference)
-        assert counters(run) == {7: (0, 1), **dict.fromkeys(range(8, 13), (1, 1))}
+    assert losses(run) == losses(reference)
+    assert scores(run) == scores(reference)
+    assert counters(run) == {7: (0, 1), **dict.fromkeys(range(8, 13), (1, 1))}
     assert 8 not in losses(run)
     assert set(scores(run)) == {4, 8, 12}
-
-
-def score_in_process(trainer: Trainer) -> None:
-    """Processes of a group of ranks can have no children."""
-    if trainer.worker_evaluation.scorer is not None:
-        trainer.worker_evaluation.scorer._open_workers = InProcess
 
 
 def scores(run: Path) -> dict[int, float]:
@@ -407,8 +397,7 @@ class SlowSteps:
 
     def __call__(self, trainer: Any) -> None:
         now = [0.0]
-        trainer.report._stopwatch = report.Stopwatch(0.0)
-        report.time.monotonic = lambda: now[0]
+        activity.time.monotonic = lambda: now[0]
         step = trainer.step.engine.step
 
         def slow(*arguments: Any) -> Any:
@@ -419,12 +408,12 @@ class SlowSteps:
 
 
 def train_slowly(world: Any, job: Any, *faults: Any) -> Any:
-    clock = report.time
-    report.time = SimpleNamespace(time=clock.time, monotonic=clock.monotonic)  # type: ignore[assignment]
+    clock = activity.time
+    activity.time = SimpleNamespace(monotonic=clock.monotonic)  # type: ignore[assignment]
     try:
         return train_with(world, job, SlowSteps(), *faults)
     finally:
-        report.time = clock
+        activity.time = clock
 
 
 def test_steps_that_a_rollback_excludes_do_not_count_as_speed(

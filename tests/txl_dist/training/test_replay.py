@@ -34,7 +34,7 @@ def memory_after(num_segments: int, reset: str) -> list[torch.Tensor]:
         for segment in stream.segments_before(num_segments):
             columns = (torch.from_numpy(array) for array in (segment.input, segment.age))
             _, memory = model.hidden(*columns, memory)
-    return [layer.detach() for layer in memory.layers]
+    return [tensor.detach() for tensor in memory.tensors().values()]
 
 
 @pytest.mark.parametrize("reset", ["document", "stream"])

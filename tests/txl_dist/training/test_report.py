@@ -1,7 +1,6 @@
 """Step lines and metrics: equal on any number of ranks, and readable in 80 columns."""
 
 import logging
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +10,19 @@ import pytest
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.gloo_ranks import RankGroups
-from tests.support.training_runs import NO_EVALUATION, losses, metrics, tiny_job, train
+from tests.support.training_runs import NO_EVALUATION, TINY, losses, metrics, tiny_job, train
 from txl_dist.cli.progress import fit_step_line
+from txl_dist.config.config_file import load_run_config
 from txl_dist.errors import ConfigError
+from txl_dist.runtime.activity import Span
 from txl_dist.runtime.world import World
-from txl_dist.training import utilisation
+from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.training import speed
 from txl_dist.training.data import TrainingData
 from txl_dist.training.follow import step_of
 from txl_dist.training.job import TrainJob
-from txl_dist.training.report import RankZeroReport, step_line
-from txl_dist.training.state import TrainState
+from txl_dist.training.report import Report, step_line
+from txl_dist.training.state import LastUpdate, TrainState
 
 VALUES = {
     "loss": 3.41234,
@@ -33,10 +35,6 @@ VALUES = {
     "memory_valid": 1.0,
     "data_wait": 0.0,
 }
-
-
-def ignore(*_: object) -> None:
-    """A method of a part that the test does not look at."""
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ def test_a_step_without_a_target_has_no_line_and_no_effect(
 
 def train_measuring_often(world: World, job: TrainJob) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utilisation, "MAX_SHARE_OF_TIME", 1e9)
+        patch.setattr(speed, "MAX_SHARE_OF_TIME", 1e9)
         return train(world, job)
 
 
@@ -112,22 +110,24 @@ def test_a_segment_as_long_as_a_lane_is_the_longest_that_trains(
 
 
 def test_the_time_left_does_not_expect_the_evaluation_before_the_first_step_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    parts: Any = SimpleNamespace(
-        values=dict, update=ignore, share=lambda **_: 0.0, peak_flops=1.0, write=ignore
-    )
-    report = RankZeroReport(parts, parts, parts, parts, tokens_after=lambda step: 6000 - step)
-    state = TrainState(unreported=(1.0, 10, 10), unreported_steps=1, tokens=10)
-    with caplog.at_level(logging.INFO):
-        for step, (evaluation, left) in enumerate(((100.0, "0:10:00"), (1.0, "0:15:00")), 1):
-            now[0] += evaluation
-            report.exclude(evaluation)
-            report.data_wait(0.0)
-            now[0] += 1.0  # 10 tokens
-            report.step(
-                state.model_copy(update={"step": step}), lr=1.0, gradient_norm=1.0, memory_valid=1.0
+    spent = dict.fromkeys(Span, 0.0)
+    activity: Any = SimpleNamespace(seconds=spent.copy)
+    overrides = ["data.path=none", "directory=none", "training.num_steps=601"]
+    accepted: Any = SimpleNamespace(is_update=True)
+    with MetricsJournal(tmp_path / "metrics.jsonl") as journal, caplog.at_level(logging.INFO):
+        report = Report(journal, activity, load_run_config(TINY, overrides))
+        for step, (evaluation, left) in enumerate(((100.0, "0:10:00"), (1.0, "0:14:59")), 1):
+            spent[Span.EVALUATION] += evaluation
+            report.segment(step)
+            spent[Span.FORWARD] += 1.0
+            last = LastUpdate(step=step, gradient_norm=1.0, memory_valid=1.0)
+            state = TrainState(
+                step=step, unreported=(1.0, 15, 15), unreported_steps=1, last_update=last
             )
+            report.step(state, accepted)
+            values = {"mfu": 0.0}
+            report.line(state, values)
+            report.report(state, values)
             assert f" | eta {left}" in caplog.messages[-1]

@@ -25,7 +25,8 @@ from txl_dist.errors import CheckpointError, DivergedError, LostRankError, TxlEr
 from txl_dist.runtime import world as world_module
 from txl_dist.runtime.world import World
 from txl_dist.training.saving import RunSaver
-from txl_dist.training.state import BestScore, TrainState
+from txl_dist.training.scores import Score, ScoreTable
+from txl_dist.training.state import TrainState
 
 
 @dataclass
@@ -66,13 +67,15 @@ def on_two_ranks(run: Path, work: Callable[[RunSaver], Any], **settings: Any) ->
             engine=SimpleNamespace(fragments=lambda: fragments[rank::2]),
             memory_of_lanes=lambda: [(n, memory(1, n)) for n in range(rank, NUM_LANES, 2)],
         )
+        checkpoints = CheckpointDirectory(run)
         saver = RunSaver(
-            CheckpointDirectory(run),
+            checkpoints,
             header=HEADER,
             step=step,
             tracker=None,
             mirror=None,
             config=TrainingConfig(**{"num_steps": 20, "rank_timeout_seconds": 60, **settings}),
+            scores=ScoreTable(checkpoints, is_due=bool) if rank == 0 else None,
             saved_file=run / "saved",
             saved_step=None,
         )
@@ -91,51 +94,48 @@ def state(step: int, **changes: Any) -> TrainState:
     return TrainState(step=step, position=4 * step, **changes)
 
 
-def test_saves_scores_and_removals_happen_in_the_order_of_the_calls(tmp_path: Path) -> None:
-    best = BestScore(step=2, nats_per_token=1.5, split="valid", max_tokens=None)
+def score(step: int, nats: float) -> Score:
+    return Score(step=step, nats=nats, tokens_scored=1, split="valid", max_tokens=None)
 
+
+def test_saves_scores_and_removals_happen_in_the_order_of_the_calls(tmp_path: Path) -> None:
     def work(saver: RunSaver) -> None:
         for step in (1, 2, 3):
-            saver.save(state(step, evaluation_pending=step == 2))
-            if step == 2:
-                saver.save_score(state(2, best=best), best)
-            saver.confirm(state(step, best=best if step > 1 else None))
+            saver.save(state(step))
+            saver.wait()
+            if saver._scores is not None and step < 3:
+                saver._scores.add(score(step, 1.0 / step))
+            saver.mark_best()
+            saver.confirm()
         saver.finish(require_copies=True)
 
     assert on_two_ranks(tmp_path, work, keep_checkpoints=1) == [None, None]
     directory = CheckpointDirectory(tmp_path)
     assert directory.steps() == [2, 3]
-    expected = state(2, best=best, score=best)
-    assert verify_checkpoint(directory.at(2)).state == expected.model_dump(mode="json")
+    expected = [state(2, best=score(1, 1.0)), state(3, best=score(2, 0.5))]
+    assert [verify_checkpoint(directory.at(n)).state for n in (2, 3)] == [
+        each.model_dump(mode="json") for each in expected
+    ]
     assert (directory.pointer("LATEST"), directory.pointer("BEST")) == (3, 2)
     assert (tmp_path / "saved").exists()
     assert not list(directory.path.glob(".*"))
     assert len({verify_checkpoint(directory.at(step)).save_id for step in (2, 3)}) == 2
 
 
-def test_unscored_checkpoints_stay_and_a_late_score_reaches_all_that_lack_it(
-    tmp_path: Path,
+@pytest.mark.parametrize(("max_waiting", "kept"), [(0, [6]), (1, [1, 6]), (2, [1, 5, 6])])
+def test_checkpoints_that_wait_for_a_score_stay_the_oldest_and_the_newest(
+    tmp_path: Path, max_waiting: int, kept: list[int]
 ) -> None:
-    best = BestScore(step=1, nats_per_token=1.5, split="valid", max_tokens=None)
-    missing = {1: (1,), 2: (1, 2), 3: (1, 2), 4: (1, 2, 4)}
-
     def work(saver: RunSaver) -> None:
-        for step, unscored in missing.items():
-            saver.save(state(step, unscored_steps=unscored))
-            saver.confirm(state(step, unscored_steps=unscored))
-        saver.save_score(state(4, best=best, unscored_steps=(2, 4)), best)
+        saver._max_waiting = max_waiting
+        for step in range(1, 7):
+            saver.save(state(step))
+            saver.wait()
+            saver.confirm()
         saver.wait()
 
     assert on_two_ranks(tmp_path, work, keep_checkpoints=1) == [None, None]
-    directory = CheckpointDirectory(tmp_path)
-    expected = {
-        1: state(1, best=best, score=best),
-        2: state(2, best=best, unscored_steps=(2,)),
-        4: state(4, best=best, unscored_steps=(2, 4)),
-    }
-    states = {n: verify_checkpoint(directory.at(n)).state for n in directory.steps()}
-    assert states == {n: each.model_dump(mode="json") for n, each in expected.items()}
-    assert directory.pointer("BEST") == 1
+    assert CheckpointDirectory(tmp_path).steps() == kept
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

@@ -16,9 +16,11 @@ from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
+from txl_dist.training.observer import Observer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.scores import Score
 from txl_dist.training.setup import build_trainer
-from txl_dist.training.state import BestScore, TrainState, load_state
+from txl_dist.training.state import TrainState, load_state
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")
 CLOCK = (
@@ -67,7 +69,7 @@ class StopInEvaluation:
 
     def __bool__(self) -> bool:
         state = self.trainer.state
-        if state.step == self.step and state.evaluation_pending:
+        if state.step == self.step and self.trainer.evaluation_is_pending:
             self.polls -= 1
         return self.polls <= 0
 
@@ -90,41 +92,42 @@ def test_a_stop_in_the_evaluation_saves_first_and_the_resumed_run_equals_an_unin
     ends = ranks(2).run(train_changed, job, stop_in_evaluation, step, only_rank)
     assert [code for code, _ in ends] == [75, 75]
     assert f"stopped on request after step {step}" in ends[0][1]
-    assert state_at(job.run_path, step).evaluation_pending
+    assert CheckpointDirectory(job.run_path).steps()[-1] == step
     assert not any("valid/loss" in line for line in metrics(job.run_path))
 
     assert ranks(2).run(train, job) == [0, 0]
     assert computed(job.run_path) == computed(straight.run_path)
-    assert not state_at(job.run_path, 20).evaluation_pending
     assert state_at(job.run_path, 20) == state_at(straight.run_path, 20)
     best = (straight.run_path / "BEST").read_text()
     assert (job.run_path / "BEST").read_text() == best
 
 
-def keep_copy_before_score(trainer: Trainer, copy: Path) -> None:
-    """Copy the run as a kill between writing the journal and saving the score leaves it."""
-    save_score = trainer.saver.save_score
+class CopyAtScore(Observer):
+    """Copies the run as a kill between writing the score and its line in the metrics leaves it."""
 
-    def copy_first(state: TrainState, score: BestScore) -> None:
-        if trainer.step.world.is_rank_zero and state.step == 10:
-            trainer.saver.wait()  # one rank: not collective
-            shutil.copytree(Path(trainer.config.directory), copy)
-        save_score(state, score)
+    def __init__(self, trainer: Trainer, copy: Path) -> None:
+        self.trainer, self.copy = trainer, copy
 
-    trainer.saver.save_score = copy_first  # type: ignore[method-assign]
+    def score(self, score: Score, gain: float | None) -> None:
+        if score.step == 10:
+            self.trainer.saver.wait()  # one rank: not collective
+            shutil.copytree(Path(self.trainer.config.directory), self.copy)
 
 
-def test_a_kill_after_the_score_was_journalled_writes_it_once(
+def keep_copy_before_line(trainer: Trainer, copy: Path) -> None:
+    trainer.observers.all.insert(0, CopyAtScore(trainer, copy))
+
+
+def test_a_kill_between_a_score_and_its_line_writes_it_once(
     ranks: RankGroups, dataset: Path, tmp_path: Path
 ) -> None:
     settings = (*SETTINGS, "evaluation.interval_steps=10")
     straight = tiny_job(dataset, tmp_path / "straight", *settings)
-    assert ranks(1).run(train_changed, straight, keep_copy_before_score, tmp_path / "killed") == [
+    assert ranks(1).run(train_changed, straight, keep_copy_before_line, tmp_path / "killed") == [
         (0, "")
     ]
     job = tiny_job(dataset, tmp_path / "killed", *settings)
-    assert state_at(job.run_path, 10).evaluation_pending
-    assert computed(job.run_path)[-1]["valid/loss"]
+    assert "valid/loss" not in computed(job.run_path)[-1]
     assert ranks(1).run(train, job) == [0]
     assert computed(job.run_path) == computed(straight.run_path)
 
@@ -227,11 +230,11 @@ def nan_in_evaluation(trainer: Trainer, step: int) -> None:
     evaluate = trainer.evaluate
     assert evaluate is not None
 
-    def poisoned(*, stop: object) -> Any:
+    def poisoned(state: TrainState, *, stop: object) -> Score | None:
         if trainer.state.step == step and trainer.step.world.rank == 1:
             with trainer.step.engine.whole_model() as model:
                 next(model.parameters()).data.view(-1)[:] = float("nan")
-        return evaluate(stop=stop)
+        return evaluate(state, stop=stop)
 
     trainer.evaluate = poisoned
 
@@ -253,14 +256,14 @@ def test_a_nan_in_the_evaluation_is_a_divergence_that_names_split_and_step(
 
 
 def remove_run_directory(trainer: Trainer, step: int) -> None:
-    advance = trainer.saver.confirm
+    confirm = trainer.saver.confirm
 
-    def removing(state: TrainState) -> None:
-        if state.step == step:
+    def removing() -> None:
+        if trainer.state.step == step:
             trainer.saver.wait()
-        if state.step == step and trainer.step.world.is_rank_zero:
+        if trainer.state.step == step and trainer.step.world.is_rank_zero:
             shutil.rmtree(trainer.config.directory)
-        advance(state)
+        confirm()
 
     trainer.saver.confirm = removing  # type: ignore[method-assign]
 

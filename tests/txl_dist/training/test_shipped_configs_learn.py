@@ -15,12 +15,12 @@ from data_pipeline.streams.unigram_entropy import unigram_entropy
 from tests.support.commands import start_txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, metrics
 from txl_dist.config.starting_file import starting_file
-from txl_dist.training.learning_check import CLEARLY_BELOW
+from txl_dist.training.diagnostics import CLEARLY_BELOW
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 ELSEWHERE = ("paper", "nvidia", "wt103-", "tiny")
-"""A CPU is too slow for them; tiny.yaml, with 15 tokens per step, is in test_learning_check.py."""
+"""A CPU is too slow for them; tiny.yaml, with 15 tokens per step, is in test_diagnostics.py."""
 INIT = "txl config init"
 
 

@@ -1,14 +1,17 @@
 """A rejected step leaves no trace, and no token attends across the gap that it leaves."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from data_pipeline.errors import DataError
 from data_pipeline.streams.segments import Segment
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job
@@ -19,6 +22,7 @@ from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.setup import build_trainer
+from txl_dist.training.step import DeviceSegments
 
 
 def step_with_poison(world: World, job: TrainJob, poison: str) -> tuple[str, bool]:
@@ -78,7 +82,7 @@ def snapshot(trainer: Trainer) -> list[Tensor]:
         *(fragment.master.clone() for fragment in fragments),
         *(state.clone() for fragment in fragments for state in fragment.states.values()),
         *(state["step"].clone() for state in engine._optimizer.state.values()),
-        *(torch.stack([*layers]) for _, layers in sorted(trainer.step.memory_of_lanes())),
+        *(x.clone() for _, row in trainer.step.memory_of_lanes() for x in row.values()),
     ]
 
 
@@ -150,8 +154,8 @@ def loss_with_memory(
 ) -> tuple[float, float]:
     """Loss and share of valid memory of a rejected step with this memory."""
     for memory in trainer.step.memories:
-        for layer in memory.layers:
-            layer.fill_(fill)
+        for tensor in memory.tensors().values():
+            tensor.fill_(fill)
     result = trainer.step(
         segment,
         step=5,
@@ -179,8 +183,60 @@ def losses_after_gaps(world: World, job: TrainJob) -> dict[int, tuple[bool, floa
     return seen
 
 
-def test_no_token_attends_across_a_gap(ranks: RankGroups, dataset: Path, tmp_path: Path) -> None:
-    """The memory has 7 tokens. A gap directly before the segment hides all of them."""
-    job = tiny_job(dataset, tmp_path, NO_EVALUATION, "data.reset=stream")
+@pytest.mark.parametrize(("kind", "after_a_token"), [("recurrent", 1 / 7), ("running_mean", 1.0)])
+def test_no_token_reads_across_a_gap(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, kind: str, after_a_token: float
+) -> None:
+    """The memory has 7 tokens. A gap directly before the segment hides all of them.
+
+    A mean has no tokens: the first segment after a gap does not read it, and begins another one.
+    """
+    kind = f"model.memory={kind}"
+    job = tiny_job(dataset, tmp_path, NO_EVALUATION, "data.reset=stream", kind)
     (seen,) = ranks(1).run(losses_after_gaps, job)
-    assert seen == {0: (False, 0.0), 1: (True, 1 / 7), 7: (True, 1.0), 9: (True, 1.0)}
+    assert seen == {0: (False, 0.0), 1: (True, after_a_token), 7: (True, 1.0), 9: (True, 1.0)}
+
+
+CPU = torch.device("cpu")
+
+
+def stream(num_segments: int) -> Iterator[Segment]:
+    for position in range(num_segments):
+        row = np.full((2, 3), position)
+        yield Segment(row, row + 1, row.astype(np.int32), position, position + 1)
+    raise DataError("damaged")
+
+
+@pytest.mark.parametrize("calls", [(0, 0, 0), (1, 1, 1), (2, 0, 1)], ids=str)
+def test_no_segment_is_lost_or_read_twice(calls: tuple[int, ...]) -> None:
+    """`calls` of prefetch before each segment."""
+    segments = DeviceSegments(stream(3), CPU, is_ready=lambda: True)
+    for position, num_calls in enumerate(calls):
+        for _ in range(num_calls):
+            segments.prefetch()
+        segment = next(segments)
+        assert segment.position == position
+        assert torch.equal(segment.input_BT, torch.from_numpy(segment.input))
+        assert torch.equal(segment.age_BT, torch.from_numpy(segment.age))
+
+
+def test_a_segment_that_is_not_ready_is_not_waited_for() -> None:
+    taken: list[int] = []
+
+    def recorded() -> Iterator[Segment]:
+        for segment in stream(2):
+            taken.append(segment.position)
+            yield segment
+
+    segments = DeviceSegments(recorded(), CPU, is_ready=lambda: False)
+    segments.prefetch()
+    assert taken == []
+    assert next(segments).position == 0
+
+
+def test_an_error_of_the_stream_is_raised_at_its_segment() -> None:
+    segments = DeviceSegments(stream(1), CPU, is_ready=lambda: True)
+    assert next(segments).position == 0
+    segments.prefetch()  # the step that is running must not fail
+    with pytest.raises(DataError, match="damaged"):
+        next(segments)

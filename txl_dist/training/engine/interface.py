@@ -16,14 +16,11 @@ from torch import Tensor
 from txl_dist.checkpoint.snapshot import AVERAGE, Fragment
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.dropout import DropoutMasks
-from txl_dist.model.memory import Memory
+from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.world import World
-from txl_dist.training.engine.averaging import WeightAveraging
-from txl_dist.training.engine.initialise import initialise_deepspeed
-from txl_dist.training.engine.optimizers import create_optimizer
-from txl_dist.training.engine.parameter_groups import states_by_name
-from txl_dist.training.engine.settings import deepspeed_settings
+from txl_dist.training.engine.optimizers import WeightAveraging, create_optimizer, states_by_name
+from txl_dist.training.engine.settings import deepspeed_settings, initialise_deepspeed
 
 
 class Decision(NamedTuple):
@@ -114,9 +111,9 @@ class Engine(ABC):
         input_BT: Tensor,
         target_BT: Tensor,
         age_BT: Tensor,
-        memory: Memory,
+        memory: SequenceState,
         dropout: DropoutMasks,
-    ) -> tuple[Tensor, Memory]:
+    ) -> tuple[Tensor, SequenceState]:
         """The model's forward: nats [B, T] of the targets and the next memory."""
         return self._engine(input_BT, target_BT, age_BT, memory, dropout)
 

@@ -1,31 +1,337 @@
-"""The optimizer of a config: torch's own, or one of the two in this package.
+"""The optimizers, the groups of parameters that they update, and the average of the weights.
 
 All keep a `step` count and the states that their parameter groups name, of the shape of the
 parameter or of this rank's part of it, so that a checkpoint can store them by parameter and range.
+To add one, write its class here, and an entry in `_OPTIMIZERS`; its name and settings are in
+config/optimizer_config.py.
+
+torch decorates methods of its optimizers for programs that compile them. The first call of a
+decorated method imports the compiler: 1.6 s of CPU time at every start of a rank. An optimizer is
+never compiled here (`training.compile` compiles layers), so the methods of these classes are
+torch's without the decorators.
 """
 
-import torch
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
 
+import torch
+from torch import Tensor, nn, optim
+
+from txl_dist.checkpoint.snapshot import AVERAGE
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.training.engine.eager_optimizers import Adam, AdamW
-from txl_dist.training.engine.lamb import Lamb
-from txl_dist.training.engine.muon import Muon
-from txl_dist.training.engine.parameter_groups import parameter_groups
 
 
-def create_optimizer(model: TransformerXL, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer named `config.name`, with the parameter groups of `parameter_groups.py`."""
+class EagerOptimizer(optim.Optimizer):
+    """Base class. `step` of a subclass needs `torch.no_grad()`, which is among the decorators."""
+
+    add_param_group = inspect.unwrap(optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(optim.Optimizer.zero_grad)
+
+
+class Adam(EagerOptimizer, optim.Adam):
+    """`torch.optim.Adam`."""
+
+    step = torch.no_grad()(inspect.unwrap(optim.Adam.step))
+
+
+class AdamW(EagerOptimizer, optim.AdamW):
+    """`torch.optim.AdamW`."""
+
+    step = torch.no_grad()(inspect.unwrap(optim.AdamW.step))
+
+
+class Lamb(EagerOptimizer):
+    """Adam whose step is scaled, per parameter, to the norm of the parameter.
+
+        m, v      Adam's running means with their bias corrections
+        update    m / (sqrt(v) + eps) + weight_decay * w
+        w         w - lr * (|w| / |update|) * update         the ratio is 1 if one of the norms is 0
+
+    The norms are those of whole parameters. ZeRO cuts parameters at the ends of ranks' partitions,
+    so it runs at stage 0 only (config/optimizer_config.py refuses the others). States: exp_avg,
+    exp_avg_sq and step. Source: You et al. 2020, arXiv:1904.00962, algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        (beta1, beta2), state = group["betas"], self.state[parameter]
+        state["step"] += 1
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1) / _correction(beta1, state["step"])
+        squares = state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
+        root = (squares / _correction(beta2, state["step"])).sqrt_().add_(group["eps"])
+        update = mean.div_(root).add_(parameter, alpha=group["weight_decay"])
+        norm, update_norm = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(update)
+        # Not an `if`: reading the norms would wait for the device, once per parameter.
+        has_ratio = (norm > 0) & (update_norm > 0)
+        ratio = torch.where(has_ratio, norm / update_norm.clamp(min=1e-38), 1.0)
+        parameter.sub_(update.mul_(ratio * group["lr"]))
+
+
+def _correction(beta: float, step: torch.Tensor) -> torch.Tensor | float:
+    """1 - beta^step."""
+    # expm1: in fp32, 1 - 0.999^1 would have only four correct digits.
+    return -torch.expm1(step * math.log(beta)) if beta else 1.0
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the quintic polynomial: five iterations map singular values to about 1."""
+NUM_ITERATIONS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlatMatrices:
+    """A group of matrices in one flat tensor, of which each rank has an equal part."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    """Offset of each matrix in the whole flat tensor."""
+    rank: int
+    all_gather: Callable[[Tensor], Tensor]
+    """The parts of all ranks, in one flat tensor."""
+
+    def orthogonalised(self, part: Tensor) -> Tensor:
+        """This rank's part of the update. Collective. Padding between matrices becomes 0."""
+        whole = self.all_gather(part)
+        start = self.rank * part.numel()
+        update = torch.zeros_like(part)
+        for shape, offset in zip(self.shapes, self.offsets, strict=True):
+            stop = offset + math.prod(shape)
+            low, high = max(start, offset), min(start + part.numel(), stop)
+            if low < high:
+                matrix = orthogonalised(whole[offset:stop].view(shape)).reshape(-1)
+                update[low - start : high - start] = matrix[low - offset : high - offset]
+        return update
+
+
+class Muon(AdamW):
+    """Muon for groups with `rule: muon`, AdamW for all others, also on ZeRO's flat partitions.
+
+        B     momentum * B + (1 - momentum) * gradient       elementwise, on this rank's part
+        U     (1 - momentum) * gradient + momentum * B       Nesterov; elementwise
+        O     nearest orthogonal matrix to U, about          needs the whole matrix
+        w     w * (1 - lr * weight_decay) - lr * 0.2 sqrt(max(rows, columns)) * O
+
+    The factor 0.2 sqrt(max(rows, columns)) gives an update the root mean square of AdamW's, so one
+    learning rate and one schedule serve both groups.
+
+    Under ZeRO 1 and 2 the momentum stays sharded. U is gathered, and each rank orthogonalises the
+    matrices of which it owns a part. The products are in fp32, not in bf16 as in torch.optim.Muon:
+    bf16 would round the differences of 1e-8 between numbers of ranks to differences of 4e-3.
+
+    Sources: K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; the factor: Liu et al.
+    2025, arXiv:2502.16982.
+    """
+
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        momentum: float,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+        self._momentum = momentum
+        self.flat: dict[int, FlatMatrices] = {}
+        """By id of a flat parameter. Without an entry, a parameter is a whole matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient. Collective if parameters are flat."""
+        # DeepSpeed calls it once per group, with only that group in `param_groups`.
+        groups = self.param_groups
+        for group in groups:
+            if group["rule"] == "muon":
+                for parameter in group["params"]:
+                    self._update(parameter, group)
+        self.param_groups = [group for group in groups if group["rule"] != "muon"]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        if gradient is None:
+            return
+        state["step"] += 1
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - self._momentum)
+        update = gradient.lerp(momentum, self._momentum)
+        flat = self.flat.get(id(parameter))
+        update = orthogonalised(update) if flat is None else flat.orthogonalised(update)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"])
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """U V^T of the singular value decomposition U S V^T, about, x 0.2 sqrt(max(rows, columns)).
+
+    By Newton-Schulz iterations, whose result has singular values between 0.7 and 1.2; singular
+    values below 1e-3 of the Frobenius norm stay smaller.
+    """
+    a, b, c = NEWTON_SCHULZ
+    # The smaller of the two Gram matrices.
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / torch.linalg.matrix_norm(x).clamp(min=1e-7)
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.T
+        x = a * x + torch.addmm(gram, gram, gram, beta=b, alpha=c) @ x
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x * (0.2 * math.sqrt(max(matrix.shape)))
+
+
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
+"""Running means of the gradient and of its square."""
+MUON_STATES = ("momentum_buffer",)
+
+
+def hidden_matrices(model: TransformerXL) -> frozenset[str]:
+    """Names of the weights of linear layers: query, keys and values, output, feed-forward."""
+    return frozenset(
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    )
+
+
+def matrices(model: TransformerXL) -> frozenset[str]:
+    """Names of all weights that linear maps multiply with, except those with one row per id.
+
+    The projections of narrow embeddings are matrices. Tables, the softmax's weights and cluster
+    weights (one vector per token or cluster), position biases, LayerNorms and biases are not.
+    """
+    projections = (
+        name for name, _ in model.named_parameters() if name.split(".")[-2:-1] == ["projections"]
+    )
+    return hidden_matrices(model) | frozenset(projections)
+
+
+def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer, in the order of their first parameters.
+
+    Roles follow from the modules, not from names or numbers of dimensions. DeepSpeed's own rule for
+    Muon, `ndim >= 2` and no "embed" in the name, would take the embedding tables, the cluster
+    weights of the adaptive softmax and the position biases for hidden matrices.
+
+    Besides torch's keys a group has `rule` (muon or adam) and `states`, the names of the
+    optimizer's states of its parameters.
+    """
+    hidden, decayed = hidden_matrices(model), _decayed(model, config)
+    average, entry = (AVERAGE,) if config.averaging else (), _OPTIMIZERS[config.name]
+    groups: dict[tuple[str, float], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        states, rule = entry.states, "adam"
+        if entry.hidden_states is not None and name in hidden:
+            states, rule = entry.hidden_states, config.name
+        weight_decay = config.weight_decay if name in decayed else 0.0
+        empty: dict[str, Any] = {
+            "params": [],
+            "rule": rule,
+            "weight_decay": weight_decay,
+            "states": (*states, *average),
+        }
+        groups.setdefault((rule, weight_decay), empty)["params"].append(parameter)
+    return list(groups.values())
+
+
+def _decayed(model: TransformerXL, config: OptimizerConfig) -> frozenset[str]:
+    if config.weight_decay_parameters == "all":
+        return frozenset(name for name, _ in model.named_parameters())
+    return matrices(model)
+
+
+def states_by_name(
+    model: TransformerXL, groups: list[dict[str, Any]]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(name, names of its optimizer states) of every parameter."""
+    states = {id(p): group["states"] for group in groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        yield name, states[id(parameter)]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightAveraging:
+    """How much the newest weights count in the average, which every optimizer step updates.
+
+    `ema` is an exponential average. `asgd` is the mean of the weights of all steps since the first
+    one, as averaged SGD keeps it (Polyak & Juditsky 1992); the paper's Penn Treebank model averages
+    its weights (arXiv:1901.02860).
+    """
+
+    start_step: int
+    ema_decay: float | None
+    """None: all steps count the same."""
+
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> Self | None:
+        """None if the config has no averaging."""
+        if config.averaging is None:
+            return None
+        decay = config.ema_decay if config.averaging == "ema" else None
+        return cls(config.averaging_start_step, decay)
+
+    def weight_at(self, step: int) -> float:
+        """Weight of the weights after step `step`; until the start the average is a copy."""
+        if step <= self.start_step:
+            return 1.0
+        return 1 / (step - self.start_step + 1) if self.ema_decay is None else 1 - self.ema_decay
+
+
+def describe_average(config: OptimizerConfig) -> str:
+    """`average of the weights (ema, decay 0.999, from step 1)`."""
+    decay = f", decay {config.ema_decay:g}" if config.averaging == "ema" else ""
+    start = config.averaging_start_step
+    return f"average of the weights ({config.averaging}{decay}, from step {start})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """How an optimizer is created, and the names of its states."""
+
+    create: Callable[[list[dict[str, Any]], OptimizerConfig, dict[str, Any]], optim.Optimizer]
+    """(groups, config, lr, betas and eps as keywords)"""
+    states: tuple[str, ...] = ADAM_STATES
+    hidden_states: tuple[str, ...] | None = None
+    """Those of hidden matrices, if it updates them by a rule of its name and the rest by Adam's."""
+
+
+# torch's Adam and AdamW: DeepSpeed's variants compile for about a minute at the first start.
+_OPTIMIZERS = {
+    "adamw": _Entry(create=lambda groups, _, adam: AdamW(groups, fused=True, **adam)),
+    "adam": _Entry(create=lambda groups, _, adam: Adam(groups, fused=True, **adam)),
+    "lamb": _Entry(create=lambda groups, _, adam: Lamb(groups, **adam)),
+    "muon": _Entry(
+        create=lambda groups, config, adam: Muon(groups, momentum=config.muon_momentum, **adam),
+        hidden_states=MUON_STATES,
+    ),
+}
+"""By the value of `OptimizerConfig.name`."""
+
+
+def create_optimizer(model: TransformerXL, config: OptimizerConfig) -> optim.Optimizer:
+    """The optimizer named `config.name`, with the groups of `parameter_groups`."""
+    adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     groups = parameter_groups(model, config)
-    lr, betas, eps = config.lr, (config.beta1, config.beta2), config.eps
-    match config.name:
-        # torch's Adam and AdamW: DeepSpeed's variants compile for about a minute at the first
-        # start.
-        case "adamw":
-            return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        case "adam":
-            return Adam(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        case "lamb":
-            return Lamb(groups, lr=lr, betas=betas, eps=eps)
-        case "muon":
-            return Muon(groups, lr=lr, betas=betas, eps=eps, momentum=config.muon_momentum)
+    return _OPTIMIZERS[config.name].create(groups, config, adam)

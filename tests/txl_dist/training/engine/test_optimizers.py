@@ -1,15 +1,33 @@
-"""Which parameters decay, which ones Muon orthogonalises, and the update rules by themselves."""
+"""The optimizers: groups of parameters, update rules, and the average of the weights."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.support.commands import ENVIRONMENT
+from tests.support.diverging_runs import SkipSteps, train_with
+from tests.support.gloo_ranks import RankGroups
 from tests.support.plain_optimizers import newton_schulz_by_svd
+from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.reader import load_model
 from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.training.engine.averaging import WeightAveraging
-from txl_dist.training.engine.muon import FlatMatrices, orthogonalised
-from txl_dist.training.engine.parameter_groups import hidden_matrices, matrices, parameter_groups
+from txl_dist.training.engine.optimizers import (
+    Adam,
+    AdamW,
+    FlatMatrices,
+    WeightAveraging,
+    hidden_matrices,
+    matrices,
+    orthogonalised,
+    parameter_groups,
+)
 
 SMALL = {"vocab_size": 31, "n_layer": 1, "d_model": 6, "n_head": 3, "d_head": 2, "d_inner": 7}
 LAYER_MATRICES = {
@@ -124,3 +142,97 @@ def test_averages_are_a_copy_until_their_start_then_the_mean_or_exponential() ->
 
 def test_weight_averaging_is_off_by_default() -> None:
     assert WeightAveraging.of(OptimizerConfig()) is None
+
+
+CODE = """
+import sys
+import torch
+from txl_dist.training.engine.optimizers import Adam, AdamW
+from txl_dist.training.engine.optimizers import Lamb
+from txl_dist.training.engine.optimizers import Muon
+
+settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-8}
+for create in (Adam, AdamW, Lamb, Muon):
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    weight.grad = torch.ones_like(weight)
+    group = {"params": [weight], "weight_decay": 0.0, "rule": "adamw"}
+    more = {"momentum": 0.9} if create is Muon else {}
+    optimizer = create([group], **settings, **more)
+    if create is Lamb:
+        optimizer.state[weight] = {
+            "step": torch.tensor(0.0), "exp_avg": torch.zeros(2, 3), "exp_avg_sq": torch.zeros(2, 3)
+        }
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weight.grad is None and not torch.equal(weight, torch.ones(2, 3)), create
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_step_does_not_import_the_compiler() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE], check=True, capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert ended.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("ours", "original"), [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)]
+)
+def test_weights_are_those_of_torch_bit_for_bit(
+    ours: type[torch.optim.Adam], original: type[torch.optim.Adam]
+) -> None:
+    weights = []
+    for create in (ours, original):
+        generator = torch.Generator().manual_seed(5)
+        weight = torch.nn.Parameter(torch.randn(3, 5, generator=generator))
+        optimizer = create([weight], lr=0.03, betas=(0.7, 0.95), weight_decay=0.2, fused=True)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (weight * torch.randn(3, 5, generator=generator)).square().sum().backward()
+            optimizer.step()
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
+NUM_STEPS, START, DECAY, SKIPPED = 9, 3, 0.7, 5
+SETTINGS = (
+    NO_EVALUATION, f"training.num_steps={NUM_STEPS}", "training.checkpoint_interval_steps=1",
+    "training.keep_checkpoints=99", f"optimizer.averaging_start_step={START}",
+)  # fmt: skip
+
+
+def weights(run: Path, step: int, which: str) -> dict[str, Tensor]:
+    path = CheckpointDirectory(run).at(step)
+    model, *_ = load_model(path, weights=which)  # type: ignore[arg-type]
+    return {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("averaging", "num_ranks", "stage"),
+    [
+        ("ema", 1, "0"),
+        ("asgd", 2, "2"),
+        pytest.param("ema", 2, "3-all-spread", marks=pytest.mark.slow),
+    ],
+)
+def test_an_average_is_the_mean_of_the_weights_after_each_update(
+    ranks: RankGroups, dataset: Path, tmp_path: Path, averaging: str, num_ranks: int, stage: str
+) -> None:
+    """A skipped step is no update: it has no weight in the average."""
+    options = (f"optimizer.averaging={averaging}", *ZERO[stage])
+    options += (f"optimizer.ema_decay={DECAY}",) if averaging == "ema" else ()
+    job = tiny_job(dataset, tmp_path, *SETTINGS, *options)
+    ends = ranks(num_ranks).run(train_with, job, SkipSteps(SKIPPED))
+    assert [code for code, *_ in ends] == [0] * num_ranks
+    updates = [weights(tmp_path, n, "last") for n in range(1, NUM_STEPS + 1) if n != SKIPPED]
+    for name, average in weights(tmp_path, NUM_STEPS, "averaged").items():
+        counted = [of_step[name] for of_step in updates[START - 1 :]]
+        expected = torch.stack(counted).mean(0)
+        if averaging == "ema":
+            expected = counted[0]
+            for weight in counted[1:]:
+                expected = DECAY * expected + (1 - DECAY) * weight
+        torch.testing.assert_close(average, expected, rtol=1e-5, atol=1e-6)
+    changed = [not torch.equal(updates[-1][name], updates[START][name]) for name in updates[0]]
+    assert all(changed), "else an average would be equal to the weights"

@@ -2,11 +2,15 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support.commands import ENVIRONMENT
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, refusal, tiny_job, train
 from txl_dist.config.data_config import DataConfig
@@ -15,7 +19,7 @@ from txl_dist.config.optimizer_config import OptimizerConfig
 from txl_dist.config.run_config import Precision, RunConfig
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import ConfigError
-from txl_dist.training.engine.settings import deepspeed_settings
+from txl_dist.training.engine.settings import _without_compiler, deepspeed_settings
 
 SHAPE = {"num_ranks": 3, "num_micro_batches": 5, "micro_batch_rows": 7}
 ON_CPU: dict[str, Any] = {**SHAPE, "on_gpu": False}
@@ -218,3 +222,34 @@ def test_a_wrong_mapping_of_deepspeed_is_noticed_before_training(
     config = job.config.model_copy(update={"deepspeed": deepspeed})
     assert ranks(2).run(train, job.model_copy(update={"config": config})) == [2, 2]
     assert "DeepSpeed maps other numbers than those of" in refusal(tmp_path)
+
+
+CODE = """
+import sys
+from txl_dist.training.engine import settings
+
+with settings._without_mlflow(), settings._without_compiler():
+    import deepspeed
+    import deepspeed.runtime.zero.muon.original_muon
+print([name for name in ("mlflow", "torch._inductor.compile_fx") if name in sys.modules])
+"""
+
+
+@pytest.mark.slow
+def test_it_imports_neither_mlflow_nor_the_compiler() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE], check=True, capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_decorators_do_nothing_while_deepspeed_is_imported_and_compile_afterwards() -> None:
+    original = torch.compile
+
+    def function() -> int:
+        return 7
+
+    with _without_compiler():
+        assert torch.compile(function) is function
+        assert torch.compile(dynamic=True)(function) is function
+    assert torch.compile is original

@@ -1,0 +1,193 @@
+"""Every kind of memory: causal, kept by lane, and with gradients where the kind says so.
+
+The properties of whole runs (memory validity, one trajectory, elastic resume, exact evaluation)
+have files of their own, which are parametrised over the same kinds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.support.running_mean import KINDS
+from tests.support.small_models import VOCAB_SIZE, random_text, small_model
+from txl_dist.model.memory import SequenceState, memory_kind
+from txl_dist.model.transformer_xl import TransformerXL
+
+TGT_LENS = [4, 1, 3, 4, 2]
+NUM_TOKENS = sum(TGT_LENS)
+BEGINNINGS = (0, 6, 11)
+"""Where the documents of lane 1 begin; the other lanes are one document."""
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+in_training_and_inference = pytest.mark.parametrize("start", ["empty_memory", "inference_state"])
+
+
+def ages(num_lanes: int) -> Tensor:
+    position_N = torch.arange(NUM_TOKENS)
+    age_BN = position_N.repeat(num_lanes, 1)
+    if num_lanes > 1:
+        age_BN[1] = (
+            torch.stack([position_N - begin for begin in BEGINNINGS])
+            .masked_fill(position_N < torch.tensor(BEGINNINGS)[:, None], 999)
+            .amin(0)
+        )
+    return age_BN
+
+
+def read(
+    model: TransformerXL,
+    text_BN: Tensor,
+    state: SequenceState,
+    *,
+    segments: range | None = None,
+    between: Callable[[SequenceState], SequenceState] = lambda state: state,
+    age_BN: Tensor | None = None,
+) -> tuple[Tensor, SequenceState]:
+    """Nats of all tokens of these segments, and the state after them."""
+    age_BN = ages(len(text_BN)) if age_BN is None else age_BN
+    nats = []
+    for number in segments or range(len(TGT_LENS)):
+        start = sum(TGT_LENS[:number])
+        here, following = slice(start, start + TGT_LENS[number]), slice(start + 1, None)
+        target_BT = text_BN[:, following][:, : TGT_LENS[number]]
+        nats_BT, state = model(text_BN[:, here], target_BT, age_BN[:, here], state)
+        state = between(state)
+        nats.append(nats_BT)
+    return torch.cat(nats, dim=1), state
+
+
+@every_kind
+@in_training_and_inference
+@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True}], ids=["", "pre-norm"])
+@torch.no_grad()
+def test_no_loss_depends_on_later_tokens(kind: str, start: str, options: dict[str, Any]) -> None:
+    model, text_BN = small_model(memory=kind, **options), random_text(2, NUM_TOKENS + 1)
+    nats_BN, _ = read(model, text_BN, getattr(model, start)(2))
+    for position in range(1, NUM_TOKENS + 1):
+        changed_BN = text_BN.clone()
+        changed_BN[:, position:] = (changed_BN[:, position:] + 1) % VOCAB_SIZE
+        other_BN, _ = read(model, changed_BN, getattr(model, start)(2))
+        # The token at `position` is the target of the one before.
+        assert torch.equal(other_BN[:, : position - 1], nats_BN[:, : position - 1])
+        assert not torch.equal(other_BN[:, position - 1 :], nats_BN[:, position - 1 :])
+
+
+@every_kind
+@torch.no_grad()
+def test_losses_depend_on_the_segments_before(kind: str) -> None:
+    """Checks the test above and those of documents: the memory has an effect."""
+    model, text_BN = small_model(memory=kind), random_text(1, NUM_TOKENS + 1)
+    nats_BN, _ = read(model, text_BN, model.empty_memory(1))
+    changed_BN = text_BN.clone()
+    changed_BN[:, 0] = (changed_BN[:, 0] + 1) % VOCAB_SIZE
+    other_BN, _ = read(model, changed_BN, model.empty_memory(1))
+    assert not torch.equal(other_BN[:, TGT_LENS[0] :], nats_BN[:, TGT_LENS[0] :])
+
+
+@every_kind
+@torch.no_grad()
+def test_inference_has_the_numbers_of_the_memory(kind: str) -> None:
+    model, text_BN = small_model(memory=kind, n_layer=3), random_text(3, NUM_TOKENS + 1)
+    nats_BN, _ = read(model, text_BN, model.empty_memory(3))
+    in_inference_BN, _ = read(model, text_BN, model.inference_state(3))
+    assert_close(in_inference_BN, nats_BN)
+
+
+@every_kind
+@in_training_and_inference
+@torch.no_grad()
+def test_the_rows_of_lanes_go_on_in_any_other_state(kind: str, start: str) -> None:
+    """As after a resume on other ranks: lanes in another order, loaded row by row."""
+    model, text_BN = small_model(memory=kind), random_text(3, NUM_TOKENS + 1)
+    nats_BN, _ = read(model, text_BN, getattr(model, start)(3))
+    order = [2, 0, 1]
+    # Three segments before, and a state that has read another text.
+    _, state = read(model, text_BN, getattr(model, start)(3), segments=range(3))
+    other_BN = random_text(3, NUM_TOKENS + 1, seed=9)
+    _, loaded = read(model, other_BN, getattr(model, start)(3), segments=range(3))
+    saved = [{name: x.clone() for name, x in state.row(lane).items()} for lane in range(3)]
+    for row, lane in enumerate(order):
+        loaded.load_row(row, saved[lane])
+    rest_BN, _ = read(model, text_BN[order], loaded, segments=range(3, 5), age_BN=ages(3)[order])
+    assert_close(rest_BN, nats_BN[order][:, sum(TGT_LENS[:3]) :], rtol=0, atol=1e-12)
+    assert state.bytes_per_lane == sum(x.nbytes for x in saved[0].values()) > 0
+
+
+@every_kind
+@in_training_and_inference
+@torch.no_grad()
+def test_selected_lanes_go_on_as_they_would_have(kind: str, start: str) -> None:
+    model, text_BN = small_model(memory=kind), random_text(3, NUM_TOKENS + 1)
+    nats_BN, _ = read(model, text_BN, getattr(model, start)(3))
+    _, state = read(model, text_BN, getattr(model, start)(3), segments=range(3))
+    state = state.select([1], [0])
+    rest_BN, _ = read(model, text_BN[1:2], state, segments=range(3, 5), age_BN=ages(3)[1:2])
+    assert_close(rest_BN, nats_BN[1:2, sum(TGT_LENS[:3]) :], rtol=0, atol=1e-12)
+
+
+@every_kind
+def test_gradients_reach_every_parameter_and_pass_the_memory_if_the_kind_says_so(
+    kind: str,
+) -> None:
+    model, text_BN = small_model(memory=kind), random_text(2, NUM_TOKENS + 1)
+    states: list[SequenceState] = []
+
+    def watched(state: SequenceState) -> SequenceState:
+        states.append(state)
+        return state
+
+    nats_BN, _ = read(model, text_BN, model.empty_memory(2), between=watched)
+    nats_BN[:, -TGT_LENS[-1] :].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    has_gradient = memory_kind(model.config).has_gradient
+    for state in states:
+        assert any(x.requires_grad for x in state.tensors().values()) == has_gradient
+
+
+@every_kind
+def test_a_state_of_a_model_in_bf16_is_fp32_unless_asked_otherwise(kind: str) -> None:
+    model = small_model(memory=kind).float()
+    text_BN = random_text(2, NUM_TOKENS + 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, state = read(model, text_BN, model.empty_memory(2))
+    assert {x.dtype for x in state.tensors().values()} == {torch.float32}
+
+
+@every_kind
+def test_the_state_of_another_number_of_lanes_is_refused(kind: str) -> None:
+    model = small_model(memory=kind)
+    with pytest.raises(ValueError, match=r"memory has .*model\.empty_memory\(3\)"):
+        read(model, random_text(3, NUM_TOKENS + 1), model.empty_memory(2))
+
+
+@every_kind
+def test_the_receptive_field_is_whole_segments_or_has_no_limit(kind: str) -> None:
+    """Tokens further back than `receptive_tokens` change nothing; those within change something."""
+    model = small_model(memory=kind, mem_len=3)
+    reach = memory_kind(model.config).receptive_tokens(2)
+    assert reach is None or reach % 2 == 0
+    text_BN = random_text(1, 21)
+
+    @torch.no_grad()
+    def last_nats(tokens_BN: Tensor) -> Tensor:
+        state, nats_BT = model.empty_memory(1), None
+        for start in range(0, 20, 2):
+            here = slice(start, start + 2)
+            age_BT = torch.arange(start, start + 2)[None]
+            nats_BT, state = model(
+                tokens_BN[:, here], tokens_BN[:, start + 1 : start + 3], age_BT, state
+            )
+        return nats_BT
+
+    def is_seen(position: int) -> bool:
+        changed_BN = text_BN.clone()
+        changed_BN[:, position] = (changed_BN[:, position] + 1) % VOCAB_SIZE
+        return not torch.equal(last_nats(changed_BN), last_nats(text_BN))
+
+    first = 0 if reach is None else 18 - reach
+    assert not any(is_seen(position) for position in range(first))
+    assert any(is_seen(position) for position in (first, first + 1)), "its first segment"

@@ -1,0 +1,93 @@
+"""A third kind of memory, which only the tests have: the mean of the inputs of each layer so far.
+
+It differs from the paper's in all that the interface allows: a token may depend on any earlier one
+of its document, the state is never narrower than fp32, attention sees nothing of it, and its
+initial value is a parameter. Importing this module registers it as `model.memory: running_mean`,
+also in the processes of ranks, which import the functions that they run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from txl_dist.model.attention import SegmentContext
+from txl_dist.model.config import MEMORY_KINDS, ModelConfig
+from txl_dist.model.memory import MemoryKind, SequenceState
+
+MEMORY_KINDS["running_mean"] = "tests.support.running_mean:RunningMean"
+KINDS = list(MEMORY_KINDS)
+OTHER_KINDS = [kind for kind in KINDS if kind != "recurrent"]
+"""Those that the tests of whole runs have to name, because the default is the paper's."""
+
+# Shapes: B lanes, T segment tokens, L layers, D d_model
+
+
+class RunningMean(MemoryKind):
+    def receptive_tokens(self, tgt_len: int) -> None:
+        return None
+
+    def empty(
+        self,
+        num_lanes: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        pin: bool = False,
+    ) -> "RunningMeanState":
+        options = {"dtype": torch.promote_types(dtype, torch.float32), "device": device}
+        shape = (num_lanes, self.config.n_layer, self.config.d_model)
+        return RunningMeanState(torch.zeros(shape, **options), torch.zeros(num_lanes, **options))
+
+    def reader(self, layer: int) -> nn.Module:
+        return _Reader(self.config)
+
+
+@dataclass(frozen=True)
+class RunningMeanState(SequenceState):
+    mean_BLD: Tensor
+    count_B: Tensor
+    """Tokens of the current document, of which the mean is."""
+    num_past = 0
+
+    def past(self, number: int, x_BTD: Tensor) -> Tensor:
+        return self.mean_BLD[:, number].to(x_BTD.device, x_BTD.dtype)
+
+    def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "RunningMeanState":
+        num_lanes, tgt_len, _ = hidden_BTD[0].shape
+        age_BT = age_BT.expand(num_lanes, tgt_len).to(self.count_B.device)
+        last_B = age_BT[:, -1]
+        # The document of the last token: it begins in this segment, or goes on from the one before.
+        old_B = self.count_B * (last_B >= tgt_len)
+        is_in_BT = torch.arange(tgt_len, device=last_B.device) >= tgt_len - 1 - last_B[:, None]
+        new_B = is_in_BT.sum(1)
+        inputs_BTLD = torch.stack([x.detach() for x in hidden_BTD[:-1]], dim=2).to(self.mean_BLD)
+        sum_BLD = (inputs_BTLD * is_in_BT[:, :, None, None]).sum(1)
+        sum_BLD = sum_BLD + self.mean_BLD * old_B[:, None, None]
+        count_B = old_B + new_B
+        return RunningMeanState(sum_BLD / count_B[:, None, None], count_B)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"mean": self.mean_BLD, "count": self.count_B}
+
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "RunningMeanState":
+        if any(num_removed):
+            raise ValueError("a mean does not know the tokens that it consists of")
+        return RunningMeanState(self.mean_BLD[list(lanes)], self.count_B[list(lanes)])
+
+
+class _Reader(nn.Module):
+    """Adds the mean to the layer's input; the initial value where a document has begun since."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.initial_D = nn.Parameter(torch.empty(config.d_model))
+
+    def forward(
+        self, x_BTD: Tensor, mean_BD: Tensor, context: SegmentContext
+    ) -> tuple[Tensor, Tensor]:
+        position_T = torch.arange(x_BTD.shape[1], device=x_BTD.device)
+        continues_BT = context.visibility.reach_BT > position_T
+        read_BTD = torch.where(continues_BT[..., None], mean_BD[:, None], self.initial_D)
+        return x_BTD + read_BTD, x_BTD[:, :0]

@@ -1,0 +1,174 @@
+"""Attention: every implementation equals the equation, and the equation is the paper's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+from tests.support.attention_implementations import SLOW_IN_TRITON, TORCH_IMPLEMENTATIONS
+from tests.support.attention_inputs import TERMS, Inputs
+from tests.support.small_models import random_text, small_model
+from txl_dist.model import attention as attention_module
+from txl_dist.model import devices
+from txl_dist.model.attention import choose_attention, choose_implementation
+from txl_dist.model.attention.reference import reference, reference_scores
+from txl_dist.model.attention.sdpa import _efficient_attention
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, DISTANCE_ENCODINGS
+from txl_dist.model.devices import triton_unavailable_reason
+
+DIFFERENT_SIZES = st.lists(st.integers(1, 7), min_size=5, max_size=5, unique=True)
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("implementation", TORCH_IMPLEMENTATIONS)
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@settings(max_examples=15, deadline=None)
+@given(sizes=DIFFERENT_SIZES)
+@example(sizes=[2, 3, 0, 4, 5])  # no memory
+@example(sizes=[1, 1, 1, 1, 1])
+def test_every_form_equals_the_equation_and_its_gradients(
+    implementation: str, terms: str, dropout: bool, sizes: list[int]
+) -> None:
+    inputs = Inputs.of(sizes, terms, dropout=dropout)
+    attention = choose_attention(implementation, device=CPU, with_dropout=dropout, d_head=sizes[-1])
+    mixed, expected = inputs.run(attention), inputs.run(reference)
+    assert_close(mixed, expected)
+    weight = torch.randn_like(mixed)
+    gradients = inputs.gradients(attention, weight)
+    expected_gradients = inputs.gradients(reference, weight)
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected_gradients[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_the_equation_is_the_papers_four_terms() -> None:
+    B, T, M, H, K = 2, 3, 4, 5, 6
+    inputs = Inputs.of([B, T, M, H, K], "paper")
+    q, k, terms = inputs.q_HBTK, inputs.k_HBSK, inputs.terms
+    u, v, r = terms.content_bias_HK, terms.distance_bias_HK, terms.distance_HSK
+    scores = reference_scores(q, k, terms)
+    for t in range(T):
+        for s in range(M + t + 1):
+            r_of_distance = r[:, (M + T - 1) - (M + t - s)]
+            expected = (
+                (q[:, :, t] * k[:, :, s]).sum(-1)
+                + (q[:, :, t] * r_of_distance[:, None]).sum(-1)
+                + (u[:, None] * k[:, :, s]).sum(-1)
+                + (v * r_of_distance).sum(-1)[:, None]
+            ) / K**0.5
+            assert_close(scores[:, :, t, s], expected.t())
+
+
+@pytest.mark.parametrize("with_triton", [False, True])
+@pytest.mark.parametrize(
+    ("is_training", "device", "with_dropout", "expected"),
+    [
+        (True, CPU, False, "cpu"),
+        (True, CPU, True, "cpu"),
+        (False, CPU, False, "sdpa"),
+        (False, CPU, True, "cpu"),
+        (True, GPU, False, "sdpa"),
+        (True, GPU, True, "cpu"),
+        (False, GPU, False, "sdpa"),
+    ],
+)
+def test_auto_takes_the_fastest_form_that_supports_the_call(
+    is_training: bool,
+    device: torch.device,
+    with_dropout: bool,
+    expected: str,
+    with_triton: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With triton, that one on GPUs, up to its largest d_head; on CPUs nothing changes."""
+    monkeypatch.setattr(attention_module, "has_triton", lambda device: with_triton)
+    call = {"device": device, "with_dropout": with_dropout}
+    with torch.set_grad_enabled(is_training):
+        chosen = choose_implementation("auto", d_head=256, **call)
+        too_wide = choose_implementation("auto", d_head=257, **call)
+    is_triton = with_triton and device == GPU
+    assert chosen is ATTENTION_IMPLEMENTATIONS["triton" if is_triton else expected]
+    assert too_wide is ATTENTION_IMPLEMENTATIONS[expected]
+
+
+def test_triton_needs_a_new_gpu_and_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("CC", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    assert "no GPU" in triton_unavailable_reason(CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "V100")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "C compiler" in triton_unavailable_reason(GPU)
+    chosen = choose_implementation("triton", device=GPU, with_dropout=False, d_head=8)
+    assert chosen is not ATTENTION_IMPLEMENTATIONS["triton"]
+    compiler = tmp_path / "gcc"
+    compiler.touch(mode=0o755)
+    monkeypatch.setattr(devices, "python_include", lambda: tmp_path)
+    assert "Python.h is missing" in triton_unavailable_reason(GPU)
+    (tmp_path / "Python.h").touch()
+    assert triton_unavailable_reason(GPU) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    assert "V100 has a compute capability below 8.0" in triton_unavailable_reason(GPU)
+
+
+@pytest.mark.parametrize(("with_dropout", "expected"), [(False, "sdpa"), (True, "cpu")])
+def test_triton_is_replaced_where_it_cannot_run(
+    with_dropout: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with torch.no_grad():
+        chosen = choose_implementation("triton", device=CPU, with_dropout=with_dropout, d_head=8)
+    assert chosen is ATTENTION_IMPLEMENTATIONS[expected]
+
+
+def test_a_form_without_dropout_refuses_a_dropout_mask() -> None:
+    inputs = Inputs.of([2, 3, 4, 5, 6], "paper", dropout=True)
+    with pytest.raises(NotImplementedError, match="no dropout"):
+        inputs.run(choose_attention("sdpa", device=CPU, with_dropout=False, d_head=6))
+
+
+def test_heads_padded_for_the_kernel_of_gpus_give_the_same_numbers() -> None:
+    """What `sdpa` calls there: d_head 41 is padded to 48, and the scale stays that of 41."""
+    q, k, v = (torch.randn(2, 3, n, 41, dtype=torch.float64, requires_grad=True) for n in (4, 5, 5))
+    bias = torch.randn(3, 4, 5, dtype=torch.float64)  # of all heads, as a mask is
+    results = []
+    for attention in (
+        _efficient_attention,
+        lambda q, k, v, bias: scaled_dot_product_attention(q, k, v, attn_mask=bias),
+    ):
+        mixed = attention(q, k, v, bias)
+        results.append([mixed, *torch.autograd.grad(mixed.square().sum(), [q, k, v])])
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("implementation", SLOW_IN_TRITON)
+@pytest.mark.parametrize("name", DISTANCE_ENCODINGS)
+def test_every_encoding_runs_in_every_form_in_bf16(name: str, implementation: str) -> None:
+    facts = DISTANCE_ENCODINGS[name]
+    options = {"clamp_len": 4} if facts.needs_clamp_len else {}
+    options |= {} if facts.allows_memory else {"mem_len": 0}
+    model = small_model(distance_encoding=name, attention=implementation, **options).float()
+    text_BT, age_BT = random_text(2, 3), torch.arange(3).expand(2, 3)
+    exact_BT, _ = model(text_BT, text_BT, age_BT, model.empty_memory(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        nats_BT, _ = model(text_BT, text_BT, age_BT, model.empty_memory(2))
+    nats_BT.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    assert_close(nats_BT, exact_BT, rtol=0.1, atol=0.1)  # bf16 has three digits
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        again_BT, _ = model(text_BT, text_BT, age_BT, model.inference_state(2))
+    assert_close(again_BT, exact_BT.detach(), rtol=0.1, atol=0.1)
+
+
+def test_learned_scores_without_distances_are_refused_where_they_have_no_gradient() -> None:
+    inputs = Inputs.of([2, 3, 4, 5, 6], "alibi")
+    inputs.terms.score_HS.requires_grad_()
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        inputs.run(choose_attention("cpu", device=CPU, with_dropout=False, d_head=6))

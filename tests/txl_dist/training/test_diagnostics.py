@@ -1,0 +1,249 @@
+"""Norms by layer, traces of steps, and the warning of a run that does not learn."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from tests.support.gloo_ranks import RankGroups
+from tests.support.training_runs import DROPOUT, NO_EVALUATION, TINY, ZERO, metrics, tiny_job, train
+from txl_dist.config.config_file import load_run_config
+from txl_dist.config.run_config import RunConfig
+from txl_dist.convert.stored_model import find_model
+from txl_dist.errors import ConfigError
+from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.runtime.world import World
+from txl_dist.training import diagnostics
+from txl_dist.training.diagnostics import LearningCheck, group_of, tokens_before_check
+from txl_dist.training.job import TrainJob
+
+# Statistics by layer are those of the stored weights, at every stage and number of ranks.
+
+
+SETTINGS = (NO_EVALUATION, *DROPOUT, "optimizer.warmup_steps=2", "training.num_steps=4",
+    "training.statistics_interval_steps=2")  # fmt: skip
+GROUPS = ["content_bias_HK", "distance_bias_HK", "layer_0", "layer_1", "softmax", "table"]
+
+
+def statistics(run: Path) -> dict[int, dict[str, float]]:
+    """By step, then by name."""
+    return {
+        line["step"]: {name: line[name] for name in line if name.startswith("weights/")}
+        for line in metrics(run)
+        if "weights/table/norm" in line
+    }
+
+
+@pytest.fixture(scope="module")
+def run(ranks: RankGroups, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("statistics")
+    often = ("training.checkpoint_interval_steps=1", "training.keep_checkpoints=9")
+    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, *often, *ZERO["0"])) == [0]
+    return run
+
+
+def weights(run: Path, step: int) -> dict[str, Tensor]:
+    """All weights of a group in one tensor, from a checkpoint."""
+    path = run / "checkpoints" / f"step-{step:08}"
+    model, _ = find_model(path).load_with_tokenizer()
+    parts: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        parts.setdefault(group_of(name), []).append(parameter.detach().double().flatten())
+    return {group: torch.cat(tensors) for group, tensors in parts.items()}
+
+
+def test_norms_are_those_of_the_stored_weights(run: Path) -> None:
+    assert sorted(statistics(run)) == [2, 4]
+    for step, values in statistics(run).items():
+        before, after = weights(run, step - 1), weights(run, step)
+        assert sorted(after) == GROUPS
+        for group in GROUPS:
+            norm, ratio = after[group].norm(), (after[group] - before[group]).norm()
+            assert values[f"weights/{group}/norm"] == pytest.approx(norm.item(), rel=1e-6)
+            expected = (ratio / before[group].norm()).item()
+            assert values[f"weights/{group}/update_ratio"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_gradient_norms_of_all_groups_are_the_global_norm(run: Path) -> None:
+    for step, values in statistics(run).items():
+        total = math.hypot(*(values[f"weights/{group}/gradient_norm"] for group in GROUPS))
+        [line] = [line for line in metrics(run) if line["step"] == step and "loss" in line]
+        assert total == pytest.approx(line["gradient_norm"], rel=1e-6)
+
+
+CASES = [(2, stage, "none") for stage in ZERO] + [(2, "1", "optimizer"), (2, "3", "parameters")]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "offload"),
+    [
+        pytest.param(*case, marks=[] if case[1:] == ("3-all-spread", "none") else pytest.mark.slow)
+        for case in CASES
+    ],
+)
+def test_they_do_not_depend_on_ranks_or_stage(
+    ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path,
+    num_ranks: int, stage: str, offload: str,
+) -> None:  # fmt: skip
+    settings = (*SETTINGS, *ZERO[stage], f"deepspeed.offload={offload}")
+    micro = "training.micro_batch_lanes=2"
+    job = tiny_job(dataset, tmp_path, *settings, micro)
+    assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+    expected = statistics(run)
+    assert sorted(statistics(tmp_path)) == sorted(expected)
+    for step, values in statistics(tmp_path).items():
+        assert values == pytest.approx(expected[step], rel=1e-5)
+
+
+# Traces of the steps and ranks that were asked for, and no files otherwise.
+
+
+def test_a_trace_has_the_steps_that_were_asked_for(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(
+        dataset, tmp_path, NO_EVALUATION, "training.num_steps=5", "optimizer.warmup_steps=0",
+        "training.profile_steps=[2, 3]", "training.profile_ranks=[0, 7]",
+    )  # fmt: skip
+    assert ranks(1).run(train, job) == [0]
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "training.profile_ranks has 7, but the ranks are 0 to 0" in log
+    files = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert files == ["rank-0-step-2.json", "rank-0-step-2.txt"]
+    events = json.loads((tmp_path / "profile" / files[0]).read_text())["traceEvents"]
+    updates = [event for event in events if event.get("name") == "Optimizer.step#AdamW.step"]
+    assert len(updates) == 2
+    assert "aten::" in (tmp_path / "profile" / files[1]).read_text()
+
+
+@pytest.mark.parametrize("steps", ["[0, 3]", "[4, 3]"])
+def test_steps_that_do_not_exist_are_refused(dataset: Path, tmp_path: Path, steps: str) -> None:
+    with pytest.raises(ConfigError, match="first and the last step"):
+        tiny_job(dataset, tmp_path, f"training.profile_steps={steps}")
+
+
+def test_a_range_that_a_change_divides_has_a_file_for_each_part(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    job = tiny_job(
+        dataset, tmp_path, NO_EVALUATION, "training.num_steps=6", "optimizer.warmup_steps=0",
+        "training.profile_steps=[3, 6]", "training.changes=[{step: 4, num_lanes: 3}]",
+    )  # fmt: skip
+    assert ranks(1).run(train, job) == [0]
+    assert sorted(path.name for path in (tmp_path / "profile").glob("*.json")) == [
+        "rank-0-step-3.json",
+        "rank-0-step-5.json",
+    ]
+
+
+def test_a_trace_after_the_end_of_the_run_is_refused(dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="begins after the end of the run"):
+        tiny_job(dataset, tmp_path, "training.num_steps=5", "training.profile_steps=[6, 7]")
+
+
+# A run whose loss stays at the unigram entropy of its data warns once; one that learns never.
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_run_config(TINY, ["data.path=none", "directory=none", *overrides])
+
+
+def warnings(losses: list[float], *, tokens_per_line: int, done: int = 0) -> list[int]:
+    """The lines after which a check at 1,000 tokens of data with an entropy of 2 nats warns."""
+    check = LearningCheck(config(), 2.0, 1000, is_done=done >= 1000)
+    lines = []
+    for number, loss in enumerate(losses, 1):
+        sums = LossSums(loss * tokens_per_line, tokens_per_line)
+        if check.warning(done + number * tokens_per_line, sums):
+            lines.append(number)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("losses", "tokens_per_line", "lines"),
+    [
+        ([9.0] * 8 + [2.0] * 20, 100, [10]),
+        ([9.0] * 8 + [1.91, 1.91] + [1.5] * 20, 100, [10]),  # not clearly below
+        ([9.0] * 8 + [2.3, 1.3] + [9.0] * 20, 100, []),  # the mean of the last fifth
+        ([1.5] * 40, 30, []),
+        ([5.0, 1.5, 1.5], 5000, []),  # the mean of a line with the first steps says nothing
+        ([5.0, 2.1, 2.1], 5000, [2]),
+    ],
+)
+def test_the_mean_before_the_stated_number_of_tokens_decides_once(
+    losses: list[float], tokens_per_line: int, lines: list[int]
+) -> None:
+    assert warnings(losses, tokens_per_line=tokens_per_line) == lines
+
+
+def test_a_run_resumed_after_the_check_does_not_repeat_it() -> None:
+    assert warnings([2.0] * 20, tokens_per_line=100, done=400) == [6]
+    assert warnings([2.0] * 20, tokens_per_line=100, done=1000) == []
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "warmup_steps", "vocab_size", "tokens"),
+    [
+        (20, 4, 257, None),  # 300 tokens say nothing
+        (10**6, 4, 257, 250_000),
+        (10**6, 4, 40_000, 4_000_000),
+        (10**6, 100_000, 257, 3_000_000),
+        (100_000, 4, 40_000, 1_350_000),  # most of 1,500,000
+    ],
+)
+def test_the_number_of_tokens_depends_on_vocabulary_warm_up_and_length(
+    num_steps: int, warmup_steps: int, vocab_size: int, tokens: int | None
+) -> None:
+    settings = (f"training.num_steps={num_steps}", f"optimizer.warmup_steps={warmup_steps}")
+    assert tokens_before_check(config(*settings), vocab_size=vocab_size) == tokens
+
+
+def train_checking_early(world: World, job: TrainJob) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnostics, "MIN_TOKENS", 400)
+        patch.setattr(diagnostics, "MIN_STEPS", 60)
+        patch.setattr(diagnostics, "TOKENS_PER_ID", 1)
+        return train(world, job)
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text that is learned in a few steps; with a split valid."""
+    folder = tmp_path_factory.mktemp("text")
+    for name in "abcdefgh":
+        (folder / f"{name}.txt").write_text("abcdefghijklmnop" * 40)
+    out = tmp_path_factory.mktemp("data") / "repeated"
+    prepare_dataset([folder], out, PrepareSettings(split={"valid": 0.3}))
+    return out
+
+
+@pytest.mark.parametrize(("lr", "num_ranks"), [(1e-8, 2), (1e-2, 1)])
+def test_a_run_says_whether_it_learns_from_the_context(
+    ranks: RankGroups, repeated: Path, tmp_path: Path, lr: float, num_ranks: int
+) -> None:
+    settings = (
+        "training.num_steps=100",
+        "training.log_interval_steps=10",
+        "training.checkpoint_interval_steps=100",
+        "evaluation={interval_steps: 40, max_tokens: 500}",
+    )
+    job = tiny_job(repeated, tmp_path, f"optimizer.lr={lr}", *settings)
+    assert ranks(num_ranks).run(train_checking_early, job) == [0] * num_ranks
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "learning | unigram entropy of the data 2.78" in log
+    learns = lr == 1e-2
+    assert log.count("learning | WARNING: after ") == (0 if learns else 1)
+    assert ("optimizer.warmup_steps is 4" in log) != learns
+    scores = [line["valid/loss"] for line in metrics(tmp_path) if "valid/loss" in line]
+    evaluations = [line for line in log.splitlines() if "evaluation at step" in line]
+    assert len(scores) == len(evaluations) == 3
+    for step in (80, 100):
+        assert (f"learning | the loss at step {step}, " in log) != learns
+    assert "best so far" not in evaluations[0]
+    if learns:
+        assert f"best so far, by {scores[0] - scores[1]:.2g}" in evaluations[1]

@@ -1,0 +1,211 @@
+"""The attention layer: projections, and the choice of the implementation that computes attention.
+
+Each is an `AttentionFunction` with the same result, in the module of its name:
+
+    reference.py    the equation, term by term; slow
+    cpu.py          one autograd node with its own backward: training on CPUs, and dropout
+    sdpa.py         torch's scaled_dot_product_attention: inference on CPUs
+    triton.py       kernels for GPUs, which store no weights and build no mask
+
+Source: Dai et al. 2019, arXiv:1901.02860, section 3.3.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from txl_dist.model.attention.reference import reference_weights
+from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, AttentionImplementation, ModelConfig
+from txl_dist.model.devices import has_triton
+from txl_dist.model.dropout import Dropout, DropoutMasks, KeepBits
+from txl_dist.model.encodings import Biases, DistanceTerms, apply_rotary, encoding_class
+from txl_dist.model.memory.kv_cache import LayerKVCache
+from txl_dist.model.visibility import Visibility
+
+# Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys, D d_model, H heads, K d_head
+
+AttentionFunction = Callable[
+    [Tensor, Tensor, Tensor, DistanceTerms, Visibility, Tensor | KeepBits | None], Tensor
+]
+"""(q_HBTK, k_HBSK, v_HBSK, terms, visibility, keep_BHTS) -> weighted sums of values [B, T, H, K].
+
+`keep_BHTS` multiplies the attention weights, for dropout. It is a tensor, or `KeepBits` if the
+implementation `reads_keep_bits`.
+"""
+
+AttentionWeightsCallback = Callable[[int, Tensor], None]
+"""Called with the layer's number and its attention weights [B, H, T, S]."""
+
+
+def choose_attention(
+    name: str, *, device: torch.device, with_dropout: bool, d_head: int
+) -> AttentionFunction:
+    """The function of `choose_implementation`."""
+    implementation = choose_implementation(
+        name, device=device, with_dropout=with_dropout, d_head=d_head
+    )
+    return resolve_name(implementation.function)
+
+
+def choose_implementation(
+    name: str, *, device: torch.device, with_dropout: bool, d_head: int
+) -> AttentionImplementation:
+    """The one called `name`; for `auto`, the fastest one (docs/experiments.md, 2026-11-21).
+
+    An implementation that does not support the call, or cannot run on the device, is replaced by
+    the one that `auto` takes.
+    """
+    is_cpu_training = device.type == "cpu" and torch.is_grad_enabled()
+
+    def supports_call(implementation: AttentionImplementation) -> bool:
+        return (
+            (implementation.supports_dropout or not with_dropout)
+            and (implementation.max_d_head is None or d_head <= implementation.max_d_head)
+            and (not implementation.needs_triton or has_triton(device))
+        )
+
+    implementation = ATTENTION_IMPLEMENTATIONS.get(name)
+    if implementation is not None and supports_call(implementation):
+        return implementation
+    return next(
+        candidate
+        for candidate in ATTENTION_IMPLEMENTATIONS.values()
+        if supports_call(candidate)
+        and (candidate.has_fast_cpu_gradient or not is_cpu_training)
+        and (device.type != "cpu" or not candidate.needs_triton)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentContext:
+    """What all layers share while they compute one segment."""
+
+    distances: Any
+    """What the encoding's `prepare` returned for S keys (encodings.py)."""
+    biases_HK: Biases | None
+    """u and v; None if every layer has its own (`untie_r`) or the encoding has none."""
+    attention: AttentionFunction
+    """The implementation that `choose_implementation` has chosen."""
+    reads_keep_bits: bool
+    """Whether this implementation takes a dropout mask as bits."""
+    visibility: Visibility
+    """Which keys each query may see. It has a mask if `attention` or the callback needs one."""
+    dropout_masks: DropoutMasks | None
+    """None in evaluation."""
+    on_attention_weights: AttentionWeightsCallback | None = None
+
+
+class Attention(nn.Module):
+    """Multi-head attention of a segment over [stop-gradient memory ; segment].
+
+    forward(x_BTD, memory, context) -> out_BTD, without the residual. `memory` is either the layer's
+    inputs [B, M, D], from which keys and values are projected with the current weights, or a
+    LayerKVCache, which holds keys and values and works without gradients only.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        width = config.n_head * config.d_head
+        self.heads = (config.n_head, config.d_head)
+        self.query = nn.Linear(config.d_model, width, bias=False)
+        self.key_value = nn.Linear(config.d_model, 2 * width, bias=False)
+        self.distances = encoding_class(config)(config)
+        self.out = nn.Linear(width, config.d_model, bias=False)
+        self.weight_dropout = Dropout(config.dropatt, layer=layer, place="attention weights")
+
+    def forward(
+        self, x_BTD: Tensor, memory: Tensor | LayerKVCache, context: SegmentContext
+    ) -> Tensor:
+        q_HBTK = self.query(x_BTD).unflatten(-1, self.heads).permute(2, 0, 1, 3)
+        if isinstance(memory, LayerKVCache):
+            k_HBSK, v_HBSK = memory.append(*heads_first(self.key_value(x_BTD), self.heads))
+            terms = memory.terms(k_HBSK.shape[2], lambda: self._terms(context))
+        else:
+            # Two projections, because one of both inputs would compute a gradient for the memory:
+            # 4 % more operations in a training step of `txl bench model`.
+            projected = self.key_value(memory), self.key_value(x_BTD)
+            k_HBSK, v_HBSK = pack_heads(*projected, self.heads)
+            terms = self._terms(context)
+        if terms.rotary_SK is not None:
+            q_HBTK = apply_rotary(q_HBTK, terms.rotary_SK)
+            k_HBSK = apply_rotary(k_HBSK, terms.rotary_SK)
+        if context.on_attention_weights is not None:
+            weights = reference_weights(q_HBTK, k_HBSK, terms, context.visibility.mask)
+            context.on_attention_weights(self.weight_dropout.layer, weights)
+        keep_BHTS = self._dropout_scale(x_BTD, context, k_HBSK.shape[2])
+        mixed_BTHK = context.attention(q_HBTK, k_HBSK, v_HBSK, terms, context.visibility, keep_BHTS)
+        return self.out(mixed_BTHK.flatten(-2))
+
+    def _terms(self, context: SegmentContext) -> DistanceTerms:
+        return self.distances(context.distances, context.biases_HK)
+
+    def _dropout_scale(
+        self, x_BTD: Tensor, context: SegmentContext, num_keys: int
+    ) -> Tensor | KeepBits | None:
+        """What the attention weights are multiplied by, [B, H, T, S]; None without dropout."""
+        num_lanes, num_queries, _ = x_BTD.shape
+        shape = (num_lanes, self.heads[0], num_queries, num_keys)
+        # An expanded scalar: a mask needs a shape, dtype and device, but no values.
+        like_BHTS = x_BTD.new_zeros(()).expand(shape)
+        if context.reads_keep_bits:
+            return self.weight_dropout.keep_bits(like_BHTS, context.dropout_masks)
+        return self.weight_dropout.scale(like_BHTS, context.dropout_masks)
+
+
+Heads = tuple[int, int]
+"""H and K."""
+
+
+def heads_first(key_value_BNX: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Keys and values [H, B, N, K], views of their projection [B, N, X]."""
+    keys, values = key_value_BNX.unflatten(-1, (2, *heads)).permute(2, 3, 0, 1, 4).unbind()
+    return keys, values
+
+
+def pack_heads(memory_BMX: Tensor, segment_BTX: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Keys and values [H, B, S, K] of memory and segment, contiguous.
+
+    One copy in each direction; views and `torch.cat` would take three. Contiguous heads let one
+    product per head serve all lanes.
+    """
+    keys, values = _PackHeads.apply(memory_BMX, segment_BTX, heads)
+    return keys, values
+
+
+class _PackHeads(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, memory_BMX: Tensor, segment_BTX: Tensor, heads: Heads
+    ) -> tuple[Tensor, ...]:
+        ctx.heads, ctx.num_past = heads, memory_BMX.shape[1]
+        num_lanes, tgt_len, _ = segment_BTX.shape
+        shape = (heads[0], num_lanes, ctx.num_past + tgt_len, heads[1])
+        packed = segment_BTX.new_empty(shape), segment_BTX.new_empty(shape)
+        for whole_HBNK, part_HBNK in _parts(packed, memory_BMX, segment_BTX, heads):
+            whole_HBNK.copy_(part_HBNK)
+        return packed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        num_heads, num_lanes, num_keys, d_head = gradients[0].shape
+        width = 2 * num_heads * d_head
+        memory_BMX = gradients[0].new_empty(num_lanes, ctx.num_past, width)
+        segment_BTX = gradients[0].new_empty(num_lanes, num_keys - ctx.num_past, width)
+        for whole_HBNK, part_HBNK in _parts(gradients, memory_BMX, segment_BTX, ctx.heads):
+            part_HBNK.copy_(whole_HBNK)
+        return memory_BMX, segment_BTX, None
+
+
+def _parts(
+    packed: tuple[Tensor, ...], memory_BMX: Tensor, segment_BTX: Tensor, heads: Heads
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(view of a packed tensor, view of the projection that it holds), both [H, B, N, K]."""
+    num_past = memory_BMX.shape[1]
+    for part_BNX, keys in ((memory_BMX, slice(num_past)), (segment_BTX, slice(num_past, None))):
+        for whole_HBSK, part_HBNK in zip(packed, heads_first(part_BNX, heads), strict=True):
+            yield whole_HBSK[:, :, keys], part_HBNK

@@ -1,0 +1,185 @@
+"""Attention for GPUs, by the kernels of triton_kernels.py.
+
+Scores by distance are one product for all lanes, [H, B, T, S]. Everything else of that size exists
+only as tiles inside the kernels: no weights are stored, no mask is built. Besides scores by
+distance and their gradient, memory is proportional to T + S per head. A dropout mask has one bit
+per weight, a sixteenth of the scores in bf16.
+
+Forward and backward are custom operators of torch, so they work with fake tensors, torch.compile
+and activation checkpointing. Products with r, and the sums for u, v and b, are autograd's.
+This module does not import triton; triton_launch.py is imported when a kernel runs. On CPUs it
+runs in triton's interpreter if TRITON_INTERPRET=1 is set before triton is imported.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import define, impl, register_autograd, register_fake
+
+from txl_dist.model.dropout import KeepBits
+from txl_dist.model.encodings import DistanceTerms, cast_like, pad_channels, scaled_query
+from txl_dist.model.visibility import Visibility
+
+# Shapes: B lanes, T segment tokens, S keys, H heads, K d_head, X = B T
+
+
+def triton(
+    q_HBTK: Tensor,
+    k_HBSK: Tensor,
+    v_HBSK: Tensor,
+    terms: DistanceTerms,
+    visibility: Visibility,
+    keep: KeepBits | None,
+) -> Tensor:
+    """Weighted sums of the values, [B, T, H, K]."""
+    reach_BT = visibility.reach_BT.expand(q_HBTK.shape[1], -1).to(torch.int32).contiguous()
+    mixed_BTHK, _ = torch.ops.txl_dist.relative_attention(
+        pad_channels(scaled_query(q_HBTK, cast_like(terms.content_bias_HK, q_HBTK))),
+        pad_channels(k_HBSK),
+        pad_channels(v_HBSK),
+        _distance_scores(q_HBTK, terms),
+        reach_BT,
+        *(keep or (None, 0.0)),
+    )
+    return mixed_BTHK[..., : q_HBTK.shape[-1]]
+
+
+def _distance_scores(q_HBTK: Tensor, terms: DistanceTerms) -> Tensor | None:
+    """Scores by distance [H, B, T, S], not aligned with the keys: the kernels do that."""
+    num_heads, num_lanes, num_queries, _ = q_HBTK.shape
+    b_HS = terms.score_HS
+    if terms.distance_HSK is None:
+        if b_HS is None:
+            return None
+        rows = b_HS.contiguous()[:, None, None]
+        return rows.expand(num_heads, num_lanes, num_queries, -1)
+    q_v = pad_channels(scaled_query(q_HBTK, cast_like(terms.distance_bias_HK, q_HBTK)))
+    r_HSK = pad_channels(terms.distance_HSK.to(q_HBTK.dtype))
+    score_HXS = torch.bmm(q_v.flatten(1, 2), r_HSK.transpose(1, 2))
+    if b_HS is not None:
+        score_HXS = score_HXS + b_HS[:, None].to(q_HBTK.dtype)
+    return score_HXS.unflatten(1, (num_lanes, num_queries))
+
+
+define(
+    "txl_dist::relative_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? distance, Tensor reach, Tensor? keep_words,"
+    " float keep_factor) -> (Tensor, Tensor)",
+)
+define(
+    "txl_dist::relative_attention_backward",
+    "(Tensor d_mixed, Tensor q, Tensor k, Tensor v, Tensor? distance, Tensor reach,"
+    " Tensor? keep_words, float keep_factor, Tensor mixed, Tensor logsumexp, bool wants_distance)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@impl("txl_dist::relative_attention", "default")
+def _relative_attention(
+    q_HBTK: Tensor,
+    k_HBSK: Tensor,
+    v_HBSK: Tensor,
+    distance_HBTS: Tensor | None,
+    reach_BT: Tensor,
+    keep_words: Tensor | None,
+    keep_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """Weighted sums of the values [B, T, H, K], and the logsumexp of the scores [H, B, T].
+
+    `q_HBTK` is scaled and contiguous. Column c of `distance_HBTS` is distance S - 1 - c.
+    `keep_words` and its factor are those of `KeepBits`.
+    """
+    from txl_dist.model.attention.triton_launch import forward
+
+    outputs = _outputs(q_HBTK)
+    forward((q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_words), keep_factor, outputs)
+    return outputs
+
+
+@register_fake("txl_dist::relative_attention")
+def _(q_HBTK: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(q_HBTK)
+
+
+def _outputs(q_HBTK: Tensor) -> tuple[Tensor, Tensor]:
+    num_heads, num_lanes, num_queries, d_head = q_HBTK.shape
+    dtype = torch.promote_types(q_HBTK.dtype, torch.float32)
+    return (
+        q_HBTK.new_empty(num_lanes, num_queries, num_heads, d_head),
+        q_HBTK.new_empty(num_heads, num_lanes, num_queries, dtype=dtype),
+    )
+
+
+@impl("txl_dist::relative_attention_backward", "default")
+def _relative_attention_backward(
+    d_mixed_BTHK: Tensor,
+    q_HBTK: Tensor,
+    k_HBSK: Tensor,
+    v_HBSK: Tensor,
+    distance_HBTS: Tensor | None,
+    reach_BT: Tensor,
+    keep_words: Tensor | None,
+    keep_factor: float,
+    mixed_BTHK: Tensor,
+    logsumexp_HBT: Tensor,
+    wants_distance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and `distance_HBTS`; the last is empty unless `wants_distance`."""
+    from txl_dist.model.attention.triton_launch import backward
+
+    gradients = _gradients(q_HBTK, k_HBSK, v_HBSK, distance_HBTS, wants_distance)
+    inputs = q_HBTK, k_HBSK, v_HBSK, distance_HBTS, reach_BT, keep_words
+    outputs = mixed_BTHK, logsumexp_HBT
+    backward(d_mixed_BTHK.contiguous(), inputs, keep_factor, outputs, gradients)
+    return gradients
+
+
+@register_fake("txl_dist::relative_attention_backward")
+def _(
+    d_mixed_BTHK: Tensor,
+    q_HBTK: Tensor,
+    k_HBSK: Tensor,
+    v_HBSK: Tensor,
+    distance_HBTS: Tensor | None,
+    reach_BT: Tensor,
+    keep_words: Tensor | None,
+    keep_factor: float,
+    mixed_BTHK: Tensor,
+    logsumexp_HBT: Tensor,
+    wants_distance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(q_HBTK, k_HBSK, v_HBSK, distance_HBTS, wants_distance)
+
+
+def _gradients(
+    q_HBTK: Tensor,
+    k_HBSK: Tensor,
+    v_HBSK: Tensor,
+    distance_HBTS: Tensor | None,
+    wants_distance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty and contiguous. The kernels store every element exactly once."""
+    d_distance = q_HBTK.new_empty(0)
+    if wants_distance:
+        assert distance_HBTS is not None
+        d_distance = distance_HBTS.new_empty(distance_HBTS.shape)
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q_HBTK, k_HBSK, v_HBSK))
+    return d_q, d_k, d_v, d_distance
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.keep_factor = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, d_mixed_BTHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    wants_distance = ctx.needs_input_grad[3]
+    *inputs, mixed_BTHK, logsumexp_HBT = ctx.saved_tensors
+    *gradients, d_distance = torch.ops.txl_dist.relative_attention_backward(
+        d_mixed_BTHK, *inputs, ctx.keep_factor, mixed_BTHK, logsumexp_HBT, wants_distance
+    )
+    return (*gradients, d_distance if wants_distance else None, None, None, None)
+
+
+register_autograd("txl_dist::relative_attention", _backward, setup_context=_save_for_backward)

@@ -1,0 +1,186 @@
+"""Launches the kernels of triton_kernels.py: sizes of tiles, strides and grids.
+
+Imports triton, so triton.py imports this module when a kernel runs.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from txl_dist.model.attention.triton_kernels import (
+    forward_kernel,
+    key_value_gradient_kernel,
+    query_gradient_kernel,
+)
+
+# Shapes: B lanes, T segment tokens, S keys, H heads, K d_head
+
+
+class Tiles(NamedTuple):
+    """Size of the tiles of one kernel, and how it runs on a GPU."""
+
+    num_rows: int
+    """Rows of one program: keys in `key_value_gradient_kernel`, queries in the others. Hopper's
+    matrix instructions need 64."""
+    num_columns: int
+    """Columns of one iteration of its loop: queries or keys."""
+    num_warps: int
+    num_stages: int
+
+
+_TILES = {
+    (2, 64): Tiles(64, 32, num_warps=4, num_stages=2),
+    (2, 128): Tiles(64, 32, num_warps=8, num_stages=2),
+    (2, 256): Tiles(32, 32, num_warps=4, num_stages=1),
+    (4, 64): Tiles(32, 32, num_warps=4, num_stages=2),
+    (4, 128): Tiles(32, 32, num_warps=8, num_stages=1),
+}
+"""By bytes per element and the most channels."""
+
+
+def tiles_of(element_bytes: int, block_channels: int) -> Tiles:
+    """The tiles for heads of `block_channels`, padding included.
+
+    Chosen from the compiler's report for sm_80 and sm_90: few or no spilled registers, and shared
+    memory for two programs per multiprocessor. Never timed on a GPU.
+    """
+    for (num_bytes, most_channels), tiles in _TILES.items():
+        if num_bytes == element_bytes and block_channels <= most_channels:
+            return tiles
+    return Tiles(16, 16, num_warps=4, num_stages=1)
+
+
+def padded_channels(d_head: int) -> int:
+    """Channels of a tile: a power of 2, because triton has no other sizes, and at least 16."""
+    return max(16, triton.next_power_of_2(d_head))
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
+"""q, k, v, scores by distance, reach and dropout bits: see the operators in attention/triton.py."""
+
+
+def forward(inputs: Inputs, keep_factor: float, outputs: tuple[Tensor, Tensor]) -> None:
+    """Write `outputs`: the weighted sums of values, and the logsumexp."""
+    mixed_BTHK, logsumexp_HBT = _interpretable(outputs)
+    call = _Call.of(*_interpretable(inputs), keep_factor=keep_factor)
+    call.launch(forward_kernel, mixed_BTHK.shape[1], mixed_BTHK, logsumexp_HBT)
+    _copy_back((mixed_BTHK, logsumexp_HBT), outputs)
+
+
+def backward(
+    d_mixed_BTHK: Tensor,
+    inputs: Inputs,
+    keep_factor: float,
+    outputs: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Write `gradients`: of q, k, v and the scores by distance, which may be empty."""
+    mixed_BTHK, logsumexp_HBT, d_mixed_BTHK = _interpretable((*outputs, d_mixed_BTHK))
+    computed = _interpretable(gradients)
+    d_q_HBTK, d_k_HBSK, d_v_HBSK, d_distance = computed
+    mean_HBT = torch.empty_like(logsumexp_HBT)
+    call = _Call.of(*_interpretable(inputs), keep_factor=keep_factor)
+    call.launch(
+        query_gradient_kernel, d_q_HBTK.shape[2],
+        mixed_BTHK, logsumexp_HBT, d_mixed_BTHK, mean_HBT, d_q_HBTK, d_distance,
+        WANTS_DISTANCE_GRADIENT=d_distance.numel() > 0,
+    )  # fmt: skip
+    call.launch(
+        key_value_gradient_kernel, d_k_HBSK.shape[2],
+        logsumexp_HBT, d_mixed_BTHK, mean_HBT, d_k_HBSK, d_v_HBSK,
+    )  # fmt: skip
+    _copy_back(computed, gradients)
+
+
+def _interpretable(tensors: Any) -> Any:
+    """The same tensors; in fp32 for triton's interpreter, which multiplies bf16 as integers."""
+    if not triton.knobs.runtime.interpret:
+        return tensors
+    return tuple(x.float() if x is not None and x.dtype == torch.bfloat16 else x for x in tensors)
+
+
+def _copy_back(computed: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
+    for source, result in zip(computed, results, strict=True):
+        if source is not result:
+            result.copy_(source)
+
+
+class _Call(NamedTuple):
+    """The arguments that all kernels share."""
+
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        q_HBTK: Tensor,
+        k_HBSK: Tensor,
+        v_HBSK: Tensor,
+        distance_HBTS: Tensor | None,
+        reach_BT: Tensor,
+        keep_words: Tensor | None,
+        *,
+        keep_factor: float,
+    ) -> "_Call":
+        num_heads, num_lanes, num_queries, d_head = q_HBTK.shape
+        for matrix in (k_HBSK, v_HBSK, distance_HBTS):
+            assert matrix is None or matrix.stride(-1) == 1
+        # A kernel without scores by distance or dropout gets, but does not read, another pointer.
+        distance_strides = (0, 0, 0) if distance_HBTS is None else distance_HBTS.stride()[:3]
+        is_float64 = q_HBTK.dtype == torch.float64
+        return cls(
+            tensors=(
+                q_HBTK,
+                k_HBSK,
+                v_HBSK,
+                q_HBTK if distance_HBTS is None else distance_HBTS,
+                reach_BT,
+                q_HBTK if keep_words is None else keep_words,
+            ),
+            numbers=(
+                *k_HBSK.stride()[:3],
+                *v_HBSK.stride()[:3],
+                *distance_strides,
+                num_heads,
+                num_lanes,
+                num_queries,
+                k_HBSK.shape[2] - num_queries,
+                d_head,
+            ),
+            constants={
+                "HAS_DISTANCE": distance_HBTS is not None,
+                "HAS_KEEP": keep_words is not None,
+                # A constant, because triton passes numbers that are arguments as fp32.
+                "KEEP_FACTOR": keep_factor,
+                "ACC": tl.float64 if is_float64 else tl.float32,
+                # For fp32: TF32 only if torch's products may use it, else three products of TF32,
+                # which are nearly exact. "ieee" does not use the tensor cores and spills registers.
+                "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3",
+                "BLOCK_K": padded_channels(d_head),
+            },
+        )
+
+    def launch(self, kernel: Any, num_rows: int, *tensors: Tensor, **constants: Any) -> None:
+        """Run a kernel, which divides `num_rows` queries or keys into tiles."""
+        q_HBTK = self.tensors[0]
+        tiles = tiles_of(q_HBTK.element_size(), self.constants["BLOCK_K"])
+        blocks = {"BLOCK_T": tiles.num_rows, "BLOCK_S": tiles.num_columns}
+        if kernel is key_value_gradient_kernel:
+            blocks = {"BLOCK_T": tiles.num_columns, "BLOCK_S": tiles.num_rows}
+        grid = (triton.cdiv(num_rows, tiles.num_rows), q_HBTK.shape[0] * q_HBTK.shape[1])
+        with torch.cuda.device_of(q_HBTK):
+            kernel[grid](
+                *self.tensors,
+                *tensors,
+                *self.numbers,
+                **self.constants,
+                **constants,
+                **blocks,
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+            )

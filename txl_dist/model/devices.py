@@ -1,0 +1,67 @@
+"""What a device needs: copies for which the host does not wait, and what triton requires.
+
+Does not import triton.
+"""
+
+import os
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
+import torch
+from torch import Tensor
+
+
+def host_waits_for(device: torch.device) -> bool:
+    """Whether the host waits if it reads a value on `device`, such as a number of rows.
+
+    The embedding and the softmax have an implementation without such reads (docs/decisions/0039).
+    """
+    return device.type != "cpu"
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; itself if it is there.
+
+    A copy to a GPU goes through page-locked memory, so the host continues immediately. The GPU
+    reads the values in the order of its stream; do not change `tensor` afterwards.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    if torch.cuda.is_available():  # not if the GPU is one of torch's fake devices
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether triton can run on the device. On CPUs that is its interpreter, for tests."""
+    return not triton_unavailable_reason(device)
+
+
+def triton_unavailable_reason(device: torch.device) -> str:
+    """Why triton cannot run on the device; "" if it can."""
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type != "cuda":
+        return "" if os.environ.get("TRITON_INTERPRET") == "1" else "the ranks have no GPU"
+    if not torch.cuda.is_available():  # torch's fake tensors can be on a GPU that is not there
+        return ""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} has a compute capability below 8.0"
+    return _missing_for_extension()
+
+
+def _missing_for_extension() -> str:
+    """What triton lacks to compile an extension of Python, when its first kernel is loaded."""
+    if not (os.environ.get("CC") or which("gcc") or which("clang")):
+        return "no C compiler is installed, which triton needs (gcc and libc6-dev)"
+    header = python_include() / "Python.h"
+    return "" if header.exists() else f"{header} is missing, which triton needs (python3-dev)"
+
+
+def python_include() -> Path:
+    """Where triton looks for the headers of Python (triton/runtime/build.py)."""
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme  # Debian's own scheme
+    return Path(sysconfig.get_paths(scheme=scheme)["include"])

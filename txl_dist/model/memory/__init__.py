@@ -1,0 +1,163 @@
+"""Kinds of memory: what a model carries from one segment to the next, by lane.
+
+    recurrent.py   the inputs of each layer for the last tokens (the paper's)
+    kv_cache.py    their keys and values, for inference
+
+`MemoryKind` knows a kind from the config, `SequenceState` is the state of some lanes. A kind is a
+module with both, and an entry in `MEMORY_KINDS` (model/config.py). Nothing else knows what a state
+holds: it is tensors with names, whose first dimension is the lanes. So training, checkpoints, a
+resume on other ranks and evaluation work for every kind
+(docs/decisions/0045-a-kind-of-memory.md).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from txl_dist.model.config import MEMORY_KINDS, ModelConfig
+
+# Shapes: B lanes, T segment tokens, M keys before the segment, D d_model
+
+
+class SequenceState(ABC):
+    """The state of B lanes between two segments. The model reads and replaces it:
+
+    past = state.past(number, x)        for each layer, before it is computed
+    state = state.after(hidden, age)    after the last layer
+    """
+
+    is_trainable: ClassVar[bool] = True
+    """False if it works without gradients only, as a cache."""
+
+    @property
+    @abstractmethod
+    def num_past(self) -> int:
+        """M: the keys before the segment to which attention attends, in every layer."""
+
+    @abstractmethod
+    def past(self, number: int, x_BTD: Tensor) -> Any:
+        """What layer `number` reads, for its input `x_BTD`.
+
+        Without a reader (`MemoryKind.reader`) it is what attention attends to before the segment:
+        inputs of the layer [B, M, D], with dtype and device of `x_BTD`, or a `LayerKVCache`.
+        """
+
+    @abstractmethod
+    def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "SequenceState":
+        """The state after a segment with these ages, for the same lanes; this one is not changed.
+
+        `hidden_BTD`: the input of each layer, then the output of the last one. A cache may change
+        in place and return itself.
+        """
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """All its tensors by name, not copied. Dimension 0 is the lanes."""
+
+    @abstractmethod
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "SequenceState":
+        """The state of these lanes, in this order, each without its newest `num_removed` tokens.
+
+        A cache changes in place and returns itself. Raises ValueError if tokens of which no copy is
+        kept would be needed; a cache can remove the tokens of the last segment. So lanes can read
+        segments of different lengths: pad them at the end, and remove the padding.
+        """
+
+    def row(self, lane: int) -> dict[str, Tensor]:
+        """The state of one lane: views of its tensors."""
+        return {name: tensor[lane] for name, tensor in self.tensors().items()}
+
+    def load_row(self, lane: int, saved: Mapping[str, Tensor]) -> None:
+        """Copy the state of one lane from a row of a model for which `MemoryKind.fits`."""
+        for name, row in self.row(lane).items():
+            row.copy_(saved[name])
+
+    @property
+    def bytes_per_lane(self) -> int:
+        """Size of the state of one lane."""
+        return sum(tensor.nbytes // len(tensor) for tensor in self.tensors().values())
+
+    def visible_share(self, ages: Sequence[int]) -> tuple[int, int]:
+        """(what the first tokens of a segment may read of the state, all of it), over lanes.
+
+        `ages`: of the first token of each lane. The unit is the kind's; here it is lanes.
+        """
+        return sum(age > 0 for age in ages), len(ages)
+
+    def check(self, config: ModelConfig, num_lanes: int) -> None:
+        """Raises ValueError if it is the state of another model or number of lanes."""
+        lanes = {len(tensor) for tensor in self.tensors().values()}
+        if lanes - {num_lanes}:
+            raise ValueError(
+                f"the memory has {', '.join(map(str, sorted(lanes)))} lanes: expected {num_lanes}, "
+                f"those of input_BT; streams start with model.empty_memory({num_lanes})"
+            )
+
+
+class MemoryKind(ABC):
+    """One kind of memory, for one config."""
+
+    has_gradient: ClassVar[bool] = False
+    """Whether gradients pass through the state, from a segment to the one before."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    @property
+    def num_past(self) -> int:
+        """M of a state of `empty`."""
+        return 0
+
+    @abstractmethod
+    def receptive_tokens(self, tgt_len: int) -> int | None:
+        """The tokens before a segment of `tgt_len` that determine its state; a multiple of tgt_len.
+
+        A lane that reads only these, with ages from 0, has the state of one that has read the whole
+        text. None: there is no limit within a document.
+        """
+
+    @abstractmethod
+    def empty(
+        self,
+        num_lanes: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        pin: bool = False,
+    ) -> SequenceState:
+        """The state at the start of streams, whose ages start at 0.
+
+        `dtype`: that of the model, or another one to store the state in; a kind may keep fp32.
+        `pin`: page-locked memory of the host, from which a GPU copies without the processor.
+        """
+
+    def for_inference(
+        self, num_lanes: int, *, max_tokens: int | None, dtype: torch.dtype, device: torch.device
+    ) -> SequenceState:
+        """As `empty`, if weights are constant and there are no gradients: the fastest state.
+
+        `max_tokens`: no segment has more tokens before it than this.
+        """
+        return self.empty(num_lanes, dtype=dtype, device=device)
+
+    def reader(self, layer: int) -> nn.Module | None:
+        """The part of layer `layer` that reads the state, with the kind's parameters, if any.
+
+        reader(x_BTD, past, context) -> (the layer's input, what attention attends to). Where a
+        document starts it must not read the state, which the ages in `context.visibility` tell.
+        """
+        return None
+
+    def fits(self, saved: ModelConfig) -> bool:
+        """Whether the rows of a model `saved` can be loaded (`SequenceState.load_row`)."""
+        return saved.memory == self.config.memory
+
+
+def memory_kind(config: ModelConfig) -> MemoryKind:
+    """The kind that the config names."""
+    kind: type[MemoryKind] = resolve_name(MEMORY_KINDS[config.memory])
+    return kind(config)

@@ -1,0 +1,130 @@
+"""The paper's memory: the inputs of each layer for the previous `mem_len` tokens, without gradient.
+
+Its shape is constant. At the start of a stream it holds zeros, which no query sees, because `age`
+limits how far back a token may look (visibility.py).
+
+It may be stored in another dtype than the model's (bf16 takes half the bytes), and for a model on a
+GPU in the RAM of the host. Each layer reads it as the model's dtype and device.
+
+Source: segment-level recurrence, Dai et al. 2019, arXiv:1901.02860, section 3.2.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import MemoryKind, SequenceState
+from txl_dist.model.memory.kv_cache import KVCache
+
+# Shapes: B lanes, T segment tokens, M memory tokens, D d_model
+
+
+class Recurrent(MemoryKind):
+    """`model.memory: recurrent`. In inference its keys and values are cached."""
+
+    @property
+    def num_past(self) -> int:
+        return self.config.mem_len
+
+    def receptive_tokens(self, tgt_len: int) -> int:
+        """Each layer sees `mem_len` positions before its segment, so whole segments per layer.
+
+        The dependency length O(N * L) of the paper, section 3.2.
+        """
+        return tgt_len * self.config.n_layer * -(-self.config.mem_len // tgt_len)
+
+    def empty(
+        self,
+        num_lanes: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        pin: bool = False,
+    ) -> "RecurrentMemory":
+        shape = (num_lanes, self.config.mem_len, self.config.d_model)
+        return RecurrentMemory(
+            tuple(
+                torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin)
+                for _ in range(self.config.n_layer)
+            )
+        )
+
+    def for_inference(
+        self, num_lanes: int, *, max_tokens: int | None, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        return KVCache.empty(self.config, num_lanes, max_tokens=max_tokens)
+
+    def fits(self, saved: ModelConfig) -> bool:
+        """The same kind, and at least as many tokens."""
+        return super().fits(saved) and saved.mem_len >= self.config.mem_len
+
+
+@dataclass(frozen=True)
+class RecurrentMemory(SequenceState):
+    """One tensor [B, M, D] per layer: `layers[l]` holds inputs of layer l."""
+
+    layers: tuple[Tensor, ...]
+
+    @property
+    def num_past(self) -> int:
+        """Tokens per lane, including the zeros before the start of a stream."""
+        return self.layers[0].shape[1]
+
+    def past(self, number: int, x_BTD: Tensor) -> Tensor:
+        """The memory of a layer with the dtype and device of its input; itself if it has them."""
+        # In this order: the copy to a GPU has half the bytes if the memory is bf16.
+        return self.layers[number].to(x_BTD.device, non_blocking=True).to(x_BTD.dtype)
+
+    def after(self, hidden_BTD: Sequence[Tensor], age_BT: Tensor) -> "RecurrentMemory":
+        """The last M tokens of [memory ; the layer's inputs], in this memory's dtype and device."""
+        # detach: gradients stop at the memory (section 3.2 of the paper).
+        return RecurrentMemory(
+            tuple(
+                _newest(old_BMD, new_BTD.detach())
+                for old_BMD, new_BTD in zip(self.layers, hidden_BTD[:-1], strict=True)
+            )
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"layer-{number}": layer for number, layer in enumerate(self.layers)}
+
+    def select(self, lanes: Sequence[int], num_removed: Sequence[int]) -> "RecurrentMemory":
+        if any(num_removed):
+            raise ValueError(
+                "a RecurrentMemory has no older tokens to put in place of removed ones"
+            )
+        return RecurrentMemory(tuple(layer[list(lanes)] for layer in self.layers))
+
+    def load_row(self, lane: int, saved: Mapping[str, Tensor]) -> None:
+        """If `saved` has more tokens, the newest ones."""
+        for name, row_MD in self.row(lane).items():
+            row_MD.copy_(saved[name][len(saved[name]) - len(row_MD) :])
+
+    def visible_share(self, ages: Sequence[int]) -> tuple[int, int]:
+        """In tokens: a first token of age a may attend to a earlier ones, if they are kept."""
+        return sum(min(age, self.num_past) for age in ages), self.num_past * len(ages)
+
+    def check(self, config: ModelConfig, num_lanes: int) -> None:
+        shapes = [tuple(layer.shape) for layer in self.layers]
+        if shapes != [(num_lanes, self.num_past, config.d_model)] * config.n_layer:
+            raise ValueError(
+                f"the memory has {len(shapes)} layers, the first of shape {list(shapes[0])}: "
+                f"expected {config.n_layer} of shape [{num_lanes}, mem_len, {config.d_model}], for "
+                f"the lanes of input_BT; streams start with model.empty_memory({num_lanes})"
+            )
+
+
+def _newest(old_BMD: Tensor, new_BTD: Tensor) -> Tensor:
+    """The last M tokens of both, in new storage with the dtype and device of `old_BMD`."""
+    mem_len, tgt_len = old_BMD.shape[1], new_BTD.shape[1]
+    num_new = min(mem_len, tgt_len)
+    # Rounded before the copy to the host, which would otherwise take twice the bytes.
+    newest_BTD = new_BTD[:, tgt_len - num_new :].to(old_BMD.dtype)
+    # Copied even if all of it is new: a view would keep the activations of the whole segment.
+    next_BMD = torch.empty_like(old_BMD, pin_memory=old_BMD.is_pinned())
+    next_BMD[:, : mem_len - num_new].copy_(old_BMD[:, num_new:])
+    next_BMD[:, mem_len - num_new :].copy_(newest_BTD)
+    return next_BMD

@@ -1,0 +1,366 @@
+"""Token ids to vectors, and vectors to the loss of the next token.
+
+`AdaptiveEmbedding` has one table, or one per cluster of the vocabulary, narrower for rarer tokens
+(`div_val`). `AdaptiveSoftmax` is plain, or has a shortlist and clusters of rarer tokens:
+
+    p(token) = head(token)                        if the token is in the shortlist (cluster 0)
+    p(token) = head(cluster) * tail(token)        if it is in another cluster
+
+The head is a softmax over the shortlist's tokens and the other clusters, a tail is one over the
+tokens of a cluster. A tail is computed only for positions with a target in its cluster. Softmax
+and embedding can share their tables (`tie_weight`) and projections (`tie_projs`). `cutoffs` assume
+a vocabulary sorted by falling frequency. Clusters are numbered as in the vocabulary; the original
+stores their head columns in reverse, which original_weights.py undoes.
+
+Sources: adaptive input: Baevski & Auli 2019, arXiv:1809.10853; adaptive softmax: Grave et al. 2017,
+arXiv:1609.04309; weight tying: Press & Wolf 2017, arXiv:1608.05859.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, embedding, linear, pad
+
+from txl_dist.model import devices
+from txl_dist.model.config import ModelConfig
+
+# Shapes: B lanes, T segment tokens, N = B T rows, R rows of one cluster or chunk, D d_model,
+# E width of a table, V vocabulary
+
+IGNORED = -1
+"""Target of a position that is not scored."""
+ROW_MULTIPLE = 64
+"""On GPUs, rows of a tail are padded to a multiple of this: matrix products of aligned sizes, and
+fewer different sizes for the memory allocator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTargets:
+    """Targets of the head, and rows and targets of every cluster after the shortlist.
+
+    On a CPU, the rows of a cluster are selected where the targets are. On a GPU, the number of rows
+    is a result of the device, for which the host would have to wait, once per cluster. So there the
+    rows are found on the host, before the targets are copied to the GPU, and one copy brings all of
+    them. See docs/decisions/0039-no-synchronisation-in-a-micro-batch.md.
+    """
+
+    head_N: Tensor
+    """Token ids of the shortlist, or the column of another cluster in the head."""
+    tails: tuple[tuple[Tensor, Tensor], ...]
+    """Per cluster: rows [R], and their targets counted from the cluster's start [R]."""
+
+
+def select_targets(target_N: Tensor, bounds: Sequence[tuple[int, int]]) -> ClusterTargets:
+    """The targets of each cluster, on the device of `target_N`. The host waits if it is a GPU."""
+    head_N, tails = target_N, []
+    for column, (start, stop) in enumerate(bounds[1:], start=bounds[0][1]):
+        inside_N = (target_N >= start) & (target_N < stop)
+        head_N = torch.where(inside_N, column, head_N)
+        row_R = inside_N.nonzero().squeeze(1)
+        tails.append((row_R, target_N[row_R] - start))
+    return ClusterTargets(head_N, tuple(tails))
+
+
+def copy_targets(
+    target_BT: Tensor, bounds: Sequence[tuple[int, int]], device: torch.device
+) -> ClusterTargets:
+    """The targets of each cluster on `device`, found on the host.
+
+    If `target_BT` is on a GPU, this waits for it once.
+    """
+    parts = find_on_host(target_BT, bounds)
+    packed = devices.to_device(torch.cat(parts), device)
+    head_N, *rest = packed.split([len(part) for part in parts])
+    return ClusterTargets(head_N, tuple(zip(rest[::2], rest[1::2], strict=True)))
+
+
+def find_on_host(target_BT: Tensor, bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Targets of the head, then rows and targets of each tail, padded to a multiple.
+
+    Padding is row 0 with target IGNORED: it adds 0 to the nats and the gradient of that row.
+    """
+    selected = select_targets(target_BT.cpu().flatten(), bounds)
+    parts = [selected.head_N]
+    for row_R, target_R in selected.tails:
+        padding = (0, -len(row_R) % ROW_MULTIPLE)
+        parts += [pad(row_R, padding), pad(target_R, padding, value=IGNORED)]
+    return parts
+
+
+class AdaptiveEmbedding(nn.Module):
+    """forward(token_BT) -> x_BTD, scaled by sqrt(d_model) as the paper's code does.
+
+    `weights[i]` [ids, E] and `projections[i]` [D, E] are those of the ids in `bounds[i]`. Without
+    `div_val` and `d_embed` there are no projections, because E equals D.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.bounds = config.table_bounds
+        self.weights = nn.ParameterList(
+            torch.empty(stop - start, width)
+            for (start, stop), width in zip(self.bounds, config.table_widths, strict=True)
+        )
+        self.projections = nn.ParameterList(
+            torch.empty(config.d_model, width)
+            for width in config.table_widths
+            if config.has_projection
+        )
+        self.scale = config.d_model**0.5
+
+    def forward(self, token_BT: Tensor) -> Tensor:
+        if len(self.weights) == 1:
+            return self._vectors(0, token_BT) * self.scale
+        has_to_wait = devices.host_waits_for(token_BT.device)
+        lookup = self._mask_rows if has_to_wait else self._select_rows
+        return lookup(token_BT.flatten()).view(*token_BT.shape, -1) * self.scale
+
+    def _select_rows(self, token_N: Tensor) -> Tensor:
+        """Vectors [N, D]. Each table computes its own tokens: the least work."""
+        first = self.weights[0]
+        x_ND = first.new_zeros(len(token_N), self.projections[0].shape[0])
+        for table, (start, stop) in enumerate(self.bounds):
+            # Even without rows: if a parameter had a gradient on some ranks only, the
+            # gradient reduction would hang or mix up parameters.
+            row_N = ((token_N >= start) & (token_N < stop)).nonzero().squeeze(1)
+            x_ND = x_ND.index_add(0, row_N, self._vectors(table, token_N[row_N] - start))
+        return x_ND
+
+    def _mask_rows(self, token_N: Tensor) -> Tensor:
+        """The same for GPUs, in shapes that do not depend on the tokens.
+
+        Selecting rows would make the host wait for the GPU. Each table computes all tokens, but
+        tables of rarer tokens are `div_val` times narrower: with 4, a third more work in total.
+        """
+        vectors_ND = []
+        for table, (start, stop) in enumerate(self.bounds):
+            inside_N = (token_N >= start) & (token_N < stop)
+            x_ND = self._vectors(table, torch.where(inside_N, token_N - start, 0))
+            vectors_ND.append(x_ND.masked_fill(~inside_N[:, None], 0))
+        return torch.stack(vectors_ND).sum(0)
+
+    def _vectors(self, table: int, token: Tensor) -> Tensor:
+        x = embedding(token, self.weights[table])
+        if not len(self.projections):
+            return x
+        # The residual stream and the memory stay fp32 under autocast.
+        return linear(x, self.projections[table]).to(x.dtype)
+
+
+HEAD_MULTIPLE = 8
+"""On GPUs the columns of the head are padded to a multiple of this. With an odd number, as in the
+paper's WikiText-103 (20,003), products in bf16 cannot load 16 bytes at a time."""
+
+
+class AdaptiveSoftmax(nn.Module):
+    """forward(hidden_BTD, target_BT, table) -> nats_BT; `logits` for all tokens.
+
+    Its parameters are those that it does not share with the embedding `table`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.bounds = config.cluster_bounds
+        self.bias = nn.Parameter(torch.empty(config.vocab_size))
+        self.weights = nn.ParameterList(
+            torch.empty(stop - start, width)
+            for (start, stop), width in zip(config.table_bounds, config.table_widths, strict=True)
+            if not config.tie_weight
+        )
+        widths = config.table_widths * (config.num_clusters if config.div_val == 1 else 1)
+        self.projections = nn.ParameterDict(
+            {
+                str(cluster): torch.empty(config.d_model, width)
+                for cluster, width in enumerate(widths)
+                if config.has_projection and not config.is_tied(cluster)
+            }
+        )
+        if config.cutoffs:
+            self.cluster_weight = nn.Parameter(torch.empty(len(config.cutoffs), widths[0]))
+            self.cluster_bias = nn.Parameter(torch.empty(len(config.cutoffs)))
+
+    def forward(self, hidden_BTD: Tensor, target_BT: Tensor, table: AdaptiveEmbedding) -> Tensor:
+        """Negative log-likelihood [B, T] in nats, in token order; 0 where the target is IGNORED.
+
+        If the model is on a GPU, pass `target_BT` on the host: then nothing waits for the GPU.
+        """
+        hidden_ND = hidden_BTD.flatten(0, 1)
+        targets = self._targets(target_BT, hidden_ND.device)
+        layers = self._layers(table)
+        nats_N = self._nats(0, hidden_ND, targets.head_N, layers, table)
+        # Even without rows: the ranks of one step must have gradients for the same parameters, or
+        # their reductions would not match.
+        for number, (row_R, target_R) in enumerate(targets.tails, start=1):
+            nats_R = self._nats(number, hidden_ND[row_R], target_R, layers, table)
+            nats_N = nats_N.index_add(0, row_R, nats_R)
+        return nats_N.view(target_BT.shape)
+
+    def logits(self, hidden_BTD: Tensor, table: AdaptiveEmbedding) -> Tensor:
+        """Logits of all tokens [B, T, V]; with clusters, they are normalised log-probabilities."""
+        layers = self._layers(table)
+        head = self._logits_of(0, hidden_BTD, layers, table)
+        if len(self.bounds) == 1:
+            return head
+        shortlist = self.bounds[0][1]
+        head = head.log_softmax(dim=-1)
+        tails = [
+            head[..., shortlist + number - 1 : shortlist + number]
+            + self._logits_of(number, hidden_BTD, layers, table).log_softmax(dim=-1)
+            for number, _ in self._clusters()
+        ]
+        return torch.cat([head[..., :shortlist], *tails], dim=-1)
+
+    def _clusters(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """(number, bounds) of each cluster after the shortlist, which is number 0."""
+        return enumerate(self.bounds[1:], start=1)
+
+    def _layers(self, table: AdaptiveEmbedding) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias of the head, then of each tail."""
+        sizes = [stop - start for start, stop in self.bounds]
+        weights = list(self.weights if len(self.weights) else table.weights)
+        # One `split` of the whole vocabulary: with a slice per cluster, each slice's gradient is
+        # a tensor of the whole vocabulary (steps of 275 instead of 251 ms in `txl bench model`).
+        if len(weights) < len(sizes):
+            weights = list(weights[0].split(sizes))
+        biases = list(self.bias.split(sizes))
+        if len(sizes) > 1:
+            weights[0], biases[0] = self._head(weights[0], biases[0])
+        return list(zip(weights, biases, strict=True))
+
+    def _head(self, weight_VE: Tensor, bias_V: Tensor) -> tuple[Tensor, Tensor]:
+        """The head: tokens of the shortlist, then clusters, then on GPUs columns of padding."""
+        weights, biases = [weight_VE, self.cluster_weight], [bias_V, self.cluster_bias]
+        num_columns = len(weight_VE) + len(self.cluster_weight)
+        num_padding = -num_columns % HEAD_MULTIPLE
+        if num_padding and devices.host_waits_for(weight_VE.device):
+            weights.append(weight_VE.new_zeros(num_padding, weight_VE.shape[1]))
+            biases.append(bias_V.new_full((num_padding,), -torch.inf))  # of probability 0
+        return torch.cat(weights), torch.cat(biases)
+
+    def _targets(self, target_BT: Tensor, device: torch.device) -> ClusterTargets:
+        if not devices.host_waits_for(device):
+            return select_targets(target_BT.flatten(), self.bounds)
+        if len(self.bounds) == 1:
+            return ClusterTargets(devices.to_device(target_BT, device).flatten(), ())
+        return copy_targets(target_BT, self.bounds, device)
+
+    def _nats(
+        self,
+        number: int,
+        hidden_ND: Tensor,
+        target_N: Tensor,
+        layers: list[tuple[Tensor, Tensor]],
+        table: AdaptiveEmbedding,
+    ) -> Tensor:
+        """Nats [N] of the head (0) or of a tail."""
+        weight_VE, bias_V = layers[number]
+        is_large = len(hidden_ND) * len(weight_VE) > MAX_LOGITS
+        if is_large and devices.host_waits_for(hidden_ND.device):
+            x_NE = self._project(number, hidden_ND, table)
+            return chunked_cross_entropy(x_NE, weight_VE, bias_V, target_N, max_logits=MAX_LOGITS)
+        logits_NV = self._logits_of(number, hidden_ND, layers, table)
+        return cross_entropy(logits_NV, target_N, ignore_index=IGNORED, reduction="none")
+
+    def _logits_of(
+        self,
+        number: int,
+        hidden: Tensor,
+        layers: list[tuple[Tensor, Tensor]],
+        table: AdaptiveEmbedding,
+    ) -> Tensor:
+        projected = self._project(number, hidden, table)
+        logits = linear(projected, *layers[number])
+        # Under autocast logits are bf16: 8 bits of precision are too few to sum a vocabulary.
+        return logits.to(_at_least_fp32(logits.dtype))
+
+    def _project(self, number: int, hidden: Tensor, table: AdaptiveEmbedding) -> Tensor:
+        if str(number) in self.projections:
+            return linear(hidden, self.projections[str(number)].t())
+        if not len(table.projections):
+            return hidden
+        return linear(hidden, table.projections[min(number, len(table.projections) - 1)].t())
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+MAX_LOGITS = 2**27
+"""Logits of a chunk: 512 MiB in fp32. Fewer are computed in one piece, without this function."""
+
+
+def chunked_cross_entropy(
+    x_NE: Tensor, weight_VE: Tensor, bias_V: Tensor, target_N: Tensor, *, max_logits: int
+) -> Tensor:
+    """Nats [N] of a linear layer, without its whole logits in memory; 0 where IGNORED.
+
+        nats_n = log(sum_v exp(logit_nv)) - logit_(n, target n)        logit = x W^T + b
+
+    The rows are computed in chunks of at most `max_logits` logits: forward keeps one float per row,
+    the logarithm of the sum, and backward computes the logits of a chunk again. This costs one more
+    product of the same size, a third more for this layer, and bounds the memory by two chunks. Sums
+    over the vocabulary and over chunks are fp32, or fp64 for fp64 inputs. Under autocast, products
+    have its dtype.
+    """
+    device = x_NE.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else x_NE.dtype
+    num_rows = max(1, max_logits // len(weight_VE))
+    with torch.autocast(device, enabled=False):
+        return _ChunkedCrossEntropy.apply(x_NE, weight_VE, bias_V, target_N, dtype, num_rows)
+
+
+class _ChunkedCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NE: Tensor,
+        weight_VE: Tensor,
+        bias_V: Tensor,
+        target_N: Tensor,
+        dtype: torch.dtype,
+        num_rows: int,
+    ) -> Tensor:
+        layer = weight_VE.to(dtype), bias_V.to(dtype)
+        total_N = x_NE.new_empty(len(x_NE), dtype=_at_least_fp32(dtype))
+        nats_N = torch.empty_like(total_N)
+        for rows in _chunks(len(x_NE), num_rows):
+            logit_RV = linear(x_NE[rows].to(dtype), *layer).to(total_N.dtype)
+            torch.logsumexp(logit_RV, dim=-1, out=total_N[rows])
+            column_R1 = target_N[rows].clamp(min=0)[:, None]
+            nats_N[rows] = total_N[rows] - logit_RV.gather(1, column_R1).squeeze(1)
+        ctx.save_for_backward(x_NE, weight_VE, bias_V, target_N, total_N)
+        ctx.dtype, ctx.num_rows = dtype, num_rows
+        return nats_N.masked_fill_(target_N == IGNORED, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_NE, weight_VE, bias_V, target_N, total_N = ctx.saved_tensors
+        layer = weight_VE.to(ctx.dtype), bias_V.to(ctx.dtype)
+        scale_N = gradients[0].masked_fill(target_N == IGNORED, 0)
+        d_x_NE = torch.empty_like(x_NE)
+        d_weight_VE = torch.zeros_like(weight_VE, dtype=total_N.dtype)
+        d_bias_V = torch.zeros_like(bias_V, dtype=total_N.dtype)
+        for rows in _chunks(len(x_NE), ctx.num_rows):
+            x_RE = x_NE[rows].to(ctx.dtype)
+            # The gradient of a row: its probabilities, minus 1 at the target.
+            p_RV = linear(x_RE, *layer).to(total_N.dtype).sub_(total_N[rows, None]).exp_()
+            column_R1 = target_N[rows].clamp(min=0)[:, None]
+            # Not `scatter_add_`, which is refused where algorithms must be deterministic.
+            p_RV.scatter_(1, column_R1, p_RV.gather(1, column_R1) - 1)
+            p_RV.mul_(scale_N[rows, None])
+            d_bias_V += p_RV.sum(0)
+            d_logit_RV = p_RV.to(ctx.dtype)
+            d_x_NE[rows] = (d_logit_RV @ layer[0]).to(d_x_NE.dtype)
+            d_weight_VE += d_logit_RV.t() @ x_RE
+        return d_x_NE, d_weight_VE.to(weight_VE.dtype), d_bias_V.to(bias_V.dtype), None, None, None
+
+
+def _chunks(num: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, num)) for start in range(0, num, size)]

@@ -1,0 +1,103 @@
+"""Observer: something that watches a run without taking part in it, such as a monitor or a tracker.
+
+    start -> (segment -> update -> step -> line -> save) ... -> end
+                          score, rollback and event at any time
+
+The loop calls each method of all observers on every rank, in the order of their list. An observer
+that writes only on rank 0 exists only there. One with collectives exists on every rank, and uses
+`flags` to agree on the step after which they are called:
+
+    class SlowStep(Observer):
+        def flags(self):
+            return {"slow_step": time.monotonic() - self.begin > 60}
+
+        def step(self, state, result):
+            if "slow_step" in result.raised:  # true on at least one rank, and known on all
+                ...
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from txl_dist.training.state import TrainState
+
+if TYPE_CHECKING:
+    from txl_dist.training.scores import Score
+    from txl_dist.training.step import StepResult
+
+Values = dict[str, float]
+"""Metrics by name."""
+
+
+class Observer:
+    """Does nothing at any event. Subclasses override what they need."""
+
+    def flags(self) -> Mapping[str, bool]:
+        """Flags of this rank for `StepResult.raised` of the next step; the same names on all ranks.
+
+        Names are unique among all observers.
+        """
+        return {}
+
+    def start(self, state: TrainState) -> None:
+        """The run begins at `state`, after a resume if it has steps."""
+
+    def segment(self, step: int) -> None:
+        """Step number `step` begins: the loop is about to wait for its segment."""
+
+    def update(self, step: int) -> None:
+        """All gradients of step number `step` are there; the weights are not updated yet."""
+
+    def step(self, state: TrainState, result: "StepResult") -> None:
+        """A step is done, or was skipped or rejected. `state` is that after it."""
+
+    def line(self, state: TrainState, values: Values) -> None:
+        """A line of metrics is due for the steps in `state.unreported`: add to its values."""
+
+    def report(self, state: TrainState, values: Values) -> None:
+        """The values of that line are complete."""
+
+    def save(self, state: TrainState) -> None:
+        """A checkpoint of `state` is going to be saved."""
+
+    def score(self, score: "Score", gain: float | None) -> None:
+        """A step has a score, or never will. `gain` over the best one: see `Score.gain_over`."""
+
+    def rollback(self, state: TrainState, abandoned_step: int) -> None:
+        """The run has returned to `state` from `abandoned_step`."""
+
+    def event(self, message: str, *values: Any) -> None:
+        """Something that people should know, as a message for `logging`."""
+
+    def end(self, state: TrainState, *, is_complete: bool, is_stopped: bool) -> None:
+        """The run ends at `state`. `is_complete`: no step is left. `is_stopped`: on request."""
+
+
+class Observers(Observer):
+    """A list of observers as one."""
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self.all = list(observers)
+
+    def flags(self) -> Mapping[str, bool]:
+        return {name: flag for each in self.all for name, flag in each.flags().items()}
+
+    def line(self, state: TrainState, values: Values) -> None:
+        for each in self.all:
+            each.line(state, values)
+        for each in self.all:
+            each.report(state, values)
+
+
+def _of_all(name: str) -> Callable[..., None]:
+    """The method that calls the method `name` of all observers of a list."""
+
+    def call(observers: Observers, *facts: Any, **more: Any) -> None:
+        for each in observers.all:
+            getattr(each, name)(*facts, **more)
+
+    return call
+
+
+for _name in ("start", "segment", "update", "step", "save", "score", "rollback", "event", "end"):
+    setattr(Observers, _name, _of_all(_name))

@@ -1,0 +1,128 @@
+"""The observers of a run, and its tracker. A new observer is one class and one entry here."""
+
+import logging
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from data_pipeline.system.files import write_file
+from txl_dist.model.flops import training_flops
+from txl_dist.runtime.device import TORCH_DTYPE
+from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.tracking.tracker import Tracker
+from txl_dist.training.begin import RankContext
+from txl_dist.training.data import Corpus
+from txl_dist.training.diagnostics import LearningCheck, StepProfiler, WeightStatistics
+from txl_dist.training.engine import Engine
+from txl_dist.training.goodput import Goodput, GoodputObserver
+from txl_dist.training.observer import Observer, Observers
+from txl_dist.training.report import Report
+from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.speed import StragglerCheck, Utilisation
+from txl_dist.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+
+def build_observers(
+    rank: RankContext,
+    engine: Engine,
+    state: TrainState,
+    *,
+    kept_step: int,
+    reached_step: int,
+    is_new_attempt: bool,
+) -> Observers:
+    """The observers of this rank, in the order in which they are called. Collective.
+
+    `kept_step`: steps after it that earlier processes have trained are lost. `reached_step`: the
+    last one of these.
+    """
+    world, config = rank.world, rank.config
+    data = config.data
+    flops = training_flops(rank.data.model_config, num_lanes=data.num_lanes, tgt_len=data.tgt_len)
+    observers: list[Observer | None] = [
+        Utilisation(
+            world,
+            TORCH_DTYPE[config.precision],
+            flops_per_token=flops / (data.num_lanes * data.tgt_len),
+        ),
+        StragglerCheck(world, zero_stage=config.deepspeed.zero_stage),
+        _profiler(rank),
+    ]
+    # Of the whole run, so that a change of settings does not move the check. Raises on all ranks.
+    learning = world.run_on_all(
+        lambda: LearningCheck.of(rank.job.config, rank.data, state) if world.is_rank_zero else None
+    )[0]
+    report = None
+    if world.is_rank_zero:
+        attempt = rank.directory.checkpoints.attempt
+        goodput = Goodput(
+            rank.directory.goodput,
+            world.activity,
+            step=state.step,
+            kept_step=kept_step,
+            reached_step=reached_step,
+            is_restart=is_new_attempt,
+            is_finished=state.step == config.num_steps,
+            may_write=lambda: attempt is None or attempt.is_newest,
+        )
+        journal = rank.stack.enter_context(MetricsJournal(rank.directory.metrics))
+        scored = rank.data.evaluation.label if rank.data.evaluation else None
+        report = Report(journal, world.activity, config, scored=scored)
+        # First, because others need the speed that it adds to a line.
+        observers = [report, GoodputObserver(goodput), learning, *observers]
+    if (interval_steps := config.training.statistics_interval_steps) is not None:
+        write = report.write if report else lambda state, values: None
+        observers.append(
+            WeightStatistics(engine, world, interval_steps=interval_steps, write=write)
+        )
+    return Observers(observer for observer in observers if observer is not None)
+
+
+def _profiler(rank: RankContext) -> StepProfiler | None:
+    training, world = rank.config.training, rank.world
+    if training.profile_steps is None:
+        return None
+    absent = [number for number in training.profile_ranks if number >= world.num_ranks]
+    if absent and world.rank == 0:  # not refused: the number of ranks may change at every start
+        log.warning(
+            "training.profile_ranks has %s, but the ranks are 0 to %d: no trace of these",
+            ", ".join(map(str, absent)),
+            world.num_ranks - 1,
+        )
+    if world.rank not in training.profile_ranks:
+        return None
+    first_step, last_step = training.profile_steps
+    profiler = StepProfiler(
+        rank.directory.path / "profile",
+        rank=rank.world.rank,
+        first_step=first_step,
+        last_step=last_step,
+    )
+    return rank.stack.enter_context(closing(profiler))
+
+
+def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> Tracker | None:
+    """Start sending metrics to MLflow. The status of the run depends on how `stack` is closed."""
+    # Rank 0 only: MLflow would record one copy per rank.
+    if not (rank.world.is_rank_zero and rank.config.tracking.enabled):
+        return None
+    corpora = rank.data.corpora
+    tags = {"num_ranks": str(rank.world.num_ranks)}
+    if len(corpora) > 1:
+        tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
+    manifest = _local_manifest(corpora[0], rank.directory) if len(corpora) == 1 else None
+    tracker = Tracker.start(
+        rank.directory.path, rank.job.config, data_manifest=manifest, tags=tags, new_run=new_run
+    )
+    return stack.enter_context(tracker)
+
+
+def _local_manifest(corpus: Corpus, directory: RunDirectory) -> Path:
+    """A file with the dataset's manifest; for a dataset at a URL, a copy."""
+    # The tracking process uploads a file, so it needs a local one.
+    if isinstance(corpus.directory, Path):
+        return corpus.directory / "manifest.json"
+    copy = directory.path / "data-manifest.json"
+    write_file(copy, corpus.manifest.to_bytes())
+    return copy

@@ -1,0 +1,289 @@
+"""The scores of a run: one file for each evaluated step, and what an evaluation is waiting for.
+
+    RUN/evaluations/step-NNNNNNNN.json   the score of a step, or why it has none
+
+An evaluation is due at the multiples of `evaluation.interval_steps` and at the last step:
+
+    checkpoint  file  state    what happens
+    yes         no    waiting  on ranks: they score it before the next step, also after a resume
+                               on workers: retention keeps the checkpoint until it is scored
+    any         yes   scored   rank 0 writes it to metrics.jsonl once; the best one is BEST
+    no          no    missed   reported: more than `evaluation.max_waiting_checkpoints` waited
+
+The ranks of a run (`evaluation.on: ranks`) and `txl eval --watch` (`watch.py`) write these files.
+Nothing else is stored about evaluations, except the best score in each checkpoint: a run that
+continues from a copy on an empty disk knows it.
+"""
+
+import logging
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from pydantic import ValidationError
+
+from data_pipeline.system.files import write_file
+from data_pipeline.system.strict import StrictModel, first_problem
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.manifest import Count, Sha256, load_checkpoint_manifest
+from txl_dist.config.run_config import RunConfig
+from txl_dist.errors import CheckpointError
+from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.tracking.journal import MetricsJournal, read_metrics
+
+if TYPE_CHECKING:
+    from txl_dist.evaluation.evaluate import EvaluationResult
+    from txl_dist.training.state import TrainState
+
+FOLDER = "evaluations"
+_NAME = re.compile(r"step-(\d{8,})\.json")
+
+log = logging.getLogger(__name__)
+
+
+class Score(StrictModel):
+    """The score of a split after a step."""
+
+    step: Count
+    tokens: Count = 0
+    """Targets that the run had trained on."""
+    split: str
+    max_tokens: Count | None
+    data_digest: Sha256 | None = None
+    """Digest of the dataset that was scored. Losses on different text are not compared."""
+    nats: float | None
+    """None: there is no score, for the `reason`."""
+    tokens_scored: Count = 0
+    bytes_scored: Count = 0
+    reason: str = ""
+    save_id: str | None = None
+    """The save that was scored; None: the weights of the ranks."""
+
+    def with_result(self, result: "EvaluationResult") -> "Score":
+        """The same with the sums of a result, if they are finite."""
+        sums, reason = result.sums, ""
+        if not math.isfinite(sums.nats):
+            reason = (
+                f"the loss of split {self.split} after step {self.step} is {sums.nats}: earlier "
+                "updates were too large, and the weights are unusable"
+            )
+        changes = {
+            "nats": None if reason else sums.nats,
+            "tokens_scored": int(sums.num_tokens),
+            "bytes_scored": int(sums.num_bytes),
+            "reason": reason,
+        }
+        return self.model_copy(update=changes)
+
+    def __str__(self) -> str:
+        return self.reason or f"loss {self.nats_per_token:.4f}"
+
+    def metrics(self, label: str) -> dict[str, float]:
+        """The line for metrics.jsonl; `label` begins the names (`EvaluatedSplit.label`)."""
+        sums = self.sums
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "time": time.time(),
+            f"{label}/loss": sums.nats_per_token,
+            f"{label}/perplexity": sums.perplexity,
+            f"{label}/tokens_scored": sums.num_tokens,
+            **({f"{label}/bits_per_byte": sums.bits_per_byte} if sums.num_bytes else {}),
+        }
+
+    @property
+    def nats_per_token(self) -> float | None:
+        """None if there is no score."""
+        return None if self.nats is None else self.sums.nats_per_token
+
+    @property
+    def sums(self) -> LossSums:
+        assert self.nats is not None
+        return LossSums(self.nats, self.tokens_scored, self.bytes_scored)
+
+    def gain_over(self, other: "Score | None") -> float | None:
+        """Nats per token below `other`; 0 if that is of other text; None if it is not better."""
+        if self.nats is None:
+            return None
+        if other is None or self._text != other._text:
+            return 0.0
+        gain = other.sums.nats_per_token - self.sums.nats_per_token
+        return gain if gain > 0 else None
+
+    @property
+    def _text(self) -> tuple[str, int | None, str | None]:
+        return self.split, self.max_tokens, self.data_digest
+
+
+class ScoreTable:
+    """The scores of a run directory, on rank 0 and in the process that scores its checkpoints."""
+
+    def __init__(
+        self,
+        checkpoints: CheckpointDirectory,
+        is_due: Callable[[int], bool],
+        *,
+        inherited: Score | None = None,
+    ) -> None:
+        """`is_due`: whether the evaluation of a step is due. `inherited`: the best score in the
+        checkpoint from which the run resumes, whose file may be on another disk.
+        """
+        self._checkpoints, self.is_due, self._inherited = checkpoints, is_due, inherited
+        self._folder = checkpoints.run / FOLDER
+        self._by_step: dict[int, Score] = {}
+        self._from_files: set[int] = set()
+        """Steps whose files were read or written."""
+        self.best: Score | None = None
+        """The best score up to now."""
+        self._read_all()
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best score."""
+        return self.best.step if self.best else None
+
+    def get(self, step: int) -> Score | None:
+        """The score of a step, if it has one."""
+        return self._by_step.get(step)
+
+    def refresh(self) -> list[tuple[Score, float | None]]:
+        """Read the files that are new; these scores with their gains, by ascending step.
+
+        Forgets the scores whose files a rollback has removed.
+        """
+        if not self._folder.is_dir():
+            return []
+        matches = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        steps = {int(match[1]) for match in matches if match}
+        if removed := self._from_files - steps:
+            self._by_step = {n: s for n, s in self._by_step.items() if n not in removed}
+            self._from_files -= removed
+            self.best = None
+            for step in sorted(self._by_step):
+                self._take(self._by_step[step])
+        new = [self._read(step) for step in sorted(steps - self._from_files)]
+        return [(score, self._take(score)) for score in new if score is not None]
+
+    def _read(self, step: int) -> Score | None:
+        path = self._folder / f"step-{step:08d}.json"
+        try:
+            score = Score.model_validate_json(path.read_bytes())
+            if not self._is_current(score):
+                return None
+            self._from_files.add(step)
+            return score
+        except FileNotFoundError:  # a rollback has removed it
+            return None
+        except (OSError, ValidationError) as error:
+            self._from_files.add(step)  # one warning is enough
+            problem = first_problem(error) if isinstance(error, ValidationError) else error
+            log.warning("%s cannot be read (%s): the step counts as not evaluated", path, problem)
+            return None
+
+    def _is_current(self, score: Score) -> bool:
+        """Whether the checkpoint of its step, if there is one, is that which was scored."""
+        path = self._checkpoints.at(score.step)
+        if score.save_id is None or not path.exists():
+            return True
+        try:
+            return load_checkpoint_manifest(path).save_id == score.save_id
+        except CheckpointError:
+            return True
+
+    def _take(self, score: Score) -> float | None:
+        self._by_step[score.step] = score
+        gain = score.gain_over(self.best)
+        if gain is not None:
+            self.best = score
+        return gain
+
+    def add(self, score: Score) -> float | None:
+        """Write the file of a score; its gain over the best one (`Score.gain_over`).
+
+        A file that cannot be written is a warning: the next start evaluates the step again.
+        """
+        path = self._folder / f"step-{score.step:08d}.json"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_file(path, score.model_dump_json(indent=1).encode() + b"\n")
+            self._from_files.add(score.step)
+        except OSError as error:
+            log.warning("%s cannot be written (%s)", path, error.strerror)
+        return self._take(score)
+
+    def rewind(self, step: int) -> None:
+        """Remove the scores after `step`, to which the run returns, and those without a number,
+        which are tried again.
+        """
+        for score in self._by_step.values():
+            if score.step > step or score.nats is None:
+                (self._folder / f"step-{score.step:08d}.json").unlink(missing_ok=True)
+        if self._inherited is not None and self._inherited.step > step:
+            self._inherited = None
+        self._read_all()
+
+    def _read_all(self) -> None:
+        self._by_step, self._from_files, self.best = {}, set(), None
+        if self._inherited is not None:
+            self._take(self._inherited)
+        self.refresh()
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return self._checkpoints.steps()
+
+    def waiting(self) -> list[int]:
+        """Steps of checkpoints whose evaluation is due and not done, ascending."""
+        return [step for step in self.steps() if step not in self._by_step and self.is_due(step)]
+
+    def kept(self, *, max_waiting: int) -> set[int]:
+        """Steps whose checkpoints have to wait: the oldest, which is being scored, and the newest.
+
+        `max_waiting` 0: no process scores checkpoints.
+        """
+        waiting = self.waiting() if max_waiting else []
+        return {*waiting[:1], *waiting[-max_waiting:]}
+
+    def unwritten(self, path: Path, label: str) -> list[Score]:
+        """The scores that the metrics in `path` lack, ascending."""
+        if not path.exists():
+            return []
+        metric = f"{label}/loss"
+        written = {line["step"] for line in read_metrics(path) if metric in line}
+        scores = (self._by_step[step] for step in sorted(self._by_step.keys() - written))
+        return [score for score in scores if score.nats is not None]
+
+    def write_metrics(self, path: Path, label: str) -> None:
+        """Append the scores that the metrics in `path` lack."""
+        if scores := self.unwritten(path, label):
+            with MetricsJournal(path) as journal:
+                for score in scores:
+                    journal.write(score.metrics(label))
+
+    def mark_best(self) -> None:
+        """Let BEST point to the checkpoint of the best score, if there is one."""
+        if self.best is None or self.best.step not in self._checkpoints.steps():
+            return
+        if self._checkpoints.pointer("BEST") != self.best.step:
+            self._checkpoints.set_pointer("BEST", self.best.step)
+
+
+def due_in(config: RunConfig) -> Callable[[int], bool]:
+    """Whether the evaluation of a step is due in a run whose length is resolved.
+
+    A function of the step only, so a resumed run has the same evaluations.
+    """
+    interval_steps, num_steps = config.evaluation.interval_steps, config.num_steps
+    return lambda step: step > 0 and (step % interval_steps == 0 or step == num_steps)
+
+
+class Evaluate(Protocol):
+    """Scores a split with the weights of all ranks. Collective.
+
+    Returns the score of the weights of `state`, or None on all ranks if `stop` is true on any.
+    """
+
+    def __call__(self, state: "TrainState", *, stop: object) -> Score | None: ...

@@ -1,0 +1,165 @@
+"""`txl eval --watch RUN`: a process that scores the checkpoints of a run while training continues.
+
+    training    saves a checkpoint whose evaluation is due, and keeps it (`scores.py`)
+    `watch`     scores it, writes its file in RUN/evaluations, and lets BEST point to the best one
+    training    finds the file, and writes the score to metrics.jsonl (`score_watch.py`)
+
+`evaluation.on: workers` starts the process. It can also be started by hand, for a run that trains
+or has ended. Checkpoints are scored in the order of their steps, in which metrics have to be
+logged. The sums of finished batches are kept in RUN/evaluations, so that the next process does not
+score them again.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from data_pipeline.system.files import try_lock
+from data_pipeline.system.workers import Workers
+from txl_dist.checkpoint.directory import CheckpointDirectory
+from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
+from txl_dist.config.config_file import load_run_config
+from txl_dist.config.run_config import RunConfig
+from txl_dist.errors import ConfigError, TxlError
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
+from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+from txl_dist.training.data import EvaluatedSplit, TrainingData
+from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.schedule import resolve_duration
+from txl_dist.training.scores import FOLDER, Score, ScoreTable, due_in
+
+POLL_SECONDS = 0.5
+"""Between two looks at the files of the run."""
+
+
+def watch(
+    run: Path,
+    workers: Workers,
+    *,
+    num_threads: int,
+    note: Callable[[str], None],
+    is_training: Callable[[], bool] | None = None,
+) -> int:
+    """Score the checkpoints of a run until it has ended and none waits; returns how many.
+
+    `is_training`: whether the run goes on; None: as long as a process holds its lock.
+
+    A checkpoint that cannot be scored is noted with the reason, and tried again by the next start
+    of the run. Raises ConfigError if `run` cannot be watched.
+    """
+    directory = RunDirectory(run)
+    if not directory.config.is_file():
+        raise ConfigError(f"{run} has no config.yaml, so it is no run directory: start the run")
+    config = load_run_config(directory.config, [f"directory={run}"])
+    data = TrainingData.open(config, num_ranks=1)
+    if data.evaluation is None:
+        raise ConfigError(f"{directory.config} names no split to score: set evaluation.split=NAME")
+    config, num_scored = resolve_duration(config, data.plan), 0
+    scorer = _CheckpointScorer(directory.checkpoints, data.evaluation, config, workers, num_threads)
+    is_training = is_training or partial(_is_locked, directory)
+    with _only_watcher(run):
+        table = ScoreTable(directory.checkpoints, due_in(config))
+        while True:
+            is_over = not is_training()  # before the list: the last save is in it
+            table.refresh()
+            table.mark_best()
+            if waiting := table.waiting():
+                if (score := scorer.score(waiting[0])) is not None:
+                    table.add(score)
+                    num_scored += score.nats is not None
+                    note(f"evaluation at step {score.step} | {score}")
+            elif not is_over:
+                time.sleep(POLL_SECONDS)
+            else:
+                with suppress(ConfigError), directory.locked():  # else a new start writes them
+                    table.write_metrics(directory.metrics, data.evaluation.label)
+                return num_scored
+
+
+@contextmanager
+def _only_watcher(run: Path) -> Iterator[None]:
+    (run / FOLDER).mkdir(exist_ok=True)
+    descriptor = os.open(run / FOLDER / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if not try_lock(descriptor):
+            raise ConfigError(
+                f"another process scores the checkpoints of {run} (txl eval --watch, or a run with "
+                "evaluation.on=workers). Wait until it has ended"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(directory: RunDirectory) -> bool:
+    """Whether a process holds the lock of the run."""
+    try:
+        descriptor = os.open(directory.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckpointScorer:
+    """Scores checkpoints as the ranks would have done when they wrote them."""
+
+    checkpoints: CheckpointDirectory
+    split: EvaluatedSplit
+    config: RunConfig
+    workers: Workers
+    num_threads: int
+    """May change the last bit of a matrix product: as many as rank 0 has."""
+
+    def score(self, step: int) -> Score | None:
+        """The score of a step; None if its checkpoint was removed or superseded meanwhile."""
+        path = self.checkpoints.at(step)
+        score = Score(
+            step=step,
+            split=self.split.name,
+            max_tokens=self.config.evaluation.max_tokens,
+            data_digest=self.split.corpus.manifest.digest,
+            nats=None,
+        )
+        try:
+            manifest = load_checkpoint_manifest(path)
+            facts = {"tokens": manifest.state["tokens"], "save_id": manifest.save_id}
+            job, folder = self._job(path, manifest), self.checkpoints.run / FOLDER
+            planned = plan_job(job, folder, resume=True, allow_short_split=True)
+            (result,) = evaluate_on_workers([planned], self.workers)
+            if load_checkpoint_manifest(path).save_id != manifest.save_id:
+                return None
+            return score.model_copy(update=facts).with_result(result)
+        except TxlError as error:
+            if not path.exists():
+                return None
+            return score.model_copy(update={"reason": str(error)})
+
+    def _job(self, path: Path, manifest: CheckpointManifest) -> EvaluationJob:
+        model, run = manifest.architecture, manifest.run
+        settings = EvaluationSettings(
+            split=self.split.name,
+            mode="exact",
+            tgt_len=run["data.tgt_len"],
+            mem_len=model.mem_len,
+            clamp_len=model.clamp_len,
+            same_length=model.same_length,
+            reset=run["data.reset"],
+            precision=run["precision"],
+            max_tokens=self.config.evaluation.max_tokens,
+        )
+        return EvaluationJob(
+            checkpoint=path,
+            data=self.split.corpus.directory,
+            settings=settings,
+            batch_chunks=self.config.evaluation.batch_chunks,
+            num_ranks=manifest.num_ranks,
+            num_threads=self.num_threads,
+        )

@@ -27,7 +27,7 @@ import numpy as np
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.id_arrays import sized_documents
-from data_pipeline.readers.id_files import index_path
+from data_pipeline.readers.ids import index_path
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import Source, read_exactly
 from data_pipeline.system.sources import Compression, open_source, reject_reason

@@ -63,7 +63,7 @@ def test_a_bad_file_is_rejected_by_name(
 def test_a_quote_that_is_not_closed_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_pipeline.readers.csv_rows.MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr("data_pipeline.readers.columns.MAX_RECORD_BYTES", 100)
     for rest in ("y\n" * 99, "y" * 999, '","y\n' * 99):
         (tmp_path / "in.csv").write_text('text\nx\n"' + rest)
         first, reject = read(one_file(tmp_path / "in.csv"))

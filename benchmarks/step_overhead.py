@@ -27,10 +27,10 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.allocation import keep_freed_memory
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.setup import build_trainer
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 LIMIT_PERCENT = 5.0

@@ -83,9 +83,9 @@ def measure(data: Path, run: Path, num_steps: int, overrides: list[str]) -> Meas
     from txl_dist.config.config_file import load_run_config
     from txl_dist.runtime.allocation import keep_freed_memory
     from txl_dist.runtime.world import World
-    from txl_dist.training.build import build_trainer
     from txl_dist.training.job import TrainJob
     from txl_dist.training.run_directory import RunDirectory
+    from txl_dist.training.setup import build_trainer
 
     torch.set_num_threads(1)
     keep_freed_memory()

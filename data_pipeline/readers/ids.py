@@ -43,7 +43,7 @@ from data_pipeline.system.sources import (
     retry_request,
     scheme_of,
 )
-from data_pipeline.system.strict import parse_json
+from data_pipeline.system.strict_json import parse_json
 
 NPY_MAGIC = b"\x93NUMPY"
 SHARD_MAGICS = {20240520: (1, "<u2"), 20240801: (7, "<u4"), 20240522: (0, "")}

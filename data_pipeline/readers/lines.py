@@ -36,7 +36,7 @@ from data_pipeline.readers.source import (
     read_line_chunks,
     too_long_error,
 )
-from data_pipeline.system.strict import JSON_DECODER, DuplicateKeyError
+from data_pipeline.system.strict_json import JSON_DECODER, DuplicateKeyError
 
 HEAD_BYTES = 2**16
 """Bytes at the beginning of a file that decide whether it is text."""

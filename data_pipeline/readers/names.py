@@ -41,7 +41,7 @@ from data_pipeline.readers.formats import InputFile
 from data_pipeline.readers.kinds import suffix_of
 from data_pipeline.readers.wikitext import name_of_shards, next_shard
 from data_pipeline.system.sources import open_source, scheme_of, shown
-from data_pipeline.system.strict import parse_json
+from data_pipeline.system.strict_json import parse_json
 
 SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
 TRAIN = "train"

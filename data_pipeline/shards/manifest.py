@@ -21,8 +21,8 @@ from data_pipeline.system.strict import (
     WrongFormatError,
     load_manifest_file,
     manifest_bytes,
-    sha256_of,
 )
+from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
 from data_pipeline.tokenizers.comparison import has_digest
 

@@ -24,7 +24,7 @@ from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.shard_files import damaged_file, read_bytes_at
 from data_pipeline.shards.text_counts import TextCounts
 from data_pipeline.system.remote_path import DatasetPath
-from data_pipeline.system.strict import parse_json
+from data_pipeline.system.strict_json import parse_json
 
 _MAX_HEADER_BYTES = 2**16
 _USUAL_HEADER_BYTES = 4096

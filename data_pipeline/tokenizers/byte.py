@@ -7,7 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.system.strict import StrictModel, canonical_json, sha256_of
+from data_pipeline.system.strict import StrictModel
+from data_pipeline.system.strict_json import canonical_json, sha256_of
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of
 
 

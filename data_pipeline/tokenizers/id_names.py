@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.system.strict import parse_json
+from data_pipeline.system.strict_json import parse_json
 
 _MAX_BYTES = 256 * 2**20
 

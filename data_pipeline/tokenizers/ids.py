@@ -15,7 +15,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from data_pipeline.errors import ConfigError, printable
-from data_pipeline.system.strict import StrictModel, canonical_json, sha256_of
+from data_pipeline.system.strict import StrictModel
+from data_pipeline.system.strict_json import canonical_json, sha256_of
 from data_pipeline.tokenizers.id_names import require_usable_names
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.system.sources import is_read_failure
-from data_pipeline.system.strict import parse_json
+from data_pipeline.system.strict_json import parse_json
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import CharTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer

@@ -20,7 +20,8 @@ import tokenizers
 from pydantic import Field
 
 from data_pipeline.errors import DataError
-from data_pipeline.system.strict import StrictModel, canonical_json
+from data_pipeline.system.strict import StrictModel
+from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers.gigatoken_encoder import GigatokenEncoder, reason_without_gigatoken
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of, token_dtype
 from data_pipeline.tokenizers.tiktoken_ranks import GPT2_PATTERN, ranked_bytes

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 
-from data_pipeline.system.strict import canonical_json
+from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers.recipes import TokenizerSettings, recipe_of
 from data_pipeline.tokenizers.word import symbols_of
 

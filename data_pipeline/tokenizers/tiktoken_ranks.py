@@ -14,7 +14,7 @@ from typing import Any, cast
 import tokenizers
 from tokenizers import models
 
-from data_pipeline.system.strict import canonical_json
+from data_pipeline.system.strict_json import canonical_json
 
 MAX_TOKEN_BYTES = 1024
 """Merging a token's bytes may take quadratic time. Tokens of real vocabularies have at most 128."""

@@ -30,7 +30,7 @@ from txl_dist.checkpoint.writer import Save
 from txl_dist.errors import LostRankError
 from txl_dist.runtime.collective_watch import CollectiveWatch
 from txl_dist.runtime.world import World
-from txl_dist.training import build_computation, rank
+from txl_dist.training import computation, rank
 from txl_dist.training.job import TrainJob
 from txl_dist.training.rank import train_rank
 from txl_dist.training.step import TrainStep
@@ -132,7 +132,7 @@ def test_the_limit_reaches_the_gradients_at_every_stage(
 def train_slowly(world: World, job: TrainJob, *, slow: str) -> int:
     """Rank 1 needs 4 s for data of step 3 or to copy a checkpoint, or rank 0 8 s to write it."""
     write = Save.write_part
-    segment_pipeline = build_computation.segment_pipeline
+    segment_pipeline = computation.segment_pipeline
 
     def slow_segments(*args: Any) -> Iterator[Segment]:
         for number, segment in enumerate(segment_pipeline(*args), start=1):
@@ -150,7 +150,7 @@ def train_slowly(world: World, job: TrainJob, *, slow: str) -> int:
         write(save, snapshot)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_computation, "segment_pipeline", slow_segments)
+        patch.setattr(computation, "segment_pipeline", slow_segments)
         patch.setattr("txl_dist.training.saving.Snapshot", slow_snapshot)
         patch.setattr(Save, "write_part", slow_write)
         patch.setattr(rank, "CollectiveWatch", partial(CollectiveWatch, notice_seconds=1.0))

@@ -9,12 +9,12 @@ from torch import nn
 
 from txl_dist.errors import DataError, TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.engine.interface import Accept
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.rank import train_rank
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.setup import build_trainer
 from txl_dist.training.state import TrainState
 
 Fault = Callable[[Trainer], None]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from data_pipeline.system.files import write_file
-from data_pipeline.system.strict import canonical_json, sha256_of
+from data_pipeline.system.strict_json import canonical_json, sha256_of
 from txl_dist.evaluation.batch_scores import BatchScores
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.system.strict import JSON_DECODER
+from data_pipeline.system.strict_json import JSON_DECODER
 from txl_dist.errors import DataError
 
 KEYS = ("prompt", "text", "ids")

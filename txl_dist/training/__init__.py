@@ -1,8 +1,10 @@
-"""Training: `build.py` builds one rank's part of a run, `loop.py` runs it.
+"""Training: `setup.py` builds one rank's part of a run, `loop.py` runs it.
 
 job.py            config and options of a run, as a launcher sends them; equal on all ranks
 rank.py           the entry of every launcher: one rank from start to exit
-build.py          job -> data -> model -> engine -> Trainer
+inputs.py         config, data and ranks of a start, checked
+setup.py          inputs -> attempt -> point -> parts -> Trainer
+computation.py    the step with model and engine, and the stream of segments
 data.py           the corpora of a run, opened and checked before any rank is started
 phases.py         changes of corpora and weights during a run
 loop.py           the order of events

@@ -1,6 +1,6 @@
 """Builds what observes a run: utilisation, MLflow tracker, report and profiler.
 
-Called by `build.py`. `measure_utilisation` and `build_report` are collective.
+Called by `setup.py`. `measure_utilisation` and `build_report` are collective.
 """
 
 import logging
@@ -17,9 +17,9 @@ from txl_dist.tracking.tracker import Tracker
 from txl_dist.training.data import Corpus
 from txl_dist.training.duration import how_to_extend
 from txl_dist.training.goodput import Goodput
+from txl_dist.training.inputs import RankContext
 from txl_dist.training.learning_check import LearningCheck
 from txl_dist.training.profiler import StepProfiler
-from txl_dist.training.rank_context import RankContext
 from txl_dist.training.report import RankZeroReport, Report
 from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.run_directory import RunDirectory

@@ -103,21 +103,25 @@ class TrainingData:
                 "the right data, or model.vocab_size=0 to take the data's vocabulary"
             )
         phase = first_phase(corpora, config.data.train_split, num_lanes=config.data.num_lanes)
-        plan = phase.plan(tgt_len=config.data.tgt_len)
-        changed = (config.after_step(change.step).data for change in config.training.changes)
-        later = (
-            phase.model_copy(update={"num_lanes": data.num_lanes}).plan(tgt_len=data.tgt_len)
-            for data in changed
-        )
-        for each in (plan, *later):
-            each.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
-            _require_segment_fits(each)
         try:
             model_config = replace(config.model, vocab_size=manifest.vocab_size)
         except ValueError as error:
             raise ConfigError(f"model, with the vocabulary of {directory}: {error}") from None
         evaluation = _evaluation(config, corpora)
-        return cls(corpora, evaluation, tokenizer, phase, plan, model_config)
+        plan = phase.plan(tgt_len=config.data.tgt_len)
+        data = cls(corpora, evaluation, tokenizer, phase, plan, model_config)
+        later = (config.after_step(change.step) for change in config.training.changes)
+        for each in (data, *map(data.with_settings, later)):
+            each.plan.rows_per_rank(num_ranks)  # raises ConfigError for more ranks than lanes
+            _require_segment_fits(each.plan)
+        return data
+
+    def with_settings(self, config: RunConfig) -> "TrainingData":
+        """The same data with other lanes, segments and memory (`RunConfig.after_step`)."""
+        phase = self.phase.model_copy(update={"num_lanes": config.data.num_lanes})
+        model_config = replace(self.model_config, mem_len=config.model.mem_len)
+        plan = phase.plan(tgt_len=config.data.tgt_len)
+        return replace(self, phase=phase, plan=plan, model_config=model_config)
 
     @property
     def vocabulary(self) -> ShardManifest:

@@ -9,11 +9,11 @@ its score is taken after a later step.
 
 Every rank runs this loop, and all ranks are at the same event. The loop contains no device, file or
 launcher code: `step.py` computes, `report.py` writes metrics, `saving.py` writes checkpoints, and
-`build.py` creates these parts.
+`setup.py` creates these parts.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
@@ -68,6 +68,8 @@ class Trainer:
     config: RunConfig
     plan: LanePlan
     segments: Iterator[Segment]
+    read_from: Callable[[TrainState], tuple[LanePlan, Iterator[Segment]]]
+    """Opens `plan` and `segments` at a state to which a rollback has returned."""
     step: TrainStep
     report: Report
     stop: StopRequest
@@ -139,7 +141,7 @@ class Trainer:
             self.profiler.before_step(self.state.step + 1)
         segment = self._next_segment()
         result = self._step(segment)
-        # First: a save may find the weights of this event earlier or later.
+        # Before anything that can raise: a running save may detect the same bad weights.
         if result.event is not None:
             self._respond(segment, result)
         if "save_failed" in result.raised:
@@ -245,10 +247,9 @@ class Trainer:
     def _continue_from(self, rollback: Rollback) -> None:
         self._activity.enter(Span.OTHER)
         self.state, self._is_resuming = rollback.state, True
-        if rollback.reading is None:
-            self._must_rebuild = True
-        else:
-            self.plan, self.segments = rollback.reading
+        self._must_rebuild = rollback.has_other_settings
+        if not self._must_rebuild:
+            self.plan, self.segments = self.read_from(self.state)
 
     def _advance(self, segment: Segment, result: StepResult) -> None:
         self.state = after_step(self.state, segment, result, self.config.divergence)

@@ -16,11 +16,11 @@ from txl_dist.runtime.determinism import deterministic
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.stop_request import StopRequest
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.scoring_worker import OpenWorkers, scoring_process
+from txl_dist.training.setup import build_trainer
 from txl_dist.training.state import TrainState
 from txl_dist.training.stop_deadline import StopDeadline
 

@@ -4,19 +4,16 @@
     skip      nothing of the step is kept; the run continues with the next segment
     rollback  the run continues from an older checkpoint, without the steps that led to the event
 
-A loss is computed with the weights of the update before, so a rollback excludes two steps: the one
-that has diverged and the last update before it. For the same reason it uses no checkpoint of that
-update. After an evaluation or a save that finds numbers that are not finite, it excludes the
-last update before it.
-Steps are excluded by number in `TrainState.divergence`, which is written immediately to
-the checkpoint that the run returns to: they stay excluded after a kill.
+The loss of step n depends on update n - 1, so either may be the cause. A rollback skips both, and
+uses no checkpoint of update n - 1. After an evaluation or a save that finds NaN or Inf, it skips
+the last update before it. Steps are skipped by number in `TrainState.divergence`, which is written
+immediately to the checkpoint that the run returns to: they stay skipped after a kill.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segments import Segment
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.config.run_config import RunConfig
@@ -33,9 +30,9 @@ class Rollback(NamedTuple):
     """Where a run continues."""
 
     state: TrainState
-    reading: tuple[LanePlan, Iterator[Segment]] | None
-    """What is read from there. None: other settings hold there (`training.changes`), so all parts
-    of the run must be built again, from the newest checkpoint."""
+    has_other_settings: bool
+    """Other settings hold there (`training.changes`), so all parts of the run must be built again,
+    from the newest checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +47,8 @@ class Recovery:
     checkpoints: CheckpointDirectory
     last_step: int
     """Last step of the trainer: the end of the run, or the next change of settings."""
-    restore: Callable[[ResumePoint], None]
-    """Loads weights, optimizer state and memory."""
-    state_at: Callable[[ResumePoint], TrainState]
-    """The state with which a run resumes from a checkpoint."""
-    read_from: Callable[[TrainState], tuple[LanePlan, Iterator[Segment]]]
-    """Closes the stream of segments, and opens it at the position of a state."""
+    resume_at: Callable[[ResumePoint], TrainState]
+    """Loads weights, optimizer state and memory; returns the state with which the run resumes."""
 
     def record(self, state: TrainState, segment: Segment, result: StepResult) -> TrainState:
         """Write the event down; returns the state with it.
@@ -127,10 +120,8 @@ class Recovery:
                 f"{last_update}, the last update of the weights. A lower "
                 "training.checkpoint_interval_steps would leave one"
             )
-        has_these_settings = self.config.last_step_with(point.settings_step) == self.last_step
-        if has_these_settings:
-            self.restore(point)
-        restored = self.state_at(point) if has_these_settings else point.state
+        has_other_settings = self.config.last_step_with(point.settings_step) != self.last_step
+        restored = point.state if has_other_settings else self.resume_at(point)
         divergence = restored.divergence.model_copy(
             update={
                 "event_steps": state.divergence.event_steps,
@@ -155,7 +146,6 @@ class Recovery:
             if len(excluded) > 1
             else f" {last_update}",
         )
-        if not has_these_settings:
-            return Rollback(restored, None)
-        self.report.phase(restored)  # its metrics have the number of the next step
-        return Rollback(restored, self.read_from(restored))
+        if not has_other_settings:
+            self.report.phase(restored)  # its metrics have the number of the next step
+        return Rollback(restored, has_other_settings)

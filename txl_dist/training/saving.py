@@ -23,6 +23,8 @@ import math
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -31,10 +33,14 @@ from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
+from txl_dist.config.config_file import flatten_config
 from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.runtime.background_wait import wait_for_queues
+from txl_dist.runtime.source_digest import code_description
 from txl_dist.tracking.tracker import Tracker
+from txl_dist.training.inputs import RankContext
+from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.state import BestScore, TrainState
 from txl_dist.training.step import TrainStep
 
@@ -51,6 +57,60 @@ log = logging.getLogger(__name__)
 def retention_of(config: TrainingConfig) -> Retention:
     """Which checkpoints a run keeps by its settings."""
     return Retention(keep=config.keep_checkpoints, keep_interval_steps=config.keep_interval_steps)
+
+
+def open_saver(
+    rank: RankContext,
+    step: TrainStep,
+    tracker: Tracker | None,
+    point: ResumePoint | None,
+    *,
+    is_new_attempt: bool,
+) -> "RunSaver":
+    """The saver of a run. Collective. Records a new attempt at `training.checkpoint_url` too."""
+    config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
+    header = CheckpointHeader(
+        written_by=code_description(),
+        model=asdict(data.model_config),
+        run=flatten_config(config),
+        run_id=rank.run_id,
+        attempt=checkpoints.attempt.record.number if checkpoints.attempt else 0,
+        tokenizer_json=data.tokenizer.to_json(),
+        tokenizer_digest=data.tokenizer.digest,
+        data_digest=data.digest,
+        vocab_size=data.vocabulary.vocab_size,
+        zero_stage=config.deepspeed.zero_stage,
+        num_lanes=config.data.num_lanes,
+    )
+    saver = RunSaver(
+        checkpoints,
+        header=header,
+        step=step,
+        tracker=tracker,
+        mirror=_open_mirror(rank, is_new_attempt=is_new_attempt),
+        config=config.training,
+        saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
+        saved_step=point.step_in(checkpoints) if point else None,
+    )
+    return rank.stack.enter_context(closing(saver))
+
+
+def _open_mirror(rank: RankContext, *, is_new_attempt: bool) -> CheckpointMirror | None:
+    config, world = rank.config.training, rank.world
+    if config.checkpoint_url is None:
+        return None
+    mirror = CheckpointMirror(
+        config.checkpoint_url,
+        rank.directory.checkpoints,
+        rank=world.rank,
+        num_ranks=world.num_ranks,
+        timeout_seconds=config.rank_timeout_seconds,
+        retention=retention_of(config),
+        attempt=rank.directory.checkpoints.attempt,
+    )
+    if is_new_attempt:
+        world.run_on_rank_zero(mirror.open)
+    return mirror
 
 
 class RunSaver:

@@ -12,8 +12,8 @@ from data_pipeline.streams.remainder import merged, num_tokens
 from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.training.inputs import RankContext
 from txl_dist.training.phases import phases_from
-from txl_dist.training.rank_context import RankContext
 from txl_dist.training.replay import context_segments, segments_to_replay
 from txl_dist.training.report import redone_metrics
 from txl_dist.training.resume_point import ResumePoint

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from txl_dist.runtime.world import World
 from txl_dist.training.checkpoint_scorer import CheckpointScorer, ScoredCheckpoint
-from txl_dist.training.rank_context import RankContext
+from txl_dist.training.inputs import RankContext
 from txl_dist.training.state import TrainState
 
 POLL_SECONDS = 1.0

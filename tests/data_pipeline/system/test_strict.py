@@ -12,13 +12,11 @@ from data_pipeline.system import strict
 from data_pipeline.system.strict import (
     StrictModel,
     WrongFormatError,
-    canonical_json,
     first_problem,
     load_manifest_file,
     manifest_bytes,
-    parse_json,
-    sha256_of,
 )
+from data_pipeline.system.strict_json import canonical_json, parse_json, sha256_of
 
 
 def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:

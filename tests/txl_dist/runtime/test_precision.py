@@ -23,10 +23,10 @@ from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.precision import autocast
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.compatibility import check_config
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.setup import build_trainer
 
 CPU = torch.device("cpu")
 BF16 = "precision=bf16"

@@ -16,10 +16,10 @@ from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.errors import ConfigError
 from txl_dist.runtime.world import World
 from txl_dist.training import rank
-from txl_dist.training.build import build_trainer
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
+from txl_dist.training.setup import build_trainer
 
 CONSTANT_LR = ("optimizer.schedule=constant", "optimizer.warmup_steps=1")  # for any number of steps
 LANES = ("data.num_lanes=8", "model.mem_len=10")

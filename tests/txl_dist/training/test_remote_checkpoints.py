@@ -71,7 +71,7 @@ def roll_back_and_die(trainer: Trainer, step: int) -> None:
         RemotePath.remove = refuse  # type: ignore[method-assign]
         point = newest_before(step, trainer.recovery.checkpoints, trainer.step.world)
         assert point is not None
-        trainer.saver.rewind(trainer.recovery.state_at(point))
+        trainer.saver.rewind(trainer.recovery.resume_at(point))
         raise DataError("the machine is gone")
 
     def refuse(_: RemotePath) -> None:

@@ -14,10 +14,10 @@ from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoin
 from txl_dist.checkpoint.reader import verify_checkpoint
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.setup import build_trainer
 from txl_dist.training.state import BestScore, TrainState, load_state
 
 SETTINGS = ("evaluation.max_tokens=300", "training.checkpoint_interval_steps=5")

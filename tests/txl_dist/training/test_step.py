@@ -14,11 +14,11 @@ from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job
 from txl_dist.errors import DivergedError
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.engine import Engine
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.setup import build_trainer
 
 
 def step_with_poison(world: World, job: TrainJob, poison: str) -> tuple[str, bool]:

@@ -15,9 +15,9 @@ from tests.txl_dist.training.test_saving import train_changed
 from txl_dist.checkpoint.attempts import AttemptRecord
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
+from txl_dist.training.setup import build_trainer
 
 
 def train_with_refused_uploads(

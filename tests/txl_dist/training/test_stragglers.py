@@ -13,7 +13,7 @@ from data_pipeline.streams.segments import Segment
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, tiny_job, train
 from txl_dist.runtime.world import World
-from txl_dist.training import build_computation, stragglers
+from txl_dist.training import computation, stragglers
 from txl_dist.training.job import TrainJob
 from txl_dist.training.stragglers import RankTime, describe_slowest
 
@@ -45,7 +45,7 @@ def test_the_slowest_rank_is_named_if_it_costs_time(
 
 def train_with_slow_data(world: World, job: TrainJob) -> int:
     """Rank 1 waits 100 ms for each of its segments."""
-    original = build_computation.segment_pipeline
+    original = computation.segment_pipeline
 
     def slow(*args: Any) -> Iterator[Segment]:
         for segment in original(*args):
@@ -53,7 +53,7 @@ def train_with_slow_data(world: World, job: TrainJob) -> int:
             yield segment
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_computation, "segment_pipeline", slow)
+        patch.setattr(computation, "segment_pipeline", slow)
         patch.setattr(stragglers, "INTERVAL_SECONDS", 0.0)
         return train(world, job)
 

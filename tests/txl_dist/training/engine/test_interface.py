@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, ZERO, tiny_job, train
 from txl_dist.runtime.world import World
-from txl_dist.training.build import build_trainer
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.setup import build_trainer
 
 Parts = list[tuple[str, int, Tensor]]
 

@@ -5,7 +5,7 @@ import torch
 
 from txl_dist.errors import ConfigError
 from txl_dist.model.config import ModelConfig
-from txl_dist.training.build_computation import _require_attention
+from txl_dist.training.computation import _require_attention
 
 
 def test_attention_that_cannot_run_is_refused_with_what_to_do(

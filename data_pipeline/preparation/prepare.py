@@ -46,7 +46,7 @@ from data_pipeline.preparation.tokenizer_training import (
 from data_pipeline.preparation.unit_runner import UnitRunner
 from data_pipeline.preparation.work_units import ShardUnit
 from data_pipeline.readers import InputFile, find_files
-from data_pipeline.readers.given_splits import count_by_split
+from data_pipeline.readers.names import count_by_split
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -99,7 +99,7 @@ def prepare_dataset(
 
     Args:
         inputs: files, folders, patterns and URLs; or all of them as SPLIT=INPUT, to give their
-            splits. Otherwise the names of the files may give splits (`readers/given_splits.py`).
+            splits. Otherwise the names of the files may give splits (`readers/names.py`).
         tokenizer_file: required if `settings.tokenizer` is "file". For "ids" it may be given: the
             names of the ids, or the `tokenizer.json` of a vocabulary. Other tokenizers take none.
         max_reject_rate: fraction of records that may be unusable. They are listed in

@@ -20,8 +20,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from data_pipeline.readers.arrow import read_arrow
-from data_pipeline.readers.parquet import read_parquet
+from data_pipeline.readers.columns import read_arrow, read_parquet
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
 from data_pipeline.system.sources import open_source, shown

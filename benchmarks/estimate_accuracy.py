@@ -100,13 +100,11 @@ def build(size: str, option: str, stage: int) -> Any:
 
 def estimate(config: Any, num_ranks: int) -> int:
     """Bytes of tensors on one rank."""
-    from txl_dist.estimate.assumptions import Assumptions
-    from txl_dist.estimate.data_facts import DataFacts
-    from txl_dist.estimate.run_estimate import estimate_run
+    from txl_dist.estimate.run_estimate import Assumptions, DataFacts, estimate_run
 
     facts = DataFacts(vocab_size=config.model.vocab_size, num_steps=10)
     run = estimate_run(config, facts, gpus=[num_ranks], assumptions=Assumptions(device="cpu"))
-    return run.scales[0].stages[config.deepspeed.zero_stage].memory.total
+    return run.scales[0].stages[config.deepspeed.zero_stage].total
 
 
 def measure(num_ranks: int) -> list[int]:
@@ -123,7 +121,7 @@ def measure(num_ranks: int) -> list[int]:
 def measure_rank(rank: int, num_ranks: int, port: int) -> list[int]:
     """One rank of all cases."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    from txl_dist.estimate.measured import measure_steps
+    from tests.support.measured_steps import measure_steps
     from txl_dist.runtime.world import World
 
     world = World(rank, num_ranks, rank)

@@ -1,4 +1,4 @@
-"""How well `txl estimate` predicts the time of a step over a slow link: two ranks, two hosts.
+"""How well `collective_times.py` predicts a step over a slow link: two ranks, two hosts.
 
     sudo python benchmarks/estimate_links.py [--mbit 400,100]
 
@@ -80,9 +80,10 @@ def build(stage: int) -> Any:
 
 def communication_seconds(stage: int, *, gbit: float) -> float:
     """Predicted for one step."""
-    from txl_dist.estimate.communication import Links, collectives_of_step
+    from collective_times import Links, collectives_of_step
+
     from txl_dist.estimate.dry_run import dry_run
-    from txl_dist.estimate.zero_settings import ZeroSettings
+    from txl_dist.estimate.rank_bytes import ZeroSettings
 
     config = build(stage)
     links = Links(gpus_per_node=1, node_gbit=gbit, latency_seconds=1e-4)
@@ -108,7 +109,7 @@ def as_gloo_runs_it(collective: Any) -> Any:
 
 def measure(rank: int) -> dict[int, float]:
     """Median seconds of a step by stage, without the first one."""
-    from txl_dist.estimate.measured import measure_steps
+    from tests.support.measured_steps import measure_steps
     from txl_dist.runtime.world import World
 
     world = World(rank, len(ADDRESSES), 0)

@@ -31,7 +31,7 @@ RANK_PROCESS = {"processes": "txl_dist.launch.rank_process", "ray": "TrainWorker
 NUM_RANKS = 2
 STEPS_BEFORE_KILL = 20
 MARKS = (
-    ("detected, other ranks ended", re.compile(r"; restart \d|died; waiting for")),
+    ("detected, other ranks ended", re.compile(r"; (with its node.*)?restart\b")),
     ("started and resumed", re.compile(r"resuming at step \d+ from")),
     ("first step", re.compile(r" step \d+ \| loss ")),
 )

@@ -38,25 +38,23 @@ STATUS_SECONDS = 4.0
 """Until Ray is connected, a line is logged after each of these."""
 SHUTDOWN_SECONDS = 15.0
 """Time limit for Ray's shutdown."""
+HEAD_SECONDS = 30.0
+"""Time limit for the head node to respond. Ray itself aborts this process after 60 seconds."""
+NODE_LOSS_SECONDS = 6.0
+"""Time for Ray to find out, after processes have died, that their node has died."""
 
 log = logging.getLogger(__name__)
+_ray_output = logging.getLogger("ray.txl")
 
 
 @contextmanager
-def ray_connection(
-    address: str | None, *, num_cpus: int, meanwhile: Callable[[], None] | None = None
-) -> Iterator[None]:
+def ray_connection(address: str | None, *, num_cpus: int) -> Iterator[None]:
     """Connect while the context is open. `address` None: start a private Ray with `num_cpus`.
 
-    `meanwhile` is called in a thread while a private Ray starts, which is mostly a wait for other
-    processes; it has returned when the context begins. Raises ConfigError within seconds if no
-    cluster responds at `address`.
+    Raises ConfigError within seconds if no cluster responds at `address`.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # deduplication cuts tracebacks in the middle
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")  # has the callback of failure_callback.py
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # `rank_starts.py` acts on preemption notices. Ray Train's own watcher only ends ranks.
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ[TOKEN_VARIABLE] = str(access_token())
@@ -64,14 +62,16 @@ def ray_connection(
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address is None:
-        thread = threading.Thread(target=meanwhile, daemon=True)
-        thread.start()
-        try:
-            _start_private(num_cpus)
-        finally:
-            thread.join()
+        _start_private(num_cpus)
     else:
-        _connect(address)
+        check_cluster(address)
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"the Ray cluster at --on {address} responds, but cannot be used: {error}. This "
+                "machine must be one of its nodes, with the same versions of Ray and Python"
+            ) from error
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def interruptible_connection(address: str | None, *, num_cpus: int) -> Iterator[
     Ray is connected and disconnected in a thread, because Python handles no signal in the main
     thread during a call into Ray. If that is interrupted or blocks, Ray is abandoned.
     """
-    thread = _ConnectionThread(address, num_cpus)
+    thread = ConnectionThread(address, num_cpus=num_cpus)
     thread.start()
     exit_code = STOPPED_EXIT_CODE
     try:
@@ -111,25 +111,31 @@ def interruptible_connection(address: str | None, *, num_cpus: int) -> Iterator[
                 abandon_ray(address, exit_code)
 
 
-class _ConnectionThread(threading.Thread):
-    """Holds a `ray_connection`. It lives as long as Ray's processes: Ray has the kernel kill them
-    when the thread that started them ends (PR_SET_PDEATHSIG).
+class ConnectionThread(threading.Thread):
+    """Holds a `ray_connection` while `work` runs; None: until `leave` is set.
+
+    It lives as long as Ray's processes: Ray has the kernel kill them when the thread that started
+    them ends (PR_SET_PDEATHSIG).
     """
 
-    def __init__(self, address: str | None, num_cpus: int) -> None:
+    def __init__(
+        self, address: str | None, *, num_cpus: int, work: Callable[[], object] | None = None
+    ) -> None:
         super().__init__(name="ray", daemon=True)
         self.connected, self.leave, self.ended = (threading.Event() for _ in range(3))
         self.error: Exception | None = None
         self._address, self._num_cpus = address, num_cpus
+        self._work = work or self.leave.wait
 
     def run(self) -> None:
-        # The processes of a private Ray inherit the mask. Ctrl-C reaches all processes of the
-        # terminal, and only this one decides what to do.
+        # The processes of a private Ray inherit the mask. A signal to every process of the job must
+        # not end them while the ranks still have to save; and Ctrl-C reaches all processes of the
+        # terminal, and only the main thread decides what to do.
         block_stop_signals()
         try:
             with ray_connection(self._address, num_cpus=self._num_cpus):
                 self.connected.set()
-                self.leave.wait()
+                self._work()
         except Exception as error:
             self.error = error
         self.ended.set()
@@ -192,26 +198,13 @@ def _skip_grace_periods() -> None:
     """Make `ray.shutdown` kill the processes of a private Ray without a grace period.
 
     It sends SIGTERM and waits a second for each process. They have inherited a mask that blocks it
-    (see `_ConnectionThread.run`), so each second passes; and nothing is left for them to do.
+    (see `ConnectionThread.run`), so each second passes; and nothing is left for them to do.
     """
     import ray
 
     if node := ray._private.worker._global_node:
         kill = node.kill_all_processes
         node.kill_all_processes = lambda **_: kill(check_alive=False)
-
-
-def _connect(address: str) -> None:
-    import ray
-
-    check_cluster(address)
-    try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"the Ray cluster at --on {address} responds, but cannot be used: {error}. This "
-            "machine must be one of its nodes, with the same versions of Ray and Python"
-        ) from error
 
 
 def uses_gpus(num_workers: int) -> bool:
@@ -240,20 +233,28 @@ _SETTINGS_FRAME = 4
 def check_cluster(address: str, *, option: str = "--on") -> None:
     """Raise ConfigError, within seconds, unless a Ray cluster responds and accepts our token.
 
-    `option` is that of the command line with the address, for the message.
+    `address` is `auto`, that of a cluster, or that of a Ray client server; `option` is that of the
+    command line with the address, for the message.
     """
-    host_and_port = _canonical(address, option)
-    if not responds(host_and_port):
-        raise ConfigError(_unusable(address, f"nothing answers at {host_and_port}", option))
-    if "://" in address:
-        return  # a Ray client server; GcsClient does not apply, and its client has a time limit
     from ray import exceptions
+    from ray._private.services import canonicalize_bootstrap_address
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     try:
-        GcsClient(address=host_and_port)
-    except exceptions.RayError as error:
-        raise ConfigError(_unusable(address, str(error), option)) from None
+        head = canonicalize_bootstrap_address(address.partition("://")[2] or address)
+        if head is None or not head.rpartition(":")[2].isdigit():
+            raise ValueError("that is not host:port")
+        if not responds(head):
+            raise ValueError(f"nothing answers at {head}")
+        if "://" not in address:  # a Ray client server is no GcsServer, and has a time limit
+            GcsClient(address=head)
+    except (OSError, ValueError, exceptions.RayError) as error:
+        private = "; or use --on ray, which starts a private Ray" if option == "--on" else ""
+        raise ConfigError(
+            f"no Ray cluster can be used at {option} {address}: {error}. Check that it runs (ray "
+            "status there), its port (default 6379), the network, and its token on this machine "
+            f"(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH){private}"
+        ) from None
 
 
 def responds(host_and_port: str) -> bool:
@@ -270,31 +271,6 @@ def responds(host_and_port: str) -> bool:
     except OSError:
         return False
     return len(header) == 9 and header[3] == _SETTINGS_FRAME
-
-
-def _canonical(address: str, option: str) -> str:
-    """host:port for `auto`, the address of a cluster or the address of a Ray client server."""
-    from ray._private.services import canonicalize_bootstrap_address
-
-    try:
-        host_and_port = canonicalize_bootstrap_address(address.partition("://")[2] or address)
-    except (ConnectionError, ValueError, OSError) as error:
-        raise ConfigError(_unusable(address, str(error), option)) from None
-    if host_and_port is None or not host_and_port.rpartition(":")[2].isdigit():
-        raise ConfigError(_unusable(address, "that is not host:port", option))
-    return host_and_port
-
-
-def _unusable(address: str, reason: str, option: str) -> str:
-    private = "; or use --on ray, which starts a private Ray" if option == "--on" else ""
-    return (
-        f"no Ray cluster can be used at {option} {address}: {reason}. Check that it runs (ray "
-        "status there), its port (default 6379), the network, and its token on this machine "
-        f"(RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH){private}"
-    )
-
-
-_ray_output = logging.getLogger("ray.txl")
 
 
 @contextmanager

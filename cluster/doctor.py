@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.connection import ray_connection
 from cluster.nodes import use_interface_of
 from txl_dist.doctor.checks import DoctorRequest, check_this_machine, installed_versions
-from txl_dist.doctor.finding import Finding, failed_check, no_result, note, ok, problem
+from txl_dist.doctor.finding import Finding, failed_check, no_result, problem
 from txl_dist.doctor.nodes import (
     ALL_NODES,
     ClockReading,
@@ -26,9 +26,8 @@ from txl_dist.doctor.nodes import (
     compare_clocks,
     compare_probes,
     compare_values,
-    connect_store,
+    describe_network,
     judge_connections,
-    judge_network,
     measure_network,
     open_store,
     unreachable,
@@ -40,7 +39,11 @@ DRIVER = "this machine"
 """The node of findings about the machine of the command, in its role as the driver."""
 START_SECONDS = 60.0
 """Time limit for the start of a process on a node, imports included."""
+NETWORK_SECONDS = 60.0
+"""Time limit for the rendezvous of the nodes, and for one collective."""
 _CLOCK_READINGS = 5
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ def check_cluster_nodes(request: DoctorRequest, *, address: str | None) -> list[
             request,
             expected_versions=tuple(installed_versions().items()),
             versions_of=DRIVER,
-            dashboard_ports=dashboard_ports(request.dashboard_ports),
+            dashboard_ports=_dashboard_ports(request.dashboard_ports),
         )
         nodes = _start_probes()
         actors = [node.actor for node in nodes.nodes]
@@ -168,7 +171,7 @@ def _check_driver(nodes: _Nodes, request: DoctorRequest) -> None:
 def _check_each(nodes: _Nodes, request: DoctorRequest) -> None:
     results = nodes.call(
         "versions",
-        lambda node: node.actor.check.remote(request, node.name),
+        lambda node: node.actor.call.remote(_check_node, request, node.name),
         limit_seconds=START_SECONDS + request.limit_seconds,
     )
     findings = [finding for found in results.values() for finding in found]
@@ -188,7 +191,9 @@ def _check_shared_files(nodes: _Nodes, request: DoctorRequest) -> None:
         return
     run, limit = request.run, {"limit_seconds": request.limit_seconds}
     first = able.nodes[0]
-    directories = able.call("storage", lambda node: node.actor.run_directory.remote(run), **limit)
+    directories = able.call(
+        "storage", lambda node: node.actor.call.remote(_existing_parent, run), **limit
+    )
     directory = directories.get(first.name, run)
     for name, other in directories.items():
         if other != directory:
@@ -198,7 +203,7 @@ def _check_shared_files(nodes: _Nodes, request: DoctorRequest) -> None:
     names = able.call("storage", lambda node: node.actor.place_file.remote(directory), **limit)
     able.keep(names)
     results = able.call(
-        "storage", lambda node: node.actor.read_probes.remote(directory, names), **limit
+        "storage", lambda node: node.actor.call.remote(_read_probes, directory, names), **limit
     )
     able.nodes = writers
     able.call("storage", lambda node: node.actor.remove_file.remote(), **limit)
@@ -223,7 +228,7 @@ def _check_clocks(nodes: _Nodes, request: DoctorRequest) -> None:
         for _ in range(_CLOCK_READINGS):
             begin = time.time()
             try:
-                seconds = ray.get(node.actor.seconds.remote(), timeout=request.limit_seconds)
+                seconds = ray.get(node.actor.call.remote(time.time), timeout=request.limit_seconds)
             except ray.exceptions.RayError as error:
                 nodes.report("clock", node.name, failed_check(error))
                 break
@@ -246,12 +251,12 @@ def _check_links(nodes: _Nodes, request: DoctorRequest) -> None:
     )
     nodes.keep(addresses)
     failures = nodes.call(
-        "network", lambda node: node.actor.unreachable.remote(addresses), limit_seconds=limit
+        "network", lambda node: node.actor.call.remote(unreachable, addresses), limit_seconds=limit
     )
     nodes.add("network", judge_connections(failures))
     if any(failures.values()) or len(failures) < len(nodes.nodes):
         return
-    gpus = nodes.call("network", lambda node: node.actor.has_gpu.remote(), limit_seconds=limit)
+    gpus = nodes.call("network", lambda node: node.actor.call.remote(_has_gpu), limit_seconds=limit)
     backend = "nccl" if all(gpus.values()) else "gloo"
     first, num_nodes = nodes.nodes[0], len(nodes.nodes)
     try:
@@ -268,41 +273,19 @@ def _check_links(nodes: _Nodes, request: DoctorRequest) -> None:
         limit_seconds=2 * NETWORK_SECONDS,
     )
     if len(speeds) == num_nodes:
-        nodes.add("network", judge_network(list(ranks), list(speeds.values())))
-
-
-NETWORK_SECONDS = 60.0
-"""Time limit for the rendezvous of the nodes, and for one collective."""
+        nodes.add("network", [describe_network(num_nodes, speeds[first.name])])
 
 
 class NodeProbe:
-    """An actor on one node."""
+    """An actor on one node: calls functions there, and keeps what has to stay open."""
 
-    def check(self, request: DoctorRequest, node: str) -> list[Finding]:
-        """The findings of all checks that concern one node."""
-        findings = check_this_machine(request, node=node)
-        if "exposure" not in request.skip:
-            findings += [
-                replace(one, check="exposure", node=node) for one in check_usage_statistics()
-            ]
-        return findings
-
-    def seconds(self) -> float:
-        """The clock of the node."""
-        return time.time()
-
-    def run_directory(self, run: str) -> str:
-        """`run`, or the nearest parent that exists on this node."""
-        return str(existing_parent(Path(run)))
+    def call(self, function: Callable[..., R], *arguments: Any) -> R:
+        return function(*arguments)
 
     def place_file(self, directory: str) -> str:
         """Write and lock a file; returns its name."""
         self._probe = SharedProbe(directory)
         return self._probe.place()
-
-    def read_probes(self, directory: str, names: Mapping[str, str]) -> dict[str, ProbeResult]:
-        """How this node sees the files that the nodes have written."""
-        return SharedProbe(directory).read(names)
 
     def remove_file(self) -> None:
         """Remove what `place_file` wrote."""
@@ -313,18 +296,9 @@ class NodeProbe:
         self._server = ConnectionServer(host)
         return self._server.address
 
-    def unreachable(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-        """Node -> error, of the nodes to which this one cannot connect."""
-        return unreachable(addresses)
-
-    def has_gpu(self) -> bool:
-        import torch
-
-        return torch.cuda.is_available()
-
     def open_store(self, host: str, num_nodes: int) -> int:
         """Of the first node: open the store of the process group; returns its port."""
-        self._store = open_store(host, num_nodes, limit_seconds=NETWORK_SECONDS)
+        self._store = open_store(host, 0, num_nodes, is_first=True, limit_seconds=NETWORK_SECONDS)
         return int(self._store.port)
 
     def measure(
@@ -332,39 +306,34 @@ class NodeProbe:
     ) -> NetworkSpeed:
         """Measure the network together with the other nodes."""
         use_interface_of(own_host)
-        own_store = (
-            self._store
-            if rank == 0
-            else connect_store(*store, num_nodes, limit_seconds=NETWORK_SECONDS)
-        )
-        return measure_network(
-            rank, num_nodes, own_store, backend=backend, limit_seconds=NETWORK_SECONDS
-        )
-
-
-def check_usage_statistics() -> list[Finding]:
-    """A note if the Ray of this node reports its usage. [] on nodes that are not the head."""
-    import ray
-    from ray._common.usage.usage_lib import usage_stats_enabled
-
-    node = next(
-        one for one in ray.nodes() if one["NodeID"] == ray.get_runtime_context().get_node_id()
-    )
-    if "node:__internal_head__" not in node["Resources"]:
-        return []
-    if usage_stats_enabled():
-        return [
-            note(
-                "the head reports usage statistics to usage-stats.ray.io",
-                expected="no reports from private clusters",
-                advice="ray disable-usage-stats on the head, or RAY_USAGE_STATS_ENABLED=0 ray "
-                "start ...",
+        if rank:
+            self._store = open_store(
+                *store, num_nodes, is_first=False, limit_seconds=NETWORK_SECONDS
             )
-        ]
-    return [ok("Ray's usage statistics are disabled")]
+        return measure_network(
+            rank, num_nodes, self._store, backend=backend, limit_seconds=NETWORK_SECONDS
+        )
 
 
-def dashboard_ports(ports: Iterable[int]) -> tuple[int, ...]:
+def _check_node(request: DoctorRequest, node: str) -> list[Finding]:
+    return check_this_machine(request, node=node)
+
+
+def _existing_parent(run: str) -> str:
+    return str(existing_parent(Path(run)))
+
+
+def _read_probes(directory: str, names: Mapping[str, str]) -> dict[str, ProbeResult]:
+    return SharedProbe(directory).read(names)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _dashboard_ports(ports: Iterable[int]) -> tuple[int, ...]:
     """`ports` and the port of the connected cluster's dashboard."""
     import ray
 

@@ -5,7 +5,7 @@
 
 Kubernetes and clouds end a host by signals to its processes, at which a Ray node ends immediately,
 and its ranks with it. Ray's notice of a preemption comes before that: the node gets no new work,
-and Ray Train reports the notice to the ranks. If `txl train` itself runs on this host, it gets
+and the launcher of a run asks the ranks to save. If `txl train` itself runs on this host, it gets
 SIGTERM, as it would from a person: the ranks save, and it ends with code 75.
 
 The command returns when no rank and no `txl train` is left on this host, at the latest at the
@@ -54,8 +54,8 @@ def train_commands() -> list[psutil.Process]:
 
 
 def ranks() -> list[psutil.Process]:
-    """The ranks of this host that Ray Train started."""
-    return _processes(lambda words: words[0].startswith("ray::") and "RayTrainWorker" in words[0])
+    """The ranks of this host."""
+    return _processes(lambda words: words[0].startswith("ray::RankActor"))
 
 
 def is_preempted_by_aws(endpoint: str = AWS_METADATA) -> bool:

@@ -1,6 +1,6 @@
 """The driver of a job, on the cluster: `python -m cluster.job_driver --root DIR -- train ...`.
 
-Ray starts it in the unpacked package (txl_dist/launch/job_package.py). It runs the txl command as a
+Ray starts it in the unpacked working directory (cluster/jobs.py). It runs the txl command as a
 child process in the root directory, and
 
 1. copies the command's output to RUN/logs/driver.log: Ray keeps it on the node of the driver only;
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import IO
 
 from data_pipeline.system.signals import StopSignals
-from txl_dist.cli.errors import print_error
 from txl_dist.config.redaction import redact
-from txl_dist.errors import ConfigError, PreemptedError
+from txl_dist.errors import ConfigError, PreemptedError, print_error
 from txl_dist.launch.jobs import EXIT_LINE
 
 NUM_RANK_LINES = 15

@@ -1,4 +1,4 @@
-"""RayJobs: the client of a cluster's Ray Jobs API (entry point `ray` of group txl.jobs).
+"""RayJobs: the client of a cluster's Ray Jobs API (for `txl job`).
 
     txl job submit -> RayJobs.submit -> dashboard on the head node -> JobSupervisor (an actor)
                    -> shell -> cluster/job_driver.py -> txl train --on auto
@@ -6,36 +6,54 @@
 Ray's stop request is SIGTERM to the driver and all its child processes, and SIGKILL after
 RAY_JOB_STOP_WAIT_TIME_S, 3 seconds by default. The supervisor reads that variable in its own
 environment, which is the job's: so every job sets it to the time that its command may take to end.
+
+Ray packs what is sent: the working directory, without excluded files, and the packages of this
+project as this process imports them (`py_modules`), with the metadata that make them look
+installed. So the cluster runs the code that submitted the job. Equal files are uploaded only once.
 """
 
-import asyncio
 import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
+from ray._private.runtime_env import packaging
 from ray.job_submission import JobStatus, JobSubmissionClient, JobType
 
 from cluster.connection import check_cluster
 from data_pipeline.system.sources import shown
 from txl_dist.config.redaction import redact
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
-from txl_dist.launch.jobs import EXIT_LINE, Job, JobExistsError, JobRequest, JobState
+from txl_dist.launch.jobs import EXIT_LINE, Job, JobExistsError, JobRequest, JobState, Package
+from txl_dist.runtime.process import PACKAGES
 
 REQUEST_SECONDS = 60.0
 """Time limit for a response of the API; Ray's client has none."""
 POLL_SECONDS = 2.0
-SILENCE_SECONDS = 15.0
-"""While a job prints nothing, its state is checked this often: the head may have died."""
 HEAD_SECONDS = 30.0
 """How long the API may be unreachable while a job is followed."""
 NUM_LAST_LINES = 40
 """Lines that are kept of the output of a failed job."""
+DEFAULT_EXCLUDES = (
+    *(".git", ".hg", ".svn", ".venv", "venv", "node_modules", "*.egg-info"),
+    *(".*_cache", ".hypothesis", ".ipynb_checkpoints", ".DS_Store", "*.tmp", "/build", "/dist"),
+    *("/data", "/runs", "mlruns", "mlflow.db*", "*.tar.zst", "*.safetensors"),
+)
+CODE_EXCLUDES = ("__pycache__", "*.pyc")
+SECRET_FILES = (
+    *(".env", ".env.*", ".netrc", ".aws", ".ssh", ".kube", ".config", "*.pem", "*.key", "*.p12"),
+    *("id_rsa*", "id_ed25519*", "auth_token", "*password*", "*secret*"),
+    *("credentials", "credentials.json", ".git-credentials"),
+)
+"""Files that usually contain passwords, tokens or keys."""
 _ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 _LOGGERS = ("ray", "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk")
 """The last two set a level of their own, and report every connection."""
@@ -69,13 +87,36 @@ class RayJobs:
                 response.json().get("authentication_mode") != "disabled"
             )
 
-    def submit(self, request: JobRequest, job_id: str, package: Path) -> None:
+    @staticmethod
+    def package(request: JobRequest) -> Package:
+        root = request.working_dir.resolve()
+        with TemporaryDirectory() as folder:
+            sizes = _sizes(root, _excludes(request))
+            for module in _code(Path(folder)):
+                own = _sizes(module, CODE_EXCLUDES)
+                sizes |= {f"{module.name}/{name}": size for name, size in own.items()}
+        if request.config is not None and request.config not in sizes:
+            raise ConfigError(
+                f"{root / request.config} would not be sent: a pattern of .gitignore, .rayignore "
+                "or --exclude matches it. Move the config, or change the pattern"
+            )
+        return Package(sizes)
+
+    def submit(self, request: JobRequest, job_id: str) -> None:
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(request.stop_seconds), **request.environment}
-        with self._explained(f"job {job_id} could not be submitted"):
+        with (
+            TemporaryDirectory() as folder,
+            self._explained(f"job {job_id} could not be submitted"),
+        ):
             self._client.submit_job(
                 entrypoint=request.entrypoint,
                 submission_id=job_id,
-                runtime_env={"working_dir": str(package), "env_vars": environment},
+                runtime_env={
+                    "working_dir": str(request.working_dir.resolve()),
+                    "excludes": _excludes(request),
+                    "py_modules": [str(module) for module in _code(Path(folder))],
+                    "env_vars": environment,
+                },
                 metadata={"txl.command": request.command},
             )
 
@@ -104,49 +145,24 @@ class RayJobs:
         return job
 
     def follow(self, job_id: str, write: Callable[[str], object]) -> Job:
-        return asyncio.run(self._follow(job_id, write))
-
-    def stop(self, job_id: str) -> bool:
-        with self._explained(f"job {job_id} could not be stopped"):
-            return bool(self._client.stop_job(job_id))
-
-    async def _follow(self, job_id: str, write: Callable[[str], object]) -> Job:
+        # Not Ray's `tail_job_logs`: it has no time limit, and starts again from the beginning.
         num_written = 0
         while True:
-            # A new connection sends the output from its beginning.
-            num_read = 0
-            async for text in self._tail(job_id):
-                if unwritten := text[max(0, num_written - num_read) :]:
-                    write(unwritten)
-                num_read += len(text)
-                num_written = max(num_written, num_read)
-            job = await asyncio.to_thread(self._job_if_reachable, job_id)
+            job = self._job_if_reachable(job_id)  # before its output, which then is complete
+            with suppress(TxlError):  # the node of the driver is gone, with its log
+                text = self.logs(job_id)
+                if len(text) > num_written:
+                    write(text[num_written:])
+                    num_written = len(text)
             if job.is_ended:
                 if num_written == 0:  # the driver has not run
                     write(f"{job.message}\n")
                 return job
-            await asyncio.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
-    async def _tail(self, job_id: str) -> AsyncIterator[str]:
-        """The output from its beginning, until the job ends or the connection is lost."""
-        tail = self._client.tail_job_logs(job_id)
-        next_text = asyncio.ensure_future(anext(tail))
-        try:
-            while True:
-                done, _ = await asyncio.wait([next_text], timeout=SILENCE_SECONDS)
-                if not done:  # the connection has no time limit
-                    job = await asyncio.to_thread(self._job_if_reachable, job_id)
-                    if job.is_ended:
-                        return
-                    continue
-                try:
-                    text = next_text.result()
-                except Exception:  # the end, or an error of aiohttp: the caller checks the job
-                    return
-                yield text
-                next_text = asyncio.ensure_future(anext(tail))
-        finally:
-            next_text.cancel()
+    def stop(self, job_id: str) -> bool:
+        with self._explained(f"job {job_id} could not be stopped"):
+            return bool(self._client.stop_job(job_id))
 
     def _job_if_reachable(self, job_id: str) -> Job:
         """The job; waits HEAD_SECONDS for an API that does not respond."""
@@ -189,6 +205,53 @@ class RayJobs:
             if "already exists" in str(error):
                 raise JobExistsError(f"{self.url}: {failure}: it exists already") from None
             raise TxlError(f"{self.url}: {failure}: {_last_line(error)}") from None
+
+
+def _code(folder: Path) -> list[Path]:
+    """The packages of this project, and metadata with which they look installed."""
+    installed = distribution("txl-dist")
+    metadata = folder / f"txl_dist-{installed.version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: txl-dist\nVersion: {installed.version}\n"
+    )
+    specs = [find_spec(package) for package in PACKAGES]
+    locations = [spec.submodule_search_locations for spec in specs if spec]
+    return [*(Path(found[0]) for found in locations if found), metadata]
+
+
+def _excludes(request: JobRequest) -> list[str]:
+    """What Ray leaves out, besides the patterns of .gitignore and .rayignore.
+
+    Also links that lead out of the directory, whose target Ray would pack, and links to
+    directories, which can form cycles.
+    """
+    root = request.working_dir.resolve()
+    excludes = [*DEFAULT_EXCLUDES, *SECRET_FILES, *CODE_EXCLUDES, *request.excludes]
+    skip = packaging._get_excludes(root, excludes)
+    for directory, names, files in os.walk(root):
+        for path in [Path(directory) / name for name in (*names, *files)]:
+            stays = path.is_file() and path.resolve().is_relative_to(root)
+            if path.is_symlink() and not stays:
+                excludes.append(f"/{path.relative_to(root).as_posix()}")
+        names[:] = [name for name in names if not skip(Path(directory) / name)]
+    return excludes
+
+
+def _sizes(root: Path, excludes: Sequence[str]) -> dict[str, int]:
+    """Name -> bytes of the files that Ray packs of a directory."""
+    sizes: dict[str, int] = {}
+
+    def add(path: Path) -> None:
+        if path.is_file():
+            if not os.access(path, os.R_OK):
+                raise ConfigError(f"{path} cannot be read; leave it out: --exclude {path.name}")
+            sizes[path.relative_to(root).as_posix()] = path.stat().st_size
+
+    # Not public, but what Ray does: otherwise the size would be that of other files.
+    skip = packaging._get_excludes(root, list(excludes))
+    packaging._dir_travel(root, [skip], add, include_gitignore=True)
+    return sizes
 
 
 class _Client(JobSubmissionClient):

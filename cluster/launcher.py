@@ -1,17 +1,19 @@
-"""RayLauncher: the launcher for `txl ... --on ray` and `--on ADDRESS` (entry point `ray`)."""
+"""RayLauncher: the launcher for `txl ... --on ray` and `--on ADDRESS`."""
 
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
-from data_pipeline.system.workers import Workers
-from txl_dist.doctor.checks import DoctorRequest
-from txl_dist.doctor.finding import Finding
-from txl_dist.launch.launcher import OnLine
-from txl_dist.launch.rank_range import RankRange
+from txl_dist.launch.launcher import Launcher, RankGroup, RankRange
 from txl_dist.training.job import TrainJob
 
+if TYPE_CHECKING:
+    from data_pipeline.system.workers import Workers
+    from txl_dist.doctor.checks import DoctorRequest
+    from txl_dist.doctor.finding import Finding
 
-class RayLauncher:
-    """Trains with Ray Train, evaluates and prepares with actors.
+
+class RayLauncher(Launcher):
+    """Trains, evaluates and prepares with actors.
 
     `address` is that of a running cluster; None starts a private Ray on this machine.
     """
@@ -22,38 +24,21 @@ class RayLauncher:
     def __init__(self, address: str | None = None) -> None:
         self._address = address
 
-    def train(
-        self,
-        job: TrainJob,
-        *,
-        num_ranks: int,
-        on_line: OnLine,
-        max_restarts: int | None = None,
-        min_ranks: int | None = None,
-    ) -> None:
-        """Raises the TxlError that ended the run; PreemptedError after a stop signal.
+    def rank_group(self, job: TrainJob, ranks: RankRange) -> AbstractContextManager[RankGroup]:
+        """The ranks as actors in a placement group."""
+        from cluster.rank_group import RayRankGroup
 
-        `max_restarts` None: `ray.max_restarts` of the config.
-        """
-        from cluster.ray_train import train_on_ray
-
-        train_on_ray(
-            job,
-            ranks=RankRange(min_ranks or num_ranks, num_ranks),
-            address=self._address,
-            on_line=on_line,
-            max_restarts=max_restarts,
-        )
+        return RayRankGroup(job, ranks, address=self._address)
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False
-    ) -> AbstractContextManager[Workers]:
+    ) -> "AbstractContextManager[Workers]":
         """Ray actors; on a cluster, all nodes must see the same files as this process."""
         from cluster.workers import RayWorkers
 
         return RayWorkers(num_workers, address=self._address, use_gpus=use_gpus)
 
-    def check_nodes(self, request: DoctorRequest) -> list[Finding]:
+    def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
         """Check every node of the cluster, and the links between them."""
         from cluster.doctor import check_cluster_nodes
 

@@ -31,7 +31,7 @@ Node = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What Ray Train needs to place ranks."""
+    """Where ranks may run, and what each reserves."""
 
     use_gpu: bool
     resources: Mapping[str, float]
@@ -40,14 +40,6 @@ class Placement:
     """Ray's label selector: what the nodes of ranks must have, or must not have."""
     restrictions: str = ""
     """The settings that restrict the nodes of ranks, for messages."""
-
-    def scaling_options(self) -> dict[str, Any]:
-        """Arguments of Ray Train's ScalingConfig."""
-        return {
-            "use_gpu": self.use_gpu,
-            "resources_per_worker": dict(self.resources),
-            "label_selector": dict(self.labels) or None,
-        }
 
     def max_ranks(self, node: Node) -> int:
         """How many ranks fit on a node on which nothing else runs."""
@@ -292,7 +284,7 @@ def _read_state(resource: str, placement: Placement) -> ClusterState:
     )
 
 
-# Ray 2.60 has no public function for these two. Ray Train's own preemption watcher uses the second.
+# Ray 2.60 has no public function for these two. Ray Train's preemption watcher uses the second.
 
 
 def _free_by_node() -> dict[str, dict[str, float]]:

@@ -20,10 +20,14 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import Any, Self, TypeVar
 
-from cluster.connection import interruptible_connection, ray_log, uses_gpus
-from cluster.failure_counter import NODE_LOSS_SECONDS
+from cluster.connection import (
+    HEAD_SECONDS,
+    NODE_LOSS_SECONDS,
+    interruptible_connection,
+    ray_log,
+    uses_gpus,
+)
 from cluster.nodes import ClusterMonitor
-from cluster.supervisor import HEAD_SECONDS
 from data_pipeline.errors import TxlError, UnfinishedError
 from data_pipeline.system.progress import WorkerStatus, WorkTimes
 from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
@@ -233,7 +237,8 @@ class RayWorkers:
         except ray.exceptions.RayTaskError:
             raise  # a bug: keep the worker's traceback
         except ray.exceptions.RayError:
-            # Unavailable is taken for dead: the unit is repeated, and its result is the same.
+            # An unreachable worker is treated as dead; repeating its unit is safe because units
+            # are deterministic.
             self._kill([handle])
             log.warning("%s died while it worked on %s", handle, unit)
             self._add_death(handle.node_id, number, unit)

@@ -30,9 +30,9 @@ from tests.support.documented_commands import (
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli import prepare as prepare_command
 from txl_dist.cli.app import app
+from txl_dist.cli.published_files import experiments
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
-from txl_dist.reproduction.experiments import EXPERIMENTS
 
 COMMANDS = [*documented_commands()]
 CONFIGS = [*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "configs").glob("*.yaml")]
@@ -99,7 +99,7 @@ def test_a_documented_command_can_be_parsed_and_its_settings_are_valid(
     elif name in ("train", "estimate"):
         config_of(command)
     elif name == "reproduce":
-        assert parameters["name"] in EXPERIMENTS
+        assert parameters["name"] in experiments()
 
 
 def test_commands_in_sentences_exist_with_their_options() -> None:
@@ -131,7 +131,7 @@ def test_the_commands_of_a_header_fit_the_config_and_each_other(
         if name == "prepare":
             assert str(parameters["out"]) == str(config.data.path)
             if parameters["recipe"]:
-                experiment = EXPERIMENTS[f"{parameters['recipe']}-base"]
+                experiment = experiments()[f"{parameters['recipe']}-base"]
                 settings = settings_of(command, monkeypatch, tmp_path)
                 assert settings.format == experiment.corpus.format
                 assert settings == PrepareSettings(
@@ -144,11 +144,11 @@ def test_the_commands_of_a_header_fit_the_config_and_each_other(
             assert [str(each) for each in parameters["checkpoints"]] == [config.directory]
             assert parameters["data"] == str(config.data.path)
             if path.parent.name == "paper":
-                experiment = EXPERIMENTS[path.stem]
+                experiment = experiments()[path.stem]
                 assert parameters["split"] == "test"
                 assert parameters["same_length"]
                 for option in ("tgt_len", "mem_len", "clamp_len"):
-                    assert parameters[option] == getattr(experiment, option)
+                    assert parameters[option] == experiment.lengths.get(option)
         else:
             assert name == "config show" or parameters["name"] == path.stem
 

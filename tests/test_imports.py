@@ -129,7 +129,7 @@ def test_folders_with_the_names_of_our_packages_change_nothing(module: str, tmp_
 
 
 @pytest.mark.parametrize(
-    "module", ["txl_dist.launch.processes", "txl_dist.training.data", "cluster.ray_train"]
+    "module", ["txl_dist.launch.processes", "txl_dist.training.data", "cluster.rank_group"]
 )
 def test_a_launcher_starts_ranks_without_importing_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -14,6 +14,7 @@ are those of `txl generate`. Score a split with the settings of training:
 
     result = evaluate(evaluation_job(job.run_path, "data/stdlib", max_tokens=10_000))
 
+examples/minimal_train.py trains in one process on the parts: dataset, lanes, model and memory.
 Paths can be given as text or as `pathlib.Path`.
 """
 
@@ -25,9 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+    from data_pipeline.shards.shard_reader import open_split
+    from data_pipeline.streams.lanes import LanePlan
+    from data_pipeline.streams.segment_stream import SegmentStream
     from txl_dist.config.config_file import load_run_config
     from txl_dist.config.run_config import RunConfig
     from txl_dist.context.recl import relative_effective_context_length
+    from txl_dist.convert.single_file import Reading, write_exported
     from txl_dist.convert.stored_model import find_model
     from txl_dist.evaluation.distributed import evaluate
     from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings, evaluation_job
@@ -45,9 +51,12 @@ if TYPE_CHECKING:
 __all__ = [
     "EvaluationJob",
     "EvaluationSettings",
+    "LanePlan",
     "ModelConfig",
+    "Reading",
     "RunConfig",
     "Sampling",
+    "SegmentStream",
     "TextLimits",
     "TrainJob",
     "TransformerXL",
@@ -57,18 +66,25 @@ __all__ = [
     "find_model",
     "generate_texts",
     "generate_tokens",
+    "load_manifest",
     "load_run_config",
+    "open_split",
+    "open_tokenizer",
     "prompt_tokens",
     "relative_effective_context_length",
+    "write_exported",
 ]
 
 # Imported on first use: `txl --help` imports this package, and torch takes seconds.
 _MODULE_OF = {
     "EvaluationJob": "txl_dist.evaluation.job",
     "EvaluationSettings": "txl_dist.evaluation.job",
+    "LanePlan": "data_pipeline.streams.lanes",
     "ModelConfig": "txl_dist.model.config",
+    "Reading": "txl_dist.convert.single_file",
     "RunConfig": "txl_dist.config.run_config",
     "Sampling": "txl_dist.generation.options",
+    "SegmentStream": "data_pipeline.streams.segment_stream",
     "TextLimits": "txl_dist.generation.options",
     "TrainJob": "txl_dist.training.job",
     "TransformerXL": "txl_dist.model.transformer_xl",
@@ -78,9 +94,13 @@ _MODULE_OF = {
     "find_model": "txl_dist.convert.stored_model",
     "generate_texts": "txl_dist.generation.generate",
     "generate_tokens": "txl_dist.generation.generate",
+    "load_manifest": "data_pipeline.shards.manifest",
     "load_run_config": "txl_dist.config.config_file",
+    "open_split": "data_pipeline.shards.shard_reader",
+    "open_tokenizer": "data_pipeline.shards.manifest",
     "prompt_tokens": "txl_dist.generation.generate",
     "relative_effective_context_length": "txl_dist.context.recl",
+    "write_exported": "txl_dist.convert.single_file",
 }
 
 

@@ -18,6 +18,8 @@ likely cause and the next command. Only the command line turns an error into an 
 """
 
 import json
+import sys
+from contextlib import suppress
 
 from data_pipeline.errors import ConfigError, DataError, TxlError, UnreadableError
 from data_pipeline.system.signals import STOPPED_EXIT_CODE
@@ -68,6 +70,14 @@ class PreemptedError(TxlError):
     """The run received a stop request, saved its state and can be resumed (EX_TEMPFAIL)."""
 
     exit_code = STOPPED_EXIT_CODE
+
+
+def print_error(error: TxlError) -> None:
+    """Print one message on standard error."""
+    # A stop on request is not a failure, so its message has no error name in front.
+    name = "" if isinstance(error, PreemptedError) else f"{type(error).__name__}: "
+    with suppress(OSError):  # the terminal is gone; the exit code still tells
+        print(f"{name}{error}", file=sys.stderr, flush=True)
 
 
 def error_to_json(error: TxlError, *, max_chars: int | None = None) -> bytes:

@@ -5,7 +5,7 @@ SIGTERM, SIGINT, SIGUSR1 and SIGHUP.
     sigterm_interrupts        preparation: SIGTERM raises KeyboardInterrupt, as Ctrl-C does
     ignore_interrupts         worker processes: only their parent reacts to Ctrl-C
     block_stop_signals        a thread whose child processes must survive a signal to the whole job
-    blocked_signals           such a child process, which is to stop if it alone is signalled
+    unblock_stop_signals      such a child process, once it has handlers
     exit_without_teardown     end a rank with exactly the exit code that was decided
     end_with_parent           end a child process when its parent ends, also by SIGKILL
 
@@ -37,7 +37,6 @@ REPEAT_SECONDS = 3.0
 """Longer than a launcher takes to forward a signal, shorter than a person waits to repeat one."""
 PARENT_VARIABLE = "TXL_END_WITH_PARENT"
 """Set for a command whose standard input is a pipe from its parent (`end_with_parent`)."""
-_WAIT_SECONDS = 1.0
 _END_OF_LISTENER = 0
 """Written to the wake-up pipe to end the listener; 0 is not the number of any signal."""
 
@@ -186,29 +185,9 @@ def block_stop_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
-@contextmanager
-def blocked_signals(on_request: Callable[[], None]) -> Iterator[None]:
-    """Call `on_request` in a thread once a stop signal reaches this process, which blocks them.
-
-    Has no effect in a process that does not block them.
-    """
-    if signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        yield
-        return
-    closed = threading.Event()
-
-    def wait() -> None:
-        while not closed.is_set():
-            if signal.sigtimedwait(STOP_SIGNALS, _WAIT_SECONDS):
-                on_request()
-                return
-
-    thread = threading.Thread(target=wait, name="blocked-signals", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        closed.set()
+def unblock_stop_signals() -> None:
+    """Receive the stop signals in this thread, in a process that has inherited a mask of them."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def exit_without_teardown(code: int) -> NoReturn:

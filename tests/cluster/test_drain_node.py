@@ -78,7 +78,7 @@ def test_a_host_outside_a_cloud_has_no_notice() -> None:
         (["/opt/python", "-P", "-m", "cluster.job_command", "train", "config.yaml"], True),
         (["bash", "-c", "txl train config.yaml"], False),
         (["python", "-m", "txl_dist", "eval", "train"], False),
-        (["ray::RayTrainWorker"], False),
+        (["ray::RankActor"], False),
     ],
 )
 def test_only_launchers_of_training_are_stopped(words: list[str], expected: bool) -> None:

@@ -45,11 +45,7 @@ GPU_NODES = [node("a", GPU=8.0), node("b", GPU=8.0)]
 
 def test_by_default_a_rank_gets_a_gpu_if_there_are_some_else_a_cpu() -> None:
     on_gpus = choose_placement(RayConfig(), [HEAD_NODE, *GPU_NODES], 16)
-    assert on_gpus.scaling_options() == {
-        "use_gpu": True,
-        "resources_per_worker": {"GPU": 1},
-        "label_selector": None,
-    }
+    assert (on_gpus.use_gpu, on_gpus.resources, on_gpus.labels) == (True, {"GPU": 1}, {})
     on_cpus = choose_placement(RayConfig(), [HEAD_NODE], 2)
     assert (on_cpus.use_gpu, on_cpus.resources) == (False, {"CPU": 1})
 

@@ -1,4 +1,4 @@
-"""Training under Ray Train: the same losses as plain processes; a killed rank, a stop signal."""
+"""Training on Ray: the same losses as plain processes; a killed rank, a stop signal."""
 
 import os
 import re
@@ -36,13 +36,13 @@ def test_a_killed_rank_is_restarted_with_the_same_losses(
     (victim, *_) = [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
-        if "TrainWorker" in " ".join(child.cmdline())
+        if "ray::RankActor" in " ".join(child.cmdline())
     ]
     os.kill(victim.pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
     assert "resuming at step" in output
-    assert re.search(r"rank [01] \(node 127\.0\.0\.1, pid \d+\).* died; waiting for ", output)
+    assert re.search(r"rank [01] \(node 127\.0\.0\.1, pid \d+\).* died; restart 1 ", output)
     assert "Traceback" not in output
     assert losses(run) == losses(straight)
 
@@ -77,13 +77,12 @@ def test_too_many_failures_without_a_checkpoint_between_end_the_run(
     process = start_txl("train", TINY, *overrides, "--ranks", 2, "--max-restarts", 0)
     wait_until(lambda: num_lines(tmp_path / "metrics.jsonl") > 20)
     children = psutil.Process(process.pid).children(recursive=True)
-    (victim, *_) = [child for child in children if "TrainWorker" in " ".join(child.cmdline())]
+    (victim, *_) = [child for child in children if "ray::RankActor" in " ".join(child.cmdline())]
     os.kill(victim.pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     last = output.splitlines()[-1]
     assert re.search(r"rank [01] \(node 127\.0\.0\.1, pid \d+\) died", last)
-    assert "no restart is allowed (--max-restarts, or ray.max_restarts" in last
-    assert "Training then resumes" not in output
+    assert "the run stopped" in last
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive

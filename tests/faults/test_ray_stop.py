@@ -49,7 +49,7 @@ def temporary() -> Iterator[Path]:
     [
         (signal.SIGTERM, "gcs_server"),  # Ray's first process
         (signal.SIGINT, "raylet/raylet"),
-        (signal.SIGUSR1, "ray::TrainController"),
+        (signal.SIGUSR1, "dashboard/dashboard.py"),
     ],
 )
 def test_a_stop_while_ray_starts_ends_soon_with_75_and_leaves_nothing(

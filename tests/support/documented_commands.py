@@ -12,7 +12,7 @@ import typer.main
 import yaml
 
 from txl_dist.cli.app import app
-from txl_dist.cli.paths import paths_of_another_machine
+from txl_dist.cli.options import paths_of_another_machine
 
 ROOT = Path(__file__).parents[2]
 _FENCED = re.compile(r"^ *```(?:sh|bash)?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

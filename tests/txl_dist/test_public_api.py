@@ -19,9 +19,12 @@ README = Path(__file__).parents[2] / "README.md"
 PUBLIC = {
     "EvaluationJob",
     "EvaluationSettings",
+    "LanePlan",
     "ModelConfig",
+    "Reading",
     "RunConfig",
     "Sampling",
+    "SegmentStream",
     "TextLimits",
     "TrainJob",
     "TransformerXL",
@@ -31,9 +34,13 @@ PUBLIC = {
     "find_model",
     "generate_texts",
     "generate_tokens",
+    "load_manifest",
     "load_run_config",
+    "open_split",
+    "open_tokenizer",
     "prompt_tokens",
     "relative_effective_context_length",
+    "write_exported",
 }
 
 

@@ -27,7 +27,6 @@ from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.segment_stream import GROUP_TOKENS
 from data_pipeline.streams.segments import SegmentReader
 from data_pipeline.tokenizers import load_tokenizer
-from data_pipeline.tokenizers.pretrained import PretrainedTokenizer
 from txl_dist.bench.rounds import Figure, time_rounds
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.run_config import RunConfig
@@ -40,7 +39,6 @@ VOCAB_SIZE = 32_768
 LANES = 8
 TGT_LEN = 512
 _SUFFIXES = (".py", ".rst", ".md", ".txt")
-_SLOW_TEXTS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,6 @@ class ReadingRates:
     """Lanes of a shuffled epoch with ages, in the groups of segments that training reads."""
     memmap: float
     """The same batches, one at a time, sliced per lane from a memory-mapped array."""
-    memmap_strided: float
-    """The same with one two-dimensional slice for all lanes, the fastest way in numpy."""
 
 
 def bench_data(*, megabytes: float) -> Iterator[Figure]:
@@ -119,12 +115,10 @@ def _preparation_figures(text: BenchText, work: Path) -> Iterator[Figure]:
             [text.folder], work / "prepared", settings, tokenizer_file=text.tokenizer
         )
     )
-    rate, alone = text.num_bytes / 1e6 / spent, _encoder_rates(text)
-    listed = ", ".join(f"{name} {each:.1f}" for name, each in alone.items())
-    note = f"{text.num_bytes / 1e6:.0f} MB; alone: {listed}"
+    rate, alone = text.num_bytes / 1e6 / spent, _encoder_rate(text)
+    note = f"{text.num_bytes / 1e6:.0f} MB; the encoder alone: {alone:.1f}"
     yield Figure("BPE preparation, files to shards", rate, "MB per CPU-s", 15.0, note=note)
-    fastest = next(iter(alone))
-    yield Figure(f"the same, relative to {fastest} alone", rate / alone[fastest], "", 0.4)
+    yield Figure("the same, relative to the encoder alone", rate / alone, "", 0.4)
     entry = load_manifest(work / "prepared").splits["train"]
     ratio = shard_bytes(entry) / entry.text_bytes
     note = f"with indexes {with_indexes(entry) / entry.text_bytes:.3f}"
@@ -132,25 +126,14 @@ def _preparation_figures(text: BenchText, work: Path) -> Iterator[Figure]:
     yield Figure(name, ratio, "", 0.20, at_most=True, note=note)
 
 
-def _encoder_rates(text: BenchText) -> dict[str, float]:
-    """MB per CPU-second of the encoders alone, document by document, the fastest first."""
+def _encoder_rate(text: BenchText) -> float:
+    """MB per CPU second of the encoder alone, document by document."""
     tokenizer = load_tokenizer(text.tokenizer)
-    assert isinstance(tokenizer, PretrainedTokenizer)
     paths = [path for path in sorted(text.folder.rglob("*")) if path.is_file()]
-    texts = [path.read_bytes().decode("utf-8") for path in paths]
-    few = texts[:: max(1, len(texts) // _SLOW_TEXTS)]  # enough for a rate
+    documents = [path.read_bytes().decode("utf-8") for path in paths]
     tokenizer.encode("")  # loads the library
-    runs: dict[str, tuple[Callable[[str], object], list[str]]] = {
-        tokenizer.encoder.split()[0]: (tokenizer.encode, texts),
-        "tiktoken": (tokenizer.reference_ids, texts),
-        "tokenizers": (tokenizer.library_ids, few),
-    }
-    return {name: _encoding_rate(*run) for name, run in runs.items()}
-
-
-def _encoding_rate(encode: Callable[[str], object], documents: list[str]) -> float:
-    num_bytes = sum(len(document.encode()) for document in documents)
-    return num_bytes / 1e6 / cpu_seconds(lambda: [encode(document) for document in documents])
+    spent = cpu_seconds(lambda: [tokenizer.encode(document) for document in documents])
+    return text.num_bytes / 1e6 / spent
 
 
 def shard_bytes(entry: SplitEntry) -> int:
@@ -179,7 +162,7 @@ def cpu_seconds(run: Callable[[], object]) -> float:
 def _reading_figures(dataset: Path) -> Iterator[Figure]:
     rates = measure_reading(dataset)
     mtok, plain = rates.dataset / 1e6, rates.memmap / 1e6
-    note = f"a plain memmap: {plain:.0f}, in one slice: {rates.memmap_strided / 1e6:.0f}"
+    note = f"a plain memmap: {plain:.0f}"
     yield Figure("loading lanes with ages", mtok, "Mtok per CPU-s", 100.0, note=note)
     yield Figure("the same, of the plain memmap's rate", mtok / plain, "", 0.5)
     for lanes in (4, 8):
@@ -206,7 +189,6 @@ def measure_reading(
         candidates: dict[str, Callable[[], object]] = {
             "dataset": lambda: _read_segments(source, plan, num_groups, group),
             "memmap": lambda: _read_lanes(rows, num_groups * group),
-            "memmap_strided": lambda: _read_strided(rows, num_groups * group),
         }
         times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=time.process_time)
     return ReadingRates(**{name: num_tokens / times[name].median for name in candidates})
@@ -265,12 +247,6 @@ def _read_lanes(rows: np.ndarray, num_batches: int) -> None:
     for first in range(0, num_batches * TGT_LEN, TGT_LEN):
         text = np.stack([row[first : first + TGT_LEN + 1] for row in rows]).astype(np.int64)
         np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
-
-
-def _read_strided(rows: np.ndarray, num_batches: int) -> None:
-    for first in range(0, num_batches * TGT_LEN, TGT_LEN):
-        text = rows[:, first : first + TGT_LEN + 1]
-        text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
 
 
 def _wait_figure(work: Path) -> Figure:

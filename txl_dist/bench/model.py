@@ -22,7 +22,6 @@ from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import inference_flops, training_flops
 from txl_dist.model.memory import SequenceState
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.model.visibility import mask_scores, visible_keys
 from txl_dist.runtime.process import keep_freed_memory
 
 # Shapes: B lanes, T segment tokens, M memory tokens, S = M + T keys
@@ -64,7 +63,7 @@ def bench_model(*, rounds: int) -> Iterator[Figure]:
         yield from _training_figures(rounds, torch.bfloat16)
     yield from _evaluation_figures(rounds)
     yield _generation_figure(rounds)
-    yield from _memory_figure()
+    yield from _peak_ram_figure()
 
 
 def has_bf16() -> bool:
@@ -88,8 +87,6 @@ def _training_figures(rounds: int, dtype: torch.dtype) -> Iterator[Figure]:
         yield _utilisation(
             f"{name} training step, {short}", work, times[name], peak, limits[name], bound
         )
-    if dtype == torch.float32:
-        yield _mask_figure(times["(a)"], rounds)
 
 
 def _evaluation_figures(rounds: int) -> Iterator[Figure]:
@@ -185,24 +182,7 @@ def _generation_figure(rounds: int, *, mem_len: int = 1600, tokens: int = 4) -> 
     )
 
 
-def _mask_figure(step: Times, rounds: int) -> Figure:
-    """The cost of masks by age: computing the mask, and adding it to the scores of every layer."""
-    _, _, age_BT = _segment(PLAIN, 128)
-    score_HBTS = torch.zeros(PLAIN.n_head, LANES, 128, 128 + PLAIN.mem_len)
-
-    def mask() -> Tensor:
-        visible_BTS = visible_keys(age_BT, num_past=PLAIN.mem_len, same_length=False)
-        mask_BTS = mask_scores(visible_BTS, torch.float32)
-        for _ in range(PLAIN.n_layer):
-            masked = score_HBTS + mask_BTS
-        return masked
-
-    times = time_rounds({"mask": mask}, rounds=rounds)
-    share = times["mask"].median / step.median
-    return Figure("(a) age masks, share of the fp32 training step", share * 100, "%")
-
-
-def _memory_figure() -> Iterator[Figure]:
+def _peak_ram_figure() -> Iterator[Figure]:
     mib = peak_mib(_step_of_twelve_layers)
     if mib is not None:
         name = "peak RAM of training above the built model, 12 layers of (a)"

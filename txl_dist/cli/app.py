@@ -8,26 +8,23 @@ import typer
 
 from data_pipeline.errors import TxlError
 from txl_dist.cli import (
-    attention,
     bench,
     checkpoint,
     config,
+    context,
     convert,
     data,
     doctor,
-    estimate,
     evaluate,
     generate,
     job,
-    mixture,
     prepare,
-    recl,
     report,
     reproduce,
     track,
     train,
 )
-from txl_dist.cli.errors import print_error
+from txl_dist.errors import print_error
 
 app = typer.Typer(
     name="txl",
@@ -38,14 +35,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them
 )
 app.command("prepare")(prepare.prepare)
-data.app.command("mix")(mixture.mix)
 app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
-app.command("estimate")(estimate.estimate)
+app.command("estimate")(config.estimate)
 app.command("train")(train.train)
-app.command("eval", cls=evaluate.SweepCommand)(evaluate.evaluate)
-app.command("recl")(recl.recl)
-app.command("attention")(attention.attention)
+app.command("eval")(evaluate.evaluate)
+app.command("recl")(context.recl)
+app.command("attention")(context.attention)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.command("reproduce")(reproduce.reproduce)

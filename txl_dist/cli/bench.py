@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from txl_dist.cli.options import AsJson, Checkpoint, MemLen, TgtLen
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import AsJson, Batch, Checkpoint, MemLen, Seed, TgtLen, local_path_parser
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from txl_dist.bench.eval_speed import SpeedRow
-    from txl_dist.bench.gpu import GpuRow, Settings
-    from txl_dist.bench.gpu_models import BenchModel
+    from txl_dist.bench.gpu import BenchModel, GpuRow, Settings
     from txl_dist.bench.recall import RecallProbe, RecallResult
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
@@ -83,7 +81,7 @@ def eval_speed(
         int,
         typer.Option(min=64, help="Width of the random model, a multiple of 64; heads have 64."),
     ] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, text and windows.")] = 0,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Time per token with reused states, and with a window that is read again for every token.
@@ -209,8 +207,8 @@ def recall(
         int, typer.Option(min=0, help="Tokens at the start of the repetition without a score.")
     ] = 4,
     sequences: Annotated[int, typer.Option(min=2, help="Sequences per distance.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Of texts and intervals.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 16,
+    seed: Seed = 0,
+    batch: Batch = 16,
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
     as_json: AsJson = False,
@@ -228,7 +226,7 @@ def recall(
     from data_pipeline.shards.shard_reader import open_split
     from data_pipeline.system.remote_path import dataset_path
     from txl_dist.bench.recall import RecallProbe, measure_recall, random_text, sampled_text
-    from txl_dist.cli.progress import chunk_progress
+    from txl_dist.cli.progress import WorkUnit, work_progress
     from txl_dist.context.windows import WindowScorer
     from txl_dist.convert.stored_model import find_model
 
@@ -264,8 +262,14 @@ def recall(
         model=model.to("cuda" if torch.cuda.is_available() else "cpu"),
         tgt_len=tgt_len or stored.tgt_len,
     )
-    with chunk_progress(quiet=as_json) as on_progress:
-        result = measure_recall(scorer, probe, *texts, batch_windows=batch, on_progress=on_progress)
+    with work_progress(WorkUnit("distances")) as show:
+        result = measure_recall(
+            scorer,
+            probe,
+            *texts,
+            batch_windows=batch,
+            on_progress=lambda done, total: show("reading", done, total),
+        )
     settings = {
         "checkpoint": str(stored.path),
         "text": data or "random tokens",
@@ -336,8 +340,7 @@ def gpu(
     """
     import torch
 
-    from txl_dist.bench.gpu import Settings
-    from txl_dist.bench.gpu_models import MODELS, data_sheet_flops
+    from txl_dist.bench.gpu import MODELS, Settings, data_sheet_flops
     from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS
 
     chosen_models = _chosen("models", models, [*MODELS])

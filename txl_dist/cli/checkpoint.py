@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from txl_dist.cli.options import AsJson, SavedCheckpoint
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import AsJson, SavedCheckpoint, local_path_parser
 
 app = typer.Typer(help="List and verify checkpoints.", no_args_is_help=True)
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.options import AsJson, SavedCheckpoint
-from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
+from txl_dist.cli.options import COPY_TO_URL, AsJson, SavedCheckpoint, local_path_parser
 
 if TYPE_CHECKING:
     from txl_dist.model.transformer_xl import TransformerXL

@@ -1,4 +1,4 @@
-"""`txl data`: verify, inspect, rebuild and push prepared datasets."""
+"""`txl data`: verify, inspect, rebuild, push and mix prepared datasets."""
 
 import json
 from math import log
@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from data_pipeline.errors import DataError, ReadFailureError, printable
-from txl_dist.cli.options import AsJson, NumWorkers, On
-from txl_dist.cli.paths import dataset_address, local_path_parser
-from txl_dist.cli.work_progress import MIB, work_progress
+from txl_dist.cli.options import (
+    AsJson,
+    ConfigPath,
+    NumWorkers,
+    On,
+    Overrides,
+    dataset_address,
+    local_path_parser,
+)
+from txl_dist.cli.progress import MIB, work_progress
 from txl_dist.cli.workers import open_workers
 
 if TYPE_CHECKING:
@@ -202,6 +209,30 @@ def push(
         return
     print(f"{printable(str(dataset_path(url)))}: complete")
     print_totals(manifest)
+
+
+@app.command()
+def mix(config: ConfigPath, overrides: Overrides = None, *, as_json: AsJson = False) -> None:
+    """Show the tokens that one epoch reads of each corpus, and its number of passes.
+
+    Example: txl data mix run.yaml data.mixture.web.weight=3
+    """
+    from dataclasses import asdict
+
+    from txl_dist.config.config_file import load_run_config
+    from txl_dist.training.data import first_phase, open_corpora
+    from txl_dist.training.phases import realised_shares
+
+    data = load_run_config(config, overrides or []).data
+    phase = first_phase(open_corpora(data), data.train_split, num_lanes=data.num_lanes)
+    shares = realised_shares(phase)
+    if as_json:
+        corpora = {share.name: {**asdict(share), "passes": share.passes} for share in shares}
+        print(json.dumps({"tokens_per_epoch": phase.num_tokens, "corpora": corpora}))
+        return
+    print(f"one epoch reads {phase.num_tokens:,} tokens of split {data.train_split!r}")
+    for share in shares:
+        print(f"  {share.line}")
 
 
 def totals(directory: "DatasetPath", manifest: "ShardManifest") -> dict[str, Any]:

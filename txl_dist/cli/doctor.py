@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.options import AsJson
-from txl_dist.cli.paths import require_local
+from txl_dist.cli.options import AsJson, require_local
 
 if TYPE_CHECKING:
     from txl_dist.doctor.checks import DoctorRequest
@@ -98,13 +97,19 @@ def _absolute(path: str) -> str:
 
 
 def _findings(request: "DoctorRequest", on: str | None) -> "list[Finding]":
-    if on is None:
-        from txl_dist.doctor.checks import check_this_machine
-
-        return check_this_machine(request)
+    from txl_dist.doctor.checks import NodeChecker, check_this_machine
+    from txl_dist.errors import ConfigError
     from txl_dist.launch.launcher import find_launcher
 
-    return find_launcher(on).check_nodes(request)
+    if on is None or on == "processes":
+        return check_this_machine(request)
+    launcher = find_launcher(on)
+    if not isinstance(launcher, NodeChecker):
+        raise ConfigError(
+            f"--on {on}: this launcher cannot check its nodes. Run txl doctor on each of them, "
+            "without --on"
+        )
+    return launcher.check_nodes(request)
 
 
 def _checks_to_skip(names: list[str]) -> frozenset[str]:

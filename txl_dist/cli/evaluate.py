@@ -5,34 +5,26 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer.core import TyperCommand
 
-from txl_dist.cli.options import AsJson, MemLen, PrecisionOption, TgtLen
-from txl_dist.cli.paths import COPY_TO_URL, checkpoint_path, local_path_parser
+from txl_dist.cli.options import (
+    COPY_TO_URL,
+    AsJson,
+    Batch,
+    ClampLen,
+    MemLen,
+    PrecisionOption,
+    TgtLen,
+    checkpoint_path,
+    local_path_parser,
+)
 
 if TYPE_CHECKING:
     from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.evaluation.distributed import PlannedJob
     from txl_dist.evaluation.evaluate import EvaluationResult
-
-
-class SweepCommand(TyperCommand):
-    """Reads `--sweep mem_len=0,64 tgt_len=32` as `--sweep mem_len=0,64 --sweep tgt_len=32`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        expanded: list[str] = []
-        in_sweep = False
-        for word in args:
-            if word.startswith("-"):
-                in_sweep = word == "--sweep"
-            elif in_sweep and expanded[-1] != "--sweep":
-                in_sweep = "=" in word
-                expanded += ["--sweep"] * in_sweep
-            expanded.append(word)
-        return super().parse_args(ctx, expanded)
 
 
 def evaluate(
@@ -76,18 +68,12 @@ def evaluate(
     ] = "exact",
     tgt_len: TgtLen = None,
     mem_len: MemLen = None,
-    clamp_len: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Larger distances share one encoding; 0: no limit. Default: as in training.",
-        ),
-    ] = None,
+    clamp_len: ClampLen = None,
     same_length: Annotated[
         bool, typer.Option("--same-length", help="Every query sees exactly mem_len keys.")
     ] = False,
     precision: PrecisionOption = "fp32",
-    batch: Annotated[int, typer.Option(min=1, help="Chunks per batch.")] = 8,
+    batch: Batch = 8,
     weights: Annotated[
         Literal["auto", "averaged", "last"],
         typer.Option(
@@ -183,13 +169,12 @@ def evaluate(
         return
     from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.evaluation_output import EvaluationOutput
-    from txl_dist.cli.progress import running
-    from txl_dist.cli.work_progress import TOKENS, work_progress
+    from txl_dist.cli.progress import TOKENS, running, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
     from txl_dist.errors import ConfigError
     from txl_dist.reporting.evaluation_files import RESULT_NAME
 
-    with running("loading torch", quiet=False):
+    with running("loading torch"):
         from txl_dist.evaluation.distributed import evaluate_on_workers
         from txl_dist.evaluation.sweep import PlannedSweep, combinations, evaluate_sweep
 
@@ -225,7 +210,7 @@ def evaluate(
 
     # All are planned first, so that an impossible one is refused before anything starts.
     splits, settings = _names(split), combinations(swept)
-    with running("reading the checkpoints and the data", quiet=False):
+    with running("reading the checkpoints and the data"):
         sweeps = [
             PlannedSweep(
                 [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
@@ -365,5 +350,5 @@ def _log_to_mlflow(output: "EvaluationOutput") -> None:
         run = each.job.checkpoint.resolve().parent.parent
         if (run / "tracking.json").exists():
             scored.append((run, {**content, "checkpoint": each.job.checkpoint.name}))
-    with running("recording the scores in MLflow", quiet=False):
+    with running("recording the scores in MLflow"):
         log_evaluations(scored)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from txl_dist.cli.options import AsJson, Checkpoint, PrecisionOption
-from txl_dist.cli.paths import COPY_TO_URL, local_path_parser
+from txl_dist.cli.options import COPY_TO_URL, AsJson, Checkpoint, PrecisionOption, local_path_parser
 from txl_dist.generation.options import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def generate(
         require_writable(out.parent)
     options = _options(prompt, temperature, top_k, top_p, max_tokens, stop)
     lines = read_prompts(prompts) if prompts else []
-    with running(f"loading {checkpoint}", quiet=False):
+    with running(f"loading {checkpoint}"):
         from torch import cuda
 
         from txl_dist.convert.stored_model import find_model
@@ -257,14 +256,14 @@ def _result_lines(
 def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
     """Print every result when it is there, or write all to a file at the end."""
     from data_pipeline.system.files import explain_disk_errors, write_file
-    from txl_dist.cli.work_progress import WorkUnit, work_progress
+    from txl_dist.cli.progress import WorkUnit, work_progress
 
     if out is None:
         for line in results:
             print(line, flush=True)
         return
     written = []
-    with work_progress(WorkUnit("prompts", 1, 0)) as progress:
+    with work_progress(WorkUnit("prompts")) as progress:
         for line in results:
             written.append(f"{line}\n")
             progress("generating", len(written), num_prompts)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,16 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.job_output import (
-    address_option,
-    duration,
-    next_commands,
-    note,
-    note_part,
-    print_plan,
-    summary,
-    write,
-)
 from txl_dist.cli.options import AsJson
 from txl_dist.errors import ConfigError
 
@@ -106,38 +96,30 @@ def submit(
     Example: txl job submit --follow -- train configs/quickstart.yaml --ranks 8
     """
     from txl_dist.cli.job_request import plan_job
-    from txl_dist.launch.job_package import collect_package
+    from txl_dist.launch.jobs import job_client
 
-    planned = plan_job(
+    request = plan_job(
         command,
         root=root or str(Path.cwd()),
         working_dir=working_dir,
         environment=_environment(env or []),
         python=python,
-    )
-    request = planned.request
-    package = collect_package(
-        working_dir,
-        configs=planned.configs,
         exclude=exclude or (),
-        excluded_paths=planned.excluded,
     )
-    note(package.description())
+    package = job_client().package(request)
+    _note(f"package: {package}")
     package.require_size()
     if dry_run:
-        print_plan(request, as_json=as_json)
+        _print_plan(request, as_json=as_json)
         return
     client = _connect(address)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / f"{request.name}.zip"
-        package.write(path)
-        note(f"upload: {path.stat().st_size / 2**20:,.1f} MiB to {client.url}, unless it is there")
-        job = _submit(client, request, path, attach=follow or wait)
+    _note(f"upload to {client.url}, unless the files are there")
+    job = _submit(client, request, attach=follow or wait)
     if follow or wait:
         code = _wait(client, job.id, follow=follow, as_json=as_json)
         sys.exit(code)
     print(json.dumps(asdict(job)) if as_json else job.id)
-    note(next_commands(client, job.id))
+    _note(_next_commands(client, job.id))
 
 
 @app.command()
@@ -159,8 +141,8 @@ def status(
         sys.exit(_wait(client, found.id, follow=False, as_json=as_json))
     found = client.job(found.id)
     if found.state == "failed" and not as_json:
-        note(found.message)
-    print(json.dumps(asdict(found)) if as_json else summary(found, client))
+        _note(found.message)
+    print(json.dumps(asdict(found)) if as_json else _summary(found, client))
 
 
 @app.command()
@@ -181,7 +163,7 @@ def logs(
         print(client.logs(found.id), end="")
         return
     try:
-        client.follow(found.id, write)
+        client.follow(found.id, _write)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_CODE)
 
@@ -199,11 +181,11 @@ def stop(
     client = _connect(address)
     found = _find(client, job)
     if not client.stop(found.id):
-        print(f"already ended: {summary(client.job(found.id), client)}")
+        print(f"already ended: {_summary(client.job(found.id), client)}")
         return
-    note(f"asked {found.id} to stop; a training run saves first, then ends with exit code 75")
+    _note(f"asked {found.id} to stop; a training run saves first, then ends with exit code 75")
     if wait:
-        print(summary(client.wait(found.id), client))
+        print(_summary(client.wait(found.id), client))
 
 
 @app.command("list")
@@ -219,24 +201,24 @@ def list_(address: Address = None, as_json: AsJson = False) -> None:
     width = max((len(job.id) for job in jobs), default=0)
     for job in jobs:
         code = "" if job.exit_code is None else str(job.exit_code)
-        print(f"{job.id:{width}}  {job.state:7}  {code:>3}  {duration(job):>9}  {job.command}")
+        print(f"{job.id:{width}}  {job.state:7}  {code:>3}  {_duration(job):>9}  {job.command}")
     if not jobs:
         print("no txl jobs")
 
 
 def _connect(address: str | None) -> "JobClient":
-    from txl_dist.launch.jobs import find_job_client
+    from txl_dist.launch.jobs import job_client
 
-    client = find_job_client(None if address == "auto" else address)
+    client = job_client()(None if address == "auto" else address)
     if not client.needs_token:
-        note(
+        _note(
             f"warning: {client.url} accepts jobs without a token, from anyone who can reach it. "
             "Start Ray with RAY_AUTH_MODE=token (ray get-auth-token --generate); txl doctor checks"
         )
     return client
 
 
-def _submit(client: "JobClient", request: "JobRequest", package: Path, *, attach: bool) -> "Job":
+def _submit(client: "JobClient", request: "JobRequest", *, attach: bool) -> "Job":
     """Start the next attempt, or attach to the one that is running."""
     from txl_dist.launch.jobs import JobExistsError, attempts_of, next_attempt_id
 
@@ -245,16 +227,16 @@ def _submit(client: "JobClient", request: "JobRequest", package: Path, *, attach
     if running is None:
         job_id = next_attempt_id(request.name, attempts)
         try:
-            client.submit(request, job_id, package)
+            client.submit(request, job_id)
         except JobExistsError:  # another client submitted it first
             running = client.job(job_id)
         else:
             return client.job(job_id)
     if attach and running.command == request.command:
-        note(f"{running.id} is already running; following it")
+        _note(f"{running.id} is already running; following it")
         return running
     difference = "" if running.command == request.command else f" ({running.command})"
-    at = address_option(client)
+    at = _address_option(client)
     raise ConfigError(
         f"this run is already running as job {running.id}{difference}. To watch it: txl job logs "
         f"-f {running.id} {at}. To start it again: txl job stop --wait {running.id} {at}, then "
@@ -266,20 +248,20 @@ def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> i
     """Wait for the end of a job; returns the exit code of its txl command."""
     try:
         if follow:
-            note(next_commands(client, job_id))
+            _note(_next_commands(client, job_id))
         job = (
-            client.follow(job_id, note_part if as_json else write)
+            client.follow(job_id, _note_part if as_json else _write)
             if follow
             else client.wait(job_id)
         )
     except KeyboardInterrupt:
-        note(f"\n{job_id} keeps running. {next_commands(client, job_id)}")
+        _note(f"\n{job_id} keeps running. {_next_commands(client, job_id)}")
         return INTERRUPTED_EXIT_CODE
     if as_json:
         print(json.dumps(asdict(job)))
     elif not follow and job.state == "failed":
-        note(job.message)
-    note(summary(job, client))
+        _note(job.message)
+    _note(_summary(job, client))
     return int(job.is_ended) if job.exit_code is None else job.exit_code
 
 
@@ -294,8 +276,8 @@ def _find(client: "JobClient", name: str) -> "Job":
     if runs:
         raise ConfigError(f"{name} are several runs: {', '.join(runs)}. Name one of them")
     raise ConfigError(
-        f"{client.url} knows no job {name}: txl job list {address_option(client)} shows those that "
-        "it knows. After a restart of the head its jobs are unknown; submit the same command: "
+        f"{client.url} knows no job {name}: txl job list {_address_option(client)} shows those "
+        "that it knows. After a restart of the head its jobs are unknown; submit the same command: "
         "a run resumes"
     )
 
@@ -309,3 +291,56 @@ def _environment(settings: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--env {name}: write NAME=VALUE")
         environment[name] = value
     return environment
+
+
+# --- output: ids, logs and JSON on standard output, the rest on standard error --------------------
+
+
+def _print_plan(request: "JobRequest", *, as_json: bool) -> None:
+    if as_json:
+        plan = {"entrypoint": request.entrypoint, "environment": dict(request.environment)}
+        print(json.dumps({"name": request.name, **plan}))
+        return
+    print(f"job:     {request.name}-N (N: number of the attempt)")
+    print(f"command: {request.command}")
+    print(f"root:    {request.root}, which must exist on all nodes")
+    print(f"runs as: {request.entrypoint}")
+
+
+def _summary(job: "Job", client: "JobClient") -> str:
+    advice = {
+        "stopped": "; submit the same command to resume",
+        "failed": f"; output: txl job logs {job.id} {_address_option(client)}",
+    }
+    code = "" if job.exit_code is None else f", exit code {job.exit_code}"
+    return f"{job.id}: {job.state}{code}, {_duration(job)}{advice.get(job.state, '')}"
+
+
+def _duration(job: "Job") -> str:
+    if job.start_seconds is None:
+        return "0 s"
+    seconds = int((job.end_seconds or time.time()) - job.start_seconds)
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds % 60:02} s"
+
+
+def _next_commands(client: "JobClient", job_id: str) -> str:
+    at = _address_option(client)
+    return f"Watch: txl job logs -f {job_id} {at}. Stop: txl job stop {job_id} {at}"
+
+
+def _address_option(client: "JobClient") -> str:
+    return f"--address {client.url}"
+
+
+def _note(text: str) -> None:
+    """For people, on standard error: standard output has ids, logs of jobs, and JSON."""
+    print(text, file=sys.stderr)
+
+
+def _note_part(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)

@@ -10,14 +10,13 @@ import math
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from txl_dist.cli.paths import paths_of_another_machine
+from txl_dist.cli.options import paths_of_another_machine
 from txl_dist.config.redaction import HIDDEN, redact, redact_field
 from txl_dist.errors import ConfigError
 from txl_dist.launch.jobs import COMMANDS, JobRequest
@@ -38,17 +37,6 @@ _SECRETS_BELONG = (
 _TEXT_KEY = "--text-key="
 
 
-@dataclass(frozen=True)
-class PlannedJob:
-    """A request, and what its package must and must not contain."""
-
-    request: JobRequest
-    configs: tuple[Path, ...]
-    """Files that are always packed, relative to the working directory."""
-    excluded: tuple[Path, ...]
-    """The run directory and the datasets, relative to the working directory or absolute."""
-
-
 def plan_job(
     words: Sequence[str],
     *,
@@ -56,7 +44,8 @@ def plan_job(
     working_dir: Path,
     environment: Mapping[str, str],
     python: str,
-) -> PlannedJob:
+    exclude: Sequence[str] = (),
+) -> JobRequest:
     """Check a command and turn it into a request. Raises ConfigError, or a usage error of typer."""
     if not words or words[0] not in COMMANDS:
         raise ConfigError(
@@ -67,30 +56,35 @@ def plan_job(
     if not posixpath.isabs(root):
         raise ConfigError(f"--root {root}: give an absolute path on the cluster")
     parameters = _parse(words)
-    common: dict[str, Any] = {"root": root, "environment": environment, "python": python}
+    common: dict[str, Any] = {
+        "root": root,
+        "environment": environment,
+        "python": python,
+        "working_dir": working_dir,
+    }
     if words[0] == "train":
-        return _plan_training(words, parameters, working_dir, common)
+        return _plan_training(words, parameters, exclude, common)
     # Preparations are the same job if they write the same dataset, evaluations if the words agree.
     out = str(parameters.get("out") or "")
     identity = [posixpath.normpath(posixpath.join(root, out))] if out else [root, *words[1:]]
-    request = JobRequest(
+    return JobRequest(
         name=_name(words[0], posixpath.basename(out), identity),
         words=(words[0], "--on", "auto", *words[1:]),
         stop_seconds=STOP_SECONDS,
+        excludes=(*exclude, *_patterns([Path(out)] if out else [], working_dir)),
         **common,
     )
-    return PlannedJob(request, configs=(), excluded=(Path(out),) if out else ())
 
 
 def _plan_training(
     words: Sequence[str],
     parameters: Mapping[str, Any],
-    working_dir: Path,
+    exclude: Sequence[str],
     common: Mapping[str, Any],
-) -> PlannedJob:
+) -> JobRequest:
     from txl_dist.config.config_file import load_run_config
 
-    path: Path = parameters["config"]
+    path, working_dir = Path(parameters["config"]), Path(common["working_dir"])
     config = load_run_config(path, parameters["overrides"] or [])
     _refuse_secrets_of(config)
     if not path.resolve().is_relative_to(working_dir.resolve()):
@@ -103,14 +97,22 @@ def _plan_training(
     position = next(n for n, word in enumerate(words) if n and Path(word) == path)
     others = (word for n, word in enumerate(words) if n not in (0, position))
     run = posixpath.normpath(posixpath.join(common["root"], config.directory))
-    request = JobRequest(
+    return JobRequest(
         name=_name("train", posixpath.basename(run), [run]),
         words=("train", packed.as_posix(), "--on", "auto", *others),
         log=f"{run}/logs/driver.log",
         stop_seconds=math.ceil(config.training.grace_seconds) + SHUTDOWN_SECONDS,
+        excludes=(*exclude, *_patterns(_local_paths(config), working_dir)),
+        config=packed.as_posix(),
         **common,
     )
-    return PlannedJob(request, configs=(packed,), excluded=tuple(_local_paths(config)))
+
+
+def _patterns(paths: Sequence[Path], working_dir: Path) -> list[str]:
+    """Patterns of the paths that are in the working directory: runs and datasets are not sent."""
+    root = working_dir.resolve()
+    inside = [path for path in ((root / path).resolve() for path in paths) if path != root]
+    return [f"/{path.relative_to(root).as_posix()}" for path in inside if path.is_relative_to(root)]
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:

@@ -1,11 +1,81 @@
-"""Options and arguments that several commands share. Each is declared once, here."""
+"""Options and arguments that several commands share, each declared once, and parsers of paths.
 
+Most paths must be local, and some must exist: pathlib reads `s3://bucket/x` as the directory
+`s3:/bucket/x` below the working directory. A command that takes no URL would write there, look
+successful, and its output would be lost with the machine.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from txl_dist.cli.paths import checkpoint_path, local_path_parser
+from data_pipeline.errors import ConfigError
+from txl_dist.errors import CheckpointError
+
+COPY_FROM_URL = "Copy it to this machine with the store's own tools, and give the path of the copy."
+COPY_TO_URL = "Give a local directory, and copy it there with the store's own tools."
+_are_elsewhere = ContextVar("paths_are_elsewhere", default=False)
+
+
+def require_local(path: str, advice: str = COPY_FROM_URL) -> str:
+    """Return `path`. Raises ConfigError if it is a URL; `{url}` in `advice` is replaced by it."""
+    from data_pipeline.system.sources import is_url, shown
+
+    if is_url(path):
+        if path.lower().startswith("file:///"):
+            advice = f"Write {shown(path)[len('file://') :]}."
+        raise ConfigError(
+            f"{shown(path)}: expected a path on this machine, not a URL. "
+            + advice.replace("{url}", shown(path))
+        )
+    return path
+
+
+def local_path_parser(advice: str = COPY_FROM_URL) -> Callable[[str], Path]:
+    """A `parser=` for typer that turns the text of an option into a local path."""
+
+    def path(text: str) -> Path:  # Typer shows this function's name in --help, as PATH.
+        return Path(require_local(text, advice))
+
+    return path
+
+
+@contextmanager
+def paths_of_another_machine() -> Iterator[None]:
+    """Parse a command that will run elsewhere: its checkpoints need not exist here."""
+    token = _are_elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _are_elsewhere.reset(token)
+
+
+def dataset_address(text: str) -> str:
+    """A `parser=` for typer: a directory with a manifest, or a URL. Raises DataError, before a
+    command imports numpy.
+    """
+    from data_pipeline.shards.missing_manifest import require_manifest
+
+    if not _are_elsewhere.get():
+        require_manifest(text)
+    return text
+
+
+def checkpoint_path(text: str) -> Path:
+    """A `parser=` for typer: a local path that exists. Raises CheckpointError, before a command
+    imports torch.
+    """
+    path = Path(require_local(text))
+    if not _are_elsewhere.get() and not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a run directory or a checkpoint in it")
+    return path
+
+
+# --- options and arguments ------------------------------------------------------------------------
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
@@ -73,3 +143,11 @@ On = Annotated[
         "output directory.",
     ),
 ]
+Batch = Annotated[int, typer.Option(min=1, help="Chunks or windows per batch.")]
+ClampLen = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Larger distances share one encoding; 0: no limit. Default: as in training."
+    ),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of everything random: samples, texts, intervals.")]

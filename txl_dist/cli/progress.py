@@ -1,11 +1,10 @@
-"""Progress of long commands: a live display on a terminal, plain lines elsewhere.
+"""Progress of long commands on standard error: rich on a terminal, plain lines elsewhere.
 
     run_progress     training: the log lines of rank 0, on standard output
-    chunk_progress   attention: chunks done, on standard error, terminals only
-    running          work without steps, on standard error: a spinner, or lines
+    work_progress    work in bytes, tokens or other units: amount, rate, and what each worker does
+    running          work without steps: a spinner, or its name
 
-`work_progress.py` has that of work in bytes or tokens. rich is imported only where a display is
-drawn: `txl --help` imports these modules.
+rich is imported only where a display is drawn: `txl --help` imports this module.
 """
 
 import sys
@@ -13,11 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from data_pipeline.system.progress import counted_bytes
+
+if TYPE_CHECKING:
+    from data_pipeline.system.workers import Workers
+
+Show: TypeAlias = Callable[[str, int, int], None]
+"""show(phase, done, total), to be called often."""
 
 FIRST_LINE_SECONDS = 1.5
-"""Work that takes less is not named where output is plain lines."""
+"""Work without steps that takes less is not named where output is plain lines."""
 SILENT_SECONDS = 4.0
-"""Longest time without a line after that."""
+"""Longest time without a plain line after that, and shortest time between two."""
+WORKERS_SECONDS = 30.0
+"""Between two plain lists of the workers."""
+MAX_WORKERS = 12
+"""Lines of such a list. The workers that have been busy for longest are in it."""
 BAR_COLUMNS = 20
 COLUMNS_WITH_BAR = 100
 """The step bar is left out on terminals with fewer columns: the step line needs the space."""
@@ -69,48 +82,197 @@ def fit_step_line(line: str, num_columns: int) -> str:
 
 
 @contextmanager
-def chunk_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yield `on_progress(chunks done, chunks)`."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("scoring")
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-@contextmanager
-def running(text: str, *, quiet: bool) -> Iterator[None]:
+def running(text: str, *, quiet: bool = False) -> Iterator[None]:
     """Show `text` while the context is open. Elsewhere than on a terminal, work that takes longer
     than FIRST_LINE_SECONDS is named by a line, which is repeated every few seconds with the time.
     """
     if quiet:
         yield
         return
-    if not sys.stderr.isatty():
-        with _repeated(text):
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(text):
             yield
         return
-    from rich.console import Console
 
-    with Console(stderr=True).status(text):
+    def print_lines() -> Iterator[float]:
+        start = time.monotonic()
+        yield FIRST_LINE_SECONDS
+        _print_line(text)
+        while True:
+            yield SILENT_SECONDS
+            _print_line(f"{text}: {time.monotonic() - start:.0f} s")
+
+    with _in_thread(print_lines()):
         yield
 
 
+@dataclass(frozen=True, slots=True)
+class WorkUnit:
+    """The unit in which work is measured."""
+
+    name: str
+    size: int = 1
+    digits: int = 0
+
+    def show(self, amount: float) -> str:
+        return f"{amount / self.size:,.{self.digits}f}"
+
+
+MIB = WorkUnit("MiB", 2**20, 1)
+TOKENS = WorkUnit("tokens")
+
+
 @contextmanager
-def _repeated(text: str) -> Iterator[None]:
-    begin, ended = time.monotonic(), threading.Event()
+def work_progress(unit: WorkUnit, workers: "Workers | None" = None) -> Iterator[Show]:
+    """Yield `show(phase, done, total)`, both in bytes or in units.
 
-    def repeat() -> None:
-        if not ended.wait(FIRST_LINE_SECONDS):
-            _print_line(text)
-            while not ended.wait(SILENT_SECONDS):
-                _print_line(f"{text}: {time.monotonic() - begin:.0f} s")
+    On a terminal a bar and a line for each busy worker, elsewhere a line every few seconds, and the
+    list of workers twice a minute.
+    """
+    work = _Work(unit, workers)
+    if sys.stderr.isatty():
+        with _live_display(work):
+            yield work.update
+        return
+    lines = _Lines(work)
+    if workers is None:
+        yield lines.update
+        return
+    # While all workers are busy with long units, or none has started, `update` is not called.
+    with _in_thread(lines.print_silence()):
+        yield lines.update
 
-    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+
+class _Work:
+    """What is known of the work: its phase, amount and rate."""
+
+    def __init__(self, unit: WorkUnit, workers: "Workers | None") -> None:
+        self.unit, self.workers, self.phase = unit, workers, ""
+        self.done = self.total = self._first_done = 0
+        self.start = self._phase_start = self._updated = time.monotonic()
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        self._updated = time.monotonic()
+        # While `done` does not change, only finished units are looked up: that time is not work.
+        if phase != self.phase or done == self._first_done:
+            self.phase, self._phase_start, self._first_done = phase, self._updated, done
+        if total:
+            self.done, self.total = done, total
+
+    @property
+    def current(self) -> int:
+        """`done`, with the bytes of the units that workers are at, at most `total`."""
+        if self.workers is None or self.unit is not MIB:
+            return self.done
+        unfinished = counted_bytes() + sum(each.done_bytes for each in self.workers.status())
+        return min(self.done + unfinished, self.total)
+
+    def amount(self, done: int) -> str:
+        """`reading: 60.0 of 90.0 MiB (67%)`."""
+        total, unit = self.total, self.unit
+        if not total:
+            return "starting"
+        amounts = f"{unit.show(done)} of {unit.show(total)} {unit.name} ({done / total:.0%})"
+        return f"{self.phase}: {amounts}"
+
+    @property
+    def speed(self) -> str:
+        """`, 10.0 MiB/s, 3 s left` in this phase; empty if it is not known."""
+        done, seconds = self.done - self._first_done, self._updated - self._phase_start
+        if done <= 0 or seconds <= 0:
+            return ""
+        rate, unit = done / seconds, self.unit
+        return f", {unit.show(rate)} {unit.name}/s, {(self.total - self.done) / rate:,.0f} s left"
+
+    def worker_lines(self) -> list[str]:
+        """What each busy worker is doing, and what the missing ones wait for."""
+        if self.workers is None:
+            return []
+        busy = sorted(self.workers.status(), key=lambda status: -status.busy_seconds)
+        lines = [str(status) for status in busy[:MAX_WORKERS]]
+        if len(busy) > MAX_WORKERS:
+            lines.append(f"and {len(busy) - MAX_WORKERS} more workers, busy for less time")
+        if missing := self.workers.missing():
+            lines.append(f"waiting for {missing}")
+        return lines
+
+
+@contextmanager
+def _live_display(work: _Work) -> Iterator[None]:
+    from rich.console import Console, RenderableType
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.text import Text
+
+    class Display(Progress):
+        """The bar, and a line for each busy worker below it."""
+
+        def get_renderables(self) -> Iterator[RenderableType]:
+            for task in self.tasks:
+                current = work.current
+                text = work.amount(current) + work.speed
+                self.update(task.id, description=text, completed=current, total=work.total or None)
+            yield self.make_tasks_table(self.tasks)
+            lines = (f"  {line}" for line in work.worker_lines())
+            yield Text("\n".join(lines), no_wrap=True)
+
+    columns = (BarColumn(BAR_COLUMNS), TextColumn("{task.description}", markup=False))
+    with Display(*columns, console=Console(stderr=True), transient=True) as display:
+        display.add_task("starting", total=None)
+        yield
+
+
+class _Lines:
+    """Prints a line every few seconds. Two threads use it."""
+
+    def __init__(self, work: _Work) -> None:
+        self._work = work
+        self._last_update = self._last_line = self._last_workers = work.start
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        self._work.update(phase, done, total)
+        if total and time.monotonic() - self._last_update >= SILENT_SECONDS:
+            self._last_update = time.monotonic()
+            self._print(self._work.amount(done) + self._work.speed)
+
+    def print_silence(self) -> Iterator[float]:
+        """Yields the seconds to wait."""
+        while True:
+            yield 1.0
+            self.print_workers_or_amount()
+
+    def print_workers_or_amount(self) -> None:
+        """Print the workers if the last list is old enough, and the amount after a silence."""
+        work, now = self._work, time.monotonic()
+        seconds = now - work.start
+        if work.workers is not None:
+            missing = "" if work.workers.status() else work.workers.missing()
+            if now - self._last_workers >= (2 * SILENT_SECONDS if missing else WORKERS_SECONDS):
+                self._last_workers = now
+                waiting = [f"waiting {seconds:,.0f} s for {missing}"]
+                lines = [f"  {line}" for line in work.worker_lines()]
+                for line in waiting if missing else lines:
+                    self._print(line)
+        if now - self._last_line >= SILENT_SECONDS:
+            self._print(f"{work.amount(work.current)}, {seconds:.0f} s")
+
+    def _print(self, line: str) -> None:
+        self._last_line = time.monotonic()
+        _print_line(line)
+
+
+@contextmanager
+def _in_thread(pauses: Iterator[float]) -> Iterator[None]:
+    """Iterate in a thread while the context is open, and wait for each of the seconds it yields."""
+    ended = threading.Event()
+
+    def run() -> None:
+        for seconds in pauses:
+            if ended.wait(seconds):
+                return
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
     thread.start()
     try:
         yield

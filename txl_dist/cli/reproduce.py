@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from txl_dist.cli.options import AsJson, Overrides
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import AsJson, Overrides, local_path_parser
 
 if TYPE_CHECKING:
-    from txl_dist.reproduction.experiments import Experiment
+    from txl_dist.cli.published_files import Experiment
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "paper"
 RESULT = "reproduction.json"
 
 
@@ -50,26 +48,25 @@ def reproduce(
     Example: txl reproduce enwik8-base --data downloads/ --ranks 8
     """
     from data_pipeline.shards.manifest import load_manifest
+    from txl_dist.cli.published_files import (
+        CONFIGS,
+        count_differences,
+        experiments,
+        find_published,
+    )
     from txl_dist.errors import ConfigError
     from txl_dist.reporting.evaluation_files import RESULT_NAME
-    from txl_dist.reproduction.experiments import EXPERIMENTS
-    from txl_dist.reproduction.published_files import count_differences, find_published
 
     if list_:
         _print_list()
         return
-    if name not in EXPERIMENTS:
-        raise ConfigError(f"txl reproduce {name!r}: expected one of {', '.join(EXPERIMENTS)}")
-    experiment, config, out = EXPERIMENTS[name], CONFIGS / f"{name}.yaml", out or Path("runs", name)
+    if name not in experiments():
+        raise ConfigError(f"txl reproduce {name!r}: expected one of {', '.join(experiments())}")
+    experiment, out = experiments()[name], out or Path("runs", name)
     if data is None:
         raise ConfigError(
             f"txl reproduce {name}: give the directory of the published files with --data DIR. "
             f"Source: {experiment.corpus.source}"
-        )
-    if not config.exists():
-        raise ConfigError(
-            f"{config} does not exist: the configs are part of the repository, not of the "
-            "installed package. Install txl from a clone: pip install -e ."
         )
     corpus, run, dataset = experiment.corpus, out / "run", out / "data"
     found = find_published(corpus, data)
@@ -83,11 +80,13 @@ def reproduce(
         for difference in differences:  # before hours of training
             print(f"not the paper's data: {difference}", file=sys.stderr)
         _run_command(
-            *("train", config, f"directory={run}", f"data.path={dataset}", *(overrides or [])),
-            *("--on", on, "--ranks", ranks),
+            *("train", CONFIGS / f"{name}.yaml", f"directory={run}", f"data.path={dataset}"),
+            *(*(overrides or []), "--on", on, "--ranks", ranks),
         )
+        options = {f"--{key.replace('_', '-')}": n for key, n in experiment.lengths.items()}
+        lengths = [word for option in options.items() for word in option]
         _run_command(
-            *("eval", run, dataset, "--split", "test", *_lengths(experiment), "--same-length"),
+            *("eval", run, dataset, "--split", "test", *lengths, "--same-length"),
             *("--on", on, "--workers", ranks, "--resume", "--out", out / "test"),
         )
     result = json.loads((out / "test" / RESULT_NAME).read_text())
@@ -108,16 +107,6 @@ def _run_command(*words: object) -> None:
     code = typer.main.get_command(app)(texts, prog_name="txl", standalone_mode=False)
     if code:
         raise typer.Exit(code)
-
-
-def _lengths(experiment: "Experiment") -> list[object]:
-    """The paper's lengths of the evaluation, as options."""
-    lengths = {
-        "--tgt-len": experiment.tgt_len,
-        "--mem-len": experiment.mem_len,
-        "--clamp-len": experiment.clamp_len,
-    }
-    return [word for pair in lengths.items() if pair[1] is not None for word in pair]
 
 
 def _comparison(
@@ -155,9 +144,9 @@ def _print_comparison(comparison: dict[str, Any]) -> None:
 
 
 def _print_list() -> None:
-    from txl_dist.reproduction.experiments import EXPERIMENTS
+    from txl_dist.cli.published_files import experiments
 
-    for name, experiment in EXPERIMENTS.items():
+    for name, experiment in experiments().items():
         published = "-" if experiment.published is None else f"{experiment.published:g}"
         metric = experiment.metric.replace("_", " ")
         print(f"{name:14}{metric:20}{published:>6}   {experiment.corpus.source}")

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from txl_dist.cli.options import AsJson
-from txl_dist.cli.paths import local_path_parser
+from txl_dist.cli.options import AsJson, local_path_parser
 
 app = typer.Typer(no_args_is_help=True, help="Tracking of runs in MLflow.")
 

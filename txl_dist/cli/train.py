@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from txl_dist.cli.options import ConfigPath, Overrides
-from txl_dist.cli.paths import require_local
+from txl_dist.cli.options import ConfigPath, Overrides, require_local
 
 if TYPE_CHECKING:
-    from txl_dist.launch.rank_range import RankRange
+    from txl_dist.launch.launcher import RankRange
     from txl_dist.training.job import TrainJob
 
 
@@ -81,7 +80,7 @@ def train(
     Example: txl train configs/quickstart.yaml --ranks 2 training.num_steps=500
     """
     from txl_dist.config.config_file import load_run_config
-    from txl_dist.launch.rank_range import RankRange
+    from txl_dist.launch.launcher import RankRange
     from txl_dist.runtime.process import is_torchrun
     from txl_dist.training.job import TrainJob
 
@@ -194,8 +193,7 @@ def _train_as_rank(
     import os
 
     from data_pipeline.system.signals import StopSignals, exit_without_teardown
-    from txl_dist.cli.errors import print_error
-    from txl_dist.errors import ConfigError, PreemptedError, TxlError
+    from txl_dist.errors import ConfigError, PreemptedError, TxlError, print_error
     from txl_dist.runtime.world import World
     from txl_dist.tracking.tracker import wait_for_delivery
     from txl_dist.training.rank import train_rank

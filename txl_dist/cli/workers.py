@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from data_pipeline.system.signals import sigterm_interrupts
-from txl_dist.errors import PreemptedError
+from txl_dist.errors import ConfigError, PreemptedError
 
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
@@ -20,10 +20,13 @@ def open_workers(on: str, num_workers: int, *, use_gpus: bool = False) -> "Itera
     from data_pipeline.system.workers import InProcess, ProcessWorkers
 
     if on != "local":
-        from txl_dist.launch.launcher import find_launcher
+        from txl_dist.launch.launcher import WorkerLauncher, find_launcher
 
+        launcher = find_launcher(on)
+        if not isinstance(launcher, WorkerLauncher):
+            raise ConfigError(f"--on {on}: this launcher only trains. Use --on local or ray")
         # ray.init installs its own SIGTERM handler, so ours is installed after it.
-        workers = find_launcher(on).workers(num_workers, use_gpus=use_gpus)
+        workers = launcher.workers(num_workers, use_gpus=use_gpus)
         with workers as pool, sigterm_interrupts():
             yield pool
     elif num_workers == 1:

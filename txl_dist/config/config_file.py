@@ -20,6 +20,7 @@ from txl_dist.config.redaction import redact
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.yaml_file import (
     KeyPath,
+    YamlDocument,
     YamlTextError,
     dotted,
     dump_yaml,
@@ -181,7 +182,7 @@ class _Source:
         return next((self._origins[key] for key in above if key in self._origins), str(self.path))
 
 
-def _read_override(name: str, text: str) -> Any:
+def _read_override(name: str, text: str) -> YamlDocument:
     try:
         return read_yaml(text)
     except YamlTextError as error:

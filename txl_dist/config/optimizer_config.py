@@ -28,13 +28,9 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator of the update, so that it is never 0."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay of the parameters that `weight_decay_parameters` names; decoupled from the
-    gradient, except with `adam`."""
-    weight_decay_parameters: Literal["matrices", "all"] = "matrices"
-    """`matrices`: the weights of linear layers and projections, not embeddings, cluster weights of
-    the softmax, position biases, LayerNorms and biases. `all`: every parameter."""
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """`muon` only: decay per step of the running mean of a hidden matrix's gradients."""
+    """Weight decay of the matrices of linear layers and projections; not of embeddings, cluster
+    weights of the softmax, position biases, LayerNorms and biases. Decoupled from the gradient,
+    except with `adam`."""
     gradient_clipping: float = Field(default=0.25, ge=0)
     """Largest global L2 norm of the gradient; 0 does not clip."""
     averaging: Literal["ema", "asgd"] | None = None
@@ -51,8 +47,6 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps at the start in which the learning rate rises linearly from 0 to `lr`. With a high rate
     and a short warm-up a model learns nothing: take 200 for rates from 1e-3 on."""
-    warmup_tokens: int | None = Field(default=None, ge=1)
-    """Length of the warm-up in tokens of all lanes, instead of `warmup_steps`; rounded up."""
     decay_steps: int | None = Field(default=None, ge=1)
     """`wsd` only: steps at the end of the run in which the learning rate falls to `min_lr`."""
     min_lr: float = Field(default=0.0, ge=0)
@@ -104,11 +98,6 @@ class OptimizerConfig(Section):
             )
 
     def _schedule_problems(self) -> Iterator[str]:
-        if self.warmup_steps and self.warmup_tokens is not None:
-            yield (
-                f"warmup_tokens={self.warmup_tokens} and warmup_steps={self.warmup_steps} both "
-                "set the length of the warm-up; remove one"
-            )
         if self.schedule == "wsd" and self.decay_steps is None:
             yield (
                 "schedule=wsd needs decay_steps, the steps at the end in which the rate falls; a "

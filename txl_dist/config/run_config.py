@@ -82,11 +82,6 @@ class RunConfig(Section):
             problems.append(
                 f"training.micro_batch_lanes={micro} is above data.num_lanes={lanes}; use null"
             )
-        if self.training.changes and self.optimizer.warmup_tokens is not None:
-            problems.append(
-                f"optimizer.warmup_tokens={self.optimizer.warmup_tokens} and training.changes: "
-                "tokens per step change during the run; use optimizer.warmup_steps"
-            )
         for change in self.training.changes:
             try:
                 self.after_step(change.step)

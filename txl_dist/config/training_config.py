@@ -34,7 +34,8 @@ class TrainingConfig(Section):
     num_epochs: float | None = Field(default=None, gt=0)
     """Length in epochs of the training data; rounded up to whole steps."""
     micro_batch_lanes: int | None = Field(default=None, ge=1)
-    """Lanes per micro-batch of a rank; null: all its lanes. Changes speed and memory only."""
+    """Lanes per micro-batch of a rank; null: all its lanes. Changes the speed and the bytes of
+    activations only."""
     log_interval_steps: int = Field(default=10, ge=1)
     """Steps between two step lines; the last step always has one."""
     checkpoint_interval_steps: int = Field(default=500, ge=1)
@@ -64,11 +65,11 @@ class TrainingConfig(Section):
     devices give another trajectory."""
     deterministic: bool = False
     """On GPUs: only operations that repeat bit for bit, so that two runs have equal weights. Slower
-    and with more memory. On CPUs this holds in any case."""
+    and with more GPU memory. On CPUs this holds in any case."""
     compile: bool = False
     """Compile the layers with torch.compile at the start, a minute or more; stages 0 to 2."""
     activation_checkpointing: bool = False
-    """Compute each layer's activations again in backward: less memory, more time, same numbers."""
+    """Compute each layer's activations again in backward: fewer bytes, more time, same numbers."""
     memory_dtype: Literal["fp32", "bf16"] = "fp32"
     """Storage of the recurrent memory. bf16 takes half the bytes and rounds the hidden states."""
     memory_device: Literal["default", "cpu"] = "default"
@@ -76,9 +77,7 @@ class TrainingConfig(Section):
     statistics_interval_steps: int | None = Field(default=None, ge=1)
     """Steps between two lines with norms of weights, gradients and updates by layer; null: none."""
     profile_steps: tuple[int, int] | None = None
-    """First and last step of a trace by torch.profiler in RUN/profile; null: none."""
-    profile_ranks: tuple[int, ...] = (0,)
-    """Ranks that write a trace."""
+    """First and last step of rank 0's trace by torch.profiler in RUN/profile; null: none."""
 
     @field_validator("profile_steps")
     @classmethod

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import txl_dist
 from data_pipeline.errors import TxlError
@@ -55,6 +56,14 @@ class DoctorRequest:
     """Where `expected_versions` come from."""
     dashboard_ports: tuple[int, ...] = (DASHBOARD_PORT,)
     """Ports to check for open dashboards."""
+
+
+@runtime_checkable
+class NodeChecker(Protocol):
+    """A launcher that can check every machine on which it starts ranks."""
+
+    def check_nodes(self, request: DoctorRequest) -> list[Finding]:
+        """All findings about these machines."""
 
 
 def node_checks(request: DoctorRequest) -> dict[str, Check]:
@@ -251,7 +260,7 @@ def check_cpus() -> list[Finding]:
     """The CPUs that this process may use; a note if that is less than the machine has."""
     total, usable = os.cpu_count() or 1, usable_cpus()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
-    summary = f"no GPU; {total} CPUs, {memory:.1f} GiB memory"
+    summary = f"no GPU; {total} CPUs, {memory:.1f} GiB host memory"
     if usable < total:
         return [
             note(

@@ -1,18 +1,8 @@
-"""`txl estimate`: memory, time, communication and checkpoints of a run, before it starts.
+"""`txl estimate`: parameters, bytes of a rank, FLOPs and days of a run, before it starts.
 
     dry_run.py        parameters and activations: the model's code, run on tensors without data
-    live_memory.py    counts the tensors that are alive, for dry runs and real ones
-    memory.py         memory of a rank by ZeRO stage
-    communication.py  collectives of a step, and their time on rings and trees
-    checkpoint.py     size, interval and goodput
-    limits.py         what grows with the ranks, and where it becomes a problem
-    zero_settings.py  DeepSpeed's settings that these depend on
-    data_facts.py     vocabulary and length of the run, from the dataset
-    assumptions.py    the machines
-    run_estimate.py   all of it, for several numbers of GPUs
-    report.py         prints it
+    rank_bytes.py    bytes of a rank by ZeRO stage, with DeepSpeed's buffers
+    run_estimate.py   all of it, for several numbers of GPUs, and the text
 
-The figures are compared with real runs by benchmarks/estimate_accuracy.py (memory) and
-benchmarks/estimate_links.py (time of a step). docs/decisions/0030-estimates.md says why they are
-computed in this way.
+benchmarks/estimate_accuracy.py compares the bytes with real runs (docs/decisions/0030).
 """

@@ -3,28 +3,28 @@
 `dry_run` builds the real TransformerXL on torch's fake tensors, which have shapes, dtypes and
 lifetimes but no data, and runs one forward and backward of a micro-batch. So the result includes
 every option that changes what autograd stores: encoding, implementation of attention, dropout,
-autocast, activation checkpointing. A model of any size takes seconds and no memory.
+autocast, activation checkpointing. A model of any size takes seconds and no RAM.
 
 Dropout masks count like those of a real step. The rows of the softmax's clusters after the first
 depend on the text; they are assumed to follow Zipf's law (`tail_rows`).
 """
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.estimate.assumptions import Device
-from txl_dist.estimate.live_memory import LiveMemory
-from txl_dist.estimate.memory import ActivationPeaks, ModelNeeds, Parameter
-from txl_dist.estimate.zero_settings import ZeroSettings
+from txl_dist.estimate.rank_bytes import ActivationPeaks, ModelNeeds, Parameter, ZeroSettings
 from txl_dist.model import attention, devices
 from txl_dist.model.attention import choose_implementation, sdpa
 from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
@@ -35,6 +35,61 @@ from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.training.engine.optimizers import parameter_groups, states_by_name
 
 # Shapes: B lanes, T segment tokens, H heads, S keys
+
+Device = Literal["cuda", "cpu"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """While the context is open, counts the storages of the tensors that operations return.
+
+    The count is of tensors, not of the process: neither the allocator's rounding nor libraries are
+    in it. It works on real tensors and on torch's fake tensors, which have shapes but no data.
+
+    A storage that several tensors share counts once. A tensor from before the context is not
+    counted, until an operation returns a view of it: create all tensors inside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._bytes_of: dict[int, int] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after every storage that is created."""
+
+    def reset_peak(self) -> None:
+        """Let `peak_bytes` start again from what is alive now."""
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(
+        self,
+        operation: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = self.compute(operation, args, dict(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self._count(tensor.untyped_storage())
+        return result
+
+    def compute(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation; a subclass may replace some."""
+        return operation(*args, **kwargs)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._bytes_of:
+            return
+        self._bytes_of[key] = storage.nbytes()
+        self.live_bytes += self._bytes_of[key]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, key)
+        self.on_change()
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._bytes_of.pop(key)
 
 
 def tail_rows(config: ModelConfig, *, num_tokens: int) -> list[int]:
@@ -73,7 +128,6 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
         token_BT = torch.zeros(shape_BT, dtype=torch.int64)
         age_BT = torch.zeros(shape_BT, dtype=torch.int32)
         bucket_size = _bucket_size(config, device)
-        num_results = live.num_results
         peaks = _PeaksByPhase(model, live, bucket_size=bucket_size)
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
             nats_BT, next_memory = model(token_BT, token_BT, age_BT, memory, _Masks())
@@ -83,7 +137,6 @@ def _run(config: RunConfig, device: Device, rows: int) -> ModelNeeds:
         del next_memory
     return ModelNeeds(
         parameters=tuple(_parameters(model, config)),
-        num_kernels=live.num_results - num_results,
         groups=tuple(
             tuple(parameter.numel() for parameter in group["params"])
             for group in parameter_groups(model, config.optimizer)
@@ -115,7 +168,7 @@ def _parameters(model: TransformerXL, config: RunConfig) -> Iterator[Parameter]:
 class _PeaksByPhase:
     """Follows the live bytes from now on, through forward and backward of `model`."""
 
-    def __init__(self, model: TransformerXL, live: LiveMemory, *, bucket_size: int) -> None:
+    def __init__(self, model: TransformerXL, live: LiveBytes, *, bucket_size: int) -> None:
         self.after_forward = self.before_gradients = self.with_gradients = 0
         self.without_gradients = self.after_first_bucket = 0
         self._live, self._start_bytes, self._gradient_bytes = live, live.live_bytes, 0
@@ -141,7 +194,7 @@ class _PeaksByPhase:
     def _gradient_is_complete(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self._num_complete += parameter.numel()
-        # Some gradients are parts of larger tensors, which stay in memory with them.
+        # Some gradients are parts of larger tensors, which stay alive with them.
         self._gradient_bytes += parameter.grad.untyped_storage().nbytes()
 
 
@@ -156,7 +209,7 @@ class _Masks:
         return KeepBits(torch.empty(*x.shape[:-1], num_words, dtype=torch.int16), factor=1.0)
 
 
-class _ClusterRows(LiveMemory):
+class _ClusterRows(LiveBytes):
     """Gives `nonzero`, whose result has no shape without data, the expected number of rows."""
 
     def __init__(self, config: ModelConfig, num_tokens: int) -> None:

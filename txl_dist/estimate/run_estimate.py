@@ -1,62 +1,96 @@
-"""The estimate of one run for several numbers of GPUs, from the modules of this package.
+"""The estimate of one run for several numbers of GPUs, and the text that `txl estimate` prints.
 
-`estimate_run` computes a `ScaleEstimate` per number of GPUs. All values are plain numbers in SI
-units, so that `asdict` is the JSON of the command; `report.py` prints them.
+Bytes are those of a dry run and of DeepSpeed's buffers (`rank_bytes.py`). Time is that of the
+matrix products at an assumed share of the peak; communication, failures and saves are not in it
+(docs/scaling.md).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+from data_pipeline.shards.manifest import MANIFEST_NAME
+from data_pipeline.system.remote_path import dataset_path
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
-from txl_dist.estimate.assumptions import Assumptions
-from txl_dist.estimate.checkpoint import (
-    CheckpointSize,
-    best_interval_seconds,
-    checkpoint_size,
-    goodput,
+from txl_dist.estimate.dry_run import Device, dry_run, tail_rows
+from txl_dist.estimate.rank_bytes import (
+    FP32_BYTES,
+    ModelNeeds,
+    RankBytes,
+    RankPeak,
+    ZeroSettings,
 )
-from txl_dist.estimate.communication import Collective, StepTime, collectives_of_step, step_time
-from txl_dist.estimate.data_facts import DataFacts
-from txl_dist.estimate.dry_run import dry_run, tail_rows
-from txl_dist.estimate.limits import Limit, limits_of_run
-from txl_dist.estimate.memory import MemoryUse, ModelNeeds, RankMemory
-from txl_dist.estimate.zero_settings import ZeroSettings
 from txl_dist.model.flops import training_flops
 from txl_dist.model.memory import memory_kind
+from txl_dist.training.data import first_phase, open_corpora
 
 STAGES = (0, 1, 2, 3)
-HOUR_SECONDS, DAY_SECONDS = 3600.0, 86400.0
+DAY_SECONDS = 86400.0
+PEAK_TFLOPS = {"bf16": 312.0, "fp32": 19.5}
+"""By `precision`: one NVIDIA A100, from its data sheet (dense bf16; fp32 without TF32)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageEstimate:
-    """One ZeRO stage on one number of GPUs. Bytes are those of one rank."""
+class Assumptions:
+    """One kind of machine. `txl estimate` measures none of it."""
 
-    memory: MemoryUse
-    bytes_sent: float
-    """Bytes sent per step, with ring algorithms."""
-    step: StepTime
+    device: Device = "cuda"
+    peak_tflops: float | None = None
+    """Peak of one GPU; None: `PEAK_TFLOPS` of the run's precision."""
+    utilisation: float = 0.3
+    """Share of the peak that a step reaches (MFU)."""
+    lanes_per_gpu: int | None = None
+    """The batch grows with the GPUs; None: `data.num_lanes` is the same for all."""
+
+    def flops_per_second(self, precision: str) -> float:
+        """Of one GPU, at the assumed utilisation."""
+        return (self.peak_tflops or PEAK_TFLOPS[precision]) * 1e12 * self.utilisation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SavingEstimate:
-    """Checkpoints and failures on one number of GPUs."""
+class DataFacts:
+    """Read from the datasets of a config or, if they do not exist, from the config alone."""
 
-    size: CheckpointSize
-    save_seconds: float
-    """Time for which one save stops training."""
-    write_seconds: float
-    interval_seconds: float
-    """Configured time between two checkpoints."""
-    best_interval_steps: int
-    mtbf_seconds: float
-    """Mean time between failures of the whole run."""
-    goodput: float
-    """Share of the time that is progress, with the configured interval."""
-    best_goodput: float
+    vocab_size: int
+    num_steps: int | None
+    """`training.num_steps`; None: the run has a length in tokens."""
+    num_tokens: float | None = None
+    """Length of the run in tokens of all lanes; None: unknown without the data."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Read the manifests of the datasets, if they are there.
+
+        Raises ConfigError if the vocabulary is unknown, DataError for a damaged dataset.
+        """
+        vocab_size, data = config.model.vocab_size, config.data
+        num_tokens: float | None = config.training.num_tokens
+        paths = [dataset_path(corpus.path) for corpus in data.corpora.values()]
+        if all(not isinstance(path, Path) or (path / MANIFEST_NAME).exists() for path in paths):
+            corpora = open_corpora(data)
+            vocab_size = corpora[0].manifest.vocab_size
+            if config.training.num_epochs is not None:
+                phase = first_phase(corpora, data.train_split, num_lanes=data.num_lanes)
+                epoch_tokens = phase.plan(tgt_len=data.tgt_len).num_tokens
+                num_tokens = config.training.num_epochs * epoch_tokens
+        elif not vocab_size:
+            listed = ", ".join(corpus.path for corpus in data.corpora.values())
+            raise ConfigError(
+                f"model.vocab_size=0 means that of the data, but {listed} has no manifest. Add "
+                "model.vocab_size=N, or prepare the data first (txl prepare)"
+            )
+        return cls(
+            vocab_size=vocab_size, num_steps=config.training.num_steps, num_tokens=num_tokens
+        )
+
+    def steps_of_run(self, *, tokens_per_step: int) -> int | None:
+        """Optimizer steps, with this many tokens per step."""
+        if self.num_steps is not None or self.num_tokens is None:
+            return self.num_steps
+        return math.ceil(self.num_tokens / tokens_per_step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,25 +99,28 @@ class ScaleEstimate:
 
     gpus: int
     num_lanes: int
-    num_steps: int | None
-    """Steps of the whole run; None: they depend on a dataset that does not exist."""
     lanes_per_rank: int
     micro_batches: int
     padded_share: float
     """Share of the computed rows that are padding, because the lanes do not divide evenly."""
-    stages: dict[int, StageEstimate]
+    stages: dict[int, RankBytes]
     """By ZeRO stage; without the stages that the optimizer does not support."""
+    checkpoint_bytes: int
     step_seconds: float
-    """Step time at the ZeRO stage of the run."""
     tokens_per_second: float
-    """Tokens per second, summed over all ranks."""
+    """Summed over all ranks."""
+    num_steps: int | None
+    """Steps of the whole run; None: they depend on a dataset that does not exist."""
     days: float | None
-    """Duration of the whole run without failures."""
-    days_with_failures: float | None
-    """Duration with failures and the configured checkpoint interval."""
-    data_bytes_per_second: float | None
-    """Compressed shards that one rank reads."""
-    saving: SavingEstimate
+    """Duration of the whole run."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and the sum of each stage."""
+        uses = {
+            number: {"memory": {**asdict(use), "device": use.device}}
+            for number, use in self.stages.items()
+        }
+        return {**asdict(self), "stages": uses}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,16 +134,15 @@ class RunEstimate:
     max_ranks: int | None
     """The number of lanes; None if lanes grow with the ranks."""
     scales: list[ScaleEstimate]
-    limits: list[Limit]
 
-
-def scale_to_json(scale: ScaleEstimate) -> dict[str, Any]:
-    """All fields, and the sums that are properties of their parts."""
-    content = asdict(scale)
-    for number, stage in scale.stages.items():
-        content["stages"][number]["memory"]["device"] = stage.memory.device
-        content["stages"][number]["step"]["total"] = stage.step.total
-    return content
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_parameters": self.num_parameters,
+            "flops_per_token": self.flops_per_token,
+            "zero_stage": self.zero_stage,
+            "legal_world_sizes": {"minimum": 1, "maximum": self.max_ranks},
+            "scales": [scale.to_json() for scale in self.scales],
+        }
 
 
 def estimate_run(
@@ -117,12 +153,11 @@ def estimate_run(
     estimator.require_legal(max(gpus))
     scales = [estimator.scale(num_gpus) for num_gpus in gpus]
     return RunEstimate(
-        num_parameters=estimator.model.num_parameters,
+        num_parameters=estimator.num_parameters,
         flops_per_token=estimator.flops_per_token,
         zero_stage=config.deepspeed.zero_stage,
         max_ranks=None if assumptions.lanes_per_gpu else config.data.num_lanes,
         scales=scales,
-        limits=estimator.limits(),
     )
 
 
@@ -135,8 +170,12 @@ class _Estimator:
         self._config = config.model_copy(update={"model": model})
         self._facts, self._assumptions = facts, assumptions
         self._models: dict[int, ModelNeeds] = {}
-
-    # --- shapes ---------------------------------------------------------------------------------
+        state = memory_kind(model).empty(1, device="meta")
+        self._lane_elements = sum(tensor.numel() for tensor in state.row(0).values())
+        lanes, tgt_len = config.data.num_lanes, config.data.tgt_len
+        tails = tail_rows(model, num_tokens=lanes * tgt_len)
+        flops = training_flops(model, num_lanes=lanes, tgt_len=tgt_len, tail_rows=tails)
+        self.flops_per_token = flops / (lanes * tgt_len)
 
     def require_legal(self, gpus: int) -> None:
         lanes = self._num_lanes(gpus)
@@ -151,182 +190,130 @@ class _Estimator:
         per_gpu = self._assumptions.lanes_per_gpu
         return self._config.data.num_lanes if per_gpu is None else per_gpu * gpus
 
-    def _rows(self, gpus: int) -> tuple[int, int]:
-        """Rows of a micro-batch, and micro-batches of a step."""
-        rows = math.ceil(self._num_lanes(gpus) / gpus)
-        micro_batch_rows = min(rows, self._config.training.micro_batch_lanes or rows)
-        return micro_batch_rows, math.ceil(rows / micro_batch_rows)
-
     @property
-    def model(self) -> ModelNeeds:
-        """For what does not depend on the rows. Call `scale` before."""
-        return next(iter(self._models.values()))
-
-    def _model_with(self, micro_batch_rows: int) -> ModelNeeds:
-        """The dry run of a micro-batch. It takes seconds, so it is done once per size."""
-        if micro_batch_rows not in self._models:
-            self._models[micro_batch_rows] = dry_run(
-                self._config, micro_batch_rows=micro_batch_rows, device=self._assumptions.device
-            )
-        return self._models[micro_batch_rows]
-
-    @property
-    def _memory_elements_per_lane(self) -> int:
-        state = memory_kind(self._config.model).empty(1, device="meta")
-        return sum(tensor.numel() for tensor in state.row(0).values())
-
-    @property
-    def flops_per_token(self) -> float:
-        """Forward and backward, with full memory."""
-        lanes, tgt_len = self._config.data.num_lanes, self._config.data.tgt_len
-        tails = tail_rows(self._config.model, num_tokens=lanes * tgt_len)
-        flops = training_flops(
-            self._config.model, num_lanes=lanes, tgt_len=tgt_len, tail_rows=tails
-        )
-        return flops / (lanes * tgt_len)
-
-    # --- estimates ------------------------------------------------------------------------------
+    def num_parameters(self) -> int:
+        """Call `scale` before."""
+        return next(iter(self._models.values())).num_parameters
 
     def scale(self, gpus: int) -> ScaleEstimate:
-        lanes, (rows, micro_batches) = self._num_lanes(gpus), self._rows(gpus)
-        stages = {stage: self._stage(gpus, stage) for stage in self._legal_stages()}
-        step_seconds = stages[self._config.deepspeed.zero_stage].step.total
-        tokens_per_second = lanes * self._config.data.tgt_len / step_seconds
-        saving = self._saving(gpus, step_seconds)
-        steps = self._facts.steps_of_run(tokens_per_step=lanes * self._config.data.tgt_len)
-        rate = self._facts.compressed_bytes_per_token
-        days = None if steps is None else steps * step_seconds / DAY_SECONDS
+        config, lanes = self._config, self._num_lanes(gpus)
+        lanes_per_rank = math.ceil(lanes / gpus)
+        rows = min(lanes_per_rank, config.training.micro_batch_lanes or lanes_per_rank)
+        micro_batches = math.ceil(lanes_per_rank / rows)
+        stages = {
+            stage: self._peak(gpus, stage, rows, micro_batches)
+            for stage in STAGES
+            if not any(config.optimizer.problems_at_stage(stage))
+        }
+        # Recomputing is a second forward, a third of forward and backward.
+        recompute = 4 / 3 if config.training.activation_checkpointing else 1.0
+        rank_tokens = rows * micro_batches * config.data.tgt_len
+        seconds = rank_tokens * self.flops_per_token * recompute
+        seconds /= self._assumptions.flops_per_second(config.precision)
+        steps = self._facts.steps_of_run(tokens_per_step=lanes * config.data.tgt_len)
+        model = self._models[rows]
         return ScaleEstimate(
             gpus=gpus,
             num_lanes=lanes,
-            num_steps=steps,
-            lanes_per_rank=math.ceil(lanes / gpus),
+            lanes_per_rank=lanes_per_rank,
             micro_batches=micro_batches,
             padded_share=1 - lanes / (rows * micro_batches * gpus),
             stages=stages,
-            step_seconds=step_seconds,
-            tokens_per_second=tokens_per_second,
-            days=days,
-            days_with_failures=None if days is None else days / saving.goodput,
-            data_bytes_per_second=None if rate is None else rate * tokens_per_second / gpus,
-            saving=saving,
+            checkpoint_bytes=FP32_BYTES
+            * (model.num_parameters + model.num_states + lanes * self._lane_elements),
+            step_seconds=seconds,
+            tokens_per_second=lanes * config.data.tgt_len / seconds,
+            num_steps=steps,
+            days=None if steps is None else steps * seconds / DAY_SECONDS,
         )
 
-    def _legal_stages(self) -> list[int]:
-        optimizer = self._config.optimizer
-        return [stage for stage in STAGES if not any(optimizer.problems_at_stage(stage))]
-
-    def _stage(self, gpus: int, stage: int) -> StageEstimate:
-        memory = self._memory(gpus, stage)
-        collectives = self._collectives(gpus, stage)
-        return StageEstimate(
-            memory=memory,
-            bytes_sent=sum(each.bytes_sent(gpus) for each in collectives),
-            step=self._step(gpus, stage),
-        )
-
-    def _memory(self, gpus: int, stage: int) -> MemoryUse:
-        training, (rows, micro_batches) = self._config.training, self._rows(gpus)
-        on_cpu = self._assumptions.device == "cpu"
+    def _peak(self, gpus: int, stage: int, rows: int, micro_batches: int) -> RankBytes:
+        training, device = self._config.training, self._assumptions.device
+        if rows not in self._models:  # A dry run takes seconds.
+            self._models[rows] = dry_run(self._config, micro_batch_rows=rows, device=device)
         element_bytes = 2 if training.memory_dtype == "bf16" else 4
-        return RankMemory(
-            model=self._model_with(rows),
-            zero=self._zero(gpus, stage),
+        return RankPeak(
+            model=self._models[rows],
+            zero=ZeroSettings.of(
+                self._config.deepspeed, num_ranks=gpus, on_gpu=device == "cuda", stage=stage
+            ),
             num_ranks=gpus,
             num_micro_batches=micro_batches,
-            lane_bytes=rows * micro_batches * self._memory_elements_per_lane * element_bytes,
-            lanes_on_host=training.memory_device == "cpu" and not on_cpu,
-            copies_to_reduce=on_cpu,
+            lane_bytes=rows * micro_batches * self._lane_elements * element_bytes,
+            lanes_on_host=training.memory_device == "cpu" and device != "cpu",
+            copies_to_reduce=device == "cpu",
         ).peak()
 
-    def _collectives(self, gpus: int, stage: int) -> list[Collective]:
-        _, micro_batches = self._rows(gpus)
-        return list(
-            collectives_of_step(
-                self.model, self._zero(gpus, stage), num_micro_batches=micro_batches
-            )
-        )
 
-    def _zero(self, gpus: int, stage: int) -> ZeroSettings:
-        on_gpu = self._assumptions.device == "cuda"
-        return ZeroSettings.of(self._config.deepspeed, num_ranks=gpus, on_gpu=on_gpu, stage=stage)
+# --- the text -------------------------------------------------------------------------------------
 
-    def _step(self, gpus: int, stage: int) -> StepTime:
-        rows, micro_batches = self._rows(gpus)
-        return step_time(
-            self._collectives(gpus, stage),
-            compute_seconds=self._compute_seconds(rows, micro_batches),
-            num_ranks=gpus,
-            links=self._assumptions.links,
-        )
+LABEL_WIDTH, COLUMN_WIDTH = 42, 13
+_ROWS: list[tuple[str, Callable[[ScaleEstimate], str]]] = [
+    ("lanes per rank", lambda scale: str(scale.lanes_per_rank)),
+    ("micro-batches per step", lambda scale: str(scale.micro_batches)),
+    ("rows that are padding", lambda scale: f"{scale.padded_share:.1%}"),
+    ("time of a step", lambda scale: _duration(scale.step_seconds)),
+    ("tokens per second, all ranks", lambda scale: f"{scale.tokens_per_second:,.0f}"),
+    ("time of the run", lambda scale: _days(scale.days)),
+    ("checkpoint", lambda scale: _size(scale.checkpoint_bytes)),
+]
 
-    def _compute_seconds(self, rows: int, micro_batches: int) -> float:
-        # Recomputing is a second forward, a third of forward and backward.
-        recompute = 4 / 3 if self._config.training.activation_checkpointing else 1.0
-        tokens = rows * micro_batches * self._config.data.tgt_len
-        peak = self._assumptions.peak_flops(self._config.precision)
-        products = tokens * self.flops_per_token * recompute / peak / self._assumptions.utilisation
-        # Launches run ahead of the device, unless its operations are shorter.
-        launches = micro_batches * self.model.num_kernels * self._assumptions.kernel_seconds
-        return max(products, launches)
 
-    def _checkpoint_size(self, gpus: int) -> CheckpointSize:
-        return checkpoint_size(
-            self.model,
-            zero_stage=self._config.deepspeed.zero_stage,
-            num_ranks=gpus,
-            num_lanes=max(gpus, self._num_lanes(gpus)),
-            memory_elements_per_lane=self._memory_elements_per_lane,
-        )
+def lines_of(estimate: RunEstimate, assumptions: Assumptions, *, precision: str) -> Iterator[str]:
+    """The lines that `txl estimate` prints: tables with one column per number of GPUs."""
+    yield (
+        f"{estimate.num_parameters:,} parameters, {estimate.flops_per_token:.3g} FLOPs per token "
+        f"(forward and backward), ZeRO stage {estimate.zero_stage}"
+    )
+    yield _world_sizes(estimate.max_ranks, assumptions)
+    yield ""
+    yield _row("GPUs", [f"{scale.gpus:,}" for scale in estimate.scales])
+    for label, cell in _ROWS:
+        yield _row(label, [cell(scale) for scale in estimate.scales])
+    yield ""
+    yield "peak memory of a rank's device"
+    for stage in sorted({stage for scale in estimate.scales for stage in scale.stages}):
+        mark = " (the run's)" if stage == estimate.zero_stage else ""
+        cells = [_size(scale.stages[stage].device) for scale in estimate.scales]
+        yield _row(f"  ZeRO stage {stage}{mark}", cells)
+    yield ""
+    yield f"parts of that peak at stage {estimate.zero_stage}, and what is on the host"
+    for part in ("weights", "gradients", "optimizer", "buffers", "lanes", "activations", "host"):
+        uses = (scale.stages[estimate.zero_stage] for scale in estimate.scales)
+        yield _row(f"  {part}", [_size(getattr(use, part)) for use in uses])
+    yield ""
+    flops = assumptions.peak_tflops or PEAK_TFLOPS[precision]
+    yield f"assumed: {flops:g} TFLOP/s per GPU at {assumptions.utilisation:.0%} utilisation"
+    if assumptions.device == "cuda":
+        yield "allow 1 to 2 GiB more per GPU for the CUDA context, NCCL and fragmentation"
 
-    def _saving(self, gpus: int, step_seconds: float) -> SavingEstimate:
-        assumptions, training = self._assumptions, self._config.training
-        size = self._checkpoint_size(gpus)
-        save = size.bytes_per_rank / (assumptions.copy_gbytes_per_second * 1e9)
-        write = size.num_bytes / (assumptions.storage_gbytes_per_second * 1e9)
-        nodes = math.ceil(gpus / assumptions.links.gpus_per_node)
-        mtbf = assumptions.node_mtbf_hours * HOUR_SECONDS / nodes
-        interval = training.checkpoint_interval_steps * step_seconds
-        if training.checkpoint_interval_minutes is not None:
-            interval = min(interval, 60 * training.checkpoint_interval_minutes)
-        # A save also waits for the previous one to be written.
-        best = max(write, best_interval_seconds(save_seconds=save, mtbf_seconds=mtbf))
-        # A failure while files are written loses the interval before them too.
-        restart = assumptions.restart_seconds + write
-        failures = {"restart_seconds": restart, "mtbf_seconds": mtbf}
-        return SavingEstimate(
-            size=size,
-            save_seconds=save,
-            write_seconds=write,
-            interval_seconds=interval,
-            best_interval_steps=max(1, round(best / step_seconds)),
-            mtbf_seconds=mtbf,
-            goodput=goodput(
-                interval_seconds=interval,
-                save_seconds=save + max(0.0, write - interval),
-                **failures,
-            ),
-            best_goodput=goodput(interval_seconds=best, save_seconds=save, **failures),
-        )
 
-    def limits(self) -> list[Limit]:
-        stage = self._config.deepspeed.zero_stage
+def _world_sizes(lanes: int | None, assumptions: Assumptions) -> str:
+    if lanes is None:
+        return f"legal world sizes: any; {assumptions.lanes_per_gpu} lanes per GPU"
+    even = [ranks for ranks in range(1, lanes + 1) if lanes % ranks == 0]
+    shown = ", ".join(map(str, even if len(even) <= 16 else [*even[:12], "...", *even[-3:]]))
+    return f"legal world sizes: 1 to {lanes:,} (data.num_lanes); without padding: {shown}"
 
-        def exposed_share(gpus: int) -> float:
-            step = self._step(gpus, stage)
-            return step.exposed / step.total
 
-        def save_share(gpus: int) -> float:
-            saving = self._saving(gpus, self._step(gpus, stage).total)
-            return saving.write_seconds / saving.interval_seconds
+def _row(label: str, cells: list[str]) -> str:
+    return f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
 
-        per_gpu = self._assumptions.lanes_per_gpu
-        return limits_of_run(
-            num_lanes=self._config.data.num_lanes if per_gpu is None else None,
-            manifest_bytes=lambda gpus: self._checkpoint_size(gpus).manifest_bytes,
-            save_share_of_interval=save_share,
-            exposed_share=exposed_share,
-            lines_per_second=lambda gpus: (
-                1 / (self._step(gpus, stage).total * self._config.training.log_interval_steps)
-            ),
-        )
+
+def _size(num_bytes: float) -> str:
+    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**exponent:
+            return f"{num_bytes / 1024**exponent:,.2f} {unit}"
+    return f"{num_bytes:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    for limit, unit, factor in ((1, "ms", 1e3), (120, "s", 1), (7200, "min", 1 / 60)):
+        if seconds < limit:
+            return f"{seconds * factor:.3g} {unit}"
+    hours = seconds / 3600
+    return f"{hours:.3g} h" if hours < 48 else f"{hours / 24:.3g} d"
+
+
+def _days(days: float | None) -> str:
+    return "unknown" if days is None else _duration(DAY_SECONDS * days)

@@ -3,8 +3,7 @@
 import sys
 from importlib import import_module
 
-from txl_dist.cli.errors import print_error
-from txl_dist.errors import TxlError
+from txl_dist.errors import TxlError, print_error
 
 
 def main() -> None:

@@ -4,14 +4,15 @@
 
 A job has a name that depends only on what it writes, and a number per attempt: NAME-1, NAME-2, ...
 So two submissions of the same run have the same name, and the second one finds the first.
-The client is an entry point of group `txl.jobs`, because this package must not import `cluster`.
+The client is found by name, because this package must not import `cluster`.
 """
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -21,6 +22,12 @@ COMMANDS = ("train", "prepare", "eval")
 """The txl commands that can be jobs."""
 EXIT_LINE = "txl job: exit code "
 """Last line of a job's log, followed by the code. Ray does not keep the code of a stopped job."""
+CLIENT = EntryPoint("ray", "cluster.jobs:RayJobs", "txl.jobs")
+MAX_BYTES = 100 * 2**20
+"""Ray's limit for an upload to its Jobs API (`DASHBOARD_CLIENT_MAX_SIZE` of Ray 2.60)."""
+NUM_LISTED = 5
+"""Largest entries in the message about a package that is too large."""
+_MIB = 2**20
 JobState = Literal["pending", "running", "done", "stopped", "failed"]
 
 
@@ -43,6 +50,12 @@ class JobRequest:
     cluster can read them."""
     python: str = "python"
     """The Python interpreter on the cluster."""
+    working_dir: Path = Path()
+    """Its files are sent to the cluster, with the code of this project."""
+    excludes: tuple[str, ...] = ()
+    """Patterns of files that are not sent, as in .gitignore, relative to `working_dir`."""
+    config: str | None = None
+    """A file of `working_dir` that has to be sent."""
 
     @property
     def command(self) -> str:
@@ -84,6 +97,39 @@ class JobExistsError(ConfigError):
     """The id of a new job is taken: another client submitted the same run at the same time."""
 
 
+@dataclass(frozen=True)
+class Package:
+    """The files that are sent with a job."""
+
+    sizes: Mapping[str, int]
+    """Name -> bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def __str__(self) -> str:
+        return f"{len(self.sizes):,} files, {self.num_bytes / _MIB:,.1f} MiB before compression"
+
+    def require_size(self, limit_bytes: int = MAX_BYTES) -> None:
+        """Raise ConfigError naming the largest entries if the files have more bytes than that."""
+        if self.num_bytes <= limit_bytes:
+            return
+        entries: Counter[str] = Counter()
+        for name, size in self.sizes.items():
+            directory, separator, _ = name.partition("/")
+            entries[directory + separator] += size
+        listed = ", ".join(
+            f"{name} ({size / _MIB:,.1f} MiB)" for name, size in entries.most_common(NUM_LISTED)
+        )
+        raise ConfigError(
+            f"the package has {self}, and Ray accepts at most {limit_bytes / _MIB:g} MiB. Largest: "
+            f"{listed}. Data does not belong into the package: put it on storage that all nodes "
+            "see. Leave files out with --exclude PATTERN, or with a line in .gitignore or "
+            ".rayignore"
+        )
+
+
 class JobClient(Protocol):
     """The Jobs API of one cluster. Methods raise TxlError if the cluster does not respond."""
 
@@ -91,14 +137,20 @@ class JobClient(Protocol):
     """Without credentials."""
 
     def __init__(self, address: str | None) -> None:
-        """Connect. Raises ConfigError if nothing responds or the token is missing or wrong."""
+        """Connect to the URL of a dashboard, the address of a head, or None (automatic). Raises
+        ConfigError if nothing responds or the token is missing or wrong.
+        """
+
+    @staticmethod
+    def package(request: JobRequest) -> Package:
+        """The files that `submit` would send. Contacts no cluster. Raises ConfigError."""
 
     @property
     def needs_token(self) -> bool:
         """Whether the API refuses requests without a token."""
 
-    def submit(self, request: JobRequest, job_id: str, package: Path) -> None:
-        """Upload the zip file `package` and start the job. Raises JobExistsError."""
+    def submit(self, request: JobRequest, job_id: str) -> None:
+        """Upload the files, unless they are there, and start the job. Raises JobExistsError."""
 
     def jobs(self) -> list[Job]:
         """All txl jobs that the cluster knows, oldest first."""
@@ -119,15 +171,9 @@ class JobClient(Protocol):
         """Ask a job to stop; False if it has already ended."""
 
 
-def find_job_client(address: str | None) -> JobClient:
-    """The client for a cluster: URL of its dashboard, address of its head, or None (automatic)."""
-    clients = {entry.name: entry for entry in entry_points(group="txl.jobs")}
-    if "ray" not in clients:
-        raise ConfigError(
-            "no client for jobs is installed (entry point `ray` of group txl.jobs); install this "
-            "project again: make setup"
-        )
-    client: JobClient = clients["ray"].load()(address)
+def job_client() -> type[JobClient]:
+    """The client of Ray's clusters."""
+    client: type[JobClient] = CLIENT.load()
     return client
 
 

@@ -1,45 +1,28 @@
-"""LaunchFiles: how the launcher and the ranks of one launch communicate.
+"""What a launch shares with its ranks, and what it prints.
 
-A launch is one start of a run by a person; all starts of its ranks belong to it. The files are in
-the run directory, which every node sees. Files, because a stop signal may reach only the launcher
-or one rank, and a rank that died cannot report anything. Plain processes use `stop` and `saved`,
-Ray all of them.
+A launch is one start of a run by a person; all starts of its ranks belong to it. Launcher and ranks
+communicate by files of the run directory, which every node sees: a stop signal may reach only the
+launcher or one rank, and a rank that died cannot report anything.
 """
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_pipeline.system.files import try_lock, wait_for_lock, write_file
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.errors import TxlError, error_from_json, error_to_json
+from txl_dist.launch.launcher import OnLine
+from txl_dist.training.follow import FIRST_BATCH, step_of
 from txl_dist.training.job import TrainJob
 
-MAX_CHARS = 4000
-"""Longest error text of a rank that is stored."""
-
-
-@dataclass(frozen=True)
-class RankLocation:
-    """The process of a rank."""
-
-    node_id: str
-    address: str
-    pid: int
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """One failure as Ray Train reports it: it ends all ranks, with an error text for some."""
-
-    died: tuple[int, ...]
-    """Ranks whose process ended. The others stopped for that reason or because of an error."""
-    errors: dict[int, str]
-    is_preemption: bool = False
-    """Ray attributes it to a node that is drained or reclaimed."""
+STATUS_SECONDS = 4.0
+"""Before the first batch, a status line is printed after this time without output."""
+TRAINING_SECONDS = 30.0
+"""The same between the first batch and the first step line, which may come after many steps."""
 
 
 class LaunchFiles:
@@ -53,8 +36,6 @@ class LaunchFiles:
         """Locked by the launcher as long as it runs."""
         self.saved = self._base.with_suffix(".saved")
         """Created by rank 0 when this launch has saved its first checkpoint."""
-        self._failures = self._base.with_suffix(".failures")
-        self._num_failures_read = 0
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -96,67 +77,94 @@ class LaunchFiles:
             has_begun = newest_of_launch(self._base.parent / FOLDER, job.launch_id) is not None
         return job.model_copy(update={"resume": "auto"}) if has_begun else job
 
-    def write_location(self, rank: int, location: RankLocation) -> None:
-        """Called by a rank when it starts."""
-        write_file(self._location_path(rank), json.dumps(asdict(location)).encode())
-
-    def locations(self, num_ranks: int) -> dict[int, RankLocation]:
-        """The ranks that have started since the last `remove_locations`."""
-        paths = {rank: self._location_path(rank) for rank in range(num_ranks)}
-        return {
-            rank: RankLocation(**json.loads(path.read_text()))
-            for rank, path in paths.items()
-            if path.exists()
-        }
-
-    def remove_locations(self) -> None:
-        self._remove("rank-*")
-
     def reset(self) -> None:
-        """Remove stop request, errors and locations of ranks that have ended; others will start."""
-        for pattern in ("stop", "error-*", "rank-*"):
-            self._remove(pattern)
+        """Remove stop request and errors of ranks that have ended; others will start."""
+        self._remove("stop")
+        self._remove("error-*")
 
     def write_error(self, rank: int, error: TxlError) -> None:
-        """Called by a rank: the error that ended it, which a restart would only repeat."""
-        write_file(self._base.with_suffix(f".error-{rank:05d}"), error_to_json(error))
+        """Called by a rank that has no pipe to the launcher, right before its process ends."""
+        write_file(self._base.with_suffix(f".error-{rank}"), error_to_json(error))
 
-    def error(self) -> TxlError | None:
-        """The error of the lowest rank that has written one."""
-        for path in sorted(self._base.parent.glob(f"{self._base.name}.error-*")):
-            return error_from_json(path.read_bytes())
-        return None
+    def error(self, rank: int) -> TxlError | None:
+        """What the rank has written."""
+        path = self._base.with_suffix(f".error-{rank}")
+        return error_from_json(path.read_bytes()) if path.exists() else None
 
-    def append_failure(
-        self, errors: Mapping[int, Exception], *, died: tuple[int, ...], is_preemption: bool = False
-    ) -> None:
-        """Called in Ray Train's controller, on the launcher's node."""
-        texts = {rank: (str(error) or repr(error))[:MAX_CHARS] for rank, error in errors.items()}
-        record = {"died": died, "errors": texts, "is_preemption": is_preemption}
-        line = json.dumps(record) + "\n"
-        descriptor = os.open(self._failures, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
 
-    def new_failures(self) -> list[RankFailure]:
-        """Failures that were appended since the last call."""
-        if not self._failures.exists():
-            return []
-        # Without the last line while it is being written.
-        complete = self._failures.read_text().rpartition("\n")[0]
-        lines = complete.splitlines()[self._num_failures_read :]
-        self._num_failures_read += len(lines)
-        records = [json.loads(line) for line in lines]
-        return [
-            RankFailure(
-                died=tuple(record["died"]),
-                errors={int(rank): text for rank, text in record["errors"].items()},
-                is_preemption=record["is_preemption"],
+class LaunchOutput:
+    """The lines of a launch, its own and those of rank 0's log, through `on_line`.
+
+    Until the first step, a launch names its stages, and is never silent for long:
+
+        2 ranks start          by the launcher        (on Ray: starting Ray, Ray is up after 9 s)
+        rank 0 is up           by rank 0, which has imported its libraries
+        2 of 2 ranks are up    the process group exists
+        the model is built     with the optimizer
+        first batch            then the first step begins
+
+    If no line was printed for STATUS_SECONDS, the launcher prints what it waits for; after the
+    first batch, for TRAINING_SECONDS.
+    """
+
+    def __init__(self, on_line: OnLine) -> None:
+        self._on_line, self._lock = on_line, threading.Lock()
+        self._began = self._last_print = time.monotonic()
+        self.has_stepped = False
+        """Whether the running ranks have printed a step."""
+        self._has_records = False
+        """Whether rank 0 has written anything to its log."""
+        self._is_training = False
+        """Whether the first step of the running ranks has begun."""
+        self._last_step = 0
+        """The last step that was printed since the launch began."""
+        self.waits_for = "the ranks to start"
+        """What a start waits for until its ranks are up."""
+
+    @property
+    def status_is_due(self) -> bool:
+        """Whether the launch was silent for too long."""
+        limit_seconds = TRAINING_SECONDS if self._is_training else STATUS_SECONDS
+        return not self.has_stepped and time.monotonic() - self._last_print > limit_seconds
+
+    def begin_ranks(self) -> None:
+        """The ranks start, for the first time or again."""
+        self._began = time.monotonic()
+        self.has_stepped = self._has_records = self._is_training = False
+
+    def print_wait(self, *, are_up: bool) -> None:
+        """Print what the ranks do before their first step line."""
+        seconds = f"{time.monotonic() - self._began:.0f} s"
+        if not are_up:
+            self.print(f"waiting {seconds} for {self.waits_for}")
+        elif self._is_training:
+            self.print(f"training for {seconds} until the first step line")
+        else:
+            work = (
+                "loading data and model" if self._has_records else "importing torch and DeepSpeed"
             )
-            for record in records
-        ]
+            self.print(f"still starting ({seconds}): the ranks are {work}")
 
-    def _location_path(self, rank: int) -> Path:
-        return self._base.with_suffix(f".rank-{rank}")
+    def print(self, line: str) -> None:
+        with self._lock:  # the log of rank 0 is followed in another thread
+            self._last_print = time.monotonic()
+            try:
+                self._on_line(line)
+            except OSError:  # the terminal or the reader of a pipe is gone; training goes on
+                self._on_line = lambda line: None
+
+    def print_log_line(self, line: str) -> None:
+        """A line of rank 0's log."""
+        if (step := step_of(line)) is not None:
+            self.has_stepped, self._last_step = True, step
+        self._has_records = True
+        self._is_training |= line.endswith(f" {FIRST_BATCH}")
+        self.print(line)
+
+    def describe_loss(self, newest_step: int | None) -> str:
+        """How many steps a resume from the newest checkpoint has to repeat, in words."""
+        num_lost = max(0, self._last_step - (newest_step or 0))
+        if num_lost == 0:
+            return "no step is lost"
+        # Steps between two lines of the log are not printed.
+        return f"at least {num_lost} step{'s are' if num_lost > 1 else ' is'} lost"

@@ -1,28 +1,173 @@
-"""Launchers: start the processes of a run, and wait for them.
+"""Launchers: what starts the ranks of a run, as `txl train --on NAME` selects it.
 
-A launcher is an entry point of group `txl.launchers`. `processes` is part of this package; `ray` is
-in `cluster`, which this package must not import. Under torchrun no launcher is used.
+    find_launcher(on) -> Launcher.train -> supervise.py, which decides everything
+                         Launcher.rank_group -> RankGroup: start, poll -> events, request_stop, kill
+
+A launcher is an entry point of group `txl.launchers`. `processes` and `ray` are part of this
+project; `ray` is in `cluster`, which this package must not import. Under torchrun no launcher is
+used. To add one: docs/how_to/add_a_launcher.md.
 """
 
-from collections.abc import Callable
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
-from txl_dist.errors import ConfigError
+from txl_dist.errors import ConfigError, TxlError
 
 if TYPE_CHECKING:
     from data_pipeline.system.workers import Workers
-    from txl_dist.doctor.checks import DoctorRequest
-    from txl_dist.doctor.finding import Finding
     from txl_dist.training.job import TrainJob
 
+GROUP = "txl.launchers"
+OURS = {
+    "processes": "txl_dist.launch.processes:ProcessLauncher",
+    "ray": "cluster.launcher:RayLauncher",
+}
 OnLine = Callable[[str], None]
 """Called with every line that rank 0 logs, soon after it is written."""
+_RANKS = re.compile(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", re.ASCII)
 
 
-class Launcher(Protocol):
-    """Starts ranks or workers, and raises the TxlError that ended them."""
+@dataclass(frozen=True, slots=True)
+class RankRange:
+    """The value of `--ranks`: from `minimum` to `maximum` ranks, both included."""
+
+    minimum: int
+    maximum: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From `N` or `A:B`. Raises ConfigError."""
+        match = _RANKS.fullmatch(text.strip())
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if low > high:
+            raise ConfigError(
+                f"--ranks {text}: expected a number such as 4, or a range such as 2:8 (at least 2 "
+                "ranks, and up to 8 while the cluster has room for them)"
+            )
+        return cls(low, high)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of ranks may change during a run."""
+        return self.minimum < self.maximum
+
+    def __str__(self) -> str:
+        return f"{self.minimum}:{self.maximum}" if self.is_elastic else str(self.maximum)
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """For people: printed as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What the ranks of a start wait for until they are up; printed now and then."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RanksUp:
+    """All processes of a start exist."""
+
+    places: Mapping[int, str]
+    """For messages, by rank: ` (node 10.0.0.2, pid 101)`, or nothing."""
+    nodes: Collection[str] = ()
+    """Ids of their nodes, if a node can be lost without the launcher."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnded:
+    """The process of a rank has ended, or its work has."""
+
+    rank: int
+    code: int | None
+    """Exit code, or minus the number of the signal that killed it. None: killed, it is not known
+    by what."""
+    error: TxlError | None = None
+    """The error that the rank raised."""
+    reason: str = ""
+    """Any other error, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node of ranks is dead. May come some seconds after their RankEnded."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotStarted:
+    """A start was given up before its ranks were up, and can be repeated."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Elastic runs: how many more ranks could start now."""
+
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A node will be taken back: `node 10.0.0.2 is preempted in 58 s`."""
+
+    reason: str
+    is_launcher: bool
+    """It is the node of the launcher; else ranks run on it, which can go on elsewhere."""
+
+
+Event = Line | Waiting | RanksUp | RankEnded | NodeLost | NotStarted | Room | Preempted
+
+
+# --- interfaces -----------------------------------------------------------------------------------
+
+
+class RankGroup(Protocol):
+    """The processes of the ranks of one launch. Methods return immediately."""
+
+    max_restarts: int
+    """Restarts after failures, without --max-restarts."""
+
+    def start(self, job: "TrainJob", num_ranks: int) -> None:
+        """Start ranks 0 to `num_ranks` - 1; those of earlier starts have ended or are given up.
+
+        Each calls `train_rank(job, world)` and logs to RUN/logs/rank-N.log.
+        """
+
+    def poll(self) -> list[Event]:
+        """What has happened since the last call. Each rank of a start ends once.
+
+        Raises the TxlError after which no rank can run any more.
+        """
+
+    def request_stop(self) -> None:
+        """Ask ranks to stop that may not see the stop file yet (`TrainJob.stop_file`)."""
+
+    def kill(self, ranks: Collection[int]) -> None:
+        """End these ranks without saving. Called again until they have ended."""
+
+
+class Launcher(ABC):
+    """Built with what follows a colon in `--on NAME:REST`, if anything does."""
+
+    @abstractmethod
+    def rank_group(self, job: "TrainJob", ranks: RankRange) -> AbstractContextManager[RankGroup]:
+        """The ranks of one launch; closed when it ends. Raises ConfigError if it cannot run."""
 
     def train(
         self,
@@ -33,33 +178,49 @@ class Launcher(Protocol):
         max_restarts: int | None = None,
         min_ranks: int | None = None,
     ) -> None:
-        """Run the job to its end. Raises PreemptedError after a stop signal.
+        """Run the job to its end. Raises the TxlError that ended it; PreemptedError after a stop
+        signal.
 
         `min_ranks`: if it is lower than `num_ranks`, the run is elastic: it continues with fewer
-        ranks when some are lost. Raises ConfigError if the launcher cannot do that.
-        `max_restarts`: restarts after failures of ranks, without a new checkpoint between them;
-        None is the launcher's default.
+        ranks when some are lost. `max_restarts`: restarts after failures of ranks, without a new
+        checkpoint between them; None is the launcher's default.
         """
+        from txl_dist.launch.supervise import supervise
+
+        ranks = RankRange(min_ranks or num_ranks, num_ranks)
+        supervise(self, job, ranks=ranks, max_restarts=max_restarts, on_line=on_line)
+
+
+@runtime_checkable
+class WorkerLauncher(Protocol):
+    """A launcher that can also start workers for evaluation and preparation."""
 
     def workers(
         self, num_workers: int, *, use_gpus: bool = False
     ) -> "AbstractContextManager[Workers]":
-        """Workers for evaluation or preparation; `use_gpus`: with a GPU each, if there are any."""
-
-    def check_nodes(self, request: "DoctorRequest") -> "list[Finding]":
-        """Check every machine on which this launcher can start ranks (`txl doctor`)."""
+        """`use_gpus`: with a GPU each, if there are any."""
 
 
 def find_launcher(on: str) -> Launcher:
-    """The launcher for `--on`: its name, or the address of a running Ray cluster."""
-    launchers = {entry.name: entry for entry in entry_points(group="txl.launchers")}
-    is_address = on == "auto" or ":" in on
-    name, options = ("ray", {"address": on}) if is_address else (on, {})
-    if name not in launchers:
-        names = ", ".join(sorted(launchers)) or "none: make setup"
+    """The launcher of `--on`. It may also be a WorkerLauncher, or check its nodes (`txl doctor`).
+
+    `on` is the name of a launcher, its name with an argument (NAME:REST), or the address of a
+    running Ray cluster (HOST:PORT, ray://HOST:PORT or auto).
+    """
+    launchers = {entry.name: entry for entry in entry_points(group=GROUP)}
+    launchers |= {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
+    name, colon, argument = on.partition(":")
+    arguments: tuple[str, ...] = ()
+    if on in launchers:
+        name = on
+    elif colon and name in launchers and name != "ray":  # ray:6379 is a host of that name
+        arguments = (argument,)
+    elif colon or on == "auto":
+        name, arguments = "ray", (on,)
+    else:
         raise ConfigError(
             f"--on {on} is neither the address of a Ray cluster (host:port, ray://host:port or "
-            f"auto) nor an installed launcher ({names})"
+            f"auto) nor an installed launcher ({', '.join(sorted(launchers))})"
         )
-    launcher: Launcher = launchers[name].load()(**options)
+    launcher: Launcher = launchers[name].load()(*arguments)
     return launcher

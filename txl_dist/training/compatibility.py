@@ -36,7 +36,6 @@ _FREE = (
     "data.cache_",
     "model.attention",
     "model.vocab_size",
-    "optimizer.warmup_tokens",  # compared as optimizer.warmup_steps
     "training.num_tokens",  # compared as training.num_steps, like num_epochs
     "training.num_epochs",
     "training.micro_batch_lanes",
@@ -77,7 +76,7 @@ _ON_REQUEST = (
 )
 _FIXED = ("optimizer.name", "optimizer.averaging")
 """Exceptions to _ON_REQUEST: the checkpoint lacks the states of another optimizer."""
-_IN_TOKENS = ("training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens")
+_IN_TOKENS = ("training.num_tokens", "training.num_epochs")
 
 
 def require_compatible(
@@ -147,8 +146,6 @@ def check_config(
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         on_request = key.startswith(_ON_REQUEST) and key not in _FIXED
-        if key == "optimizer.weight_decay_parameters" and not _decays(old) and not _decays(new):
-            continue
         # `deepspeed.*` may change, except communication_data_type, which changes the numbers.
         is_free = key.startswith(_FREE) and not on_request
         if before == after or is_free or (on_request and key in allowed):
@@ -169,10 +166,6 @@ def check_config(
             )
     if lines:
         raise CheckpointError(f"{checkpoint} was written with other settings:{''.join(lines)}")
-
-
-def _decays(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("optimizer.weight_decay"))
 
 
 def check_data(

@@ -81,16 +81,7 @@ def build_observers(
 
 def _profiler(rank: RankContext) -> StepProfiler | None:
     training, world = rank.config.training, rank.world
-    if training.profile_steps is None:
-        return None
-    absent = [number for number in training.profile_ranks if number >= world.num_ranks]
-    if absent and world.rank == 0:  # not refused: the number of ranks may change at every start
-        log.warning(
-            "training.profile_ranks has %s, but the ranks are 0 to %d: no trace of these",
-            ", ".join(map(str, absent)),
-            world.num_ranks - 1,
-        )
-    if world.rank not in training.profile_ranks:
+    if training.profile_steps is None or world.rank != 0:
         return None
     first_step, last_step = training.profile_steps
     profiler = StepProfiler(

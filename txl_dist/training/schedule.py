@@ -23,7 +23,7 @@ from txl_dist.errors import ConfigError
 
 
 def resolve_duration(config: RunConfig, plan: LanePlan) -> RunConfig:
-    """A copy of `config` in which `training.num_steps` and `optimizer.warmup_steps` are set.
+    """A copy of `config` in which `training.num_steps` is set.
 
     `plan` has the lanes and epochs of the run's data. Raises ConfigError if
     the warm-up or the decay does not fit into the run.
@@ -39,15 +39,11 @@ def resolve_duration(config: RunConfig, plan: LanePlan) -> RunConfig:
         lane_tokens = Fraction(str(training.num_epochs)) * plan.lane_tokens
         num_steps = max(1, math.ceil(lane_tokens / plan.tgt_len))
     assert num_steps is not None
-    warmup_steps = optimizer.warmup_steps
-    if optimizer.warmup_tokens is not None:
-        warmup_steps = -(-optimizer.warmup_tokens // tokens_per_step)
     # Not validated again: num_steps may be set together with the setting that it was computed from.
-    optimizer = optimizer.model_copy(update={"warmup_steps": warmup_steps})
     training = training.model_copy(update={"num_steps": num_steps})
     if problems := list(optimizer.problems_with(num_steps=num_steps)):
         raise ConfigError("\n  ".join(problems))
-    return config.model_copy(update={"training": training, "optimizer": optimizer})
+    return config.model_copy(update={"training": training})
 
 
 def how_to_extend(config: RunConfig, *, num_steps: int) -> str:

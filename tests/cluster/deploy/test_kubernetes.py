@@ -27,7 +27,7 @@ STORAGE = [DEPLOY / "kuberay" / f"{name}.yaml" for name in ("storage", "copy_fil
 MANIFESTS = [*RAY_JOBS, *STORAGE, JOB_SET]
 KUEUE = DEPLOY / "kuberay" / "kueue.yaml"
 END_SECONDS = 10
-"""What a driver or rank may take to end after its grace period (cluster/supervisor.py: 3 s)."""
+"""What a driver or rank may take to end after its grace period (launch/supervise.py: 3 s)."""
 RESUMABLE = 75
 
 by_name = pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)

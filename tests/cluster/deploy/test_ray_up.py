@@ -17,7 +17,7 @@ DEPLOY = Path(__file__).parents[3] / "cluster" / "deploy"
 NOTICE_SECONDS = {"aws": 120, "gcp": 30}
 """Between the announcement and the end of a spot instance."""
 END_SECONDS = 5
-"""What a rank may take to end after its grace period (cluster/supervisor.py: 3 s)."""
+"""What a rank may take to end after its grace period (launch/supervise.py: 3 s)."""
 
 clouds = pytest.mark.parametrize("cloud", ["aws", "gcp"])
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "cluster" / "deploy" / "slurm_ray.sh"
 JOB_ID = str(10_000 + os.getpid() % 10_000)
 SHUTDOWN_SECONDS = 20
-"""How long the driver and Ray may take to end once the ranks have saved (cluster/supervisor.py)."""
+"""How long the driver and Ray may take to end once the ranks have saved (launch/supervise.py)."""
 
 SRUN = """#!/bin/bash
 # Start the task of this host.

@@ -9,9 +9,16 @@ import pytest
 import torch
 
 from tests.support.commands import run_txl
-from txl_dist.bench import gpu, gpu_models
-from txl_dist.bench.gpu import GpuRow, Settings, bench_gpu, implementations_for
-from txl_dist.bench.gpu_models import MODELS, BenchModel, data_sheet_flops
+from txl_dist.bench import gpu
+from txl_dist.bench.gpu import (
+    MODELS,
+    BenchModel,
+    GpuRow,
+    Settings,
+    bench_gpu,
+    data_sheet_flops,
+    implementations_for,
+)
 from txl_dist.cli import bench as command
 from txl_dist.config.config_file import load_run_config
 from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
@@ -160,4 +167,4 @@ def test_the_data_sheet_is_found_by_the_name_of_the_device() -> None:
     assert data_sheet_flops("NVIDIA L40S") == 362e12
     assert data_sheet_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     assert data_sheet_flops("unknown") is None
-    assert all(value > 0 for value in gpu_models.DATA_SHEET_TFLOPS.values())
+    assert all(value > 0 for value in gpu.DATA_SHEET_TFLOPS.values())

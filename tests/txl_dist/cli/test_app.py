@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.support.commands import run_txl
+from tests.support.commands import run_txl, txl
 from txl_dist.cli.app import app
 
 CLI = Path(__file__).parents[3] / "txl_dist" / "cli"
@@ -52,3 +52,10 @@ def test_the_short_option_prints_the_same_help(words: tuple[str, ...]) -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert run_txl("--version") == (0, f"txl {metadata.version('txl-dist')}\n")
+
+
+def test_an_error_goes_to_standard_error_with_its_exit_code(tmp_path: Path) -> None:
+    ended = txl("eval", tmp_path / "nowhere", tmp_path, "--json")
+    assert ended.returncode == 4
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("CheckpointError: ")

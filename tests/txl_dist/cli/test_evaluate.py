@@ -177,6 +177,7 @@ def test_a_sweep_selects_on_the_first_split_and_reports_on_the_second(
         "valid,train",
         "--sweep",
         "mem_len=0,64",
+        "--sweep",
         "clamp_len=0,8",
         "--tgt-len",
         256,

@@ -3,16 +3,14 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.support.commands import run_txl
 from tests.support.training_runs import TINY
 from tests.txl_dist.launch.test_jobs import job
-from txl_dist.launch import job_package
 from txl_dist.launch import jobs as launch_jobs
-from txl_dist.launch.jobs import Job, JobExistsError, JobRequest
+from txl_dist.launch.jobs import Job, JobExistsError, JobRequest, Package
 
 SUBMIT = ("job", "submit", "--root", "/shared", "--working-dir", TINY.parent)
 RUN = ("--", "train", TINY, "--ranks", 2)
@@ -25,13 +23,19 @@ class MemoryCluster:
 
     def __init__(self) -> None:
         self.known: dict[str, Job] = {}
-        self.uploads: list[int] = []
         self.ends_as: Job = job("", "done")
 
-    def submit(self, request: JobRequest, job_id: str, package: Path) -> None:
+    def __call__(self, address: str | None) -> "MemoryCluster":
+        """Instead of the class of a client."""
+        return self
+
+    @staticmethod
+    def package(request: JobRequest) -> Package:
+        return Package({})
+
+    def submit(self, request: JobRequest, job_id: str) -> None:
         if job_id in self.known:
             raise JobExistsError(job_id)
-        self.uploads.append(package.stat().st_size)
         self.known[job_id] = replace(job(job_id, "running"), command=request.command)
 
     def jobs(self) -> list[Job]:
@@ -61,10 +65,7 @@ class MemoryCluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> MemoryCluster:
     memory = MemoryCluster()
-    monkeypatch.setattr(launch_jobs, "find_job_client", lambda address: memory)
-    # Packing the code takes 0.3 s; tests/txl_dist/launch/test_job_package.py tests it.
-    empty = job_package.Package(files={}, excluded=(), num_bytes=0)
-    monkeypatch.setattr(job_package, "collect_package", lambda *_, **__: empty)
+    monkeypatch.setattr(launch_jobs, "job_client", lambda: memory)
     return memory
 
 
@@ -183,11 +184,13 @@ def test_list_prints_every_job(cluster: MemoryCluster) -> None:
     assert (listed["id"], listed["state"], listed["exit_code"]) == (job_id, "done", 0)
 
 
-def test_a_dry_run_contacts_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(address: str | None) -> None:
+def test_a_dry_run_contacts_no_cluster(
+    cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: MemoryCluster, address: str | None) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(launch_jobs, "find_job_client", refuse)
+    monkeypatch.setattr(MemoryCluster, "__call__", refuse)
     code, output = run_txl(*SUBMIT, "--dry-run", *RUN)
     assert code == 0
     assert "package: " in output

@@ -6,20 +6,21 @@ import pytest
 
 from tests.support.commands import run_txl
 from tests.support.training_runs import TINY
-from txl_dist.cli.job_request import SHUTDOWN_SECONDS, PlannedJob, plan_job
+from txl_dist.cli.job_request import SHUTDOWN_SECONDS, plan_job
 from txl_dist.errors import ConfigError
+from txl_dist.launch.jobs import JobRequest
 
 TRAIN = ("train", str(TINY), "--ranks", "2", "seed=4")
 
 
-def plan(*words: str, root: str = "/shared", **environment: str) -> PlannedJob:
+def plan(*words: str, root: str = "/shared", **environment: str) -> JobRequest:
     return plan_job(
         words, root=root, working_dir=TINY.parents[1], environment=environment, python="python"
     )
 
 
 def name(*words: str, root: str = "/shared") -> str:
-    return plan(*words, root=root).request.name
+    return plan(*words, root=root).name
 
 
 def test_a_run_has_one_name_however_it_is_written() -> None:
@@ -42,21 +43,20 @@ def test_preparations_are_named_by_their_output_and_evaluations_by_their_words()
 
 
 def test_the_command_runs_on_the_cluster_with_the_config_of_the_package() -> None:
-    request = plan("train", "--ranks", "2", str(TINY), "seed=4").request
+    request = plan("train", "--ranks", "2", str(TINY), "seed=4")
     assert request.words == (
         *("train", "configs/tiny.yaml", "--on", "auto", "--ranks", "2", "seed=4"),
     )
     assert request.log == "/shared/runs/tiny/logs/driver.log"
     assert request.stop_seconds == 25 + SHUTDOWN_SECONDS
-    assert (
-        plan(*TRAIN, "training.grace_seconds=99.5").request.stop_seconds == 100 + SHUTDOWN_SECONDS
-    )
-    assert plan("eval", "a", "b").request.words == ("eval", "--on", "auto", "a", "b")
+    assert plan(*TRAIN, "training.grace_seconds=99.5").stop_seconds == 100 + SHUTDOWN_SECONDS
+    assert plan("eval", "a", "b").words == ("eval", "--on", "auto", "a", "b")
 
 
 def test_the_run_directory_and_the_data_stay_here() -> None:
-    excluded = plan(*TRAIN, "evaluation.path=data/other").excluded
-    assert excluded == (Path("runs/tiny"), Path("data/tiny"), Path("data/other"))
+    request = plan(*TRAIN, "evaluation.path=data/other")
+    assert request.excludes == ("/runs/tiny", "/data/tiny", "/data/other")
+    assert request.config == "configs/tiny.yaml"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_secret_environment_variable_is_refused(variable: str) -> None:
     with pytest.raises(ConfigError, match="a secret") as error:
         plan(*TRAIN, **{variable: "CANARY"})
     assert "CANARY" not in str(error.value)
-    assert plan(*TRAIN, OMP_NUM_THREADS="2").request.environment == {"OMP_NUM_THREADS": "2"}
+    assert plan(*TRAIN, OMP_NUM_THREADS="2").environment == {"OMP_NUM_THREADS": "2"}
 
 
 def test_the_key_of_a_text_is_not_a_secret() -> None:

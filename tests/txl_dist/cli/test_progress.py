@@ -18,7 +18,8 @@ from data_pipeline.system.workers import InProcess
 from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # noqa: F401 - fixtures
 from tests.data_pipeline.preparation.preparing import StopsAfter, prepare
 from tests.support.commands import ENVIRONMENT, wait_until
-from txl_dist.cli import progress, work_progress
+from txl_dist.cli import progress
+from txl_dist.cli.progress import TOKENS, _Lines, _Work
 
 MIB = 2**20
 
@@ -55,8 +56,8 @@ def shown(
 
     def lines(calls: Iterable[tuple[float, str, int, int]]) -> list[str]:
         clock = 100.0
-        monkeypatch.setattr(work_progress.time, "monotonic", lambda: clock)
-        with work_progress.work_progress(work_progress.MIB) as show:
+        monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+        with progress.work_progress(progress.MIB) as show:
             for seconds, phase, done, total in calls:
                 clock = 100.0 + seconds
                 show(phase, done * MIB, total * MIB)
@@ -110,30 +111,46 @@ class BusyWorkers(InProcess):
 
 
 def test_the_workers_that_are_busy_for_longest_are_listed() -> None:
-    assert work_progress.worker_lines(BusyWorkers(2)) == [
+    assert _Work(TOKENS, BusyWorkers(2)).worker_lines() == [
         "worker 1 (pid 1): unit 1, 1 s; 1 finished, 2.5 s each",
         "worker 0 (pid 0): unit 0, 0 s",
         "waiting for CPUs",
     ]
-    lines = work_progress.worker_lines(BusyWorkers(20))
+    lines = _Work(TOKENS, BusyWorkers(20)).worker_lines()
     assert lines[0].startswith("worker 19 ")
     assert lines[-1] == "and 8 more workers, busy for less time"
 
 
-def test_work_that_waits_for_workers_says_so_without_a_terminal(
+@pytest.fixture
+def lines_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
+    """The lines printed by calls (second, function, arguments) of a `_Lines` and its workers."""
+
+    def lines(unit: progress.WorkUnit, workers: InProcess, *calls: tuple[object, ...]) -> list[str]:
+        clock = 100.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: clock)
+        printer = _Lines(_Work(unit, workers))
+        for second, *call in calls:
+            clock = 100.0 + float(str(second))
+            if not call:
+                printer.print_workers_or_amount()
+            elif isinstance(call[0], str):
+                printer.update(*call)  # type: ignore[arg-type]
+            else:
+                workers.num_busy = call[0]  # type: ignore[attr-defined]
+        return capsys.readouterr().err.splitlines()
+
+    return lines
+
+
+def test_work_that_waits_for_workers_says_so_without_a_terminal(
+    lines_at: Callable[..., list[str]],
 ) -> None:
-    clock = 100.0
-    monkeypatch.setattr(work_progress.time, "monotonic", lambda: clock)
-    printer = work_progress._LinePrinter(work_progress.TOKENS)
-    for clock in (105.0, 111.0, 112.0, 122.0):  # noqa: B007
-        printer.show_workers(BusyWorkers(0))
-    clock = 160.0
-    printer.show_workers(BusyWorkers(1))
-    printer.show("scoring", 100, 400)
-    clock = 170.0
-    printer.show("scoring", 300, 400)
-    assert capsys.readouterr().err.splitlines() == [
+    waiting = [(5.0,), (11.0,), (12.0,), (22.0,)]
+    busy = [(59.0, 1), (60.0,), (60.0, "scoring", 100, 400), (70.0, "scoring", 300, 400)]
+    assert lines_at(TOKENS, BusyWorkers(0), *waiting, *busy) == [
+        "starting, 5 s",
         "waiting 11 s for CPUs",
         "waiting 22 s for CPUs",
         "  worker 0 (pid 0): unit 0, 0 s",
@@ -143,18 +160,9 @@ def test_work_that_waits_for_workers_says_so_without_a_terminal(
     ]
 
 
-def test_the_last_amount_is_repeated_after_a_silence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = 100.0
-    monkeypatch.setattr(work_progress.time, "monotonic", lambda: clock)
-    printer = work_progress._LinePrinter(work_progress.TOKENS)
-    for clock in (101.0, 104.5):  # noqa: B007
-        printer.repeat()
-    printer.show("scoring", 100, 400)
-    for clock in (106.0, 109.0):  # noqa: B007
-        printer.repeat()
-    assert capsys.readouterr().err.splitlines() == [
+def test_the_last_amount_is_repeated_after_a_silence(lines_at: Callable[..., list[str]]) -> None:
+    calls = [(1.0,), (4.5,), (4.5, "scoring", 100, 400), (6.0,), (9.0,)]
+    assert lines_at(TOKENS, InProcess(), *calls) == [
         "starting, 4 s",
         "scoring: 100 of 400 tokens (25%)",
         "scoring: 100 of 400 tokens (25%), 9 s",
@@ -162,25 +170,17 @@ def test_the_last_amount_is_repeated_after_a_silence(
 
 
 def test_the_bytes_of_units_that_are_not_finished_are_in_the_amount(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lines_at: Callable[..., list[str]],
 ) -> None:
-    clock = 100.0
-    monkeypatch.setattr(work_progress.time, "monotonic", lambda: clock)
-    printer = work_progress._LinePrinter(work_progress.MIB)
-    printer.show("reading", 10 * MIB, 40 * MIB)
-    clock = 105.0
-    printer.repeat(BusyWorkers(4))
-    clock = 110.0
-    printer.repeat(BusyWorkers(11))  # a file may have grown
+    reading = (0.0, "reading", 10 * MIB, 40 * MIB)
+    assert lines_at(progress.MIB, BusyWorkers(4), reading, (5.0,), (6.0, 11), (10.0,))[-2:] == [
+        "reading: 22.0 of 40.0 MiB (55%), 5 s",
+        "reading: 40.0 of 40.0 MiB (100%), 10 s",  # a file may have grown
+    ]
     with counting_bytes():
         count_bytes(2 * MIB)
-        clock = 115.0
-        printer.repeat(InProcess())
-    assert capsys.readouterr().err.splitlines() == [
-        "reading: 22.0 of 40.0 MiB (55%), 5 s",
-        "reading: 40.0 of 40.0 MiB (100%), 10 s",
-        "reading: 12.0 of 40.0 MiB (30%), 15 s",
-    ]
+        lines = lines_at(progress.MIB, InProcess(), reading, (5.0,))
+    assert lines == ["reading: 12.0 of 40.0 MiB (30%), 5 s"]
 
 
 def test_work_without_steps_is_named_when_output_is_a_file(
@@ -195,10 +195,10 @@ def test_work_without_steps_is_named_when_output_is_a_file(
         lines += capsys.readouterr().err
         return lines.startswith("loading\nloading: 0 s\n")
 
-    with progress.running("loading", quiet=False):
+    with progress.running("loading"):
         wait_until(is_repeated)
     monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 600)
-    with progress.running("short work", quiet=False), progress.running("quiet", quiet=True):
+    with progress.running("short work"), progress.running("quiet", quiet=True):
         pass
     assert "work" not in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model
-from txl_dist.cli import work_progress
+from txl_dist.cli import progress
 from txl_dist.cli.app import app
 from txl_dist.convert.single_file import Reading, write_exported
 
@@ -80,7 +80,7 @@ def test_the_work_is_printed_first_and_then_the_time_left(
     group: list[Path], dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """30 targets after 8, 16 and 24 tokens; vanilla reads at most 12."""
-    monkeypatch.setattr(work_progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
     code, output = run_txl("recl", *group, dataset, *SMALL)
     assert code == 0, output
     first, *lines = output.splitlines()

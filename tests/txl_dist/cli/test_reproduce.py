@@ -16,8 +16,8 @@ from data_pipeline.tokenizers.recipes import RECIPES
 from tests.support.commands import run_txl, txl
 from tests.support.wikitext_layouts import SIZES, wikitext, write_parquet, write_tokens
 from txl_dist.cli.app import app
+from txl_dist.cli.published_files import experiments
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.reproduction.experiments import EXPERIMENTS
 
 SMALL = (
     "model.n_layer=1",
@@ -69,11 +69,11 @@ def run_experiment(name: str, data: Path, out: Path, *settings: str) -> dict[str
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
     assert result == json.loads((out / "reproduction.json").read_text())
-    assert result["published"] == EXPERIMENTS[name].published
+    assert result["published"] == experiments()[name].published
     evaluated = result["evaluation"]
     assert evaluated["split"] == "test"
     assert evaluated["same_length"] is True
-    assert evaluated["mem_len"] == EXPERIMENTS[name].mem_len
+    assert evaluated["mem_len"] == experiments()[name].lengths["mem_len"]
     manifest = load_manifest(out / "data")
     assert evaluated["tokens_scored"] == manifest.splits["test"].tokens - 1
     assert evaluated["data_sha256"] == manifest.digest

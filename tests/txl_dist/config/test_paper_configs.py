@@ -11,10 +11,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from txl_dist.cli.published_files import experiments
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.reproduction.experiments import EXPERIMENTS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -102,7 +102,7 @@ def settings_of(config: RunConfig, evaluation: tuple[int, int, int | None]) -> P
 
 def test_every_experiment_has_a_row_and_a_config() -> None:
     files = {path.stem for path in (CONFIGS / "paper").glob("*.yaml")}
-    assert files == set(TABLE) == set(RESULTS) == set(EXPERIMENTS)
+    assert files == set(TABLE) == set(RESULTS) == set(experiments())
 
 
 def num_parameters(config: RunConfig, *, vocab_size: int) -> int:
@@ -114,7 +114,7 @@ def num_parameters(config: RunConfig, *, vocab_size: int) -> int:
 @pytest.mark.parametrize("name", RESULTS)
 def test_the_published_number_is_that_of_this_model(name: str) -> None:
     """The experiment and the header of its config name the paper's result, and the model's size."""
-    experiment, result = EXPERIMENTS[name], RESULTS[name]
+    experiment, result = experiments()[name], RESULTS[name]
     config = load_run_config(CONFIGS / "paper" / f"{name}.yaml")
     assert num_parameters(config, vocab_size=result.vocab_size) == result.parameters
     text = (CONFIGS / "paper" / f"{name}.yaml").read_text()
@@ -147,8 +147,9 @@ def test_the_smaller_model_of_the_published_script_for_lm1b_has_another_size() -
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_settings_are_the_published_ones(name: str) -> None:
-    config, experiment = load_run_config(CONFIGS / "paper" / f"{name}.yaml"), EXPERIMENTS[name]
-    lengths = (experiment.tgt_len, experiment.mem_len, experiment.clamp_len)
+    config, experiment = load_run_config(CONFIGS / "paper" / f"{name}.yaml"), experiments()[name]
+    names = ("tgt_len", "mem_len", "clamp_len")
+    lengths = tuple(experiment.lengths.get(length) for length in names)
     assert settings_of(config, lengths) == TABLE[name]
     optimizer = config.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.min_lr) == (2.5e-4, "cosine", 0.0)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.estimate.memory import ActivationPeaks, ModelNeeds, Parameter
+from txl_dist.estimate.rank_bytes import ActivationPeaks, ModelNeeds, Parameter
 
 MODEL = {
     "vocab_size": 1000, "n_layer": 3, "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 256,

@@ -9,7 +9,7 @@ import pytest
 from data_pipeline.errors import DataError
 from tests.support.training_runs import tiny_job
 from txl_dist.checkpoint.attempts import FOLDER, Attempt, AttemptRecord
-from txl_dist.launch.launch_files import LaunchFiles, RankLocation
+from txl_dist.launch.launch_files import LaunchFiles
 
 
 @pytest.fixture
@@ -17,58 +17,23 @@ def files(tmp_path: Path) -> LaunchFiles:
     return LaunchFiles(tmp_path, "0123")
 
 
-def test_the_error_of_the_lowest_rank_is_read_with_its_type(files: LaunchFiles) -> None:
-    assert files.error() is None
-    files.write_error(10, DataError("of rank 10"))
+def test_the_error_of_a_rank_is_read_with_its_type(files: LaunchFiles) -> None:
+    assert files.error(9) is None
     files.write_error(9, DataError("of rank 9"))
-    error = files.error()
+    error = files.error(9)
     assert isinstance(error, DataError)
     assert str(error) == "of rank 9"
+    assert files.error(0) is None
 
 
-def test_locations_are_those_of_the_ranks_that_have_started(files: LaunchFiles) -> None:
-    location = RankLocation("node", "10.0.0.1", 7)
-    files.write_location(1, location)
-    assert files.locations(2) == {1: location}
-    files.remove_locations()
-    assert files.locations(2) == {}
-
-
-def test_a_new_start_of_ranks_finds_no_request_error_or_location_of_the_last(
-    files: LaunchFiles,
-) -> None:
+def test_a_new_start_of_ranks_finds_no_request_or_error_of_the_last(files: LaunchFiles) -> None:
     files.stop.touch()
     files.saved.touch()
     files.write_error(0, DataError("text"))
-    files.write_location(0, RankLocation("node", "10.0.0.1", 7))
     files.reset()
     assert not files.stop.exists()
-    assert files.error() is None
-    assert files.locations(1) == {}
+    assert files.error(0) is None
     assert files.saved.exists(), "restarted ranks resume from the checkpoints of this launch"
-
-
-def test_a_failure_is_read_once(files: LaunchFiles) -> None:
-    assert files.new_failures() == []
-    files.append_failure({0: ValueError(), 1: ValueError("text")}, died=(1,))
-    [failure] = files.new_failures()
-    assert failure.died == (1,)
-    assert failure.errors == {0: "ValueError()", 1: "text"}
-    assert files.new_failures() == []
-
-
-def test_a_failure_is_read_when_its_line_is_complete(files: LaunchFiles) -> None:
-    files.append_failure({0: ValueError("x" * 10**5)}, died=(1,))
-    (path,) = files.stop.parent.glob("*.failures")
-    line = path.read_bytes()
-    assert len(line) < 5000, "one page"
-    for num_written in (0, 1, len(line) - 1):
-        path.write_bytes(line[:num_written])
-        assert files.new_failures() == []
-    path.write_bytes(line + line[:9])
-    assert len(files.new_failures()) == 1
-    path.write_bytes(2 * line)
-    assert len(files.new_failures()) == 1
 
 
 @pytest.mark.parametrize("resume", ["never", "step-00000003"])
@@ -97,7 +62,7 @@ def test_a_launch_removes_its_own_files_and_those_of_dead_launches(tmp_path: Pat
         files = LaunchFiles(tmp_path, launch_id)
         files.stop.touch()
         files.write_error(0, DataError("text"))
-        (tmp_path / f"..launch-{launch_id}.error-00000.123.tmp").touch()  # of a killed rank
+        (tmp_path / f"..launch-{launch_id}.error-0.123.tmp").touch()  # of a killed rank
 
     (tmp_path / ".launch-dead.launcher").touch()  # without a lock
     write("dead")

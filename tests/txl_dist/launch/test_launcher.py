@@ -1,10 +1,10 @@
-"""`--on`: the name of an installed launcher, or the address of a Ray cluster."""
+"""`--on`: the name of an installed launcher, or the address of a Ray cluster; and `--ranks`."""
 
 import pytest
 
 from cluster.launcher import RayLauncher
 from txl_dist.errors import ConfigError
-from txl_dist.launch.launcher import find_launcher
+from txl_dist.launch.launcher import RankRange, find_launcher
 from txl_dist.launch.processes import ProcessLauncher
 
 
@@ -13,7 +13,9 @@ def test_a_launcher_is_found_by_name() -> None:
     assert isinstance(find_launcher("ray"), RayLauncher)
 
 
-@pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "ray://10.0.0.1:10001"])
+@pytest.mark.parametrize(
+    "address", ["auto", "10.0.0.1:6379", "ray://10.0.0.1:10001", "ray:6379", "slurm:6379"]
+)
 def test_an_address_is_that_of_a_ray_cluster(address: str) -> None:
     launcher = find_launcher(address)
     assert isinstance(launcher, RayLauncher)
@@ -23,3 +25,18 @@ def test_an_address_is_that_of_a_ray_cluster(address: str) -> None:
 def test_an_unknown_name_is_rejected_with_the_installed_ones() -> None:
     with pytest.raises(ConfigError, match=r"--on slurm is neither .*\(processes, ray\)"):
         find_launcher("slurm")
+
+
+def test_a_number_is_fixed_and_a_range_is_elastic() -> None:
+    assert RankRange.parse("4") == RankRange(4, 4)
+    assert not RankRange.parse("4").is_elastic
+    assert RankRange.parse("2:8") == RankRange(2, 8)
+    assert RankRange.parse("2:8").is_elastic
+    assert str(RankRange(2, 8)) == "2:8"
+    assert str(RankRange(3, 3)) == "3"
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:2", "-1", "2:", ":2", "3:2", "1:2:3", "two", "٢"])
+def test_anything_else_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"a number such as 4, or a range such as 2:8"):
+        RankRange.parse(text)

@@ -165,9 +165,7 @@ def test_another_tokenizer_of_the_same_size_is_refused_even_if_data_may_change(
     assert ranks(1).run(train, job) == [4]
 
 
-@pytest.mark.parametrize(
-    "key", ["training.num_tokens", "training.num_epochs", "optimizer.warmup_tokens"]
-)
+@pytest.mark.parametrize("key", ["training.num_tokens", "training.num_epochs"])
 def test_a_length_in_tokens_is_refused_when_the_lanes_change(key: str) -> None:
     """It would be computed as if the new lanes had held from the first step."""
     old = {**default_settings(), "data.num_lanes": 5, key: 15}

@@ -46,7 +46,7 @@ RULES = {
     "adamw": "optimizer={schedule: cosine}",
     "adam": "optimizer={name: adam, schedule: linear}",
     "lamb": f"optimizer={{name: lamb, schedule: wsd, decay_steps: {DECAY_STEPS}}}",
-    "muon": "optimizer={name: muon, schedule: inverse_sqrt, muon_momentum: 0.8}",
+    "muon": "optimizer={name: muon, schedule: inverse_sqrt}",
 }
 """Every optimizer, each with another schedule."""
 

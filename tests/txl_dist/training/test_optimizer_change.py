@@ -29,13 +29,6 @@ def test_another_optimizer_or_average_is_refused_even_on_request(key: str) -> No
         check(settings(), new, f"optimizer.{key}")
 
 
-def test_an_old_checkpoint_without_weight_decay_resumes() -> None:
-    old = settings()
-    for key in ("weight_decay_parameters", "name", "averaging", "schedule_of_paper_code"):
-        del old[f"optimizer.{key}"]
-    check(old, settings())
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -48,11 +48,6 @@ def test_tokens_and_epochs_are_rounded_up_to_whole_steps(length: str, num_steps:
     assert resolve_duration(written, PLAN).num_steps == num_steps
 
 
-def test_a_warm_up_in_tokens_is_rounded_up_to_whole_steps() -> None:
-    written = config("optimizer.warmup_steps=0", "optimizer.warmup_tokens=46")
-    assert resolve_duration(written, PLAN).optimizer.warmup_steps == 4
-
-
 def test_a_warm_up_longer_than_the_resolved_run_is_refused() -> None:
     written = config(*ALL_UNSET, "training.num_epochs=0.5")
     with pytest.raises(ConfigError, match=r"warmup_steps=4 is longer than training.num_steps=2"):
@@ -97,12 +92,6 @@ def test_epochs_are_the_decimal_number_that_was_written() -> None:
     assert plan.lane_tokens == 100
     written = config(*ALL_UNSET, "optimizer.warmup_steps=0", "training.num_epochs=0.07")
     assert resolve_duration(written, plan).num_steps == 7
-
-
-def test_a_warm_up_in_tokens_is_refused_where_tokens_per_step_change() -> None:
-    change = "training.changes=[{step: 10, num_lanes: 10}]"
-    with pytest.raises(ConfigError, match=r"warmup_tokens=46 and training\.changes: tokens per"):
-        config("optimizer.warmup_steps=0", "optimizer.warmup_tokens=46", change)
 
 
 def test_an_average_that_would_never_begin_is_refused() -> None:
@@ -267,7 +256,6 @@ def test_every_rate_of_a_short_run_is_that_of_the_paper_s_script(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": 1, "warmup_tokens": 9}, "both set the length of the warm-up"),
         ({"schedule": "wsd"}, "needs decay_steps"),
         ({"decay_steps": 3}, "has no effect with schedule=cosine"),
         ({"schedule": "linear", "schedule_of_paper_code": True}, "not in the paper's code"),

@@ -152,7 +152,7 @@ class Muon(AdamW):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        momentum: float,
+        momentum: float = 0.95,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         self._momentum = momentum
@@ -238,7 +238,7 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
     Besides torch's keys a group has `rule` (muon or adam) and `states`, the names of the
     optimizer's states of its parameters.
     """
-    hidden, decayed = hidden_matrices(model), _decayed(model, config)
+    hidden, decayed = hidden_matrices(model), matrices(model)
     average, entry = (AVERAGE,) if config.averaging else (), _OPTIMIZERS[config.name]
     groups: dict[tuple[str, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -254,12 +254,6 @@ def parameter_groups(model: TransformerXL, config: OptimizerConfig) -> list[dict
         }
         groups.setdefault((rule, weight_decay), empty)["params"].append(parameter)
     return list(groups.values())
-
-
-def _decayed(model: TransformerXL, config: OptimizerConfig) -> frozenset[str]:
-    if config.weight_decay_parameters == "all":
-        return frozenset(name for name, _ in model.named_parameters())
-    return matrices(model)
 
 
 def states_by_name(
@@ -323,7 +317,7 @@ _OPTIMIZERS = {
     "adam": _Entry(create=lambda groups, _, adam: Adam(groups, fused=True, **adam)),
     "lamb": _Entry(create=lambda groups, _, adam: Lamb(groups, **adam)),
     "muon": _Entry(
-        create=lambda groups, config, adam: Muon(groups, momentum=config.muon_momentum, **adam),
+        create=lambda groups, _, adam: Muon(groups, **adam),
         hidden_states=MUON_STATES,
     ),
 }

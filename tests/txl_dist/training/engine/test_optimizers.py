@@ -70,11 +70,9 @@ def test_every_parameter_is_in_one_group_for_all_encodings(encoding: str) -> Non
     assert all(p.ndim == 2 and min(p.shape) > 1 for p in muon["params"])
 
 
-def test_without_weight_decay_or_with_all_decaying_there_is_one_group() -> None:
-    """Then DeepSpeed's flat tensors, and with them every bit of a run, are as before."""
-    for settings in ({}, {"weight_decay": 0.1, "weight_decay_parameters": "all"}):
-        (group,) = parameter_groups(model(), OptimizerConfig.model_validate(settings))
-        assert len(group["params"]) == len(list(model().parameters()))
+def test_without_weight_decay_there_is_one_group_and_with_it_the_matrices_decay() -> None:
+    (group,) = parameter_groups(model(), OptimizerConfig())
+    assert len(group["params"]) == len(list(model().parameters()))
     decayed, rest = sorted(
         parameter_groups(model(), OptimizerConfig(weight_decay=0.1)),
         key=lambda group: -group["weight_decay"],

@@ -1,0 +1,327 @@
+"""RayRankGroup: the ranks of a launch as Ray actors in a placement group.
+
+    main thread: supervise -> start, poll, kill            never calls Ray
+    Ray's thread: connect -> reserve -> RankActor.locate, prepare, run -> events
+
+A call into Ray can block for minutes or without limit, and Python handles no signal meanwhile. So
+the main thread only exchanges events and requests with Ray's thread, and abandons it if it blocks.
+
+Each start is a new placement group with one actor per rank (`rank_actor.py`). Why not Ray Train:
+docs/decisions/0053-one-supervisor-for-all-launchers.md.
+"""
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Self
+
+from cluster.connection import (
+    HEAD_SECONDS,
+    SHUTDOWN_SECONDS,
+    ConnectionThread,
+    abandon_ray,
+    ray_log,
+    responds,
+)
+from cluster.nodes import ClusterMonitor, ClusterState, Placement, place_ranks
+from cluster.rank_actor import RankActor, RankLocation, order_ranks
+from txl_dist.checkpoint.directory import resume_advice
+from txl_dist.errors import TxlError
+from txl_dist.launch.launch_files import LaunchFiles
+from txl_dist.launch.launcher import (
+    Event,
+    Line,
+    NodeLost,
+    NotStarted,
+    Preempted,
+    RankEnded,
+    RankRange,
+    RanksUp,
+    Room,
+    Waiting,
+)
+from txl_dist.training.job import TrainJob
+from txl_dist.training.run_directory import RunDirectory
+
+POLL_SECONDS = 0.2
+RESERVE_SECONDS = 60.0
+"""Elastic runs: time limit for the resources of a start. After that, fewer ranks may start."""
+log = logging.getLogger("ray.txl")
+
+
+class RayRankGroup:
+    """The ranks of one launch. `address` None: a private Ray, which ends with the launch."""
+
+    def __init__(self, job: TrainJob, ranks: RankRange, *, address: str | None) -> None:
+        self.max_restarts = job.config.ray.max_restarts
+        self._config, self._ranks, self._address = job.config, ranks, address
+        self._directory = RunDirectory(job.run_path)
+        self._files = LaunchFiles(self._directory.path, job.launch_id)
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._starts: queue.Queue[tuple[TrainJob, int]] = queue.Queue()
+        self._killed: frozenset[int] = frozenset()
+        self._monitor: ClusterMonitor | None = None
+        self._locations: list[RankLocation] = []
+        """Of the ranks of the current start, by rank; empty until they are up."""
+        self._nodes: set[str] = set()
+        """Nodes on which ranks have run, and which were alive since."""
+        self._waiting_since = time.monotonic()
+        """When the ranks began to be waited for."""
+        self._is_up = False
+        # Ray starts a rank only if its CPUs are free, so a private Ray has enough for all.
+        num_cpus = ranks.maximum * (job.config.ray.cpus_per_rank or 1)
+        num_cpus += job.config.evaluation.on == "workers"  # its actor
+        self._thread = ConnectionThread(
+            address, num_cpus=max(num_cpus, os.cpu_count() or 1), work=self._serve
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        place = "starting Ray" if self._address is None else f"connecting to {self._address}"
+        self._events.put(Line(f"{place}; ranks to start: {self._ranks}"))
+        return self
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        self._thread.leave.set()
+        is_lost = self._monitor is not None and self._monitor.silent_seconds > HEAD_SECONDS
+        is_ending = self._monitor is not None or self._thread.error is not None
+        self._thread.join(SHUTDOWN_SECONDS if is_ending and not is_lost else 0.0)
+        if self._thread.is_alive():
+            abandon_ray(self._address, getattr(error, "exit_code", 1) if error else 0)
+
+    # --- the main thread --------------------------------------------------------------------------
+
+    def start(self, job: TrainJob, num_ranks: int) -> None:
+        self._killed, self._locations = frozenset(), []
+        self._starts.put((job, num_ranks))
+
+    def poll(self) -> list[Event]:
+        events = self._take_events()
+        if self._thread.error:
+            raise self._error(self._thread.error)
+        monitor = self._monitor
+        if monitor is not None:
+            if monitor.silent_seconds > HEAD_SECONDS:
+                raise self._lost_head(monitor)
+            if monitor.state is not None:
+                events += self._news(monitor, monitor.state)
+        reason = self._describe_wait(monitor)
+        limit_seconds = self._config.ray.start_timeout_seconds
+        if not self._is_up and time.monotonic() - self._waiting_since > limit_seconds:
+            raise TxlError(
+                f"the ranks did not start within {limit_seconds:g} s (ray.start_timeout_seconds), "
+                f"while waiting for {reason}. Ray's log: {self._directory.logs / 'ray.log'}. Run "
+                "the same command again, or use --on processes"
+            )
+        return [*events, Waiting(reason)]
+
+    def request_stop(self) -> None:
+        """Ranks see the stop file, also those that are importing their libraries, once they can."""
+
+    def kill(self, ranks: Collection[int]) -> None:
+        self._killed |= frozenset(ranks)
+
+    def _take_events(self) -> list[Event]:
+        events: list[Event] = []
+        while not self._events.empty():
+            events.append(event := self._events.get())
+            if isinstance(event, RanksUp):
+                self._is_up = True
+                self._nodes |= set(event.nodes)
+            elif isinstance(event, RankEnded):
+                self._is_up, self._waiting_since = False, time.monotonic()
+        return events
+
+    def _news(self, monitor: ClusterMonitor, state: ClusterState) -> list[Event]:
+        """What the state of the cluster says about room and nodes."""
+        lost = self._nodes - state.node_ids
+        self._nodes -= lost
+        events: list[Event] = [Room(state.num_free_slots), *map(NodeLost, sorted(lost))]
+        if monitor.own_node_id in state.deadlines:
+            seconds = state.deadlines[monitor.own_node_id]
+            events.append(Preempted(_describe_draining("of the launcher", seconds), True))
+        for location in self._locations:
+            if location.node_id in state.deadlines:
+                seconds = state.deadlines[location.node_id]
+                events.append(Preempted(_describe_draining(location.address, seconds), False))
+                break
+        return events
+
+    def _describe_wait(self, monitor: ClusterMonitor | None) -> str:
+        if monitor is not None:
+            waited_seconds = time.monotonic() - self._waiting_since
+            return monitor.describe_wait(self._ranks.minimum, waited_seconds=waited_seconds)
+        return "Ray to start" if self._address is None else f"the Ray cluster at {self._address}"
+
+    def _error(self, error: Exception) -> TxlError:
+        """What ended Ray's thread, as an error for people."""
+        if isinstance(error, TxlError):
+            return error
+        log.warning("%s", error)
+        if self._monitor is not None and not responds(self._monitor.head):
+            return self._lost_head(self._monitor)
+        return TxlError(
+            f"Ray ended with an error: {_first_line(error)}. More in {self._directory.logs}. "
+            f"{resume_advice(self._directory.path)}"
+        )
+
+    def _lost_head(self, monitor: ClusterMonitor) -> TxlError:
+        return TxlError(
+            f"the head of the Ray cluster at {monitor.head} does not respond: its node or network "
+            "failed, which ends the ranks too. Start the cluster again. "
+            f"{resume_advice(self._directory.path)}"
+        )
+
+    # --- Ray's thread -----------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Run one start after another until the launch ends."""
+        placement = place_ranks(
+            self._config.ray, self._ranks.minimum, is_private=self._address is None
+        )
+        with (
+            ray_log(self._directory.logs / "ray.log"),
+            ClusterMonitor(use_gpu=placement.use_gpu, placement=placement) as self._monitor,
+        ):
+            seconds = time.monotonic() - self._waiting_since
+            self._events.put(Line(f"Ray is up after {seconds:.0f} s"))
+            while not self._thread.leave.is_set():
+                try:
+                    job, num_ranks = self._starts.get(timeout=POLL_SECONDS)
+                except queue.Empty:
+                    continue
+                self._run(job, num_ranks, placement)
+
+    def _run(self, job: TrainJob, num_ranks: int, placement: Placement) -> None:
+        """One start: reserve, start the actors, and report how each of them ends."""
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        labels = {"bundle_label_selector": [dict(placement.labels)] * num_ranks}
+        group = placement_group(
+            [dict(placement.resources)] * num_ranks,
+            strategy="PACK",
+            **labels if placement.labels else {},
+        )
+        try:
+            limit_seconds = RESERVE_SECONDS if self._ranks.is_elastic else float("inf")
+            if not self._is_reserved(group, limit_seconds):
+                reason = "Ray gave up this start, because the resources are not free"
+                self._events.put(NotStarted(reason))
+                return
+            actors = _start_actors(group, num_ranks, placement)
+            try:
+                calls = [actor.locate.remote() for actor in actors]
+                if not self._have_returned(calls):
+                    return
+                located = list(zip(ray.get(calls), actors, strict=True))
+            except ray.exceptions.RayError as error:
+                for rank in range(num_ranks):
+                    self._events.put(RankEnded(rank, None, reason=_first_line(error)))
+                return
+            ranks = order_ranks(located, own_node_id=ray.get_runtime_context().get_node_id())
+            self._watch(self._call_ranks(job, ranks, placement), [actor for _, actor in ranks])
+        finally:
+            remove_placement_group(group)
+
+    def _call_ranks(
+        self, job: TrainJob, ranks: list[tuple[RankLocation, Any]], placement: Placement
+    ) -> dict[Any, int]:
+        """Begin the work of all ranks; returns the call of each rank."""
+        locations = [location for location, _ in ranks]
+        settings = {
+            "job": job.to_json(),
+            "working_directory": str(Path.cwd()),
+            "use_gpu": placement.use_gpu,
+        }
+        prepared = [
+            actor.prepare.remote(settings, rank, locations) for rank, (_, actor) in enumerate(ranks)
+        ]
+        # Ray resolves the port when rank 0 has imported its libraries, as the others do meanwhile.
+        calls = {actor.run.remote(prepared[0]): rank for rank, (_, actor) in enumerate(ranks)}
+        self._locations = locations
+        places = {rank: f" ({location})" for rank, location in enumerate(locations)}
+        # A private Ray has one node, which this process would not outlive.
+        nodes = {location.node_id for location in locations if self._address is not None}
+        self._events.put(RanksUp(places, nodes))
+        return calls
+
+    def _watch(self, calls: dict[Any, int], actors: list[Any]) -> None:
+        """Report how each rank ends, until all have or the main thread has given them up."""
+        import ray
+
+        while calls and not self._thread.leave.is_set() and self._starts.empty():
+            for rank in self._killed & set(calls.values()):
+                ray.kill(actors[rank])
+            ready, _ = ray.wait(list(calls), timeout=POLL_SECONDS)
+            for call in ready:
+                self._events.put(self._end_of(calls.pop(call), call))
+
+    def _end_of(self, rank: int, call: Any) -> RankEnded:
+        import ray
+
+        try:
+            error: TxlError | None = ray.get(call)
+        except ray.exceptions.RayTaskError as failure:
+            log.warning("rank %d: %s", rank, failure)
+            return RankEnded(rank, 1, reason=_first_line(getattr(failure, "cause", failure)))
+        except ray.exceptions.RayError as death:
+            log.warning("rank %d: %s", rank, death)
+            if written := self._files.error(rank):  # it ended its process on purpose
+                return RankEnded(rank, written.exit_code, written)
+            return RankEnded(rank, None, reason=_first_line(death))
+        return RankEnded(rank, error.exit_code if error else 0, error)
+
+    def _is_reserved(self, group: Any, limit_seconds: float) -> bool:
+        """Wait for the resources of a start; false after the limit, or if the launch ends."""
+        deadline = time.monotonic() + limit_seconds
+        while not self._thread.leave.is_set() and time.monotonic() < deadline:
+            if group.wait(1.0):
+                return True
+        return False
+
+    def _have_returned(self, calls: list[Any]) -> bool:
+        """Wait for calls; false if the launch ends before."""
+        import ray
+
+        while not self._thread.leave.is_set():
+            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=POLL_SECONDS)
+            if len(ready) == len(calls):
+                return True
+        return False
+
+
+def _start_actors(group: Any, num_ranks: int, placement: Placement) -> list[Any]:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    resources = dict(placement.resources)
+    options = {
+        "num_cpus": resources.pop("CPU", 0),
+        "num_gpus": resources.pop("GPU", 0),
+        "memory": resources.pop("memory", None),
+        "resources": resources,
+        "max_restarts": 0,
+    }
+    remote = ray.remote(RankActor)
+    return [
+        remote.options(
+            **options,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=bundle
+            ),
+        ).remote()
+        for bundle in range(num_ranks)
+    ]
+
+
+def _describe_draining(address: str, seconds: float | None) -> str:
+    """`node 10.0.0.2 is preempted in 58 s`."""
+    return f"node {address} is preempted " + ("soon" if seconds is None else f"in {seconds:.0f} s")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,98 @@
+"""Memory of a rank: the example of the ZeRO paper, monotony, and offload."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.txl_dist.estimate.models import model_of
+from txl_dist.estimate.rank_bytes import RankBytes, RankPeak, ZeroSettings
+
+GB = 10**9
+# 7.5 billion parameters on 64 ranks: figure 1 of the ZeRO paper.
+PAPER_SIZES = [10**6] * 7500
+
+
+def memory(
+    stage: int, num_ranks: int = 64, *, activations: int = 0, micro_batches: int = 1, **zero: int
+) -> RankBytes:
+    return RankPeak(
+        model=model_of(*PAPER_SIZES, activations=activations),
+        zero=ZeroSettings(stage=stage, reduce_bucket_size=1, prefetch_bucket_size=0, **zero),
+        num_ranks=num_ranks,
+        num_micro_batches=micro_batches,
+        lane_bytes=0,
+    ).peak()
+
+
+def test_without_sharding_the_example_of_the_paper_needs_120_gb() -> None:
+    # There 2 + 2 + 12 bytes per parameter in mixed precision, here 4 + 4 + 8 in fp32.
+    use = memory(0)
+    assert use.weights + use.gradients + use.optimizer == 120 * GB
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_and_states_of_the_example_of_the_paper_are_sharded(stage: int) -> None:
+    use = memory(stage)
+    whole_weights = 30 * GB if stage < 3 else 30 * GB // 64
+    # 12 bytes per parameter over 64 ranks: the paper's 31.4 GB less 30 GB of what stays whole.
+    assert use.optimizer + use.weights - whole_weights == pytest.approx(1.4 * GB, rel=0.01)
+
+
+def test_stage_2_shards_gradients_and_stage_3_weights() -> None:
+    part = 30 * GB // 64
+    assert memory(1).gradients >= 30 * GB
+    # Those of earlier micro-batches and of this one, the latter in whole parameters.
+    assert memory(2, micro_batches=2).gradients == pytest.approx(2 * part, rel=0.02)
+    assert memory(3).weights == 2 * part
+
+
+@given(
+    stage=st.sampled_from([0, 1, 2, 3]),
+    num_ranks=st.integers(1, 2048),
+    activations=st.integers(0, 10**11),
+    micro_batches=st.integers(1, 4),
+)
+def test_more_ranks_never_need_more_and_more_activations_never_less(
+    stage: int, num_ranks: int, activations: int, micro_batches: int
+) -> None:
+    def device(ranks: int, extra: int = 0) -> int:
+        return memory(
+            stage, ranks, activations=activations + extra, micro_batches=micro_batches
+        ).device
+
+    # One rank is a case of its own: it gathers and copies nothing.
+    assert device(2 * num_ranks + 2) <= device(num_ranks + 1)
+    assert device(num_ranks) <= device(num_ranks, extra=GB)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_moves_the_optimizer_to_the_host(stage: int) -> None:
+    model = model_of(*[10**6] * 50)
+    uses = [
+        RankPeak(
+            model=model,
+            zero=ZeroSettings(stage=stage, offload=offload, reduce_bucket_size=10**6),
+            num_ranks=4,
+            num_micro_batches=1,
+            lane_bytes=0,
+        ).peak()
+        for offload in ("none", "optimizer")
+    ]
+    assert (uses[0].host, uses[1].optimizer) == (0, 0)
+    assert uses[1].host > uses[0].optimizer
+    assert uses[1].device < uses[0].device
+
+
+def test_the_memory_of_lanes_exists_twice_and_can_be_on_the_host() -> None:
+    uses = [
+        RankPeak(
+            model=model_of(10),
+            zero=ZeroSettings(stage=0),
+            num_ranks=1,
+            num_micro_batches=1,
+            lane_bytes=1000,
+            lanes_on_host=on_host,
+        ).peak()
+        for on_host in (False, True)
+    ]
+    assert [(use.lanes, use.host) for use in uses] == [(2000, 0), (0, 2000)]

@@ -1,0 +1,87 @@
+"""Bytes of real ranks against the estimate, and the world sizes without padding."""
+
+from typing import Any
+
+import pytest
+
+from data_pipeline.streams.lanes import LanePlan
+from tests.support.gloo_ranks import RankGroups
+from tests.support.measured_steps import MeasuredSteps, measure_steps
+from tests.txl_dist.estimate.models import run_config
+from txl_dist.estimate.run_estimate import Assumptions, DataFacts, estimate_run, lines_of
+from txl_dist.runtime.world import World
+
+MAX_ERROR = 0.10
+SPREAD = {"stage3_param_persistence_threshold": 0}
+FEW_ACTIVATIONS = {"tgt_len": 4, "model": {"mem_len": 4}}
+CASES: dict[str, dict[str, Any]] = {
+    "activations": {},
+    "weights": FEW_ACTIVATIONS,
+    "micro-batches": {"training": {"micro_batch_lanes": 1}},
+    "offload": {**FEW_ACTIVATIONS, "offload": "optimizer"},
+    "spread": {"zero": SPREAD},
+    "small buckets": {"zero": {"reduce_bucket_size": 50_000}},
+    "overlapped": {"zero": {"overlap_comm": True, "reduce_bucket_size": 50_000}},
+    "large table": {**FEW_ACTIVATIONS, "model": {"mem_len": 4, "vocab_size": 20_000}},
+    "large table, overlapped": {
+        "tgt_len": 4,
+        "model": {"mem_len": 4, "vocab_size": 20_000},
+        "zero": {"overlap_comm": True},
+    },
+    "large table and activations, overlapped": {
+        "tgt_len": 16,
+        "model": {"mem_len": 16, "vocab_size": 20_000, "cutoffs": [2000, 4000]},
+        "zero": {"overlap_comm": True},
+    },
+    "large table and micro-batches, overlapped": {
+        "tgt_len": 16,
+        "model": {"mem_len": 16, "n_layer": 6, "vocab_size": 20_000, "cutoffs": [2000, 4000]},
+        "training": {"micro_batch_lanes": 1},
+        "zero": {"overlap_comm": True},
+    },
+    "many layers, overlapped": {
+        "tgt_len": 4,
+        "model": {"mem_len": 4, "n_layer": 20},
+        "zero": {"overlap_comm": True, "reduce_bucket_size": 50_000},
+    },
+}
+
+
+def measured(world: World, stage: int, case: str) -> MeasuredSteps:
+    return measure_steps(run_config(zero_stage=stage, **CASES[case]), world)
+
+
+def is_possible(stage: int, case: str) -> bool:
+    return {"offload": stage > 0, "spread": stage == 3}.get(case, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "case"),
+    [(stage, case) for stage in range(4) for case in CASES if is_possible(stage, case)],
+)
+def test_the_estimate_is_within_10_percent_of_real_steps(
+    ranks: RankGroups, stage: int, case: str, num_ranks: int
+) -> None:
+    real = ranks(num_ranks).run(measured, stage, case)
+    config = run_config(zero_stage=stage, **CASES[case])
+    facts = DataFacts(vocab_size=config.model.vocab_size, num_steps=10)
+    run = estimate_run(config, facts, gpus=[num_ranks], assumptions=Assumptions(device="cpu"))
+    assert run.num_parameters == real[0].num_parameters
+    memory = run.scales[0].stages[stage]
+    peak = max(each.peak_bytes for each in real)
+    assert memory.total == pytest.approx(peak, rel=MAX_ERROR)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 5, 12, 16])
+def test_the_listed_world_sizes_need_no_padding_rows(num_lanes: int) -> None:
+    config = run_config(num_lanes=num_lanes)
+    facts = DataFacts(vocab_size=config.model.vocab_size, num_steps=10)
+    assumptions = Assumptions(device="cpu")
+    run = estimate_run(config, facts, gpus=range(1, num_lanes + 1), assumptions=assumptions)
+    even = [scale.gpus for scale in run.scales if scale.padded_share == 0]
+    plan = LanePlan(num_tokens=10_000, num_lanes=num_lanes, tgt_len=8)
+    assert even == [n for n in range(1, num_lanes + 1) if plan.rows_per_rank(n) * n == num_lanes]
+    text = "\n".join(lines_of(run, assumptions, precision="fp32"))
+    assert f"without padding: {', '.join(map(str, even))}\n" in text

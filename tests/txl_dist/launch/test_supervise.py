@@ -1,0 +1,440 @@
+"""The supervisor starts ranks again after failures and changes, and ends a launch whose ranks fail
+too often or do not stop: with a rank group whose ranks are data.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.training_runs import TINY
+from txl_dist.config.config_file import load_run_config
+from txl_dist.errors import DataError, LostRankError, PreemptedError, TxlError
+from txl_dist.launch import launch_files, restarts
+from txl_dist.launch import supervise as module
+from txl_dist.launch.launch_files import LaunchFiles
+from txl_dist.launch.launcher import (
+    Event,
+    Launcher,
+    NodeLost,
+    NotStarted,
+    Preempted,
+    RankEnded,
+    RankRange,
+    RanksUp,
+    Room,
+)
+from txl_dist.training.job import TrainJob
+from txl_dist.training.run_directory import RunDirectory
+
+Script = Iterator[list[Event]]
+"""The events of one start of ranks, one list per poll."""
+
+
+class ScriptedGroup(Launcher):
+    """Each start follows a function of the test; ranks run on nodes `a` and `b`, one each."""
+
+    max_restarts = 0
+
+    def __init__(self, run: Path, *settings: str) -> None:
+        overrides = ["training.grace_seconds=0.3", "ray.growth_interval_seconds=0.001"]
+        config = load_run_config(TINY, [f"directory={run}", *overrides, *settings])
+        self.job = TrainJob(config=config)
+        self.directory = RunDirectory(run)
+        self.files = LaunchFiles(run, self.job.launch_id)
+        self.lines: list[str] = []
+        self.numbers: list[int] = []
+        self.news: list[Event] = []
+        """What the group reports whether ranks run or not."""
+        self.killed: set[int] = set()
+
+    def run(
+        self, *starts: Callable[[int], Script], ranks: str = "2", max_restarts: int | None = None
+    ) -> list[int]:
+        """Run the launch; returns the number of ranks of each start."""
+        self._starts = iter(starts)
+        self._script: Script = iter(())
+        selected = RankRange.parse(ranks)
+        self.train(
+            self.job,
+            num_ranks=selected.maximum,
+            min_ranks=selected.minimum,
+            on_line=self.lines.append,
+            max_restarts=max_restarts,
+        )
+        assert next(self._starts, None) is None
+        return self.numbers
+
+    @contextmanager
+    def rank_group(self, job: TrainJob, ranks: RankRange) -> Iterator["ScriptedGroup"]:
+        yield self
+
+    def start(self, job: TrainJob, num_ranks: int) -> None:
+        self.numbers.append(num_ranks)
+        self.killed = set()
+        self._script = next(self._starts)(num_ranks)
+
+    def poll(self) -> list[Event]:
+        events = next(self._script, [])
+        return [*self.news, *events]
+
+    def request_stop(self) -> None:
+        pass
+
+    def kill(self, ranks: Collection[int]) -> None:
+        self.killed |= set(ranks)
+
+    # --- what ranks do ----------------------------------------------------------------------------
+
+    def up(self, num_ranks: int, *, step: int) -> Script:
+        """The ranks start, and rank 0 logs a step."""
+        places = {rank: f" (node 10.0.0.{rank + 1}, pid {100 + rank})" for rank in range(num_ranks)}
+        yield [RanksUp(places, set("ab"[:num_ranks]))]
+        with self.directory.log(0).open("a") as log:
+            log.write(f"12:00:00 step {step} | loss 1.0\n")
+        while not any(f" step {step} " in line for line in self.lines):
+            yield []
+
+    def finish(self, num_ranks: int) -> Script:
+        yield from self.up(num_ranks, step=20)
+        yield [RankEnded(rank, 0) for rank in range(num_ranks)]
+
+    def die(self, num_ranks: int) -> Script:
+        """Rank 1 dies, and rank 0 loses the connection."""
+        yield from self.up(num_ranks, step=7)
+        yield [RankEnded(1, None), RankEnded(0, 1, LostRankError("lost"))]
+
+    def save_on_request(self, num_ranks: int, *, step: int) -> Script:
+        """The ranks train until they are asked to stop, then they save."""
+        yield from self.up(num_ranks, step=step)
+        while not self.files.stop.exists():
+            yield []
+        self.directory.checkpoints.at(step).mkdir(parents=True)
+        yield [RankEnded(rank, 75, PreemptedError("saved")) for rank in range(num_ranks)]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(module, "STOP_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "NODE_LOSS_SECONDS", 0.2)
+    monkeypatch.setattr(module, "wait_for_delivery", lambda *_: None)
+    monkeypatch.setattr(restarts, "MAX_DELAY_SECONDS", 0.1)
+    for limit in ("SETTLE_SECONDS", "STABLE_SECONDS"):
+        monkeypatch.setattr(restarts, limit, 0.0)
+
+
+def preempted(address: str, *, is_launcher: bool = False) -> Preempted:
+    return Preempted(f"node {address} is preempted in 60 s", is_launcher)
+
+
+def test_failed_ranks_start_again_and_the_lost_steps_are_printed(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+    assert group.run(group.die, group.finish, max_restarts=1) == [2, 2]
+    (line,) = [line for line in group.lines if "restart 1 of at most 1" in line]
+    assert line.startswith("rank 1 (node 10.0.0.2, pid 101) died; ")
+    assert line.endswith("from the beginning; at least 7 steps are lost")
+
+
+def test_too_many_failures_end_the_launch_with_the_last_one(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+    with pytest.raises(TxlError) as raised:
+        group.run(group.die, group.die, group.finish, max_restarts=1)
+    assert "the ranks failed again after 1 restart without" in str(raised.value)
+    assert "rank 1 (node 10.0.0.2, pid 101) died" in str(raised.value)
+
+
+def test_the_default_number_of_restarts_is_that_of_the_launcher(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+    with pytest.raises(TxlError, match=r"rank 1 \(node 10.0.0.2, pid 101\) died; the run stopped"):
+        group.run(group.die, group.finish)
+    group = ScriptedGroup(tmp_path)
+    group.max_restarts = 1
+    assert group.run(group.die, group.finish) == [2, 2]
+
+
+def test_an_error_of_a_rank_is_not_repeated(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def fail(num_ranks: int) -> Script:
+        yield from group.up(num_ranks, step=1)
+        yield [RankEnded(1, 3, DataError("a bad shard")), RankEnded(0, 1, LostRankError("lost"))]
+
+    with pytest.raises(DataError, match="a bad shard"):
+        group.run(fail, group.finish, max_restarts=5)
+
+
+def test_ranks_that_do_not_follow_a_failed_one_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AFTER_KILL_SECONDS", 0.1)
+    group = ScriptedGroup(tmp_path)
+
+    def die(num_ranks: int) -> Script:
+        yield from group.up(num_ranks, step=1)
+        yield [RankEnded(1, -signal.SIGKILL)]
+        while group.killed != {0}:
+            yield []
+        yield [RankEnded(0, -signal.SIGKILL)]
+
+    assert group.run(die, group.finish, max_restarts=1) == [2, 2]
+    assert any("rank 1 (node 10.0.0.2, pid 101) was killed by SIGKILL; " in x for x in group.lines)
+
+
+def test_killed_ranks_that_never_end_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node that does not respond."""
+    monkeypatch.setattr(module, "AFTER_KILL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "GIVE_UP_SECONDS", 0.1)
+    group = ScriptedGroup(tmp_path)
+
+    def die(num_ranks: int) -> Script:
+        yield from group.up(num_ranks, step=1)
+        yield [RankEnded(1, None)]
+        while True:
+            yield []
+
+    assert group.run(die, group.finish, max_restarts=1) == [2, 2]
+
+
+def test_the_loss_of_a_node_does_not_count_even_if_it_is_known_later(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def lose(num_ranks: int) -> Script:
+        yield from group.die(num_ranks)
+        yield []
+        yield [NodeLost("b")]
+
+    assert group.run(lose, group.finish, max_restarts=0) == [2, 2]
+    assert any("with its node, which does not count" in line for line in group.lines)
+
+
+def test_a_run_that_loses_node_after_node_without_a_checkpoint_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "MAX_NODE_LOSSES", 1)
+    group = ScriptedGroup(tmp_path)
+
+    def lose(num_ranks: int) -> Script:
+        yield from group.up(num_ranks, step=7)
+        yield [NodeLost("b"), RankEnded(1, None), RankEnded(0, 1, LostRankError("lost"))]
+
+    with pytest.raises(TxlError, match="2 nodes were lost since the last checkpoint"):
+        group.run(lose, lose, group.finish, max_restarts=5)
+
+
+@pytest.mark.parametrize("ranks", ["2", "1:2"])
+def test_a_preemption_saves_first_and_does_not_count(ranks: str, tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+    group.news = [Room(2)]
+
+    def preempt(num_ranks: int) -> Script:
+        group.news = [Room(0), preempted("10.0.0.2")]
+        yield from group.save_on_request(num_ranks, step=9)
+        group.news = [Room(1)]
+
+    expected = 2 if ranks == "2" else 1
+    assert group.run(preempt, group.finish, ranks=ranks) == [2, expected]
+    assert "node 10.0.0.2 is preempted in 60 s: the ranks save, and start again" in group.lines
+    instead = "" if ranks == "2" else " instead of 2"
+    assert f"continuing with {expected}{instead} ranks from step 9; no step is lost" in group.lines
+
+
+def test_a_preemption_that_comes_too_fast_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)  # without restarts: the failure does not count
+
+    def die(num_ranks: int) -> Script:
+        group.news = [preempted("10.0.0.2")]
+        yield from group.up(num_ranks, step=9)
+        while not group.files.stop.exists():
+            yield []
+        group.news = []
+        yield [RankEnded(1, None), RankEnded(0, 1, LostRankError("lost"))]
+
+    assert group.run(die, group.finish) == [2, 2]
+    expected = "continuing with 2 ranks from the beginning; at least 9 steps are lost"
+    assert expected in group.lines
+    assert not [line for line in group.lines if "died" in line]
+
+
+def test_the_next_ranks_are_not_asked_to_stop_for_the_node_of_the_last(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def preempt(num_ranks: int) -> Script:
+        group.news = [preempted("10.0.0.2")]
+        yield from group.save_on_request(num_ranks, step=9)
+
+    def finish(num_ranks: int) -> Script:
+        group.news = []
+        for _ in range(5):
+            assert not group.files.stop.exists()
+            yield []
+        yield from group.finish(num_ranks)
+
+    assert group.run(preempt, finish) == [2, 2]
+
+
+def test_a_run_shrinks_after_a_loss_and_grows_when_there_is_room(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+    group.news = [Room(2)]
+
+    def lose(num_ranks: int) -> Script:
+        group.news = [Room(0)]
+        yield from group.die(num_ranks)
+        group.news = [Room(1)]
+
+    def grow(num_ranks: int) -> Script:
+        group.news = [Room(1)]
+        for events in group.save_on_request(num_ranks, step=12):
+            if any(isinstance(event, RankEnded) for event in events):
+                group.news = [Room(2)]
+            yield events
+
+    assert group.run(lose, grow, group.finish, ranks="1:2", max_restarts=1) == [2, 1, 2]
+    assert "there is room for 2 ranks instead of 1: the ranks save, and start again" in group.lines
+    lines = [line for line in group.lines if line.startswith("continuing")]
+    assert lines == [
+        "continuing with 1 instead of 2 ranks from the beginning; at least 7 steps are lost",
+        "continuing with 2 instead of 1 ranks from step 12; no step is lost",
+    ]
+
+
+def test_a_start_that_is_given_up_is_repeated(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+    group.news = [Room(2)]
+
+    def give_up(num_ranks: int) -> Script:
+        yield [NotStarted("the resources are not free")]
+
+    assert group.run(give_up, group.finish, ranks="1:2") == [2, 2]
+    assert "the resources are not free" in group.lines
+
+
+def test_a_run_that_ends_during_a_change_is_finished(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def finish(num_ranks: int) -> Script:
+        group.news = [preempted("10.0.0.2")]
+        yield from group.finish(num_ranks)
+
+    assert group.run(finish) == [2]
+
+
+def test_the_preemption_of_the_launchers_own_node_ends_the_launch(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def preempt(num_ranks: int) -> Script:
+        yield [RanksUp({0: "", 1: ""})]
+        group.news = [preempted("of the launcher", is_launcher=True)]
+        yield from group.save_on_request(num_ranks, step=9)
+
+    with pytest.raises(PreemptedError, match="saved"):
+        group.run(preempt, group.finish)
+    assert "node of the launcher is preempted in 60 s: the launch ends" in group.lines
+
+
+def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def hang(num_ranks: int) -> Script:
+        yield from group.up(num_ranks, step=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while group.killed != {0, 1}:
+            yield []
+        assert group.files.stop.exists()
+        yield [RankEnded(rank, None) for rank in range(num_ranks)]
+
+    with pytest.raises(PreemptedError, match=r"not ending within training\.grace_seconds"):
+        group.run(hang, max_restarts=3)
+
+
+def test_ranks_that_die_after_a_stop_request_are_not_success(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def die(num_ranks: int) -> Script:
+        yield from group.up(num_ranks, step=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not group.files.stop.exists():
+            yield []
+        yield [RankEnded(rank, None) for rank in range(num_ranks)]
+
+    with pytest.raises(PreemptedError, match="before the ranks had saved"):
+        group.run(die, group.finish, max_restarts=3)
+
+
+def test_a_request_that_only_one_rank_got_stops_all(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def stop(num_ranks: int) -> Script:
+        yield from group.up(num_ranks, step=1)
+        yield [RankEnded(1, 75, PreemptedError("saved"))]
+        while not group.files.stop.exists():
+            yield []
+        yield [RankEnded(0, 75, PreemptedError("saved"))]
+
+    with pytest.raises(PreemptedError, match="saved"):
+        group.run(stop, group.finish, max_restarts=3)
+
+
+def test_a_request_before_the_ranks_are_up_ends_the_launch(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def wait(num_ranks: int) -> Script:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            yield []
+
+    with pytest.raises(PreemptedError, match="no rank was training"):
+        group.run(wait)
+
+
+def test_a_group_that_is_lost_after_a_stop_request_has_stopped(tmp_path: Path) -> None:
+    group = ScriptedGroup(tmp_path)
+
+    def lose_head(num_ranks: int) -> Script:
+        yield from group.up(num_ranks, step=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not group.files.stop.exists():
+            yield []
+        raise TxlError("the head of the Ray cluster does not respond")
+
+    with pytest.raises(PreemptedError, match="stopped on request, but the head of the Ray"):
+        group.run(lose_head)
+
+
+def test_a_status_is_due_after_a_silence_until_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, lines = 100.0, []
+    monkeypatch.setattr(launch_files.time, "monotonic", lambda: clock)
+    output = launch_files.LaunchOutput(lines.append)
+    output.begin_ranks()
+    output.waits_for = "Ray to start"
+    clock += launch_files.STATUS_SECONDS + 1
+    assert output.status_is_due
+    output.print_wait(are_up=False)
+    assert not output.status_is_due, "the line ends the silence"
+    clock += launch_files.STATUS_SECONDS + 1
+    output.print_wait(are_up=True)
+    output.print_log_line("12:00:00 rank 0 is up")
+    clock += launch_files.STATUS_SECONDS + 1
+    output.print_wait(are_up=True)
+    output.print_log_line("12:00:01 first batch")  # a step is slow, or has no line
+    clock += launch_files.STATUS_SECONDS + 1
+    assert not output.status_is_due
+    clock += launch_files.TRAINING_SECONDS
+    assert output.status_is_due
+    output.print_wait(are_up=True)
+    assert [line for line in lines if "12:00" not in line] == [
+        "waiting 5 s for Ray to start",
+        "still starting (10 s): the ranks are importing torch and DeepSpeed",
+        "still starting (15 s): the ranks are loading data and model",
+        "training for 50 s until the first step line",
+    ]
+    output.print_log_line("12:00:00 step 1 | loss 3.4")
+    clock += launch_files.STATUS_SECONDS + 1
+    assert not output.status_is_due

@@ -1,0 +1,339 @@
+"""`txl recl` and `txl attention`: how much context models use, and what they attend to."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from txl_dist.cli.options import (
+    COPY_TO_URL,
+    AsJson,
+    Batch,
+    Checkpoint,
+    Checkpoints,
+    ClampLen,
+    EvaluationData,
+    MemLen,
+    PrecisionOption,
+    Seed,
+    TgtLen,
+    local_path_parser,
+)
+
+if TYPE_CHECKING:
+    from data_pipeline.system.files import StagedDirectory
+    from txl_dist.context.measure import ReclRequest
+    from txl_dist.context.report import GroupReport
+    from txl_dist.evaluation.evaluate import EvaluationJob
+    from txl_dist.evaluation.scoring import Scorer
+    from txl_dist.reporting.attention_by_distance import AttentionByDistance
+
+
+def recl(
+    checkpoints: Checkpoints,
+    data: EvaluationData,
+    split: Annotated[str, typer.Option(help="Split to sample targets from.")] = "valid",
+    max_context: Annotated[int, typer.Option(min=2, help="Longest context in tokens.")] = 512,
+    delta: Annotated[
+        int, typer.Option(min=1, help="Step between contexts; the first context is one step.")
+    ] = 32,
+    contexts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="These contexts instead of --max-context and --delta. RECL needs equal steps.",
+        ),
+    ] = None,
+    r: Annotated[
+        str, typer.Option("--r", metavar="R,...", help="Fractions of hardest targets, for RECL.")
+    ] = "0.1,0.5,1.0",
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="RECL ends where a step gains less than this.")
+    ] = 0.01,
+    positions: Annotated[int, typer.Option(min=1, help="Targets to sample from the split.")] = 500,
+    seed: Seed = 0,
+    resamples: Annotated[
+        int, typer.Option(min=40, help="Bootstrap resamples for the intervals.")
+    ] = 500,
+    batch: Batch = 16,
+    tgt_len: TgtLen = None,
+    mem_len: MemLen = None,
+    clamp_len: ClampLen = None,
+    precision: PrecisionOption = "fp32",
+    group: Annotated[
+        str | None,
+        typer.Option(help="Name of the group. RECL depends on it; default: the models' names."),
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,...", help="Names of the models; default: their paths."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write recl.json, curve.csv, recl.png and recl.svg to this directory.",
+            parser=local_path_parser(COPY_TO_URL),
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how much context each model of a group uses: loss by context, and RECL.
+
+    Each loss is that of one target after exactly c tokens, which the model reads with an empty
+    memory in segments of tgt_len. RECL compares with the best model of the group at each context
+    (arXiv:1901.02860, appendix C), so it is a property of the group. --mem-len and --clamp-len
+    apply to models trained with a memory. Intervals: 95 %, bootstrap over documents, or over
+    targets if there are fewer than 10 documents.
+
+    A target is read again for every context, which takes a while: the tokens to read are printed
+    first, and the time left every few seconds. Fewer --positions or a larger --delta take less.
+
+    Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
+    """
+    from data_pipeline.system.files import StagedDirectory, require_writable
+    from txl_dist.cli.progress import TOKENS, work_progress
+    from txl_dist.context.measure import ReclRequest, check_group, measure_group
+    from txl_dist.context.report import JSON_NAME
+    from txl_dist.evaluation.job import evaluation_job
+
+    jobs = [
+        evaluation_job(
+            path,
+            data,
+            split=split,
+            tgt_len=tgt_len,
+            mem_len=mem_len if _has_memory(path) else None,
+            clamp_len=clamp_len if _has_memory(path) else None,
+            batch=batch,
+            precision=precision,
+        )
+        for path in checkpoints
+    ]
+    model_names = _names(names, checkpoints)
+    request = ReclRequest(
+        group=group or ", ".join(model_names),
+        names=model_names,
+        jobs=tuple(jobs),
+        contexts=_contexts(contexts, max_context, delta),
+        r_values=tuple(_numbers("--r", r)),
+        threshold=threshold,
+        num_positions=positions,
+        num_resamples=resamples,
+        seed=seed,
+    )
+    check_group(request)
+    with ExitStack() as stack:
+        # Opened first: an unusable --out must be an error before minutes of computing.
+        staged = out and stack.enter_context(StagedDirectory(out, last=JSON_NAME))
+        if out:
+            require_writable(out)
+        show = stack.enter_context(work_progress(TOKENS))
+
+        def on_progress(done: int, total: int) -> None:
+            if done == 0:
+                print(_describe_work(request, total), file=sys.stderr, flush=True)
+            show("reading", done, total)
+
+        report = measure_group(request, on_progress=on_progress)
+        if staged:
+            _write_recl(staged, report)
+    if as_json:
+        print(report.to_json_text())
+    else:
+        _print_recl(report)
+        if out:
+            print(f"recl.json, curve.csv, recl.png and recl.svg are in {out}")
+
+
+def _describe_work(request: "ReclRequest", num_tokens: int) -> str:
+    contexts, num_models = request.contexts, len(request.jobs)
+    return (
+        f"{num_tokens:,} tokens to read: {num_models} model{'s' if num_models > 1 else ''}, up to "
+        f"{request.num_positions:,} targets each (--positions), {len(contexts)} contexts of "
+        f"{contexts[0]:,} to {contexts[-1]:,} tokens for each target"
+    )
+
+
+def _has_memory(checkpoint: Path) -> bool:
+    from txl_dist.convert.stored_model import find_model
+
+    return find_model(checkpoint).config.mem_len > 0
+
+
+def _names(names: str | None, checkpoints: Sequence[Path]) -> tuple[str, ...]:
+    from txl_dist.errors import ConfigError
+
+    if names is None:
+        return tuple(str(path) for path in checkpoints)
+    listed = tuple(name.strip() for name in names.split(","))
+    if len(listed) != len(checkpoints):
+        raise ConfigError(f"--names has {len(listed)} names for {len(checkpoints)} checkpoints")
+    return listed
+
+
+def _contexts(contexts: str | None, max_context: int, delta: int) -> tuple[int, ...]:
+    """Raises ConfigError for contexts that do not increase, or fewer than two."""
+    from txl_dist.errors import ConfigError
+
+    if contexts is None:
+        chosen = tuple(range(delta, max_context + 1, delta))
+        if len(chosen) < 2:
+            raise ConfigError(
+                f"--max-context {max_context} has room for {len(chosen)} steps of --delta {delta}; "
+                "RECL compares contexts one step apart, so take a smaller --delta"
+            )
+        return chosen
+    numbers = _numbers("--contexts", contexts)
+    if not all(number.is_integer() for number in numbers):
+        raise ConfigError(f"--contexts {contexts}: expected whole numbers of tokens")
+    chosen = tuple(map(int, numbers))
+    if chosen[0] < 1 or any(a >= b for a, b in pairwise(chosen)):
+        raise ConfigError(f"--contexts {contexts}: expected rising numbers of at least 1")
+    return chosen
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    from txl_dist.errors import ConfigError
+
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} {text!r}: expected numbers separated by commas") from None
+
+
+def _write_recl(staged: "StagedDirectory", report: "GroupReport") -> None:
+    from data_pipeline.system.files import explain_disk_errors, write_synced
+    from txl_dist.context.plot import PLOT_NAMES, plot_group, write_plots
+    from txl_dist.context.report import CSV_NAME, JSON_NAME
+
+    with explain_disk_errors("writing recl.json and its plots", staged.directory):
+        staging = staged.stage()
+        write_plots(plot_group(report), staging)
+        write_synced(staging / CSV_NAME, report.to_csv().encode())
+        write_synced(staging / JSON_NAME, report.to_json_text().encode())
+        staged.publish([*PLOT_NAMES, CSV_NAME, JSON_NAME])
+
+
+def _print_recl(report: "GroupReport") -> None:
+    from txl_dist.context.report import curve_table, recl_table
+
+    print("mean nats per token after exactly c tokens, with half the width of its interval")
+    print("\n".join(curve_table(report)))
+    if report.delta is None:
+        print("no RECL: the steps between the contexts differ")
+    else:
+        print(f"\nRECL in tokens, with its interval; group: {report.group}")
+        print("\n".join(recl_table(report)))
+        print("last gain ends: the context from which on no step reaches the threshold, per r")
+    print(f"\n{report.protocol}")
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attention(
+    checkpoint: Checkpoint,
+    data: EvaluationData,
+    split: Annotated[str, typer.Option(help="Split to read.")] = "valid",
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="Read at most this many tokens of the split.")
+    ] = 20_000,
+    tgt_len: TgtLen = None,
+    mem_len: MemLen = None,
+    batch: Batch = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write attention.json, attention.png and attention.svg to this directory.",
+            parser=local_path_parser(COPY_TO_URL),
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how much attention each layer and head pays to the memory, and to which distances.
+
+    The text is read as in txl eval. Without --out no file is written.
+
+    Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
+    """
+    from data_pipeline.system.files import StagedDirectory, require_writable
+    from txl_dist.evaluation.job import evaluation_job
+    from txl_dist.reporting.attention_file import ATTENTION_NAME, attention_json
+
+    job = evaluation_job(
+        checkpoint,
+        data,
+        split=split,
+        tgt_len=tgt_len,
+        mem_len=mem_len,
+        batch=batch,
+        max_tokens=max_tokens,
+    )
+    with ExitStack() as stack:
+        # Opened first: an unusable --out must be an error before minutes of computing.
+        staged = out and stack.enter_context(StagedDirectory(out, last=ATTENTION_NAME))
+        if out:
+            require_writable(out)
+        scorer = job.open()
+        result = _measure_attention(scorer, job)
+        content = attention_json(result, job, scorer.model.config)
+        if staged:
+            _write_attention(staged, job, result, content)
+    if as_json:
+        print(content)
+    else:
+        _print_attention(job, result)
+        if out:
+            print(f"  attention.json, attention.png and attention.svg are in {out}")
+
+
+def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDistance":
+    from txl_dist.cli.progress import WorkUnit, work_progress
+    from txl_dist.evaluation.evaluate import plan_evaluation
+    from txl_dist.reporting.attention_by_distance import attention_by_distance
+
+    chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
+    with work_progress(WorkUnit("chunks")) as show:
+        return attention_by_distance(
+            scorer, chunks, on_progress=lambda done, total: show("reading", done, total)
+        )
+
+
+def _write_attention(
+    staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
+) -> None:
+    from data_pipeline.system.files import explain_disk_errors, write_synced
+    from txl_dist.reporting.attention_file import ATTENTION_NAME, as_utf8
+    from txl_dist.reporting.attention_plot import PLOT_NAMES, plot_attention, write_plots
+
+    settings = job.settings
+    title = (
+        f"{as_utf8(job.checkpoint.name)} on split {settings.split}: {result.num_queries:,} "
+        f"queries, {result.heads.memory_LH.mean():.0%} of attention on memory\n"
+        f"segment {settings.tgt_len}, memory {settings.mem_len} tokens"
+    )
+    with explain_disk_errors("writing attention.json and its plots", staged.directory):
+        staging = staged.stage()
+        write_plots(plot_attention(result, title=title), staging)
+        write_synced(staging / ATTENTION_NAME, content.encode())
+        staged.publish([*PLOT_NAMES, ATTENTION_NAME])
+
+
+def _print_attention(job: "EvaluationJob", result: "AttentionByDistance") -> None:
+    heads, even = result.heads, result.even
+    print(
+        f"{job.checkpoint} on {job.data}, split {job.settings.split}: "
+        f"{result.num_queries:,} queries, segment {result.tgt_len}, memory {job.settings.mem_len}"
+    )
+    print("  layer  on memory        (lowest to highest head)  mean distance  90% within")
+    columns = heads.memory_LH, heads.mean_distance.mean(1), heads.reach(0.9)
+    for layer, (memory_H, mean, reach) in enumerate(zip(*columns, strict=True)):
+        head_range = f"{memory_H.min():.1%} to {memory_H.max():.1%}"
+        print(f"  {layer:5}  {memory_H.mean():9.1%}  {head_range:>29}  {mean:13,.1f}  {reach:10,}")
+    mean, reach = even.mean_distance[0, 0], even.reach(0.9)[0]
+    print(f"  {'even':5}  {even.memory_LH[0, 0]:9.1%}  {'':29}  {mean:13,.1f}  {reach:10,}")
+    print("  even: for comparison, equal weights on all keys that a query may see")

@@ -1,0 +1,366 @@
+"""Device memory of one rank: what a training step holds at its peak, by ZeRO stage.
+
+With P parameters, O elements of optimizer state (Adam: 2 P), N ranks and fp32 numbers of 4 bytes:
+
+    stage    weights               gradients    optimizer state    (bytes on every rank)
+    0        4 P                   4 P          4 O
+    1        4 P + 4 P / N         4 P          4 O / N
+    2        4 P + 4 P / N         4 P / N      4 O / N
+    3        8 P / N               4 P / N      4 O / N
+
+The second term of stages 1 to 3 are fp32 masters, which DeepSpeed keeps next to the weights even
+if these are fp32 too. To that come the activations (dry_run.py), the memory of the lanes, the
+weights that stage 3 gathers, and DeepSpeed's buffers: those for reduction have a fixed size (100 MB
+on GPUs). At stages 1 and 2 a rank keeps the reduced gradients of all parameters of which it owns a
+part, and keeps them whole.
+
+A step has three phases, and its peak is the largest of them:
+
+    forward and backward    activations, gathered weights, gradients of earlier micro-batches
+    reduction               all gradients, and a flat copy of one bucket
+    optimizer               the gradients of this rank's partition twice, one of them flat
+
+Sources: ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, section 5 and figure 1 (there weights and
+gradients are fp16). Copies and buffers: DeepSpeed 0.19.8, stage_1_and_2.py and stage3.py.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from txl_dist.config.deepspeed_config import DeepSpeedConfig, refused_offload
+
+FP32_BYTES = 4
+STAGE_0_BUCKET = 500_000_000
+"""Elements of a flat copy at stage 0: MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroSettings:
+    """The settings of DeepSpeed's ZeRO that these bytes depend on.
+
+    Defaults are those of DeepSpeed 0.19.8 (deepspeed/runtime/zero/config.py), and ours for GPUs.
+    Sizes are numbers of elements, as DeepSpeed counts them.
+    """
+
+    stage: int
+    offload: str = "none"
+    """As in `deepspeed.offload`."""
+    overlap_comm: bool = False
+    """Whether gradients are reduced while backward computes."""
+    reduce_bucket_size: int = 500_000_000
+    """Size of the buffer in which stages 1 to 3 reduce gradients, whatever the model's size."""
+    allgather_bucket_size: int = 500_000_000
+    """Stages 1 and 2: elements of one all-gather of updated weights."""
+    prefetch_bucket_size: int = 50_000_000
+    """Stage 3: elements of weights that are gathered before a layer needs them."""
+    param_persistence_threshold: int = 100_000
+    """Stage 3: smaller parameters stay whole on every rank."""
+    max_live_parameters: int = 1_000_000_000
+    """Stage 3: elements of weights that may be gathered at the same time."""
+
+    @classmethod
+    def of(
+        cls, config: DeepSpeedConfig, *, num_ranks: int, on_gpu: bool, stage: int | None = None
+    ) -> Self:
+        """The settings of a config, with its defaults; `stage` replaces its stage.
+
+        What cannot be offloaded at another stage stays on the device.
+        """
+        stage = config.zero_stage if stage is None else stage
+        zero = config.reduction(stage=stage, num_ranks=num_ranks, on_gpu=on_gpu)
+        sizes = {
+            name: int(value)
+            for name in (
+                "reduce_bucket_size",
+                "allgather_bucket_size",
+                "prefetch_bucket_size",
+                "param_persistence_threshold",
+                "max_live_parameters",
+            )
+            if (value := zero.get(f"stage3_{name}", zero.get(name))) is not None
+        }
+        overlap = zero.get("overlap_comm")
+        is_offloaded = not any(refused_offload(config.offload, zero_stage=stage))
+        return cls(
+            stage=stage,
+            offload=config.offload if is_offloaded else "none",
+            overlap_comm=stage == 3 if overlap is None else bool(overlap),
+            **sizes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter of a model."""
+
+    name: str
+    num_elements: int
+    num_states: int
+    """Optimizer states of the same size: 2 for Adam, 1 for Muon; 1 more for an average."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationPeaks:
+    """Largest bytes of tensors during forward and backward of one micro-batch.
+
+    Weights and the memory that enters are not in it; the next memory is.
+    """
+
+    after_forward: int
+    """Bytes stored for backward; not a peak."""
+    before_gradients: int
+    """Peak until the first gradient of a parameter is complete."""
+    with_gradients: int
+    """After that, if the gradients of all parameters are kept."""
+    without_gradients: int
+    """After that, if every gradient of a parameter is removed when it is complete."""
+    after_first_bucket: int
+    """As `without_gradients`, once the first bucket is full of gradients; 0 if none gets full."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelNeeds:
+    """What a model needs on one rank before anything is sharded."""
+
+    parameters: tuple[Parameter, ...]
+    activations: ActivationPeaks
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Sizes of the parameters of each group of the optimizer, in order; () is one group of all."""
+    has_muon: bool = False
+    """Whether an optimizer step gathers the updates of matrices whole (muon.py)."""
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+    @property
+    def num_states(self) -> int:
+        """O."""
+        return sum(each.num_elements * each.num_states for each in self.parameters)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max(parameter.num_elements for parameter in self.parameters)
+
+    def num_partly_owned(self, num_ranks: int) -> int:
+        """Most elements in parameters of which one rank owns a part, at stages 1 and 2.
+
+        Each group of the optimizer is cut into equal parts, wherever parameters begin.
+        """
+        changes = [0] * (num_ranks + 1)
+        for sizes in self.groups or (tuple(each.num_elements for each in self.parameters),):
+            part, start = math.ceil(sum(sizes) / num_ranks), 0
+            for size in sizes:
+                stop = start + size
+                changes[start // part] += size
+                changes[(stop - 1) // part + 1] -= size
+                start = stop
+        return max(itertools.accumulate(changes))
+
+    def num_below(self, threshold: int) -> int:
+        """Elements in parameters of at most `threshold` elements."""
+        sizes = (parameter.num_elements for parameter in self.parameters)
+        return sum(size for size in sizes if size <= threshold)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBytes:
+    """Bytes of tensors on one rank at one moment."""
+
+    weights: int
+    """Weights and their fp32 masters."""
+    optimizer: int
+    """Optimizer state."""
+    lanes: int
+    """The recurrent memory of this rank's lanes, before and after the step."""
+    host: int
+    """What is offloaded to host memory."""
+    gradients: int
+    buffers: int
+    """DeepSpeed's buckets, flat copies and gathered weights."""
+    activations: int
+    """Activations of one micro-batch, and its gradients if they are kept."""
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device."""
+        stored = self.weights + self.optimizer + self.lanes
+        return stored + self.gradients + self.buffers + self.activations
+
+    @property
+    def total(self) -> int:
+        """Bytes on device and host: what a rank needs if its device is the CPU."""
+        return self.device + self.host
+
+
+class Phase(NamedTuple):
+    """Bytes on the device that are there in one phase of a step only."""
+
+    gradients: int
+    buffers: int
+    activations: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPeak:
+    """Computes the bytes of one rank."""
+
+    model: ModelNeeds
+    zero: ZeroSettings
+    num_ranks: int
+    num_micro_batches: int
+    lane_bytes: int
+    """Recurrent memory of all lanes of this rank."""
+    lanes_on_host: bool = False
+    copies_to_reduce: bool = False
+    """Whether a reduce-scatter copies its input, as torch's for gloo does."""
+
+    def peak(self) -> RankBytes:
+        """The phase of a step that needs most device memory."""
+        phases = (self._stage_0, self._stage_1, self._stage_2, self._stage_3)[self.zero.stage]
+        if self.zero.stage == 1 and self.zero.overlap_comm and self.num_micro_batches == 1:
+            phases = self._stage_2  # gradients are freed during backward too
+        return max((self._use(phase) for phase in phases()), key=lambda use: use.device)
+
+    def _use(self, phase: Phase) -> RankBytes:
+        part, is_offloaded = self._part, self.zero.offload != "none"
+        states = FP32_BYTES * self.model.num_states
+        masters = part if self.zero.stage > 0 else 0
+        optimizer = states // self.num_ranks if self.zero.stage > 0 else states
+        weights = part if self.zero.stage == 3 else self._whole
+        host = 0
+        if is_offloaded:
+            # The gradients of the partition twice, or once and a copy of the weights.
+            host += masters + optimizer + 2 * part
+            masters, optimizer = 0, 0
+        if is_offloaded and self.zero.stage < 3:  # one gradient on its way, on both sides
+            host += FP32_BYTES * self.model.largest
+            phase = phase._replace(buffers=phase.buffers + FP32_BYTES * self.model.largest)
+        if self.zero.offload == "parameters":
+            host, weights = host + weights, 0
+        # The new memory of the lanes is complete before the old one is given up. The activations
+        # include that of one micro-batch.
+        lanes = 2 * self.lane_bytes
+        new_memory = self.lane_bytes // self.num_micro_batches
+        phase = phase._replace(activations=max(0, phase.activations - new_memory))
+        if self.lanes_on_host:
+            host, lanes = host + lanes, 0
+        return RankBytes(
+            weights=weights + masters,
+            optimizer=optimizer,
+            lanes=lanes,
+            host=host,
+            **phase._asdict(),
+        )
+
+    # --- the phases of a step, by stage ---------------------------------------------------------
+
+    def _stage_0(self) -> Iterator[Phase]:
+        yield from self._with_kept_gradients(bucket=0)
+        copy = FP32_BYTES * min(self.model.num_parameters, STAGE_0_BUCKET)
+        yield Phase(self._whole, copy)
+
+    def _stage_1(self) -> Iterator[Phase]:
+        yield from self._with_kept_gradients(bucket=self._bucket)
+        if self.zero.overlap_comm and not self._fits_bucket:  # the last micro-batch
+            kept = self._whole - FP32_BYTES * self.zero.reduce_bucket_size
+            activations = self.model.activations.after_first_bucket
+            yield Phase(kept + self._partly_owned, self._bucket, activations)
+        # While the bucket is filled, the gradients that it takes over are freed.
+        reduced = 0 if self._fits_bucket else self._partly_owned
+        yield Phase(self._whole + reduced, self._bucket)
+        yield from self._partitioned_update()
+
+    def _with_kept_gradients(self, *, bucket: int) -> Iterator[Phase]:
+        peaks = self.model.activations
+        if self.num_micro_batches == 1:
+            yield Phase(0, 0, peaks.before_gradients)
+            yield Phase(0, bucket, peaks.with_gradients)
+        else:
+            yield Phase(self._whole, bucket, peaks.before_gradients)
+            yield Phase(self._whole, bucket, peaks.without_gradients)
+
+    def _stage_2(self) -> Iterator[Phase]:
+        peaks = self.model.activations
+        earlier = 0 if self.num_micro_batches == 1 else self._partly_owned
+        yield Phase(earlier, 0, peaks.before_gradients)
+        yield Phase(earlier, self._bucket, peaks.without_gradients)
+        if not self._fits_bucket:
+            reduced = self._partly_owned + self._outside_bucket
+            yield Phase(earlier + reduced, self._bucket, peaks.after_first_bucket)
+        yield Phase(earlier, self._bucket + max(self._flat_copy, self._partly_owned))
+        if not self._fits_bucket:  # a full bucket is reduced before the next gradient enters it
+            waiting = FP32_BYTES * self.model.largest
+            yield Phase(earlier, self._bucket + self._flat_copy + waiting)
+        yield from self._partitioned_update()
+
+    def _partitioned_update(self) -> Iterator[Phase]:
+        if self.zero.offload == "none":
+            gradients = self._partly_owned + self._part  # and a flat copy of this rank's part
+            yield Phase(gradients, self._whole if self.model.has_muon else 0)
+
+    def _stage_3(self) -> Iterator[Phase]:
+        peaks, is_sharded = self.model.activations, self.num_ranks > 1
+        gradients = self._part if self.zero.offload == "none" else 0
+        small = self.model.num_below(self.zero.param_persistence_threshold)
+        large = self.model.num_parameters - small
+        # What is gathered, and the flat output of the all-gather that fetches ahead.
+        gathered = min(large, self.zero.max_live_parameters)
+        fetched = min(large, self.zero.prefetch_bucket_size)
+        bucket = self._bucket + FP32_BYTES * small * is_sharded
+        weights, ahead = (FP32_BYTES * size * is_sharded for size in (gathered, fetched))
+        activations = max(peaks.before_gradients, peaks.without_gradients)
+        yield Phase(gradients, bucket + weights, activations)
+        yield Phase(gradients, bucket + weights + ahead, peaks.after_forward)
+        flat_copy = FP32_BYTES * min(self.model.num_parameters, self.zero.reduce_bucket_size)
+        reduced = flat_copy * (1 + self.copies_to_reduce)
+        yield Phase(gradients, bucket + reduced)
+        if not self._fits_bucket:  # a bucket is reduced before the next gradient enters it
+            largest = FP32_BYTES * self.model.largest * is_sharded
+            yield Phase(gradients, bucket + reduced + largest, peaks.after_first_bucket)
+        yield Phase(2 * gradients, bucket)
+
+    # --- parts of phases ------------------------------------------------------------------------
+
+    @property
+    def _whole(self) -> int:
+        """4 P."""
+        return FP32_BYTES * self.model.num_parameters
+
+    @property
+    def _part(self) -> int:
+        """4 P / N."""
+        return self._whole // self.num_ranks
+
+    @property
+    def _partly_owned(self) -> int:
+        """Bytes of the parameters of which this rank owns a part, at stages 1 and 2."""
+        return FP32_BYTES * self.model.num_partly_owned(self.num_ranks)
+
+    @property
+    def _outside_bucket(self) -> int:
+        """Bytes of a gradient larger than the bucket, kept until the bucket is reduced."""
+        layers = (each for each in self.model.parameters if not each.name.startswith("table."))
+        largest = max((each.num_elements for each in layers), default=0)
+        return FP32_BYTES * largest if largest > self.zero.reduce_bucket_size else 0
+
+    @property
+    def _bucket(self) -> int:
+        """The buffer for reduction."""
+        num_buffers = 2 if self.zero.overlap_comm and self.zero.stage < 3 else 1
+        return num_buffers * FP32_BYTES * self.zero.reduce_bucket_size
+
+    @property
+    def _fits_bucket(self) -> bool:
+        return self.model.num_parameters <= self.zero.reduce_bucket_size
+
+    @property
+    def _flat_copy(self) -> int:
+        """Flat copy of the gradients in the bucket; a single rank reduces without one."""
+        size = min(self.model.num_parameters, self.zero.reduce_bucket_size)
+        return FP32_BYTES * size if self.num_ranks > 1 else 0

@@ -1,0 +1,299 @@
+"""Restarts: why the ranks of a start ended, whether others start, and how many.
+
+    RankEnd ... -> failure_of -> RunFailure -> RestartBudget -> restart, or raise
+    Room ... -> ElasticPlan -> number of ranks
+
+Decisions only; `supervise.py` acts on them, for every launcher.
+"""
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.errors import printable
+from data_pipeline.system.signals import STOP_SIGNALS
+from txl_dist.checkpoint.directory import resume_advice
+from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
+from txl_dist.launch.launcher import RankRange
+from txl_dist.training.run_directory import RunDirectory
+
+LAST_BYTES = 8192
+"""Bytes at the end of a log that are searched for the error that ended its process."""
+_TRACEBACK = "Traceback (most recent call last):"
+MAX_CHARS = 300
+"""Longest excerpt of that error."""
+MAX_DELAY_SECONDS = 60.0
+"""Longest wait between a failure and the restart."""
+MAX_NODE_LOSSES = 10
+"""Nodes that may be lost between two checkpoints. More are no coincidence: the run may end them."""
+SETTLE_SECONDS = 8.0
+"""After ranks have ended: a cluster frees their resources, and notices which nodes are dead."""
+STABLE_SECONDS = 10.0
+"""A node that has just joined may still be starting, or leave again."""
+
+
+# --- why ranks ended ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    code: int | None
+    """Exit code, minus the number of the signal that killed the process, or None: killed."""
+    error: TxlError | None = None
+    hung: bool = False
+    """The launcher killed it, because it did not end after a failure or a stop request."""
+    reason: str = ""
+    place: str = ""
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether something else than the launcher killed it."""
+        return not self.hung and (self.code is None or self.code < 0)
+
+    @property
+    def death(self) -> str:
+        """`rank 1 (node a, pid 5) died`."""
+        how = f"was killed by {signal.Signals(-self.code).name}" if self.code else "died"
+        return f"rank {self.rank}{self.place} {how}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailure:
+    """What ended a run."""
+
+    error: TxlError
+    event: str
+    """The failure without advice, for the line about the restart."""
+    can_restart: bool
+    """A restart can help: a rank was killed, hung, was lost, or ended without a TxlError; or
+    storage has failed after the launch had saved."""
+
+
+def failure_of(
+    ends: Sequence[RankEnd],
+    *,
+    stop_requested: bool,
+    has_saved: bool,
+    directory: RunDirectory,
+) -> RunFailure | None:
+    """The failure that ended the run; None if all ranks succeeded. `has_saved`: the launch has
+    written a checkpoint, so what it reads was there.
+
+    One failure usually makes all ranks fail. The first of these that exists is the cause:
+    1. a stop request; 2. a rank killed from outside; 3. an error of a rank's own; 4. a rank that
+    ended without one; 5. a rank that hung. LostRankError comes last, because it is a consequence of
+    another rank's failure.
+    """
+    failed = [end for end in ends if end.code != 0]
+    if not failed:
+        return None
+    if stop := _stop_of(failed, stop_requested=stop_requested, directory=directory):
+        return RunFailure(stop, "stopped on request", can_restart=False)
+    advice, logs = resume_advice(directory.path), f"Logs of all ranks: {directory.logs}"
+    if killed := [end for end in failed if end.is_killed]:
+        event = killed[0].death
+        error = TxlError(f"{event}; the run stopped. {logs}. {advice}")
+        return RunFailure(error, event, can_restart=True)
+    own = [end.error for end in failed if not isinstance(end.error, LostRankError | None)]
+    if own:
+        # Not an outage, if there is another error: it would be repeated.
+        error = min(own, key=lambda error: isinstance(error, OUTAGES))
+        return RunFailure(error, str(error), can_restart=has_saved and isinstance(error, OUTAGES))
+    hung = [end.rank for end in failed if end.hung]
+    unexplained = [end for end in failed if end.error is None and not end.hung]
+    if unexplained:
+        end = unexplained[0]
+        reason = f" ({end.reason})" if end.reason else _reason_in(directory.log(end.rank))
+        event = f"rank {end.rank}{end.place} ended with code {end.code}{reason}"
+    elif hung:
+        event = f"{_ranks(hung)} hung and {_was(hung)} killed"
+    else:
+        event = f"rank {failed[0].rank} ended with code {failed[0].code}"
+    consequence = next((str(end.error) for end in failed if end.error is not None), advice)
+    return RunFailure(TxlError(f"{event}. {consequence}. {logs}"), event, can_restart=True)
+
+
+def _stop_of(
+    failed: Sequence[RankEnd], *, stop_requested: bool, directory: RunDirectory
+) -> PreemptedError | None:
+    """The PreemptedError of a run that a stop request ended; None if something else did."""
+    for end in failed:
+        if isinstance(end.error, PreemptedError):
+            return end.error
+    advice = resume_advice(directory.path)
+    if any(is_stop_code(end.code) for end in failed):
+        return PreemptedError(f"stopped on request. {advice}")
+    if not stop_requested:
+        return None
+    if hung := [end.rank for end in failed if end.hung]:
+        return PreemptedError(
+            f"stopped on request; {_ranks(hung)} {_was(hung)} killed after not ending within "
+            f"training.grace_seconds. {advice}"
+        )
+    if killed := [end for end in failed if end.is_killed]:
+        return PreemptedError(
+            f"stopped on request, but {killed[0].death} before the ranks had saved. {advice}"
+        )
+    return None
+
+
+def _reason_in(log: Path) -> str:
+    """The error in the last traceback of a log, such as `ImportError: ...`, or its last line."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    text = "\n".join(lines).rpartition(" is up\n")[2]  # of the last start
+    if _TRACEBACK in text:  # the error follows the indented frames; its message may have more lines
+        frames = text.rpartition(_TRACEBACK)[2].splitlines()[1:]
+        reasons = [line for line in frames if not line.startswith(" ")]
+    else:
+        reasons = text.splitlines()[::-1]
+    reason = next((line.strip() for line in reasons if line.strip()), "")
+    return f" (its log: {printable(reason[:MAX_CHARS])})" if reason else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in ranks)
+
+
+def _was(ranks: Sequence[int]) -> str:
+    return "was" if len(ranks) == 1 else "were"
+
+
+def is_stop_code(code: int | None) -> bool:
+    """Whether a rank ended because of a stop request. In its first moments the signal kills it."""
+    return code is not None and (code == PreemptedError.exit_code or -code in STOP_SIGNALS)
+
+
+# --- whether others start -------------------------------------------------------------------------
+
+
+class RestartBudget:
+    """Counts failures since the newest checkpoint grew, and allows `max_restarts` of them.
+
+    A run of weeks with one failure a day therefore never exhausts the budget; ranks that fail
+    before they save do. Every reset needs a checkpoint of a later step than all before, so a loop
+    that falls back to older checkpoints ends too. Lost nodes are counted separately.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self.max_restarts = max_restarts
+        self.num_failures = self.num_lost_nodes = 0
+        """Since the newest checkpoint grew."""
+        self._newest_step = -1
+
+    def count(self, *, newest_step: int | None) -> None:
+        """Count a failure; `newest_step` is that of the newest complete checkpoint, if any."""
+        if newest_step is not None and newest_step > self._newest_step:
+            self._newest_step, self.num_failures, self.num_lost_nodes = newest_step, 0, 0
+        self.num_failures += 1
+
+    def move_to_lost_nodes(self) -> None:
+        """The last failure was that of a node."""
+        self.num_failures -= 1
+        self.num_lost_nodes += 1
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.num_failures > self.max_restarts or self.num_lost_nodes > MAX_NODE_LOSSES
+
+    @property
+    def delay_seconds(self) -> float:
+        """How long to wait before a restart: 0 after one failure without a new checkpoint, then 1,
+        2, 4, ... up to MAX_DELAY_SECONDS. A file server or network that failed may work again by
+        then.
+        """
+        count = self.num_failures + self.num_lost_nodes
+        return 0.0 if count <= 1 else min(MAX_DELAY_SECONDS, 2.0 ** (count - 2))
+
+    def exhausted_error(self, failure: RunFailure, directory: RunDirectory) -> TxlError:
+        """The error after a failure that the budget does not allow."""
+        if self.num_lost_nodes > MAX_NODE_LOSSES:
+            text = (
+                f"{failure.event}, with its node; {self.num_lost_nodes} nodes were lost since the "
+                "last checkpoint, so the run may be what ends them (host memory: see dmesg there)"
+            )
+        elif self.max_restarts == 0:
+            return failure.error
+        else:
+            text = (
+                f"the ranks failed again after {self.max_restarts} "
+                f"restart{'' if self.max_restarts == 1 else 's'} without a new checkpoint "
+                "(--max-restarts, or ray.max_restarts with Ray); the last failure: "
+                f"{failure.event}"
+            )
+        return TxlError(
+            f"{text}. Logs of all ranks: {directory.logs}. {resume_advice(directory.path)}"
+        )
+
+
+# --- how many start -------------------------------------------------------------------------------
+
+
+class ElasticPlan:
+    """How many ranks the next start has, and when running ranks end early for a change.
+
+    With `--ranks N` every start has N ranks. With `--ranks A:B`:
+
+        start    B ranks if they fit now; after SETTLE_SECONDS as many as fit, at least A
+        grow     when more ranks have fitted for STABLE_SECONDS, and `growth_interval_seconds` have
+                 passed since the last start: a growth costs a restart of all ranks
+        shrink   only when ranks are lost, or their node is preempted
+    """
+
+    def __init__(self, ranks: RankRange, *, growth_interval_seconds: float) -> None:
+        self.ranks = ranks
+        self.num_ranks = 0
+        """Number of ranks of the last start."""
+        self._growth_interval_seconds = growth_interval_seconds
+        self._started_at = self._waiting_since = time.monotonic()
+        self._fits_since: float | None = None
+
+    def choose(self, room: int | None) -> int | None:
+        """The number of ranks to start now; None if they have to wait. No ranks are running.
+
+        `room`: ranks that fit now; None if that is not known.
+        """
+        if not self.ranks.is_elastic:
+            return self.ranks.maximum
+        if room is None:
+            return None
+        if room >= self.ranks.maximum:
+            return self.ranks.maximum
+        if time.monotonic() - self._waiting_since < SETTLE_SECONDS:
+            return None
+        return room if room >= self.ranks.minimum else None
+
+    def begin(self, num_ranks: int) -> None:
+        """These ranks start now."""
+        self.num_ranks = num_ranks
+        self._started_at, self._fits_since = time.monotonic(), None
+
+    def end(self) -> None:
+        """The ranks have ended, and others will start."""
+        self._waiting_since = time.monotonic()
+
+    def growth(self, room: int | None) -> str | None:
+        """Why the running ranks should end for a start with more of them; None if they should not.
+
+        Call it often: it measures for how long more ranks would fit.
+        """
+        if not room or self.num_ranks >= self.ranks.maximum:
+            self._fits_since = None
+            return None
+        now = time.monotonic()
+        if self._fits_since is None:
+            self._fits_since = now
+        is_stable = now - self._fits_since >= STABLE_SECONDS
+        if not is_stable or now - self._started_at < self._growth_interval_seconds:
+            return None
+        fitting = min(self.num_ranks + room, self.ranks.maximum)
+        return f"there is room for {fitting} ranks instead of {self.num_ranks}"

@@ -1,0 +1,374 @@
+"""Supervise the ranks of a launch: start them, watch them, and decide what follows when they end.
+
+    RankGroup.poll -> events -> supervise: stop, hang, failure, change -> restart, return or raise
+
+The launcher's rank group only starts, reports and kills processes. Everything that is decided is
+decided here, once for all launchers, by the rules of `restarts.py`:
+
+    a stop signal              ranks save and end; late ones are killed; code 75
+    a rank ended or died       the others follow; restart from the newest checkpoint, or raise
+    no rank responds           all are killed, and restarted
+    a node is preempted        ranks save and end; start on other nodes, not counted as a failure
+    more ranks fit (A:B)       the same, with more ranks
+
+How a stop request travels: docs/how_to/stop_a_run.md.
+"""
+
+import math
+import time
+from contextlib import ExitStack
+
+from data_pipeline.system.signals import StopSignals
+from txl_dist.checkpoint.directory import resume_advice
+from txl_dist.errors import PreemptedError, TxlError
+from txl_dist.launch.launch_files import LaunchFiles, LaunchOutput
+from txl_dist.launch.launcher import (
+    Event,
+    Launcher,
+    Line,
+    NodeLost,
+    NotStarted,
+    OnLine,
+    Preempted,
+    RankEnded,
+    RankGroup,
+    RankRange,
+    RanksUp,
+    Room,
+    Waiting,
+)
+from txl_dist.launch.restarts import (
+    ElasticPlan,
+    RankEnd,
+    RestartBudget,
+    RunFailure,
+    failure_of,
+    is_stop_code,
+)
+from txl_dist.runtime.heartbeat import HangWatch
+from txl_dist.runtime.stop import STOPPING
+from txl_dist.tracking.tracker import wait_for_delivery
+from txl_dist.training.follow import LogFollower
+from txl_dist.training.job import TrainJob
+from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory
+
+POLL_SECONDS = 0.1
+AFTER_FAILURE_SECONDS = 10.0
+"""After one rank has failed, the others are killed after this time. They notice the failure at
+their next collective; a rank that does not end by then hangs."""
+AFTER_KILL_SECONDS = 1.0
+"""The same after a rank was killed. Then it is known why the ranks end, and a restart waits. Not if
+rank 0 is completing a checkpoint, which saves more than these seconds."""
+STOP_MARGIN_SECONDS = 3.0
+"""Ranks end by themselves `training.grace_seconds` after a stop request; those that cannot are
+killed after this additional time, which Kubernetes' grace period still includes."""
+GIVE_UP_SECONDS = 20.0
+"""Killed ranks that have not ended after this time are on a node that is dead or unreachable."""
+NODE_LOSS_SECONDS = 6.0
+"""Time for a cluster to find out, after ranks have failed, that their node has died."""
+
+
+def supervise(
+    launcher: Launcher,
+    job: TrainJob,
+    *,
+    ranks: RankRange,
+    max_restarts: int | None,
+    on_line: OnLine,
+) -> None:
+    """Run the job to its end. Raises the error that ended it; PreemptedError after a stop signal.
+
+    After a failure that a restart can repair, all ranks are started again from the newest
+    checkpoint, `max_restarts` times without a new checkpoint in between (None: the launcher's
+    default). With a range of `ranks` the run continues with fewer ranks when some are lost.
+    """
+    directory = RunDirectory(job.run_path)
+    directory.create()
+    # Raises if another run uses the directory, before any process is started.
+    with directory.locked(timeout_seconds=SECONDS_TO_END, force=job.force_unlock):
+        pass
+    files = LaunchFiles(directory.path, job.launch_id)
+    job = job.model_copy(update={"stop_file": str(files.stop), "saved_file": str(files.saved)})
+    with ExitStack() as stack:
+        stack.enter_context(files.held())
+        output = LaunchOutput(on_line)
+        log = stack.enter_context(LogFollower(directory.log(0), output.print_log_line))
+        signals = stack.enter_context(StopSignals())
+        stack.callback(wait_for_delivery, directory.path, job.config, signals, output.print)
+        group = stack.enter_context(launcher.rank_group(job, ranks))
+        budget = RestartBudget(group.max_restarts if max_restarts is None else max_restarts)
+        _Supervisor(job, directory, files, group, ranks, budget, signals, output, log).run()
+
+
+class _Supervisor:
+    def __init__(
+        self,
+        job: TrainJob,
+        directory: RunDirectory,
+        files: LaunchFiles,
+        group: RankGroup,
+        ranks: RankRange,
+        budget: RestartBudget,
+        signals: StopSignals,
+        output: LaunchOutput,
+        log: LogFollower,
+    ) -> None:
+        self._job, self._directory, self._files, self._group = job, directory, files, group
+        self._signals, self._output, self._log = signals, output, log
+        self._budget, self._config = budget, job.config.training
+        self._plan = ElasticPlan(
+            ranks, growth_interval_seconds=job.config.ray.growth_interval_seconds
+        )
+        self._room: int | None = None
+        self._is_launcher_preempted = self._have_trained = False
+        self._lost_nodes: set[str] = set()
+        self._suspect_nodes: frozenset[str] = frozenset()
+        """Nodes of the ranks of the last counted failure, which may turn out to be lost."""
+        self._begin_start()
+
+    def _begin_start(self) -> None:
+        """Forget the start before."""
+        self._places: dict[int, str] | None = None
+        """Of the ranks that are up; None until they are."""
+        self._nodes: frozenset[str] = frozenset()
+        self._ends: dict[int, RankEnd] = {}
+        self._killed: set[int] = set()
+        """Ranks that were killed here, because they had not ended in time."""
+        self._preempted = ""
+        """A node of ranks that will be taken back, in words."""
+        self._not_started = ""
+        self._is_stopping = False
+        self._change = ""
+        """Why the running ranks were asked to end before others start."""
+        self._deadline = math.inf
+        """When the ranks that still run are killed."""
+
+    def run(self) -> None:
+        """Start ranks until they have reached the end of the run. Raises what ends it earlier."""
+        is_change, delay_seconds = False, 0.0
+        while True:
+            self._begin_start()
+            num_ranks = self._wait_to_start(delay_seconds)
+            self._announce(num_ranks, is_change=is_change)
+            failure = self._run_ranks(num_ranks)
+            if failure is None and not self._not_started:
+                return
+            is_change, delay_seconds = False, 0.0
+            self._log.flush()  # what rank 0 says about the failure comes first
+            self._job = self._files.job_after_restart(self._job)
+            if failure is None:
+                self._output.print(self._not_started)
+            elif self._change and not self._is_stop_requested and _is_planned(failure):
+                is_change = True
+            else:
+                self._count(failure)
+                delay_seconds = self._budget.delay_seconds
+            self._files.reset()
+            self._plan.end()
+
+    # --- starting ---------------------------------------------------------------------------------
+
+    def _wait_to_start(self, delay_seconds: float) -> int:
+        """The number of ranks to start, as soon as they may. Raises PreemptedError if asked to
+        stop.
+        """
+        if delay_seconds:
+            self._output.print(f"waiting {delay_seconds:.0f} s before the next start")
+        start_at = time.monotonic() + delay_seconds
+        while True:
+            if time.monotonic() >= start_at and (number := self._plan.choose(self._room)):
+                return number
+            self._poll()
+            self._stop_without_ranks()
+
+    def _announce(self, num_ranks: int, *, is_change: bool) -> None:
+        previous = self._plan.num_ranks
+        if previous and (is_change or num_ranks != previous):
+            before = f" instead of {previous}" if num_ranks != previous else ""
+            self._output.print(
+                f"continuing with {num_ranks}{before} ranks from {self._describe_resume()}"
+            )
+        self._plan.begin(num_ranks)
+
+    def _describe_resume(self) -> str:
+        """`step 120; no step is lost`."""
+        newest_step = self._directory.checkpoints.newest_step()
+        loss = self._output.describe_loss(newest_step)
+        if self._job.resume not in ("auto", "never"):
+            return f"{self._job.resume}, or the newest checkpoint since; {loss}"
+        is_new = newest_step is None or self._job.resume == "never"
+        return f"{'the beginning' if is_new else f'step {newest_step}'}; {loss}"
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def _run_ranks(self, num_ranks: int) -> RunFailure | None:
+        """Start all ranks and wait until they have ended; returns why they failed."""
+        self._output.begin_ranks()
+        with ExitStack() as stack:
+            self._group.start(self._job, num_ranks)
+            while self._places is None and len(self._ends) < num_ranks:
+                self._poll()
+                self._stop_without_ranks()
+                if self._not_started:
+                    return None
+            watch = stack.enter_context(HangWatch(self._directory.path, num_ranks=num_ranks))
+            while running := [rank for rank in range(num_ranks) if rank not in self._ends]:
+                self._check_stop()
+                self._check_change()
+                self._check_failure(running, num_ranks)
+                self._check_hang(watch)
+                self._kill_late(running)
+                self._poll()
+        return failure_of(
+            [self._ends[rank] for rank in range(num_ranks)],
+            stop_requested=self._is_stopping or bool(self._change),
+            has_saved=self._files.saved.exists(),
+            directory=self._directory,
+        )
+
+    def _poll(self) -> None:
+        self._signals.reinstall()  # Ray replaces the handlers when it connects
+        try:
+            for event in self._group.poll():
+                self._take(event)
+        except PreemptedError:
+            raise
+        except TxlError as error:
+            if self._is_stopping:
+                raise PreemptedError(f"stopped on request, but {error}") from error
+            raise
+        if self._output.status_is_due:
+            self._output.print_wait(are_up=self._places is not None)
+        time.sleep(POLL_SECONDS)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Line(text):
+                self._output.print(text)
+            case Waiting(reason):
+                self._output.waits_for = reason
+            case RanksUp(places, nodes):
+                self._places, self._nodes = dict(places), frozenset(nodes)
+                self._have_trained = True
+            case RankEnded(rank, code, error, reason):
+                place, hung = (self._places or {}).get(rank, ""), rank in self._killed
+                self._ends.setdefault(rank, RankEnd(rank, code, error, hung, reason, place))
+            case NodeLost(node):
+                self._lost_nodes.add(node)
+                self._find_lost_nodes()
+            case NotStarted(reason):
+                self._not_started = reason
+            case Room(num_ranks):
+                self._room = num_ranks
+            case Preempted(reason, is_launcher):
+                self._preempted = reason
+                if is_launcher and not self._is_launcher_preempted:
+                    self._is_launcher_preempted = True
+                    self._output.print(f"{reason}: the launch ends")
+
+    # --- stop requests and changes ----------------------------------------------------------------
+
+    @property
+    def _is_stop_requested(self) -> bool:
+        """By a signal, or because the node of this process is preempted."""
+        return bool(self._signals) or self._is_launcher_preempted
+
+    def _stop_without_ranks(self) -> None:
+        if self._is_stop_requested:
+            state = "no rank is training" if self._have_trained else "nothing has been trained yet"
+            self._output.print(f"stopping: {state}")
+            raise PreemptedError(
+                "stopped on request while no rank was training. "
+                f"{resume_advice(self._directory.path)}"
+            )
+
+    def _check_stop(self) -> None:
+        if self._is_stop_requested and not self._is_stopping:
+            self._is_stopping = True
+            self._output.print(STOPPING)
+            self._ask_to_stop()
+
+    def _check_change(self) -> None:
+        """Ask the ranks to save and end, if others have to start."""
+        if self._is_stopping or self._change or self._ends or self._is_stop_requested:
+            return
+        growth = self._plan.growth(self._room) if self._output.has_stepped else None
+        self._change = self._preempted or growth or ""
+        if self._change:
+            self._output.print(f"{self._change}: the ranks save, and start again")
+            self._ask_to_stop()
+
+    def _ask_to_stop(self) -> None:
+        self._files.stop.touch()
+        self._group.request_stop()
+        self._end_within(self._config.grace_seconds + STOP_MARGIN_SECONDS)
+
+    # --- ranks that end ---------------------------------------------------------------------------
+
+    def _check_failure(self, running: list[int], num_ranks: int) -> None:
+        """Limit the time of the other ranks after one has ended."""
+        failed = [end for end in self._ends.values() if end.code != 0]
+        if not failed:
+            return
+        if any(is_stop_code(end.code) for end in failed):
+            # Only that rank has got the signal. Not a signal to the others: where a rank has
+            # already got one, a second means to end without saving.
+            self._files.stop.touch()
+            self._end_within(self._config.grace_seconds + STOP_MARGIN_SECONDS)
+        if any(end.is_killed and not is_stop_code(end.code) for end in failed):
+            checkpoints = self._directory.checkpoints
+            is_publishing = 0 in running and checkpoints.is_publishing(num_ranks)
+            self._end_within(AFTER_FAILURE_SECONDS if is_publishing else AFTER_KILL_SECONDS)
+        elif not all(is_stop_code(end.code) for end in failed):
+            self._end_within(AFTER_FAILURE_SECONDS)
+
+    def _check_hang(self, watch: HangWatch) -> None:
+        hang = watch.hang(timeout_seconds=self._config.rank_timeout_seconds)
+        if hang and self._deadline == math.inf:
+            self._output.print(hang)
+            self._end_within(0.0)
+
+    def _end_within(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def _kill_late(self, running: list[int]) -> None:
+        late_seconds = time.monotonic() - self._deadline
+        if late_seconds > 0:
+            self._killed |= set(running)
+            self._group.kill(running)
+        if late_seconds > GIVE_UP_SECONDS:
+            self._ends |= {rank: RankEnd(rank, None, hung=True) for rank in running}
+
+    # --- restarts ---------------------------------------------------------------------------------
+
+    def _count(self, failure: RunFailure) -> None:
+        """Count a failure and say what follows. Raises its error if no ranks may start again."""
+        if not failure.can_restart or self._is_stop_requested:
+            raise failure.error
+        self._budget.count(newest_step=self._directory.checkpoints.newest_step())
+        self._suspect_nodes = self._nodes
+        self._find_lost_nodes()
+        decide_at = time.monotonic() + NODE_LOSS_SECONDS
+        while self._budget.is_exhausted and self._suspect_nodes and time.monotonic() < decide_at:
+            self._poll()
+            self._stop_without_ranks()
+        if self._budget.is_exhausted:
+            raise self._budget.exhausted_error(failure, self._directory) from failure.error
+        restart = (
+            "with its node, which does not count as a failure; restart"
+            if self._nodes and not self._suspect_nodes
+            else f"restart {self._budget.num_failures} of at most {self._budget.max_restarts} (a "
+            "new checkpoint resets the count)"
+        )
+        self._output.print(f"{failure.event}; {restart}, from {self._describe_resume()}")
+
+    def _find_lost_nodes(self) -> None:
+        """The loss of a node explains the failure of its ranks, which then does not count."""
+        if self._suspect_nodes & self._lost_nodes:
+            self._suspect_nodes = frozenset()
+            self._budget.move_to_lost_nodes()
+
+
+def _is_planned(failure: RunFailure) -> bool:
+    """Whether ranks that were asked to end for a change ended because of that."""
+    return isinstance(failure.error, PreemptedError) or failure.can_restart

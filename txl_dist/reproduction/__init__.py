@@ -1,1 +1,0 @@
-"""The paper's experiments that `txl reproduce` repeats (`experiments.py`)."""

@@ -59,8 +59,8 @@ class CheckpointHeader:
     written_by: str
     model: dict[str, Any]
     run: dict[str, Any]
-    run_id: str | None = None
-    attempt: int = 0
+    run_id: str
+    attempt: int
     tokenizer_json: str
     tokenizer_digest: str
     data_digest: str

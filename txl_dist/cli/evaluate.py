@@ -343,7 +343,7 @@ def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
 def _log_to_mlflow(output: "EvaluationOutput") -> None:
     """Log child runs of the training run, for the checkpoints that are in its run directory."""
     from txl_dist.cli.progress import running
-    from txl_dist.tracking.evaluation import log_evaluations
+    from txl_dist.tracking.process import log_evaluations
 
     scored = []
     for each, content in zip(output.scored, output.objects, strict=True):

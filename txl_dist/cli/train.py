@@ -195,7 +195,7 @@ def _train_as_rank(
     from data_pipeline.system.signals import StopSignals, exit_without_teardown
     from txl_dist.errors import ConfigError, PreemptedError, TxlError, print_error
     from txl_dist.runtime.world import World
-    from txl_dist.tracking.tracker import wait_for_delivery
+    from txl_dist.tracking.process import wait_for_delivery
     from txl_dist.training.rank import train_rank
 
     # Options that torchrun decides are refused, not ignored: the run would differ from them.

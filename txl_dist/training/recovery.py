@@ -158,9 +158,7 @@ class Recovery:
                 "num_rollbacks": state.divergence.num_rollbacks + 1,
             }
         )
-        restored = restored.model_copy(
-            update={"divergence": divergence, "resumed_from": state.resumed_from}
-        )
+        restored = restored.model_copy(update={"divergence": divergence})
         self.saver.rewind(restored)
         world.run_on_all(lambda: self.observers.rollback(restored, state.step))
         self.observers.event(

@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,86 +18,75 @@ from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
 from tests.txl_dist.checkpoint.test_attempts import attempt
 from txl_dist.checkpoint.attempts import Attempt, newest_number
+from txl_dist.checkpoint.copies import CheckpointCopies, CopyUploader, step_of
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.reader import verify_checkpoint
-from txl_dist.checkpoint.remote import RemoteCheckpoints, step_of
 from txl_dist.checkpoint.writer import update_state
 from txl_dist.errors import CheckpointError, ConfigError, FencedError
-from txl_dist.training import remote_resume
-from txl_dist.training.remote_resume import download_newest
+from txl_dist.training import resume
+from txl_dist.training.resume import download_newest
 
 URL = "s3://me:CANARY@bucket/run"
-REMOTE = RemoteCheckpoints(RemotePath("s3://bucket/run"))
+REMOTE = CheckpointCopies(RemotePath("s3://bucket/run"))
 
 
 @pytest.fixture(autouse=True)
 def _simple(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits between requests; no dataset and no settings to compare with the copies."""
     monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(remote_resume, "require_compatible", lambda *_, **__: None)
+    monkeypatch.setattr(resume, "require_compatible", lambda *_, **__: None)
 
 
-def mirrored(
+def uploader_of(
     run: Path,
     *,
-    rank: int = 0,
-    num_ranks: int = 1,
     retention: Retention = Retention(keep=2),  # noqa: B008 - frozen
     attempt: Attempt | None = None,
-) -> CheckpointMirror:
-    return CheckpointMirror(
+) -> CopyUploader:
+    return CopyUploader(
         REMOTE.url.url,
         CheckpointDirectory(run),
-        rank=rank,
-        num_ranks=num_ranks,
-        timeout_seconds=60,
         retention=retention,
         attempt=attempt,
     )
 
 
 @pytest.fixture
-def mirror(tmp_path: Path, bucket: Any) -> Iterator[CheckpointMirror]:  # noqa: F811
+def uploader(tmp_path: Path, bucket: Any) -> Iterator[CopyUploader]:  # noqa: F811
     """Of one rank; the run has checkpoints of steps 1 and 2."""
     for step in (1, 2):
         save(tmp_path / "run", step=step)
-    mirror = mirrored(tmp_path / "run")
-    yield mirror
-    mirror.close()
+    uploader = uploader_of(tmp_path / "run")
+    yield uploader
+    uploader.close()
 
 
-def updated(mirror: CheckpointMirror) -> list[int]:
+def updated(uploader: CopyUploader) -> list[int]:
     """Steps of the complete copies after an update."""
-    mirror.update()
-    assert mirror.wait(60)
-    assert mirror.failure is None
+    uploader.update()
+    assert uploader.wait(60)
+    assert uploader.failure is None
     return [step_of(name) for name in REMOTE.complete()]
 
 
 def download_to(directory: CheckpointDirectory) -> None:
     """What a start does on an empty disk."""
-    url = f"training.checkpoint_url={REMOTE.url}"
-    world = SimpleNamespace(is_rank_zero=True, all_gather=lambda value: [value])
-    job = tiny_job(Path("no-data"), directory.run, url)
-    download_newest(job, None, world)  # type: ignore[arg-type]
+    job = tiny_job(Path("no-data"), directory.run, f"training.checkpoint_url={REMOTE.url}")
+    download_newest(job, None, directory)  # type: ignore[arg-type]
 
 
-def test_copies_follow_the_local_checkpoints(mirror: CheckpointMirror, tmp_path: Path) -> None:
+def test_copies_follow_the_local_checkpoints(uploader: CopyUploader, tmp_path: Path) -> None:
     local = CheckpointDirectory(tmp_path / "run")
-    newer = "step-00000009.abcdabcd"  # another rank has begun to upload it
-    (REMOTE.at(newer) / "memory-rank-00001.safetensors").write_bytes(b"x")
-    assert updated(mirror) == [1, 2]
-    assert newer in REMOTE.names()
+    assert updated(uploader) == [1, 2]
     for step in (3, 4):
         save(local.run, step=step)
     local.prune(Retention(keep=2), best_step=1)
     update_state(local, 4, {"position": 99})
-    assert updated(mirror) == [1, 3, 4], "1 is the best in the state of all of them"
+    assert updated(uploader) == [1, 3, 4], "1 is the best in the state of all of them"
     shutil.rmtree(local.at(4))
     save(local.run, step=4)  # trained again
-    assert updated(mirror) == [1, 3, 4]
+    assert updated(uploader) == [1, 3, 4]
 
     other = CheckpointDirectory(tmp_path / "other")
     other.open()
@@ -108,14 +96,14 @@ def test_copies_follow_the_local_checkpoints(mirror: CheckpointMirror, tmp_path:
 
 
 def test_a_run_that_moved_to_an_empty_disk_keeps_its_older_copies(
-    mirror: CheckpointMirror, tmp_path: Path
+    uploader: CopyUploader, tmp_path: Path
 ) -> None:
     for step in (3, 4, 5):
         save(tmp_path / "run", step=step)
-    assert updated(mirror) == [1, 2, 3, 4, 5]
+    assert updated(uploader) == [1, 2, 3, 4, 5]
     new = CheckpointDirectory(tmp_path / "new")
     download_to(new)
-    resumed = mirrored(new.run, retention=Retention(keep=2, keep_interval_steps=3))
+    resumed = uploader_of(new.run, retention=Retention(keep=2, keep_interval_steps=3))
     resumed.open()
     assert updated(resumed) == [1, 3, 4, 5], "the best, a multiple of 3, the newest two"
     save(new.run, step=6)
@@ -123,52 +111,54 @@ def test_a_run_that_moved_to_an_empty_disk_keeps_its_older_copies(
     resumed.close()
 
 
-def divide_files(first: CheckpointMirror, second: CheckpointMirror) -> None:
-    """As if a second rank had written the weights."""
-    second._is_own = lambda file: file.startswith("weights")  # type: ignore[method-assign]
-    first._is_own = lambda file: not file.startswith("weights")  # type: ignore[method-assign]
-
-
-def test_the_end_of_a_run_is_not_reported_as_a_failed_upload(
-    tmp_path: Path,
-    bucket: Any,  # noqa: F811
-    caplog: pytest.LogCaptureFixture,
+def test_the_manifest_comes_after_all_files_and_the_end_of_a_run_is_no_failure(
+    uploader: CopyUploader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    save(tmp_path, step=1)
-    first, second = (mirrored(tmp_path, rank=rank, num_ranks=2) for rank in (0, 1))
-    divide_files(first, second)
-    first.update()
-    assert not first.wait(2), "rank 0 waits for the weights"
-    first.close()
-    second.close()
-    assert first.wait(60)
+    write, has_begun, may_end = RemotePath.write_from, threading.Event(), threading.Event()
+
+    def write_slowly(target: RemotePath, source: Path) -> None:
+        has_begun.set()
+        assert may_end.wait(60)
+        write(target, source)
+
+    monkeypatch.setattr(RemotePath, "write_from", write_slowly)
+    uploader.update()
+    assert has_begun.wait(60)
+    assert REMOTE.complete() == []
+    uploader.close()
+    may_end.set()
+    assert uploader.wait(60)
+    assert REMOTE.complete() == [], "the upload was not completed"
     assert "not completed: the same command continues it" in caplog.text
     assert "Training continues" not in caplog.text
 
 
-def test_the_manifest_comes_after_the_files_of_all_ranks(tmp_path: Path, bucket: Any) -> None:  # noqa: F811
-    path = save(tmp_path, step=1)
-    for file in ("weights", "optimizer", "memory"):  # as if a second rank had written them
-        assert (path / f"{file}-rank-00000.safetensors").is_file()
-    first, second = (mirrored(tmp_path, rank=rank, num_ranks=2) for rank in (0, 1))
-    divide_files(first, second)
-    first.update()
-    assert not first.wait(2), "rank 0 waits for the weights"
-    assert REMOTE.complete() == []
-    second.update()
-    assert first.wait(60)
-    assert [step_of(name) for name in REMOTE.complete()] == [1]
-    first.close()
-    second.close()
+def test_a_slow_update_removes_nothing_of_a_checkpoint_saved_meanwhile(
+    uploader: CopyUploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rollback its step may be lower than those that the update has seen."""
+    local = CheckpointDirectory(tmp_path / "run")
+    save(local.run, step=4)
+    upload = uploader._upload_run_files
+
+    def save_meanwhile() -> None:
+        upload()
+        if local.steps() == [1, 2, 4]:
+            local.rewind(2)
+            save(local.run, step=3)
+
+    monkeypatch.setattr(uploader, "_upload_run_files", save_meanwhile)
+    updated(uploader)
+    assert updated(uploader) == [1, 2, 3]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
 def test_a_damaged_copy_is_refused_by_name_and_leaves_nothing(
-    mirror: CheckpointMirror, tmp_path: Path, file: str
+    uploader: CopyUploader, tmp_path: Path, file: str
 ) -> None:
-    updated(mirror)
+    updated(uploader)
     name = REMOTE.complete()[-1]
     spoil(REMOTE.at(name) / file, "damage")
     other = CheckpointDirectory(tmp_path / "other")
@@ -178,10 +168,9 @@ def test_a_damaged_copy_is_refused_by_name_and_leaves_nothing(
     assert list(other.path.iterdir()) == []
 
 
-def test_the_checkpoints_of_another_run_are_never_removed(mirror: CheckpointMirror) -> None:
-    updated(mirror)
+def test_the_checkpoints_of_another_run_are_never_removed(uploader: CopyUploader) -> None:
+    updated(uploader)
     names = REMOTE.names()
-    REMOTE.require_run("abd")  # written before runs had ids
     set_run_id(names[-1], "abc")
     REMOTE.require_run("abc")
     with pytest.raises(ConfigError, match="has checkpoints of another run"):
@@ -200,10 +189,10 @@ def set_run_id(name: str, run_id: str) -> None:
 
 
 def test_a_url_of_another_run_changes_nothing_in_the_run_directory(
-    mirror: CheckpointMirror, tmp_path: Path
+    uploader: CopyUploader, tmp_path: Path
 ) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
-    updated(mirror)
+    updated(uploader)
     set_run_id(REMOTE.names()[-1], "abc")
     other = CheckpointDirectory(tmp_path / "other")
     path = save(other.run, step=1)
@@ -219,13 +208,13 @@ def test_a_url_of_another_run_changes_nothing_in_the_run_directory(
 @pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("change", ["damage", "remove"])
 def test_a_copy_with_a_bad_file_is_left_for_an_older_one(
-    mirror: CheckpointMirror,
+    uploader: CopyUploader,
     tmp_path: Path,
     file: str,
     change: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    updated(mirror)
+    updated(uploader)
     names = REMOTE.complete()
     spoil(REMOTE.at(names[-1]) / file, change)
     new = CheckpointDirectory(tmp_path / "new")
@@ -264,11 +253,11 @@ def test_a_run_that_was_continued_elsewhere_changes_no_copy(
     """Two directories on two hosts, with copies at one URL."""
     runs = [tmp_path / name for name in ("first", "second")]
     save(runs[0], step=1)
-    older = mirrored(runs[0], attempt=attempt(runs[0], 1))
+    older = uploader_of(runs[0], attempt=attempt(runs[0], 1))
     older.open()
     assert updated(older) == [1]
     download_to(CheckpointDirectory(runs[1]))
-    newer = mirrored(runs[1], attempt=attempt(runs[1], 2))
+    newer = uploader_of(runs[1], attempt=attempt(runs[1], 2))
     newer.open()
     save(runs[1], step=2)
     assert updated(newer) == [1, 2]
@@ -279,14 +268,14 @@ def test_a_run_that_was_continued_elsewhere_changes_no_copy(
     CheckpointDirectory(runs[0]).prune(Retention(keep=1), best_step=None)
     assert updated(older) == [1, 2]
     assert older.is_fenced
-    with pytest.raises(FencedError, match=r"attempt 2 \(host .* has continued this run"):
+    with pytest.raises(FencedError, match=r"attempt 2 \(host .* took over this run"):
         older.require_newest_attempt()
     bucket.invalidate_cache()
     after = {path: bucket.cat(path) for path in bucket.find("bucket/run")}
     complete = {path: data for path, data in after.items() if "step-00000003." not in path}
     assert complete == before
     with pytest.raises(FencedError):
-        mirrored(runs[0], attempt=attempt(runs[0], 1)).open()
+        uploader_of(runs[0], attempt=attempt(runs[0], 1)).open()
     assert newest_number(REMOTE.attempts) == 2
     older.close()
     newer.close()
@@ -294,31 +283,29 @@ def test_a_run_that_was_continued_elsewhere_changes_no_copy(
 
 @pytest.mark.slow
 def test_a_start_removes_the_copies_that_the_run_has_abandoned(
-    mirror: CheckpointMirror, tmp_path: Path
+    uploader: CopyUploader, tmp_path: Path
 ) -> None:
-    assert updated(mirror) == [1, 2]
+    assert updated(uploader) == [1, 2]
     CheckpointDirectory(tmp_path / "run").rewind(1)
-    mirror.open()
+    uploader.open()
     assert [step_of(name) for name in REMOTE.names()] == [1]
 
 
 @pytest.mark.slow
 def test_an_update_after_a_rollback_removes_the_abandoned_copies(
-    mirror: CheckpointMirror,
+    uploader: CopyUploader,
     tmp_path: Path,
     bucket: Any,  # noqa: F811
 ) -> None:
-    """But not those of newer steps that another rank has begun to upload."""
-    assert updated(mirror) == [1, 2]
+    assert updated(uploader) == [1, 2]
     CheckpointDirectory(tmp_path / "run").rewind(1)
-    bucket.pipe(f"bucket/run/checkpoints/step-00000002.{'ab' * 8}/weights", b"x")
-    assert updated(mirror) == [1]
-    assert [step_of(name) for name in REMOTE.names()] == [1, 2]
+    assert updated(uploader) == [1]
+    assert [step_of(name) for name in REMOTE.names()] == [1]
 
 
 @pytest.mark.slow
 def test_a_failure_names_the_url_without_secrets_and_is_repaired_by_the_next_update(
-    mirror: CheckpointMirror, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    uploader: CopyUploader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
 
@@ -326,20 +313,20 @@ def test_a_failure_names_the_url_without_secrets_and_is_repaired_by_the_next_upd
             raise TimeoutError("no answer")
 
         patch.setattr(RemotePath, "write_from", refuse)
-        mirror.update()
-        assert mirror.wait(60)
-    assert mirror.failure == "rank 0: TimeoutError: no answer"
-    assert "upload to s3://bucket/run | rank 0: TimeoutError: no answer. Training" in caplog.text
-    assert updated(mirror) == [1, 2]
+        uploader.update()
+        assert uploader.wait(60)
+    assert uploader.failure == "TimeoutError: no answer"
+    assert "upload to s3://bucket/run | TimeoutError: no answer. Training" in caplog.text
+    assert updated(uploader) == [1, 2]
 
 
 def test_no_secret_of_a_url_is_shown(tmp_path: Path) -> None:
-    remote = RemoteCheckpoints(RemotePath(URL))
+    remote = CheckpointCopies(RemotePath(URL))
     assert "CANARY" not in f"{remote} {remote.url} {remote.at('x')}"
 
 
 def test_a_complete_copy_always_has_the_metrics_up_to_its_step(
-    mirror: CheckpointMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uploader: CopyUploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = tmp_path / "run" / "metrics.jsonl"
     seen = {}
@@ -352,18 +339,18 @@ def test_a_complete_copy_always_has_the_metrics_up_to_its_step(
 
     monkeypatch.setattr(RemotePath, "write_bytes", look)
     lines.write_bytes(b"1\n2\n")
-    assert updated(mirror) == [1, 2]
+    assert updated(uploader) == [1, 2]
     save(tmp_path / "run", step=3)
     lines.write_bytes(b"1\n2\n3\n")
-    assert updated(mirror) == [1, 2, 3]
+    assert updated(uploader) == [1, 2, 3]
     assert seen == {1: b"1\n2\n", 2: b"1\n2\n", 3: b"1\n2\n3\n"}
 
 
 def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
-    mirror: CheckpointMirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uploader: CopyUploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
-    updated(mirror)
+    updated(uploader)
     new = CheckpointDirectory(tmp_path / "new")
     publish = CheckpointDirectory.finish
     has_metrics = []
@@ -378,13 +365,13 @@ def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
 
 
 def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
-    mirror: CheckpointMirror, tmp_path: Path
+    uploader: CopyUploader, tmp_path: Path
 ) -> None:
     for step in (3, 4):
         save(tmp_path / "run", step=step)
     old = CheckpointDirectory(tmp_path / "run")
     old.prune(Retention(keep=2), best_step=1)
-    assert updated(mirror) == [1, 3, 4], "1 is the best in the state of all of them"
+    assert updated(uploader) == [1, 3, 4], "1 is the best in the state of all of them"
     new = CheckpointDirectory(tmp_path / "new")
     publish, steps = CheckpointDirectory.finish, []
 
@@ -397,13 +384,13 @@ def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
         download_to(new)
     assert steps == [1, 4], "the newest last: with it, the download counts as complete"
     assert verify_checkpoint(new.at(1)) == verify_checkpoint(old.at(1))
-    resumed = mirrored(new.run)
+    resumed = uploader_of(new.run)
     assert updated(resumed) == [1, 3, 4]
     resumed.close()
 
 
 def test_updates_that_wait_for_a_slow_store_become_one(
-    mirror: CheckpointMirror, monkeypatch: pytest.MonkeyPatch
+    uploader: CopyUploader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_begun, may_end, num_updates = threading.Event(), threading.Event(), []
 
@@ -412,66 +399,11 @@ def test_updates_that_wait_for_a_slow_store_become_one(
         has_begun.set()
         assert may_end.wait(60)
 
-    monkeypatch.setattr(mirror, "_update", upload_slowly)
-    mirror.update()
+    monkeypatch.setattr(uploader, "_update", upload_slowly)
+    uploader.update()
     assert has_begun.wait(60)
     for _ in range(5):
-        mirror.update()
+        uploader.update()
     may_end.set()
-    assert mirror.wait(60)
+    assert uploader.wait(60)
     assert len(num_updates) == 2, "the one in progress, and one for all later ones"
-
-
-def test_a_slow_update_removes_nothing_of_a_checkpoint_saved_meanwhile(
-    tmp_path: Path,
-    bucket: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """After a rollback its step may be lower than those that the update has seen."""
-    local = CheckpointDirectory(tmp_path)
-    for step in (1, 3):
-        save(tmp_path, step=step)
-    first, second = (mirrored(tmp_path, rank=rank, num_ranks=2) for rank in (0, 1))
-    divide_files(first, second)
-    second.update()
-    upload = first._upload_run_files
-
-    def save_meanwhile() -> None:
-        upload()
-        if local.steps() == [1, 3]:
-            local.rewind(1)
-            save(tmp_path, step=2)
-            second.update()
-            assert second.wait(60)
-
-    monkeypatch.setattr(first, "_upload_run_files", save_meanwhile)
-    for _ in range(2):
-        first.update()
-        assert first.wait(60)
-        assert first.failure is None
-    assert [step_of(name) for name in REMOTE.complete()] == [1, 2]
-    first.close()
-    second.close()
-
-
-def test_a_rank_that_waits_for_a_save_also_waits_for_the_next_one(tmp_path: Path) -> None:
-    mirror = mirrored(tmp_path, rank=1, num_ranks=2)
-    published: dict[int, str] = {}
-    is_waiting = threading.Event()
-
-    def is_published(step: int, save_id: str) -> bool:
-        is_waiting.set()
-        return published.get(step) == save_id
-
-    mirror._is_published = is_published  # type: ignore[method-assign]
-    seen: list[set[int]] = []
-    mirror._update = lambda _: seen.append(set(published))  # type: ignore[method-assign]
-    mirror.update(published=(1, "a"))
-    assert is_waiting.wait(60)
-    mirror.update(published=(2, "b"))
-    published[1] = "a"
-    assert not mirror.wait(1.2), "the checkpoint of step 2 is missing"
-    published[2] = "b"
-    assert mirror.wait(60)
-    assert seen[-1] == {1, 2}
-    mirror.close()

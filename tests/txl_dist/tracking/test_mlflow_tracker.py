@@ -1,4 +1,4 @@
-"""After a rollback the MLflow run equals metrics.jsonl, point by point, in a real MLflow."""
+"""MLflow: after a rollback its run equals metrics.jsonl, point by point; names that it accepts."""
 
 import random
 import sqlite3
@@ -11,15 +11,16 @@ from mlflow.tracking import MlflowClient
 
 from txl_dist.doctor.checks import check_tracking
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
-from txl_dist.tracking.mlflow_client import UnavailableError
+from txl_dist.tracking.mlflow_tracker import clean_key
+from txl_dist.tracking.tracker import UnavailableError
 
 from .conftest import (
     START,
     MlflowServer,
-    delivery_for,
     recorded_steps,
     run_id_of,
     run_ids,
+    sender_for,
     status_of,
     tags_of,
     write_steps,
@@ -52,55 +53,55 @@ def _roll_back(run_dir: Path, step: int) -> None:
 def test_a_rollback_continues_in_a_new_run_that_equals_the_journal(run_dir: Path) -> None:
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 41), gradient=2.0)
-    delivery_for(run_dir).pump()  # killed here, without an end
+    sender_for(run_dir).pump()  # killed here, without an end
     first = run_id_of(run_dir)
-    evaluation = MlflowClient(f"sqlite:///{database}").create_run(
-        "1", tags={"mlflow.parentRunId": first}
-    )
     _roll_back(run_dir, 30)
     write_steps(run_dir, range(31, 51), since=START + 1000, gradient=3.0)
 
-    delivery = delivery_for(run_dir)
-    delivery.pump()
-    delivery.set_end_status("finished")
-    delivery.finish()
+    sender = sender_for(run_dir)
+    sender.pump()
+    sender.set_end_status("finished")
+    sender.finish()
 
     second = run_id_of(run_dir)
     assert _curves(database, second) == _journalled(run_dir)
     assert status_of(database, second) == "FINISHED"
-    assert recorded_steps(database, first) == list(range(1, 41)), "the abandoned run is kept"
+    assert recorded_steps(database, first) == list(range(1, 41)), "the superseded run is kept"
     assert status_of(database, first) == "KILLED"
-    abandoned = tags_of(database, first)
-    assert abandoned["mlflow.parentRunId"] == second
-    assert abandoned["txl.abandoned"] == f"from step 31 on; continued in run {second}"
-    assert abandoned["mlflow.runName"] == "run (abandoned from step 31)"
-    assert tags_of(database, evaluation.info.run_id)["mlflow.parentRunId"] == second
+    superseded = tags_of(database, first)
+    assert superseded["mlflow.parentRunId"] == second
+    assert superseded["txl.status"] == "superseded"
+    assert tags_of(database, second)["txl.parent"] == first
 
 
-def test_the_runs_of_several_rollbacks_are_all_children_of_the_newest(run_dir: Path) -> None:
+def test_the_runs_of_several_rollbacks_are_children_of_those_that_supersede_them(
+    run_dir: Path,
+) -> None:
     database = run_dir.parent / "mlflow.db"
     for rollback, last in enumerate((40, 35, 50)):
         write_steps(run_dir, range(1 + 10 * rollback, last + 1), since=START + 1000 * rollback)
-        delivery_for(run_dir).pump()
+        sender_for(run_dir).pump()
         if last != 50:
             _roll_back(run_dir, 10 * (rollback + 1))
     newest = run_id_of(run_dir)
     assert _curves(database, newest) == _journalled(run_dir)
-    others = [run_id for run_id in run_ids(database) if run_id != newest]
-    assert [tags_of(database, run_id)["mlflow.parentRunId"] for run_id in others] == [newest] * 2
+    parents = {run: tags_of(database, run).get("mlflow.parentRunId") for run in run_ids(database)}
+    (second,) = [run for run, parent in parents.items() if parent == newest]
+    (first,) = [run for run, parent in parents.items() if parent == second]
+    assert parents == {first: second, second: newest, newest: None}
 
 
 def test_a_resume_that_loses_no_point_continues_the_same_run(run_dir: Path) -> None:
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 31))
-    delivery_for(run_dir, params={"lr": "1"}).pump()
+    sender_for(run_dir, params={"lr": "1"}).pump()
     MlflowClient(f"sqlite:///{database}").log_metric(run_id_of(run_dir), "by a user", 1.0, step=99)
     _roll_back(run_dir, 30)
     write_steps(run_dir, range(31, 51), since=START + 1000)
-    delivery = delivery_for(run_dir, params={"lr": "2"})
-    delivery.pump()
-    delivery.set_end_status("preempted")
-    delivery.finish()
+    sender = sender_for(run_dir, params={"lr": "2"})
+    sender.pump()
+    sender.set_end_status("preempted")
+    sender.finish()
 
     assert run_ids(database) == [run_id_of(run_dir)]
     own = [point for point in _curves(database, run_id_of(run_dir)) if point[0] != "by a user"]
@@ -114,10 +115,10 @@ def _train_to(
 ) -> str:
     """Continue a run as training and its sender do; returns the id of its MLflow run."""
     write_steps(run_dir, steps, since=since)
-    delivery = delivery_for(run_dir)
-    delivery.pump()
-    delivery.set_end_status(status)
-    delivery.finish()
+    sender = sender_for(run_dir)
+    sender.pump()
+    sender.set_end_status(status)
+    sender.finish()
     return run_id_of(run_dir)
 
 
@@ -138,19 +139,19 @@ def test_a_copy_of_a_run_directory_is_a_fork_with_a_run_of_its_own(
     for directory, run_id in ((run_dir, original), (other, fork)):
         assert _curves(database, run_id) == _journalled(directory)
         assert status_of(database, run_id) == "FINISHED"
-        assert "txl.abandoned" not in tags_of(database, run_id)
+        assert tags_of(database, run_id)["txl.status"] == "finished"
     assert tags_of(database, fork)["txl.parent"] == original
 
 
 def test_syncing_a_copy_does_not_write_to_the_run_of_the_original(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 6), since=START)
-    delivery = delivery_for(run_dir, new_run_key="of the original")
-    delivery.pump()
-    delivery.finish()
+    sender = sender_for(run_dir, new_run_key="of the original")
+    sender.pump()
+    sender.finish()
     original, other = run_id_of(run_dir), run_dir.parent / "other"
     subprocess.run(["cp", "-r", run_dir, other], check=True)
     # `txl track sync` reads the request that was copied with the directory.
-    synced = delivery_for(other, new_run_key="of the original")
+    synced = sender_for(other, new_run_key="of the original")
     synced.pump()
     synced.finish()
     assert run_id_of(other) != original
@@ -169,25 +170,25 @@ def test_points_that_no_later_step_replaces_are_not_in_the_curve(run_dir: Path) 
     database = run_dir.parent / "mlflow.db"
     write_steps(run_dir, range(1, 41))
     write_steps(run_dir, range(41, 42), scored_once=5.0)
-    delivery_for(run_dir).pump()
+    sender_for(run_dir).pump()
     _roll_back(run_dir, 30)
-    delivery = delivery_for(run_dir)
-    delivery.pump()
-    delivery.set_end_status("finished")
-    delivery.finish()
+    sender = sender_for(run_dir)
+    sender.pump()
+    sender.set_end_status("finished")
+    sender.finish()
     assert _curves(database, run_id_of(run_dir)) == _journalled(run_dir)
-    (abandoned,) = set(run_ids(database)) - {run_id_of(run_dir)}
-    assert tags_of(database, abandoned)["txl.abandoned"].startswith("from step 31 on")
+    (superseded,) = set(run_ids(database)) - {run_id_of(run_dir)}
+    assert tags_of(database, superseded)["txl.status"] == "superseded"
 
 
 def test_a_running_delivery_notices_a_rollback(run_dir: Path) -> None:
     write_steps(run_dir, range(1, 41))
-    delivery = delivery_for(run_dir)
-    delivery.pump()
+    sender = sender_for(run_dir)
+    sender.pump()
     write_steps(run_dir, range(41, 46))  # never sent
     _roll_back(run_dir, 30)
     write_steps(run_dir, range(31, 36), since=START + 1000)
-    delivery.pump()
+    sender.pump()
     assert _curves(run_dir.parent / "mlflow.db", run_id_of(run_dir)) == _journalled(run_dir)
 
 
@@ -204,11 +205,11 @@ def test_a_rollback_in_outages_records_every_point_once(
     for rollback in range(3):
         since = START + 1000 * rollback
         write_steps(run_dir, range(5 * rollback + 1, 5 * rollback + 11), since=since, other=1.5)
-        delivery = delivery_for(run_dir, server.uri, experiment=experiment)
+        sender = sender_for(run_dir, server.uri, experiment=experiment)
         for _ in range(300):
             try:
-                delivery.pump()
-                delivery.finish()
+                sender.pump()
+                sender.finish()
                 break
             except UnavailableError:
                 continue
@@ -217,7 +218,8 @@ def test_a_rollback_in_outages_records_every_point_once(
         newest = run_id_of(run_dir)
         assert _curves(server.database, newest) == _journalled(run_dir)
         others = set(run_ids(server.database, experiment)) - {newest}
-        assert {tags_of(server.database, o)["mlflow.parentRunId"] for o in others} <= {newest}
+        statuses = {tags_of(server.database, other)["txl.status"] for other in others}
+        assert statuses <= {"superseded"}
         assert len(others) == rollback
         _roll_back(run_dir, 5 * (rollback + 1))
 
@@ -231,3 +233,12 @@ def test_the_doctor_accepts_a_real_server_and_reports_its_refusals(server: Mlflo
     assert [refused.status, accepted.status, unauthorized.status] == ["problem", "ok", "problem"]
     assert version("mlflow") in accepted.found
     assert "401" in unauthorized.found
+
+
+@pytest.mark.fault_row(45)
+def test_metric_names_become_legal_and_contain_no_relative_paths() -> None:
+    assert clean_key("valid/loss per byte") == "valid/loss per byte"
+    assert clean_key("../../etc/x") == "etc/x"
+    assert clean_key("/a//b/./c?") == "a/b/c_"
+    assert clean_key("..") == "_"
+    assert len(clean_key("k" * 999)) == 250

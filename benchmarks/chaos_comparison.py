@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.copies import CheckpointCopies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint

@@ -29,8 +29,8 @@ from cluster.connection import (
 )
 from cluster.nodes import ClusterMonitor
 from data_pipeline.errors import TxlError, UnfinishedError
-from data_pipeline.processes.worker_status import WorkerStatus, WorkTimes
-from data_pipeline.processes.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
+from data_pipeline.system.progress import WorkerStatus, WorkTimes
+from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.streams.segments import IGNORED
+from data_pipeline.system.remote_path import DatasetPath
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.job import EvaluationJob
 from txl_dist.evaluation.scoring import EvaluationChunk, Scorer

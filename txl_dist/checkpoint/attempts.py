@@ -31,9 +31,9 @@ from pathlib import Path
 from pydantic import Field
 
 from data_pipeline.errors import printable
-from data_pipeline.storage.atomic_files import write_file
-from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.files import write_file
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict import StrictModel
 from txl_dist.errors import FencedError
 
 FOLDER = "attempts"

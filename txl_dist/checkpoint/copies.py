@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import Path
 
 from data_pipeline.errors import printable
-from data_pipeline.processes.background_queue import BackgroundQueue
-from data_pipeline.storage.atomic_files import write_file, write_synced
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.files import write_file, write_synced
+from data_pipeline.system.remote_path import RemotePath
+from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.checkpoint.attempts import FOLDER, Attempt
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention, reading
 from txl_dist.checkpoint.manifest import (

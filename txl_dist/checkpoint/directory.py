@@ -24,9 +24,14 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from data_pipeline.storage.atomic_files import fsync_directory, remove_leftovers, write_file
-from data_pipeline.storage.directories import publish_directory, remove_directory
-from data_pipeline.storage.locks import try_lock
+from data_pipeline.system.files import (
+    fsync_directory,
+    publish_directory,
+    remove_directory,
+    remove_leftovers,
+    try_lock,
+    write_file,
+)
 from txl_dist.checkpoint.attempts import Attempt
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest, part_name
 from txl_dist.errors import CheckpointError, FencedError

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from data_pipeline.storage.manifest_file import (
+from data_pipeline.system.strict import (
+    StrictModel,
     WrongFormatError,
     load_manifest_file,
     manifest_bytes,
 )
-from data_pipeline.storage.strict_model import StrictModel
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 

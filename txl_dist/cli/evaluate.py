@@ -167,8 +167,7 @@ def evaluate(
     if watch is not None:
         _watch(watch, on, workers)
         return
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.evaluation_output import RESULT_NAME, EvaluationOutput
     from txl_dist.cli.progress import TOKENS, running, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
@@ -248,8 +247,8 @@ def evaluate(
 
 
 def _watch(run: Path, on: str, workers: int) -> None:
-    from data_pipeline.processes.parent import PARENT_VARIABLE, end_with_parent
-    from data_pipeline.processes.workers import ProcessWorkers
+    from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
+    from data_pipeline.system.workers import ProcessWorkers
     from txl_dist.cli.progress import running
     from txl_dist.cli.workers import open_workers, stoppable
 
@@ -294,7 +293,7 @@ def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> di
 
 def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -> None:
     """Refuse a file of --per-document that cannot be written, before minutes of computing."""
-    from data_pipeline.storage.atomic_files import require_writable
+    from data_pipeline.system.files import require_writable
     from txl_dist.errors import ConfigError
 
     if per_document and swept:
@@ -308,7 +307,7 @@ def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -
 def _write_documents(
     path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
 ) -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
+    from data_pipeline.system.files import explain_disk_errors, write_file
     from txl_dist.cli.evaluation_output import document_lines
 
     if path:

@@ -26,8 +26,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
-from data_pipeline.storage.staged_directory import StagedDirectory
+from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
 from txl_dist.evaluation.breakdown import TABLES, DocumentSums, score_intervals
 from txl_dist.evaluation.scores import SCORES

@@ -20,16 +20,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.storage.atomic_files import (
+from data_pipeline.streams.segments import Reset
+from data_pipeline.system.files import (
+    StagedDirectory,
     explain_disk_errors,
     sha256_file,
     write_synced,
     write_with,
 )
-from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.staged_directory import StagedDirectory
-from data_pipeline.storage.strict_json import sha256_of
-from data_pipeline.streams.segments import Reset
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
 from txl_dist.checkpoint.directory import resolve_checkpoint

@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 
 import psutil
 
-from data_pipeline.storage.urls import shown
+from data_pipeline.system.sources import shown
 from txl_dist.doctor.finding import Finding, note, ok, problem
 from txl_dist.doctor.storage import existing_parent
 

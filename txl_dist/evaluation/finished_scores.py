@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from data_pipeline.storage.atomic_files import write_file
-from data_pipeline.storage.strict_json import canonical, sha256_of
+from data_pipeline.system.files import write_file
+from data_pipeline.system.strict_json import canonical_json, sha256_of
 from txl_dist.errors import CheckpointError
 from txl_dist.evaluation.breakdown import LossBreakdown
 from txl_dist.evaluation.scores import LossSums
@@ -83,7 +83,7 @@ class FinishedScores:
         """Write the file without damaged lines, and keep it open. A failure is only a warning."""
         if self.path is None:
             return self
-        lines = [canonical({"evaluation": dict(self._description)})]
+        lines = [canonical_json({"evaluation": dict(self._description)})]
         lines += [self._line(*each) for each in sorted(self.batches.items())]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class FinishedScores:
     def _line(self, number: int, scores: BatchScores) -> str:
         content = scores.to_json()
         checksum = sha256_of([self._key, number, content])
-        return canonical({"batch": number, "scores": content, "checksum": checksum})
+        return canonical_json({"batch": number, "scores": content, "checksum": checksum})
 
     def _read(self, path: Path) -> None:
         try:

@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_pipeline.storage import strict_json
+from data_pipeline.system.strict_json import JSON_DECODER
 from txl_dist.errors import DataError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _prompt(raw: bytes, *, is_json: bool) -> str | list[int]:
 
 def _prompt_of_json(line: str) -> str | list[int]:
     try:
-        content = strict_json.DECODER.decode(line)
+        content = JSON_DECODER.decode(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"broken JSON ({error.msg} at character {error.pos})") from None
     except RecursionError:

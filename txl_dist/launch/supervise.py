@@ -18,7 +18,7 @@ import math
 import time
 from contextlib import ExitStack
 
-from data_pipeline.processes.stop_signals import StopSignals
+from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.launch.launch_files import LaunchFiles, LaunchOutput

@@ -29,8 +29,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from data_pipeline.processes.stop_signals import StopSignals
-from data_pipeline.storage.locks import try_lock
+from data_pipeline.system.files import try_lock
+from data_pipeline.system.signals import StopSignals
 from txl_dist.config.redaction import redact
 from txl_dist.errors import DivergedError, FencedError, PreemptedError
 from txl_dist.tracking.tracker import (
@@ -350,7 +350,7 @@ class TrainingEnd:
         self.has_request.set()
 
     def _listen(self) -> None:
-        # Not processes/parent.py: it ends the process immediately, and this one must deliver first.
+        # Not system/signals.py: it ends the process immediately, and this one must deliver first.
         # Not sys.stdin: the blocked thread would hold its lock while the interpreter shuts down.
         rest = b""
         try:

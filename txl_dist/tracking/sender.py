@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.storage.locks import wait_for_lock
+from data_pipeline.system.files import wait_for_lock
 from txl_dist.tracking.journal import JOURNAL, SUPERSEDED, JournalTail, read_metrics
 from txl_dist.tracking.process import (
     EXIT_UNDELIVERED,

@@ -23,7 +23,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.system.files import write_file
 from txl_dist.config.redaction import HIDDEN, redact
 
 STATE = "tracking.json"

@@ -9,7 +9,7 @@ for which the checkpoint's weights or position would be wrong; they cannot chang
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import (

@@ -3,7 +3,7 @@
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.system.files import write_file
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal

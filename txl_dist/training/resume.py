@@ -33,8 +33,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from data_pipeline.processes.background_queue import BackgroundQueue
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.remote_path import RemotePath
+from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.checkpoint.copies import CheckpointCopies, names_of, step_of
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.storage.locks import wait_for_lock
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.files import wait_for_lock
+from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.attempts import (
     FOLDER,
     Attempt,

@@ -28,8 +28,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.processes.background_queue import BackgroundQueue
-from data_pipeline.storage.urls import shown
+from data_pipeline.system.sources import shown
+from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.checkpoint.copies import CopyUploader
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
 from txl_dist.checkpoint.snapshot import Snapshot

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data_pipeline.storage.atomic_files import remove_leftovers, write_file
 from data_pipeline.streams.remainder import merged, num_tokens
+from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
 from txl_dist.training.begin import Beginning, RankContext

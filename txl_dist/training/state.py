@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.strict_model import StrictModel, first_problem
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import tokens_per_epoch
 from data_pipeline.streams.remainder import Remainder
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict import StrictModel, first_problem
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
 from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.errors import CheckpointError

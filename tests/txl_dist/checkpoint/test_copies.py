@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.storage import urls
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system import sources
+from data_pipeline.system.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
@@ -34,7 +34,7 @@ REMOTE = CheckpointCopies(RemotePath("s3://bucket/run"))
 @pytest.fixture(autouse=True)
 def _simple(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits between requests; no dataset and no settings to compare with the copies."""
-    monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(resume, "require_compatible", lambda *_, **__: None)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.storage.locks import try_lock
+from data_pipeline.system.files import try_lock
 from tests.txl_dist.checkpoint.saving import BEST, save
 from txl_dist.checkpoint.directory import (
     CheckpointDirectory,

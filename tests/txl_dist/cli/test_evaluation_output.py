@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.storage.staged_directory import StagedDirectory
 from data_pipeline.streams.cursor import read_range
+from data_pipeline.system.files import StagedDirectory
+from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from tests.support.exported_model import export_small_model
 from tests.txl_dist.evaluation.test_distributed import Recorder
 from txl_dist.analysis.plots import plot_sweep, plot_table

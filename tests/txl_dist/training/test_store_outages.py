@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.cloud_runs import SETTINGS, URL, aws, die_after, in_cloud, remote_steps  # noqa: F401
 from tests.support.gloo_ranks import RankGroups

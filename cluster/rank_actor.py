@@ -94,7 +94,7 @@ class RankActor:
         import ray
         import torch
 
-        from data_pipeline.processes.stop_signals import StopSignals, unblock_stop_signals
+        from data_pipeline.system.signals import StopSignals, unblock_stop_signals
         from txl_dist.launch.launch_files import LaunchFiles
         from txl_dist.runtime.stop import NOTHING_TRAINED, exit_before_first_step
         from txl_dist.runtime.world import World

@@ -112,6 +112,8 @@ def _import_own_packages() -> None:
     """
     root = Path(__file__).resolve().parents[1]
     for name in ("data_pipeline", "cluster"):
+        if not (root / name).is_dir():  # in a job, where Ray unpacks each into a folder of its own
+            continue
         if name not in sys.modules:
             spec = PathFinder.find_spec(name, [str(root)])
             assert spec

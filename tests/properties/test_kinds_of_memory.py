@@ -117,6 +117,12 @@ def test_the_rows_of_lanes_go_on_in_any_other_state(kind: str, start: str) -> No
     assert state.bytes_per_lane == sum(x.nbytes for x in saved[0].values()) > 0
 
 
+def test_a_row_of_another_state_is_not_loaded() -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match="layer-0-keys"):
+        model.inference_state(1).load_row(0, {"layer-0-keys": torch.zeros(3)})
+
+
 @every_kind
 @in_training_and_inference
 @torch.no_grad()

@@ -25,7 +25,7 @@ from txl_dist.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory
     from txl_dist.context.measure import ReclRequest
     from txl_dist.context.report import GroupReport
     from txl_dist.evaluation.evaluate import EvaluationJob
@@ -94,8 +94,7 @@ def recl(
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.progress import TOKENS, work_progress
     from txl_dist.context.measure import ReclRequest, check_group, measure_group
     from txl_dist.context.report import JSON_NAME
@@ -207,7 +206,7 @@ def _numbers(option: str, text: str) -> list[float]:
 
 
 def _write_recl(staged: "StagedDirectory", report: "GroupReport") -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
+    from data_pipeline.system.files import explain_disk_errors, write_synced
     from txl_dist.context.plot import PLOT_NAMES, plot_group, write_plots
     from txl_dist.context.report import CSV_NAME, JSON_NAME
 
@@ -261,8 +260,7 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.evaluation.job import evaluation_job
     from txl_dist.reporting.attention_file import ATTENTION_NAME, attention_json
 
@@ -308,7 +306,7 @@ def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDi
 def _write_attention(
     staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
 ) -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
+    from data_pipeline.system.files import explain_disk_errors, write_synced
     from txl_dist.reporting.attention_file import ATTENTION_NAME, as_utf8
     from txl_dist.reporting.attention_plot import PLOT_NAMES, plot_attention, write_plots
 

@@ -167,8 +167,7 @@ def evaluate(
     if watch is not None:
         _watch(watch, on, workers)
         return
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.cli.progress import TOKENS, running, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
@@ -251,8 +250,8 @@ def evaluate(
 
 
 def _watch(run: Path, on: str, workers: int) -> None:
-    from data_pipeline.processes.parent import PARENT_VARIABLE, end_with_parent
-    from data_pipeline.processes.workers import ProcessWorkers
+    from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
+    from data_pipeline.system.workers import ProcessWorkers
     from txl_dist.cli.progress import running
     from txl_dist.cli.workers import open_workers, stoppable
 
@@ -297,7 +296,7 @@ def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> di
 
 def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -> None:
     """Refuse a file of --per-document that cannot be written, before minutes of computing."""
-    from data_pipeline.storage.atomic_files import require_writable
+    from data_pipeline.system.files import require_writable
     from txl_dist.errors import ConfigError
 
     if per_document and swept:
@@ -311,7 +310,7 @@ def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -
 def _write_documents(
     path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
 ) -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
+    from data_pipeline.system.files import explain_disk_errors, write_file
     from txl_dist.evaluation.document_scores import document_lines
 
     if path:
@@ -344,7 +343,7 @@ def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
 def _log_to_mlflow(output: "EvaluationOutput") -> None:
     """Log child runs of the training run, for the checkpoints that are in its run directory."""
     from txl_dist.cli.progress import running
-    from txl_dist.tracking.evaluation import log_evaluations
+    from txl_dist.tracking.process import log_evaluations
 
     scored = []
     for each, content in zip(output.scored, output.objects, strict=True):

@@ -97,7 +97,7 @@ def generate(
 
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
-    from data_pipeline.storage.atomic_files import require_writable
+    from data_pipeline.system.files import require_writable
     from txl_dist.cli.progress import running
     from txl_dist.errors import ConfigError
     from txl_dist.generation.prompt_file import read_prompts
@@ -255,7 +255,7 @@ def _result_lines(
 
 def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
     """Print every result when it is there, or write all to a file at the end."""
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
+    from data_pipeline.system.files import explain_disk_errors, write_file
     from txl_dist.cli.progress import WorkUnit, work_progress
 
     if out is None:

@@ -25,7 +25,7 @@ def report(
 
     Example: txl report runs/quickstart
     """
-    from data_pipeline.storage.atomic_files import write_file
+    from data_pipeline.system.files import write_file
     from txl_dist.errors import ConfigError
     from txl_dist.reporting.run_record import read_run
 

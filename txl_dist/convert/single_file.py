@@ -14,14 +14,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from data_pipeline.storage.atomic_files import (
+from data_pipeline.streams.segments import Reset
+from data_pipeline.system.files import (
+    StagedDirectory,
     explain_disk_errors,
     sha256_file,
     write_synced,
     write_with,
 )
-from data_pipeline.storage.staged_directory import StagedDirectory
-from data_pipeline.streams.segments import Reset
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from txl_dist.convert.architecture import checked_config, read_json
 from txl_dist.convert.tensors import assign_weights, check_tensors, empty_model

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import get_args
 
 from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.strict_json import sha256_of
 from data_pipeline.streams.segments import Reset
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
 from txl_dist.checkpoint.directory import resolve_checkpoint

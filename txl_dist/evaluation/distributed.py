@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import InProcess, WorkerDiedError, Workers
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import SplitReader, open_split
-from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.strict_json import sha256_of
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict_json import sha256_of
+from data_pipeline.system.workers import InProcess, WorkerDiedError, Workers
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.evaluation.breakdown import LossBreakdown, log_bucket

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from data_pipeline.storage.atomic_files import write_file
-from data_pipeline.storage.strict_json import canonical, sha256_of
+from data_pipeline.system.files import write_file
+from data_pipeline.system.strict_json import canonical_json, sha256_of
 from txl_dist.evaluation.batch_scores import BatchScores
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class FinishedScores:
         """Write the file without damaged lines, and keep it open. A failure is only a warning."""
         if self.path is None:
             return self
-        lines = [canonical({"evaluation": dict(self._description)})]
+        lines = [canonical_json({"evaluation": dict(self._description)})]
         lines += [self._line(*each) for each in sorted(self.batches.items())]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class FinishedScores:
     def _line(self, number: int, scores: BatchScores) -> str:
         content = scores.to_json()
         checksum = sha256_of([self._key, number, content])
-        return canonical({"batch": number, "scores": content, "checksum": checksum})
+        return canonical_json({"batch": number, "scores": content, "checksum": checksum})
 
     def _read(self, path: Path) -> None:
         try:

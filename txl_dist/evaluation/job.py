@@ -12,8 +12,8 @@ import torch
 
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.streams.segments import Reset
+from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from txl_dist.checkpoint.reader import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model

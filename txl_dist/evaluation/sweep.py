@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import Workers
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.workers import Workers
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.distributed import PlannedJob, evaluate_on_workers
 from txl_dist.evaluation.evaluate import EvaluationResult

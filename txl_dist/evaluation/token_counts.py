@@ -10,12 +10,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import Workers
 from data_pipeline.shards.manifest import ShardManifest, load_manifest
 from data_pipeline.shards.shard_reader import SplitReader, open_split
-from data_pipeline.storage.remote_path import DatasetPath
 from data_pipeline.streams.cursor import read_range
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.workers import Workers
 
 TASK_TOKENS = 1 << 22
 READ_TOKENS = 1 << 18

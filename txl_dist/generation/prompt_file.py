@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.storage import strict_json
+from data_pipeline.system.strict_json import JSON_DECODER
 from txl_dist.errors import DataError
 
 KEYS = ("prompt", "text", "ids")
@@ -56,7 +56,7 @@ def _prompt(raw: bytes, *, is_json: bool) -> str | list[int]:
 
 def _prompt_of_json(line: str) -> str | list[int]:
     try:
-        content = strict_json.DECODER.decode(line)
+        content = JSON_DECODER.decode(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"broken JSON ({error.msg} at character {error.pos})") from None
     except RecursionError:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.system.remote_path import DatasetPath
 from txl_dist.evaluation.evaluate import EvaluationJob
 from txl_dist.model.config import ModelConfig
 from txl_dist.reporting.attention_by_distance import AttentionByDistance, Mass

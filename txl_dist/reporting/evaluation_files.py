@@ -13,8 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
-from data_pipeline.storage.staged_directory import StagedDirectory
+from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
 from txl_dist.evaluation.breakdown import TABLES
 
 RESULT_NAME = "result.json"

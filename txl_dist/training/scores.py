@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from pydantic import ValidationError
 
-from data_pipeline.storage.atomic_files import write_file
-from data_pipeline.storage.strict_model import StrictModel, first_problem
+from data_pipeline.system.files import write_file
+from data_pipeline.system.strict import StrictModel, first_problem
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import Count, Sha256, load_checkpoint_manifest
 from txl_dist.config.run_config import RunConfig

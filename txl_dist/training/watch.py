@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.processes.workers import Workers
-from data_pipeline.storage.locks import try_lock
+from data_pipeline.system.files import try_lock
+from data_pipeline.system.workers import Workers
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.config.config_file import load_run_config

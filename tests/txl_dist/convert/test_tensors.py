@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data_pipeline.storage.atomic_files import sha256_file
+from data_pipeline.system.files import sha256_file
 from tests.support.hostile_pickle import Hostile
 from tests.support.small_models import small_model
 from tests.txl_dist.convert.example_files import golden_arrays, hf_copy, hf_weights

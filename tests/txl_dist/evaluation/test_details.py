@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
+from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from tests.support.exported_model import export_small_model
 from txl_dist.evaluation import token_counts
 from txl_dist.evaluation.details import ScoreDetails

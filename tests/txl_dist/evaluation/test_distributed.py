@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.workers import InProcess
 from tests.support.exported_model import export_small_model
 from txl_dist.convert.single_file import Reading, write_exported
 from txl_dist.errors import CheckpointError, ConfigError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.system.workers import InProcess
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model
 from txl_dist.convert.single_file import Reading, write_exported

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.processes.workers import InProcess
+from data_pipeline.system.workers import InProcess
 from tests.support.exported_model import export_small_model
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation import sweep

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.storage.staged_directory import StagedDirectory
+from data_pipeline.system.files import StagedDirectory
 from txl_dist.reporting.evaluation_files import RESULT_NAME, write_evaluation
 from txl_dist.reporting.evaluation_plot import plot_sweep, plot_table
 

@@ -72,9 +72,15 @@ class SequenceState(ABC):
         return {name: tensor[lane] for name, tensor in self.tensors().items()}
 
     def load_row(self, lane: int, saved: Mapping[str, Tensor]) -> None:
-        """Copy the state of one lane from a row of a model for which `MemoryKind.fits`."""
-        for name, row in self.row(lane).items():
-            row.copy_(saved[name])
+        """Copy the state of one lane from a row of a model for which `MemoryKind.fits`.
+
+        Raises ValueError if the row has other tensors, as that of a cache before its first segment.
+        """
+        row = self.row(lane)
+        if row.keys() != saved.keys():
+            raise ValueError(f"the saved memory has {sorted(saved)}, this one {sorted(row)}")
+        for name, tensor in row.items():
+            tensor.copy_(saved[name])
 
     @property
     def bytes_per_lane(self) -> int:

@@ -100,8 +100,8 @@ class RecurrentMemory(SequenceState):
 
     def load_row(self, lane: int, saved: Mapping[str, Tensor]) -> None:
         """If `saved` has more tokens, the newest ones."""
-        for name, row_MD in self.row(lane).items():
-            row_MD.copy_(saved[name][len(saved[name]) - len(row_MD) :])
+        newest = {name: row[len(row) - self.num_past :] for name, row in saved.items()}
+        super().load_row(lane, newest)
 
     def visible_share(self, ages: Sequence[int]) -> tuple[int, int]:
         """In tokens: a first token of age a may attend to a earlier ones, if they are kept."""

@@ -83,7 +83,7 @@ def attention_by_distance(
 ) -> AttentionByDistance:
     """Run the model on the chunks and sum the attention weights of every head by distance.
 
-    Calls `on_progress(chunks done, chunks)`. Raises CheckpointError if a weight is not finite.
+    Calls `on_progress(chunks done, chunks)`. Raises CheckpointError if a weight is NaN or Inf.
     """
     config, device, tgt_len = scorer.model.config, scorer.device, scorer.tgt_len
     # float64: the sums of a long text have millions of terms.
@@ -152,7 +152,7 @@ class _Sums:
         if not self._by_distance_LHD.isfinite().all():
             layer = int((~self._by_distance_LHD.isfinite()).any(-1).any(-1).int().argmax())
             raise CheckpointError(
-                f"attention weights of layer {layer} are not finite: the model overflows on this "
+                f"attention weights of layer {layer} are NaN or Inf: the model overflows on this "
                 "text. Try an earlier checkpoint: txl checkpoint list RUN"
             )
         return Mass(

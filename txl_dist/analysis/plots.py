@@ -351,7 +351,7 @@ def draw_charts(run: RunRecord) -> Iterator[tuple[str, bytes]]:
 
 
 def thin_out(series: Series, max_points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of at most `max_points` points, without values that are not finite."""
+    """Steps and values of at most `max_points` points, without NaN and Inf."""
     finite = [(step, value) for step, value in series if math.isfinite(value)]
     steps, values = np.array(finite, dtype=np.float64).reshape(-1, 2).T
     if len(steps) <= max_points:

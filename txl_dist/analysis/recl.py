@@ -64,7 +64,7 @@ def relative_effective_context_length(
     """RECL of every model of the group. Losses in nats, contexts in tokens with equal steps.
 
     `max_contexts`: per model, the longest context it can use; None: not limited. Raises ValueError
-    for contexts without equal steps, r outside (0, 1] and losses that are not finite.
+    for contexts without equal steps, r outside (0, 1] and losses that are NaN or Inf.
     """
     check_contexts(contexts)
     if losses_MCN.ndim != 3 or losses_MCN.shape[1] != len(contexts) or 0 in losses_MCN.shape:

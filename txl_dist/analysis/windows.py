@@ -136,7 +136,7 @@ class WindowScorer:
         """Nats [B, num_scored] of the last tokens of each window, on the CPU.
 
         The last token is scored after the N - 1 tokens before it, or after `max_context` of them.
-        Raises CheckpointError if a loss is not finite.
+        Raises CheckpointError if a loss is NaN or Inf.
         """
         if not 0 < num_scored < token_BN.shape[1]:
             raise ValueError(f"num_scored={num_scored} must be in 1 .. {token_BN.shape[1] - 1}")
@@ -179,7 +179,7 @@ def measure_losses(
 
     Contexts above the model's `max_context` have the loss of `max_context`. Calls
     `on_progress(tokens read, tokens to read)`. Raises CheckpointError if a loss
-    is not finite.
+    is NaN or Inf.
     """
     useful = useful_contexts(contexts, scorer.max_context)
     losses_CN = np.empty((len(useful), len(positions)))

@@ -228,7 +228,7 @@ def _checked(tensor: object, expected: Tensor, *, origin: str) -> Tensor:
     tensor = tensor.detach().to(torch.float32)
     if num_bad := int((~tensor.isfinite()).sum()):
         raise CheckpointError(
-            f"{origin} is not finite in {num_bad:,} of {tensor.numel():,} values; the model it "
+            f"{origin} is NaN or Inf in {num_bad:,} of {tensor.numel():,} values; the model it "
             "was saved from had diverged, or the file is damaged"
         )
     return tensor

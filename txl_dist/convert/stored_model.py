@@ -85,7 +85,7 @@ def write_exported(
 ) -> None:
     """Write a model to a new or empty directory, completely or not at all.
 
-    Raises CheckpointError if a parameter is not finite, ConfigError if the directory is not empty.
+    Raises CheckpointError if a parameter is NaN or Inf, ConfigError if the directory is not empty.
     """
     state = model.state_dict()
     weights = check_tensors(state, state, origin="the model to write")

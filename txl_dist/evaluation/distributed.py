@@ -90,7 +90,7 @@ class ScoringTask:
 def score_batch(task: ScoringTask) -> BatchScores:
     """Score one batch on a worker, which keeps model and split for its next batch.
 
-    Raises NonFiniteScoreError if the score of a chunk is not finite.
+    Raises NonFiniteScoreError if the score of a chunk is NaN or Inf.
     """
     fault_point("score")
     scorer, counter = open_scorer(task.job), None

@@ -133,7 +133,7 @@ def _require_finite(model: TransformerXL, checkpoint: Path) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise CheckpointError(
-                f"{checkpoint}: weight {name} has values that are not finite, so every score would "
+                f"{checkpoint}: weight {name} has values that are NaN or Inf, so every score would "
                 "be NaN. Use an earlier checkpoint: txl checkpoint list RUN"
             )
 

@@ -159,7 +159,7 @@ def next_tokens(
     """Sample one token id per lane. Top-k comes first, then temperature, then top-p.
 
     Each lane draws from its own generator, so its tokens do not depend on the other lanes. Raises
-    TxlError if a lane's largest logit is not finite.
+    TxlError if a lane's largest logit is NaN or Inf.
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(dim=-1).tolist()
@@ -167,7 +167,7 @@ def next_tokens(
     largest_B1 = logits_BV.amax(dim=-1, keepdim=True)
     if not largest_B1.isfinite().all():
         raise TxlError(
-            "the model's logits are not finite, so no token can be drawn. Its training has "
+            "the model's logits are NaN or Inf, so no token can be drawn. Its training has "
             "diverged, or its precision is too low: try --precision fp32"
         )
     scaled_BV = (logits_BV.double() - largest_B1) / sampling.temperature

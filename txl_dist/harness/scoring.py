@@ -141,7 +141,7 @@ def score_unit(unit: Unit[ScoringRequest]) -> list[Score]:
         nats_B, is_greedy_B = _score(model, unit.requests, unit.source)
     if not all(map(math.isfinite, nats_B)):
         raise CheckpointError(
-            f"{unit.source.checkpoint}: the log-likelihood of a request is not finite. The model "
+            f"{unit.source.checkpoint}: the log-likelihood of a request is NaN or Inf. The model "
             "has diverged: use an older checkpoint (txl checkpoint list RUN)"
         )
     return [Score(-nats, greedy) for nats, greedy in zip(nats_B, is_greedy_B, strict=True)]

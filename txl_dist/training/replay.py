@@ -6,13 +6,10 @@ if it had read the whole epoch up to there with the current weights (decision 5 
 Nothing is trained, and dropout is off. A kind of memory without such a limit is refused.
 """
 
-import torch
-
 from data_pipeline.streams.segment_stream import SegmentStream
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.model.memory import memory_kind
-from txl_dist.runtime.device import autocast
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.training.resume_point import ResumePoint
 from txl_dist.training.state import TrainState
@@ -50,9 +47,8 @@ def replay(step: TrainStep, stream: SegmentStream, num_segments: int, *, config:
     world.activity.name = f"replay of {num_segments} segments"
     fault_point("replay")
     segments = stream.segments_before(num_segments)
-    with step.engine.whole_model() as model, torch.no_grad():
+    with step.engine.whole_model() as model:
         model.eval()  # or it would draw dropout masks
         for segment in segments:
-            with autocast(config.precision, world.device):
-                step.replay(segment, model)
+            step.replay(segment, model, config.precision)
         model.train()

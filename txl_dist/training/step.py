@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
+from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.devices import to_device
 from txl_dist.model.dropout import DeviceDropoutMasks, DropoutMasks, LaneDropoutMasks
@@ -33,6 +34,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.activity import Span
 from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.world import World
+from txl_dist.sequence import SequenceReader
 from txl_dist.training.engine import Decision, Engine
 
 # Shapes: R rows of a micro-batch, T segment tokens, V vocabulary
@@ -233,16 +235,18 @@ class TrainStep:
             for index, row, lane in self._rows_with_lanes()
         }
 
-    def replay(self, segment: Segment, model: TransformerXL) -> None:
+    def replay(self, segment: Segment, model: TransformerXL, precision: Precision) -> None:
         """Replace the memories by those after `segment`, without loss, gradient or dropout.
 
-        `model` is the whole model (`Engine.whole_model`).
+        `model` is the whole model (`Engine.whole_model`), in evaluation mode.
         """
         input_BT, age_BT = self._on_device(segment)
+        tgt_len = input_BT.shape[1]
         for index, memory in enumerate(self.memories):
             rows = self._rows_of(index)
-            _, next_memory = model.hidden(input_BT[rows], age_BT[rows], memory)
-            self.memories[index] = next_memory
+            reader = SequenceReader(model, state=memory, tgt_len=tgt_len, precision=precision)
+            reader.read(input_BT[rows], age_BT[rows])
+            self.memories[index] = reader.state
 
     def _visible_memory(self, segment: Segment) -> tuple[int, int]:
         """The memory of this rank's lanes: what the first tokens may read of it, and all."""

@@ -88,7 +88,7 @@ def test_a_pickle_with_code_is_rejected_before_it_runs(tmp_path: Path, writer: s
 def test_a_weight_that_is_not_finite(tmp_path: Path, value: float) -> None:
     damaged = hf_weights()
     damaged[NAME][3, 4] = value
-    expect_rejection(tmp_path, damaged, match=f"{REPORTED_NAME} is not finite in 1 of")
+    expect_rejection(tmp_path, damaged, match=f"{REPORTED_NAME} is NaN or Inf in 1 of")
 
 
 def test_a_missing_weight(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def expect_rejection(tmp_path: Path, weights: dict[str, Any], *, match: str) -> 
 
 
 DAMAGES = {
-    "not finite": (lambda tensor: torch.full_like(tensor, torch.nan), "{} is not finite"),
+    "not finite": (lambda tensor: torch.full_like(tensor, torch.nan), "{} is NaN or Inf"),
     "missing": (lambda tensor: None, "misses {}"),
     "of the wrong shape": (lambda tensor: tensor[:-1].clone(), "{} has shape"),
 }

@@ -15,7 +15,7 @@ from data_pipeline.system.workers import WorkerDiedError
 from tests.support.commands import txl
 from tests.support.failing_units import die, die_at_first, refuse
 from txl_dist.evaluation.distributed import evaluate, evaluate_on_workers, plan_job
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from txl_dist.cli.options import (
 if TYPE_CHECKING:
     from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.evaluation.distributed import PlannedJob
-    from txl_dist.evaluation.evaluate import EvaluationResult
+    from txl_dist.evaluation.result import EvaluationResult
 
 
 def evaluate(
@@ -168,18 +168,17 @@ def evaluate(
         _watch(watch, on, workers)
         return
     from data_pipeline.system.files import StagedDirectory, require_writable
-    from txl_dist.cli.evaluation_output import EvaluationOutput
+    from txl_dist.cli.evaluation_output import RESULT_NAME, EvaluationOutput
     from txl_dist.cli.progress import TOKENS, running, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
     from txl_dist.errors import ConfigError
-    from txl_dist.reporting.evaluation_files import RESULT_NAME
-
-    with running("loading torch"):
-        from txl_dist.evaluation.distributed import evaluate_on_workers
-        from txl_dist.evaluation.sweep import PlannedSweep, combinations, evaluate_sweep
 
     if not checkpoints or data is None:
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
+    with running("loading torch"):
+        from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
+        from txl_dist.evaluation.job import combinations
+
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = _swept_values(sweep or [], options)
     _require_usable(per_document, swept)
@@ -212,12 +211,10 @@ def evaluate(
     splits, settings = _names(split), combinations(swept)
     with running("reading the checkpoints and the data"):
         sweeps = [
-            PlannedSweep(
-                [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
-            )
+            [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
             for checkpoint in checkpoints
         ]
-    planned = [job for each in sweeps for jobs in each.candidates for job in jobs]
+    planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
     with ExitStack() as stack:
         # Opened first: an unusable --out must be an error before minutes of computing.
         staged = out and stack.enter_context(StagedDirectory(out, last=RESULT_NAME))
@@ -239,7 +236,7 @@ def evaluate(
                 _write_documents(per_document, planned, scored)
         _log_to_mlflow(output)
         if staged:
-            from txl_dist.reporting.evaluation_files import write_evaluation
+            from txl_dist.cli.evaluation_output import write_evaluation
 
             names = write_evaluation(staged, output.content(), output.objects, swept=output.swept)
             _note(f"wrote {', '.join(names)} to {out}")
@@ -258,7 +255,7 @@ def _watch(run: Path, on: str, workers: int) -> None:
     is_of_run = PARENT_VARIABLE in os.environ  # `evaluation.on: workers` has started it
     if is_of_run:
         end_with_parent(0)
-    with running("loading torch", quiet=False):
+    with running("loading torch"):
         import torch
 
         from txl_dist.runtime.device import EXACT_THREADS
@@ -284,7 +281,7 @@ def _note(line: str) -> None:
 def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> dict[str, list[int]]:
     """Values of --sweep by option, which must not have another value."""
     from txl_dist.errors import ConfigError
-    from txl_dist.evaluation.sweep import parse_sweep
+    from txl_dist.evaluation.job import parse_sweep
 
     values = parse_sweep(texts)
     for name in values:
@@ -311,7 +308,7 @@ def _write_documents(
     path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
 ) -> None:
     from data_pipeline.system.files import explain_disk_errors, write_file
-    from txl_dist.evaluation.document_scores import document_lines
+    from txl_dist.cli.evaluation_output import document_lines
 
     if path:
         with explain_disk_errors("writing the scores of documents", path.parent):

@@ -31,7 +31,7 @@ from data_pipeline.system.files import write_file
 from txl_dist.checkpoint.directory import CheckpointDirectory, divergence_advice
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, TxlError
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.data import TrainingData
 from txl_dist.training.observer import Observers
 from txl_dist.training.resume_point import ResumePoint, newest_before

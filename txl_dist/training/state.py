@@ -18,7 +18,7 @@ from data_pipeline.system.strict import StrictModel, first_problem
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
 from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.divergence import DivergenceState
 from txl_dist.training.scores import Score
 

@@ -26,7 +26,7 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.training.data import EvaluatedSplit, TrainingData
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.schedule import resolve_duration

@@ -11,12 +11,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.remote_path import RemotePath
+from txl_dist.checkpoint.copies import CheckpointCopies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import verify_checkpoint
-from txl_dist.checkpoint.remote import RemoteCheckpoints
 from txl_dist.tracking.journal import read_metrics
-from txl_dist.tracking.state import TrackingState
+from txl_dist.tracking.tracker import TrackingState
 
 METRICS = ("tokens", "loss", "perplexity", "lr", "gradient_norm", "memory_valid", "valid/loss")
 """Metrics that do not depend on time."""
@@ -71,7 +71,7 @@ def weights_sha256(run: Path) -> str:
 
 def copy_sha256(url: str) -> str:
     """`weights_sha256` of the newest copy, which is downloaded and verified."""
-    remote = RemoteCheckpoints(RemotePath(url))
+    remote = CheckpointCopies(RemotePath(url))
     with TemporaryDirectory() as path:
         directory = CheckpointDirectory(Path(path))
         directory.open()

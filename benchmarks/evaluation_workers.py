@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from data_pipeline.processes.workers import ProcessWorkers
+from data_pipeline.system.workers import ProcessWorkers
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
 from txl_dist.evaluation.job import EvaluationJob, evaluation_job
 

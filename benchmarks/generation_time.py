@@ -18,8 +18,8 @@ from training_figures import run_script
 
 from txl_dist.bench.model import PLAIN, products_alone
 from txl_dist.bench.rounds import Figure, one_thread, time_rounds
-from txl_dist.generation.batch_decoder import BatchDecoder
-from txl_dist.generation.options import Sampling
+from txl_dist.generation.decoder import BatchDecoder
+from txl_dist.generation.text import Sampling
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.process import keep_freed_memory

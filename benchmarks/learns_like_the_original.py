@@ -22,7 +22,7 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from txl_dist.checkpoint.directory import resolve_checkpoint
 from txl_dist.config.config_file import load_run_config
 from txl_dist.evaluation.distributed import evaluate
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.launch.processes import ProcessLauncher
 from txl_dist.training.job import TrainJob
 

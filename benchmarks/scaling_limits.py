@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from collective_times import Links, StepTime, collectives_of_step, step_time
 
-from data_pipeline.storage.manifest_file import MAX_BYTES
+from data_pipeline.system.strict import MAX_MANIFEST_BYTES
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.estimate.dry_run import dry_run, tail_rows
@@ -189,7 +189,7 @@ def limits_of_run(
         Limit(
             name="checkpoint manifest",
             unit="bytes",
-            threshold=MAX_BYTES,
+            threshold=MAX_MANIFEST_BYTES,
             advice="a larger one is refused when it is read; ZeRO 1 and 2 cut few parameters",
             value=manifest_bytes,
         ),

@@ -30,8 +30,8 @@ import torch
 from matplotlib.figure import Figure
 
 from txl_dist.bench.rounds import peak_mib, time_rounds
-from txl_dist.evaluation.evaluate import plan_evaluation
 from txl_dist.evaluation.job import evaluation_job
+from txl_dist.evaluation.result import plan_evaluation
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.flops import forward_flops, inference_flops
 from txl_dist.model.transformer_xl import TransformerXL

@@ -26,8 +26,11 @@ from cluster.private_ray import (
     loopback_only,
     record_session,
 )
-from data_pipeline.processes.process_exit import exit_without_teardown
-from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE, block_stop_signals
+from data_pipeline.system.signals import (
+    STOPPED_EXIT_CODE,
+    block_stop_signals,
+    exit_without_teardown,
+)
 from txl_dist.errors import ConfigError, TxlError
 
 POLL_SECONDS = 0.2

@@ -1,6 +1,6 @@
 """The txl command of a job: `txl`, but it ends when `job_driver.py`, which starts it, has ended."""
 
-from data_pipeline.processes.parent import end_with_parent
+from data_pipeline.system.signals import end_with_parent
 from txl_dist.__main__ import main
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from data_pipeline.processes.stop_signals import StopSignals
+from data_pipeline.system.signals import StopSignals
 from txl_dist.config.redaction import redact
 from txl_dist.errors import ConfigError, PreemptedError, print_error
 from txl_dist.launch.jobs import EXIT_LINE

@@ -29,7 +29,7 @@ from ray._private.runtime_env import packaging
 from ray.job_submission import JobStatus, JobSubmissionClient, JobType
 
 from cluster.connection import check_cluster
-from data_pipeline.storage.urls import shown
+from data_pipeline.system.sources import shown
 from txl_dist.config.redaction import redact
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
 from txl_dist.launch.jobs import EXIT_LINE, Job, JobExistsError, JobRequest, JobState, Package

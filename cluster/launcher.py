@@ -7,7 +7,7 @@ from txl_dist.launch.launcher import Launcher, RankGroup, RankRange
 from txl_dist.training.job import TrainJob
 
 if TYPE_CHECKING:
-    from data_pipeline.processes.workers import Workers
+    from data_pipeline.system.workers import Workers
     from txl_dist.doctor.checks import DoctorRequest
     from txl_dist.doctor.finding import Finding
 

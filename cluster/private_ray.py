@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.storage.locks import try_lock
+from data_pipeline.system.files import try_lock
 
 PREFIX = "txl-ray-"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"

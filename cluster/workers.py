@@ -29,8 +29,8 @@ from cluster.connection import (
 )
 from cluster.nodes import ClusterMonitor
 from data_pipeline.errors import TxlError, UnfinishedError
-from data_pipeline.processes.worker_status import WorkerStatus, WorkTimes
-from data_pipeline.processes.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
+from data_pipeline.system.progress import WorkerStatus, WorkTimes
+from data_pipeline.system.workers import MAX_DEATHS, WorkerDiedError, peak_memory_bytes
 
 log = logging.getLogger(__name__)
 
@@ -80,21 +80,13 @@ class _WorkerHandle:
 class RayWorkers:
     """`Workers` on Ray. `address` None: a private Ray on this machine.
 
-    `use_gpus`: each worker gets a GPU if the cluster has any. `is_connected`: this process is part
-    of Ray already, as a rank; `address` None then means that Ray is private.
+    `use_gpus`: each worker gets a GPU if the cluster has any.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        *,
-        address: str | None,
-        use_gpus: bool = False,
-        is_connected: bool = False,
-    ) -> None:
+    def __init__(self, num_workers: int, *, address: str | None, use_gpus: bool = False) -> None:
         self.num_workers = num_workers
         self.peak_memory_bytes = 0
-        self._address, self._use_gpus, self._is_connected = address, use_gpus, is_connected
+        self._address, self._use_gpus = address, use_gpus
         self._is_closed = False
         self._stack = ExitStack()
         self._idle: list[_WorkerHandle] = []
@@ -111,10 +103,9 @@ class RayWorkers:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            if not self._is_connected:
-                num_cpus = self.num_workers
-                stack.enter_context(interruptible_connection(self._address, num_cpus=num_cpus))
-                stack.enter_context(ray_log(None))
+            num_cpus = self.num_workers
+            stack.enter_context(interruptible_connection(self._address, num_cpus=num_cpus))
+            stack.enter_context(ray_log(None))
             import ray  # after `ray_connection` has set the variables that Ray reads
 
             num_gpus = int(self._use_gpus and uses_gpus(self.num_workers))

@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from data_pipeline.shards.shard_reader import open_split
     from data_pipeline.streams.lanes import LanePlan
     from data_pipeline.streams.segment_stream import SegmentStream
+    from txl_dist.analysis.recl import relative_effective_context_length
     from txl_dist.config.config_file import load_run_config
     from txl_dist.config.run_config import RunConfig
-    from txl_dist.context.recl import relative_effective_context_length
-    from txl_dist.convert.single_file import Reading, write_exported
-    from txl_dist.convert.stored_model import find_model
+    from txl_dist.convert.stored_model import Reading, find_model, write_exported
     from txl_dist.evaluation.distributed import evaluate
     from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings, evaluation_job
     from txl_dist.generation.generate import (
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
         generate_tokens,
         prompt_tokens,
     )
-    from txl_dist.generation.options import Sampling, TextLimits
+    from txl_dist.generation.text import Sampling, TextLimits
     from txl_dist.launch.launcher import find_launcher
     from txl_dist.model.config import ModelConfig
     from txl_dist.model.transformer_xl import TransformerXL
@@ -81,11 +80,11 @@ _MODULE_OF = {
     "EvaluationSettings": "txl_dist.evaluation.job",
     "LanePlan": "data_pipeline.streams.lanes",
     "ModelConfig": "txl_dist.model.config",
-    "Reading": "txl_dist.convert.single_file",
+    "Reading": "txl_dist.convert.stored_model",
     "RunConfig": "txl_dist.config.run_config",
-    "Sampling": "txl_dist.generation.options",
+    "Sampling": "txl_dist.generation.text",
     "SegmentStream": "data_pipeline.streams.segment_stream",
-    "TextLimits": "txl_dist.generation.options",
+    "TextLimits": "txl_dist.generation.text",
     "TrainJob": "txl_dist.training.job",
     "TransformerXL": "txl_dist.model.transformer_xl",
     "evaluate": "txl_dist.evaluation.distributed",
@@ -99,8 +98,8 @@ _MODULE_OF = {
     "open_split": "data_pipeline.shards.shard_reader",
     "open_tokenizer": "data_pipeline.shards.manifest",
     "prompt_tokens": "txl_dist.generation.generate",
-    "relative_effective_context_length": "txl_dist.context.recl",
-    "write_exported": "txl_dist.convert.single_file",
+    "relative_effective_context_length": "txl_dist.analysis.recl",
+    "write_exported": "txl_dist.convert.stored_model",
 }
 
 
@@ -112,6 +111,8 @@ def _import_own_packages() -> None:
     """
     root = Path(__file__).resolve().parents[1]
     for name in ("data_pipeline", "cluster"):
+        if not (root / name).is_dir():  # in a job, where Ray unpacks each into a folder of its own
+            continue
         if name not in sys.modules:
             spec = PathFinder.find_spec(name, [str(root)])
             assert spec

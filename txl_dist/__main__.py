@@ -4,7 +4,7 @@ import gc
 import sys
 from contextlib import nullcontext
 
-from data_pipeline.processes.stop_signals import StopSignals
+from data_pipeline.system.signals import StopSignals
 from txl_dist.runtime.stop import exit_before_first_step
 
 

@@ -22,7 +22,7 @@ import sys
 from contextlib import suppress
 
 from data_pipeline.errors import ConfigError, DataError, TxlError, UnreadableError
-from data_pipeline.processes.stop_signals import STOPPED_EXIT_CODE
+from data_pipeline.system.signals import STOPPED_EXIT_CODE
 
 __all__ = [
     "CheckpointError",

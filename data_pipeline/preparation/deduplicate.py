@@ -6,7 +6,7 @@ A held-out split that the input gives stays whole; train loses the documents tha
 import numpy as np
 
 from data_pipeline.preparation.input_index import InputIndex
-from data_pipeline.readers.given_splits import TRAIN
+from data_pipeline.readers.names import TRAIN
 
 
 def first_of_each_text(index: InputIndex) -> np.ndarray:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.storage.atomic_files import sha256_file, write_file
+from data_pipeline.system.files import sha256_file, write_file
 
 RECORDS = "units"
 """Directory in staging for the records, and for files that are not part of the dataset."""

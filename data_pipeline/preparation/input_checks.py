@@ -6,7 +6,7 @@ from data_pipeline.errors import DataError, printable
 from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.readers import InputFile, Reject
 from data_pipeline.shards.manifest import REJECTS_NAME
-from data_pipeline.storage.atomic_files import explain_disk_errors, fsync_directory
+from data_pipeline.system.files import explain_disk_errors, fsync_directory
 
 _MAX_LISTED = 5
 

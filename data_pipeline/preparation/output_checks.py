@@ -14,7 +14,7 @@ from data_pipeline.shards.manifest import (
     load_manifest,
 )
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.storage.staged_directory import STAGING
+from data_pipeline.system.files import STAGING
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.comparison import StoredTokenizer, describe_differences, has_digest
 

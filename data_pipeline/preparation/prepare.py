@@ -7,7 +7,7 @@ number of workers share (`work_units.py`). The same input and settings
 give the same bytes for any number of workers.
 
 Finished units stay in the staging directory when the program is stopped or killed, and a rerun of
-the same command reuses them. `storage/staged_directory.py` publishes the dataset in one step.
+the same command reuses them. `system/files.py` publishes the dataset in one step.
 """
 
 import os
@@ -45,10 +45,8 @@ from data_pipeline.preparation.tokenizer_training import (
 )
 from data_pipeline.preparation.unit_runner import UnitRunner
 from data_pipeline.preparation.work_units import ShardUnit
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import InProcess, Workers, peak_memory_bytes
 from data_pipeline.readers import InputFile, find_files
-from data_pipeline.readers.given_splits import count_by_split
+from data_pipeline.readers.names import count_by_split
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     REJECTS_NAME,
@@ -60,8 +58,9 @@ from data_pipeline.shards.manifest import (
     SplitEntry,
 )
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
-from data_pipeline.storage.staged_directory import StagedDirectory
+from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.workers import InProcess, Workers, peak_memory_bytes
 from data_pipeline.tokenizers import Tokenizer, needs_training, ready_tokenizer, token_dtype
 from data_pipeline.tokenizers.recipes import recipe_of
 
@@ -100,7 +99,7 @@ def prepare_dataset(
 
     Args:
         inputs: files, folders, patterns and URLs; or all of them as SPLIT=INPUT, to give their
-            splits. Otherwise the names of the files may give splits (`readers/given_splits.py`).
+            splits. Otherwise the names of the files may give splits (`readers/names.py`).
         tokenizer_file: required if `settings.tokenizer` is "file". For "ids" it may be given: the
             names of the ids, or the `tokenizer.json` of a vocabulary. Other tokenizers take none.
         max_reject_rate: fraction of records that may be unusable. They are listed in

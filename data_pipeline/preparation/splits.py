@@ -1,6 +1,6 @@
 """Which split a document is in: given with its file, by a hash, or by its place in a long text.
 
-- The input gives splits to its files (`readers/given_splits.py`). `--split none` merges them.
+- The input gives splits to its files (`readers/names.py`). `--split none` merges them.
 - `--split valid=0.1` holds out that fraction of train by a hash: of the document, or of the work
   that it is a part of (`--split-by`). Splits that only file names give are then ignored; those of
   inputs named `train=A test=B` stay.
@@ -24,9 +24,9 @@ from data_pipeline.errors import ConfigError, DataError, printable
 from data_pipeline.preparation.document_batch import DocumentBatch
 from data_pipeline.preparation.input_index import InputIndex
 from data_pipeline.readers import InputFile, InputFiles
-from data_pipeline.readers.given_splits import TRAIN, count_by_split, list_splits, split_order
+from data_pipeline.readers.names import TRAIN, count_by_split, list_splits, split_order
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.storage.urls import shown
+from data_pipeline.system.sources import shown
 from data_pipeline.tokenizers.recipes import fixed_split, recipe_of
 
 _MIN_STEMS = 10

@@ -22,9 +22,8 @@ from data_pipeline.preparation.scan import UNIT_BYTES
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.manifest import VERSION
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.storage.atomic_files import write_file
-from data_pipeline.storage.staged_directory import StagedDirectory
-from data_pipeline.storage.urls import local_path
+from data_pipeline.system.files import StagedDirectory, write_file
+from data_pipeline.system.sources import local_path
 from data_pipeline.tokenizers import Tokenizer
 
 

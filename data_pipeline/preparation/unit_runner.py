@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.preparation.work_units import Task, Unit, run_task
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import Workers
-from data_pipeline.storage.staged_directory import StagedDirectory
+from data_pipeline.system.files import StagedDirectory
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.workers import Workers
 
 
 class UnitRunner:

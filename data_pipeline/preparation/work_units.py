@@ -3,7 +3,7 @@
 Three kinds: scan ranges of the input (`scan.py`); count the symbols in the documents of one shard,
 for a vocabulary that is trained; write one shard. A unit depends on input and settings alone.
 Any worker can execute it, in any order, more than once, and in a later run: the files are the same.
-`data_pipeline/processes/workers.py` has the workers.
+`data_pipeline/system/workers.py` has the workers.
 """
 
 import os
@@ -31,12 +31,12 @@ from data_pipeline.preparation.tokenization import (
     tokenize_document,
     tokenize_texts,
 )
-from data_pipeline.processes.progress import count_bytes
 from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
 from data_pipeline.shards.text_counts import TextCounter
-from data_pipeline.storage.atomic_files import explain_disk_errors, sha256_file, write_synced
+from data_pipeline.system.files import explain_disk_errors, sha256_file, write_synced
+from data_pipeline.system.progress import count_bytes
 from data_pipeline.tokenizers import cuts_of
 from data_pipeline.tokenizers.symbol_counts import count_symbols, counts_to_bytes
 from data_pipeline.tokenizers.text_parts import MAX_PART_CHARS, text_parts

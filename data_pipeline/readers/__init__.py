@@ -22,8 +22,8 @@ from data_pipeline.readers.formats import (
     scan_ranges,
     text_of_stored,
 )
+from data_pipeline.readers.ids import IdRules
 from data_pipeline.readers.records import Record, RecordBlock, Reject
-from data_pipeline.readers.token_ids import IdRules
 
 __all__ = [
     "FORMATS",

@@ -1,19 +1,24 @@
 """Find the input files of paths, folders, patterns and URLs, in a fixed order.
 
-`patterns.py` expands patterns, `corpus_layouts.py` leaves out what describes a corpus, `kinds.py`
-decides the kind of each file, and `input_names.py` makes the names distinct.
+Braces in an address are expanded first; then *, ? and [] match files. `names.py` leaves out what
+describes a corpus and makes the names distinct, `kinds.py` decides the kind of each file.
 """
 
+import fnmatch
+import glob
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from braceexpand import braceexpand
+
 from data_pipeline.errors import ConfigError, DataError, printable
-from data_pipeline.readers.corpus_layouts import only_data_files
 from data_pipeline.readers.formats import (
     FORMATS,
     Format,
@@ -21,28 +26,33 @@ from data_pipeline.readers.formats import (
     Kind,
     suffixes_of,
 )
-from data_pipeline.readers.given_splits import (
-    parse_input,
-    require_all_named,
-    with_splits_of_names,
-)
-from data_pipeline.readers.id_files import with_ids, without_indexes
-from data_pipeline.readers.input_names import (
-    name_in_utf8,
-    reject_ambiguous_names,
-    with_distinct_names,
-    with_joined_shards,
-)
+from data_pipeline.readers.ids import IdRules
 from data_pipeline.readers.kinds import (
     holds_json_lines,
     kind_of,
     require_json_lines,
     suffix_of,
+    with_ids,
+    without_indexes,
 )
-from data_pipeline.readers.patterns import expand_braces, is_pattern, split_pattern
-from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.storage.source_errors import SourceError
-from data_pipeline.storage.urls import file_system, local_path, retry_request, scheme_of, shown
+from data_pipeline.readers.names import (
+    name_in_utf8,
+    only_data_files,
+    parse_input,
+    reject_ambiguous_names,
+    require_all_named,
+    with_distinct_names,
+    with_joined_shards,
+    with_splits_of_names,
+)
+from data_pipeline.system.sources import (
+    SourceError,
+    file_system,
+    local_path,
+    retry_request,
+    scheme_of,
+    shown,
+)
 
 _NOT_TEXT = {
     *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".ico", ".tif", ".tiff"),
@@ -52,6 +62,8 @@ _NOT_TEXT = {
 """Suffixes of binary files: ignored in folders, and counted. All other files must be UTF-8."""
 _ARCHIVES = {".tar", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lz4"}
 """Ignored in folders, refused when given by name; except .tar if it is read as WebDataset."""
+_MAX_EXPANDED = 100_000
+"""Maximum number of addresses of one brace pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,3 +352,51 @@ def _reject_archive(entry: _Entry, format: Format) -> None:
             f"{shown(entry.path)}: {suffix} files are not unpacked here. Unpack it and give the "
             "folder; .gz and .zst files are decompressed."
         )
+
+
+def expand_braces(address: str) -> list[str]:
+    """The addresses of shard-{000..127}.tar or {a,b}/*.txt, in the order in which a shell expands.
+
+    A file of this name, and braces that a shell would not expand, stay as they are.
+    """
+    if not address:
+        raise ConfigError(
+            "an input is empty, perhaps a variable of the shell that is not set. Give a file, "
+            "folder, pattern or URL; . is the current folder."
+        )
+    local = local_path(address)
+    if "{" not in address or (local and Path(local).exists()):
+        return [address]
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", address)
+    expanded = []
+    try:
+        size = math.prod(abs(int(stop) - int(start)) + 1 for start, stop in ranges)
+        if size <= _MAX_EXPANDED:  # braceexpand holds every range in memory
+            expanded = list(islice(braceexpand(address, escape=False), _MAX_EXPANDED + 1))
+    except ValueError:  # the braces are not balanced
+        return [address]
+    if not 0 < len(expanded) <= _MAX_EXPANDED:
+        raise ConfigError(
+            f"{shown(address)}: the braces expand to more than {_MAX_EXPANDED:,} inputs. Give the "
+            "folder, or a pattern with * that matches the files that exist."
+        )
+    return expanded
+
+
+def is_pattern(address: str) -> bool:
+    return glob.has_magic(address.partition("://")[2] or address)
+
+
+def split_pattern(address: str) -> tuple[str, re.Pattern[str]]:
+    """The folder before the first wildcard, and a regular expression for names relative to it."""
+    parts = address.split("/")
+    num_fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    regexes = []
+    for part in parts[num_fixed:]:
+        # `**` matches any number of folders, `*` no slash. Names have no empty parts.
+        translated = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
+        regexes.append("(?:[^/]+/)*" if part == "**" else translated.replace(".*", "[^/]*") + "/")
+    if parts[-1] == "**":
+        regexes.append("[^/]+/")
+    root = "/".join(parts[:num_fixed]) or ("/" if address.startswith("/") else ".")
+    return root, re.compile("".join(regexes).removesuffix("/"), re.DOTALL)

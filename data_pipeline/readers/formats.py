@@ -1,7 +1,7 @@
 """The table of formats, and reading records of a file in its format.
 
 A format is one function that reads a `Source` and one line in `FORMATS`
-(docs/how_to/add_a_reader.md). `find.py` finds the files, `storage/open_source.py` opens them.
+(docs/how_to/add_a_reader.md). `find.py` finds the files, `system/sources.py` opens them.
 """
 
 import io
@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 
 from data_pipeline.errors import UnfinishedError
-from data_pipeline.readers.arrow import read_arrow
-from data_pipeline.readers.csv_rows import read_csv
-from data_pipeline.readers.id_json import read_id_json
-from data_pipeline.readers.jsonl import read_jsonl, text_of_line
-from data_pipeline.readers.lines import read_blank_lines, read_lines
-from data_pipeline.readers.parquet import read_parquet
+from data_pipeline.readers.columns import read_arrow, read_csv, read_parquet
+from data_pipeline.readers.ids import IdRules, read_id_json
+from data_pipeline.readers.lines import (
+    read_binary,
+    read_jsonl,
+    read_lines,
+    read_text,
+    text_of_line,
+)
 from data_pipeline.readers.records import (
     BadRecordError,
     BrokenStreamError,
@@ -29,16 +32,19 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source
 from data_pipeline.readers.tar import read_tar
-from data_pipeline.readers.text import read_binary, read_text
-from data_pipeline.readers.token_ids import IdRules
-from data_pipeline.readers.warc import read_warc
 from data_pipeline.readers.wikitext import (
     read_wikitext,
     read_wikitext_rows,
 )
-from data_pipeline.storage.open_source import Compression, open_source
-from data_pipeline.storage.source_errors import SourceError, is_transient, reject_reason
-from data_pipeline.storage.urls import scheme_of, shown
+from data_pipeline.system.sources import (
+    Compression,
+    SourceError,
+    is_transient,
+    open_source,
+    reject_reason,
+    scheme_of,
+    shown,
+)
 
 Kind = str
 """A key of FORMATS, or of ID_FORMATS for files of token ids."""
@@ -87,7 +93,6 @@ def _read_later(module: str, function: str) -> Callable[[Source], Iterator[Recor
 FORMATS: dict[Kind, FileFormat] = {
     "text": FileFormat(read=read_text, read_again=_decode_raw),
     "lines": FileFormat(read=read_lines, read_again=_decode_raw, by_range=True),
-    "blank_lines": FileFormat(read=read_blank_lines, read_again=_decode_raw, by_range=True),
     "jsonl": FileFormat(
         read=read_jsonl,
         suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".json"),
@@ -100,7 +105,6 @@ FORMATS: dict[Kind, FileFormat] = {
     "tar": FileFormat(read=read_tar, suffixes=(".tar",), in_folders=False),
     "arrow": FileFormat(read=read_arrow, suffixes=(".arrow",)),
     "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
-    "warc": FileFormat(read=read_warc, suffixes=(".wet", ".warc", ".wat")),
     "binary": FileFormat(read=read_binary),
 }
 ID_FORMATS: dict[Kind, FileFormat] = {
@@ -194,7 +198,7 @@ class InputFile:
     @property
     def has_keys(self) -> bool:
         """Whether its documents have names instead of line numbers (`Record.key`)."""
-        return self.kind in ("tar", "warc")
+        return self.kind == "tar"
 
     @property
     def _lacks_dtype(self) -> bool:

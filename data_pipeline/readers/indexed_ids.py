@@ -18,6 +18,8 @@ Sources: NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py; allenai/
 python/dolma/tokenizer/memmap_writer.py; allenai/OLMo-core, `iter_document_indices`.
 """
 
+import functools
+import os
 import struct
 from array import array
 from collections.abc import Callable, Iterator
@@ -27,11 +29,10 @@ import numpy as np
 
 from data_pipeline.errors import printable
 from data_pipeline.readers.id_arrays import sized_documents
-from data_pipeline.readers.id_files import index_path
+from data_pipeline.readers.ids import index_path
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import Source, read_exactly
-from data_pipeline.storage.open_source import Compression, open_source
-from data_pipeline.storage.source_errors import reject_reason
+from data_pipeline.system.sources import Compression, open_source, reject_reason, scheme_of
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"
@@ -41,9 +42,10 @@ _MAX_LINE_BYTES = 2**16
 
 
 class _Index(NamedTuple):
-    dtype: np.dtype
-    edges: np.ndarray
-    """int64 [documents + 1]: byte offset of each document, and the end of the last."""
+    dtype: np.dtype | None
+    """None if the index does not say it."""
+    bounds: np.ndarray
+    """int64 [documents + 1]: the ids before each document, and all ids."""
 
 
 def read_megatron(source: Source) -> Iterator[Record | Reject]:
@@ -53,29 +55,25 @@ def read_megatron(source: Source) -> Iterator[Record | Reject]:
 
 def read_olmo(source: Source) -> Iterator[Record | Reject]:
     """The documents of the pair; `source` is the .npy file."""
-    dtype = np.dtype(source.id_rules.dtype)
-
-    def read_index(stream: BinaryIO) -> _Index:
-        index = _Index(dtype, _read_bounds(stream) * dtype.itemsize)
-        total = int(index.edges[-1])
-        if source.stored_bytes not in (0, total):
-            raise ValueError(
-                f"its .csv.gz file has bounds of {total:,} bytes of {dtype.name}, but the .npy "
-                f"file has {source.stored_bytes:,}: truncated, or of another --dtype"
-            )
-        return index
-
-    return _read_pair(source, "gz", read_index)
+    return _read_pair(source, "gz", _read_bounds)
 
 
 def _read_pair(
     source: Source, compression: Compression, read_index: Callable[[BinaryIO], _Index]
 ) -> Iterator[Record | Reject]:
     try:
-        with open_source(index_path(source.path), compression) as stream:
-            dtype, edges = read_index(stream)
-        yield from sized_documents(source, dtype, edges[:-1], np.diff(edges))
+        path = index_path(source.path)
+        version = "" if scheme_of(path) else os.stat(path).st_mtime_ns  # noqa: PTH116 - as find.py
+        index = _index_of(path, version, compression, read_index)
+        dtype = index.dtype or np.dtype(source.id_rules.dtype)
+        edges = index.bounds * dtype.itemsize
         total = int(edges[-1])
+        if not index.dtype and source.stored_bytes not in (0, total):
+            raise ValueError(
+                f"its .csv.gz file has bounds of {total:,} bytes of {dtype.name}, but the .npy "
+                f"file has {source.stored_bytes:,}: truncated, or of another --dtype"
+            )
+        yield from sized_documents(source, dtype, edges[:-1], np.diff(edges))
         if source.start:
             source.stream.seek(total)
         if source.stop > total and source.stream.read(1):
@@ -86,6 +84,18 @@ def _read_pair(
         if isinstance(error, BrokenStreamError):
             raise
         raise BrokenStreamError(0, 0, str(error)) from error
+
+
+@functools.lru_cache(maxsize=1)  # a process reads the ranges of a file one after the other
+def _index_of(
+    path: str,
+    version: int | str,
+    compression: Compression,
+    read_index: Callable[[BinaryIO], _Index],
+) -> _Index:
+    """The index at `path`. `version` tells a rewritten index from the one that was parsed."""
+    with open_source(path, compression) as stream:
+        return read_index(stream)
 
 
 def index_dtype(path: str) -> str:
@@ -121,16 +131,16 @@ def _read_index(stream: BinaryIO) -> _Index:
     lengths = np.frombuffer(raw, "<i4", sequences).astype(np.int64)
     offsets = np.frombuffer(raw, "<i8", sequences, 4 * sequences)
     first = np.frombuffer(raw, "<i8", bounds, 12 * sequences)
-    ends = np.cumsum(lengths) * dtype.itemsize
-    if (lengths < 0).any() or not np.array_equal(offsets, ends - lengths * dtype.itemsize):
+    ends = np.cumsum(lengths)
+    if (lengths < 0).any() or not np.array_equal(offsets, (ends - lengths) * dtype.itemsize):
         raise ValueError("the sequences of its .idx file are not one after the other")
     if not bounds or first[0] or first[-1] != sequences or (np.diff(first) < 0).any():
         raise ValueError(f"the documents of its .idx file do not cover its {sequences:,} sequences")
     return _Index(dtype, np.concatenate([[0], ends])[first])
 
 
-def _read_bounds(stream: BinaryIO) -> np.ndarray:
-    """int64 [documents + 1]: the ids before each document, and all ids. Raises ValueError."""
+def _read_bounds(stream: BinaryIO) -> _Index:
+    """The bounds in a .csv.gz file. Raises ValueError."""
     lines = iter(lambda: stream.readline(_MAX_LINE_BYTES), b"")
     bounds = array("q", [0])
     for number, line in enumerate(lines, start=1):
@@ -148,4 +158,4 @@ def _read_bounds(stream: BinaryIO) -> np.ndarray:
                 f"document begins at {bounds[-1]}: documents must follow each other"
             )
         bounds.append(stop)
-    return np.frombuffer(bounds, np.int64)
+    return _Index(None, np.frombuffer(bounds, np.int64))

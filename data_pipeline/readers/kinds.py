@@ -2,21 +2,20 @@
 
 `--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd) and then decides:
 
-- .jsonl, .ndjson, .jsonlines, .ldjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow; .wet,
-  .warc, .wat: warc (the `suffixes` of `FORMATS`)
+- .jsonl, .ndjson, .jsonlines, .ldjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow (the
+  `suffixes` of `FORMATS`)
 - .tar, .tgz: tar; .csv, .tsv, .tab: csv; only if given by name or pattern. In folders, archives are
   ignored, and the others are text.
 - of .parquet and .arrow files with "wiki" in their path, or with a recipe of WikiText:
   wikitext_rows if every row is one line, and one of the first rows is ` = Title = `
-- all other files by their first bytes: warc if they begin a WARC record; jsonl if the first line
-  that is not blank is a JSON object with the key `--text-key`, or if the first two are JSON
-  objects; wikitext if the suffix is .tokens or "wiki" is in the name, and that line is
-  ` = Title = `; binary (`text.py`); else text. Of files at URLs, only those without suffix, with
-  .jl or a name of WikiText are examined, because each takes a request
+- all other files by their first bytes: jsonl if the first line that is not blank is a JSON object
+  with the key `--text-key`, or if the first two are JSON objects; wikitext if the suffix is .tokens
+  or "wiki" is in the name, and that line is ` = Title = `; binary (`lines.py`); else text. Of files
+  at URLs, only those without suffix, with .jl or a name of WikiText are examined, because each
+  takes a request
 
-The kind `lines` is never chosen automatically, and `blank_lines` only for the texts of OSCAR 21.09
-(`corpus_layouts.py`). In a folder or pattern,
-`--format jsonl` reads the files that auto would read as jsonl.
+The kind `lines` is never chosen automatically. In a folder or pattern, `--format jsonl` reads the
+files that auto would read as jsonl.
 
 `--format ids` decides by the `suffixes` of `ID_FORMATS`. A .bin file with an .idx file is megatron,
 one with the header of llm.c is llm.c; an .npy file without a header, but with a .csv.gz file, is
@@ -32,11 +31,11 @@ import posixpath
 import shlex
 from codecs import BOM_UTF8
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.readers.corpus_layouts import is_oscar_text
 from data_pipeline.readers.formats import (
     FORMATS,
     ID_FORMATS,
@@ -45,11 +44,22 @@ from data_pipeline.readers.formats import (
     Kind,
     suffixes_of,
 )
-from data_pipeline.readers.id_files import NPY_MAGIC, SHARD_MAGICS, first_bytes, has_index
-from data_pipeline.readers.text import HEAD_BYTES, is_binary
+from data_pipeline.readers.ids import (
+    NPY_MAGIC,
+    SHARD_MAGICS,
+    IdRules,
+    first_bytes,
+    has_index,
+    index_path,
+)
+from data_pipeline.readers.lines import HEAD_BYTES, is_binary
 from data_pipeline.readers.wikitext import holds_wikitext_rows, is_title
-from data_pipeline.storage.open_source import Compression, open_source
-from data_pipeline.storage.urls import scheme_of, shown
+from data_pipeline.system.sources import (
+    Compression,
+    open_source,
+    scheme_of,
+    shown,
+)
 
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}
 _UNPACK = {"": "cat", "gz": "gzip -dc <", "zst": "zstd -dc <"}
@@ -112,14 +122,10 @@ def kind_of(
 
 
 def _kind_of_content(path: str, name: str, suffix: Suffix, text_key: str) -> Kind:
-    if is_oscar_text(path):
-        return "blank_lines"
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in posixpath.basename(name).lower()
     if scheme_of(path) and not may_be_wikitext and suffix.name not in _UNTYPED:
         return "text"
     head = _head(path, suffix.compression)
-    if head.startswith(b"WARC/1."):
-        return "warc"
     if holds_json_lines(path, suffix.compression, text_key, head=head):
         return "jsonl"
     lines = head.removeprefix(BOM_UTF8).split(b"\n") if may_be_wikitext else []
@@ -238,3 +244,49 @@ def _conversion_command(file: InputFile, layout: str) -> str:
     source, target = shlex.quote(path), shlex.quote(f"{stem}.jsonl")
     filter = "'.[]'" if "array" in layout else "."
     return f"{_UNPACK[suffix.compression]} {source} | jq -c {filter} > {target}"
+
+
+class _Entry(Protocol):
+    @property
+    def path(self) -> str: ...
+
+
+E = TypeVar("E", bound=_Entry)
+
+
+def without_indexes(entries: list[E]) -> list[E]:
+    """Drop the indexes of pairs. Raises DataError for an .idx file without its .bin file."""
+    paths = {entry.path for entry in entries}
+    indexes = {index_path(path) for path in paths}
+    for entry in entries:
+        pair = entry.path.removesuffix(".idx") + ".bin"
+        if entry.path.endswith(".idx") and pair not in paths:
+            raise DataError(
+                f"{shown(entry.path)} is an index without its {shown(pair)}. Copy that, too, or "
+                "remove the index from the input."
+            )
+    return [entry for entry in entries if entry.path not in indexes]
+
+
+def with_ids(file: InputFile, rules: IdRules) -> InputFile:
+    """`file` with the rules for its ids. Raises ConfigError for a raw file without --dtype."""
+    from data_pipeline.readers.id_arrays import shard_dtype, stored_dtype
+    from data_pipeline.readers.indexed_ids import index_dtype
+
+    dtype, mark = "", file.mark
+    is_plain = not file.compression and not scheme_of(file.path)
+    if file.kind in ("bin", "olmo"):
+        dtype = rules.dtype
+        if not dtype:
+            reason = "has no header" if file.kind == "olmo" else "has no header and no .idx file"
+            raise ConfigError(
+                f"{shown(file.path)} {reason}, so it is read as raw integers, whose type "
+                "is not in the file. Give it: --dtype uint16 (or uint32, int32, ...)"
+            )
+    elif is_plain:
+        read_dtype = {"npy": stored_dtype, "llm.c": shard_dtype, "megatron": index_dtype}
+        dtype = read_dtype[file.kind](file.path) if file.kind in read_dtype else ""
+    if file.kind in ("megatron", "olmo") and is_plain:
+        status = os.stat(index_path(file.path))  # noqa: PTH116 - as in find.py
+        mark = f"{mark} {status.st_size} {status.st_mtime_ns}"
+    return replace(file, ids=replace(rules, dtype=dtype), mark=mark)

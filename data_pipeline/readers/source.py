@@ -20,16 +20,20 @@ from data_pipeline.readers.records import (
     Utf8Decoder,
     decode,
 )
-from data_pipeline.storage.source_errors import reject_reason
+from data_pipeline.system.sources import reject_reason
 
 if TYPE_CHECKING:
-    from data_pipeline.readers.token_ids import IdRules
+    from data_pipeline.readers.ids import IdRules
 
 CHUNK_BYTES = 2**20
 NUL_REASON = (
     "binary: it has a NUL byte. Convert UTF-16 with iconv -f UTF-16 -t UTF-8; if it is text with "
     "NUL, give --format text"
 )
+MAX_RATIO = 1000
+"""Decompressed bytes per stored byte. Text has 3 to 10, very repetitive text 100."""
+MIN_BYTES = 256 * 2**20
+"""Archives that expand to less are always accepted."""
 
 
 @dataclass(slots=True)
@@ -291,3 +295,15 @@ def too_long_error() -> BadRecordError:
         f"longer than {MAX_RECORD_BYTES:,} bytes, the limit for a document that is held in memory; "
         "plain text files and arrays of ids may be of any size",
     )
+
+
+def require_plausible_size(num_bytes: int, source: Source) -> None:
+    """Raise BrokenStreamError if `num_bytes` is implausible for the stored size of the archive."""
+    stored = source.stored_bytes
+    if stored and num_bytes > MIN_BYTES and num_bytes > MAX_RATIO * stored:
+        raise BrokenStreamError(
+            source.lines,
+            0,
+            f"it expands to {num_bytes:,} bytes or more, over {MAX_RATIO:,} times its "
+            f"{stored:,}: refused as a decompression bomb",
+        )

@@ -20,12 +20,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from data_pipeline.readers.arrow import read_arrow
-from data_pipeline.readers.parquet import read_parquet
+from data_pipeline.readers.columns import read_arrow, read_parquet
 from data_pipeline.readers.records import BrokenStreamError, Record, Reject
 from data_pipeline.readers.source import DocumentBuilder, Source, read_line_chunks
-from data_pipeline.storage.open_source import open_source
-from data_pipeline.storage.urls import shown
+from data_pipeline.system.sources import open_source, shown
 
 MAX_TITLE_BYTES = 4096
 _BLANK_LINE = b" \n"

@@ -16,7 +16,7 @@ from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.shard_files import checked_frame, read_bytes_at
 from data_pipeline.shards.shard_index import ShardIndex, checked_index
-from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.system.remote_path import DatasetPath
 
 
 def read_cached_index(

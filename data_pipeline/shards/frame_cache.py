@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.storage.urls import is_url, shown
+from data_pipeline.system.sources import is_url, shown
 
 DEFAULT_CACHE_BYTES = 10 * 2**30
 DIRECTORY_VARIABLE, BYTES_VARIABLE = "TXL_CACHE_DIR", "TXL_CACHE_BYTES"

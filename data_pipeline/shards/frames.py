@@ -2,7 +2,7 @@
 
 The stream consists of independent frames, each with its size and checksum, and ends in the seek
 table of zstd's seekable format. Stock tools (`zstd -d`, `tar --zstd`) read it as a whole; we start
-at any frame. Compressed input files are opened by `storage/open_source.py` instead.
+at any frame. Compressed input files are opened by `system/sources.py` instead.
 
 Two checks that zstandard does not make. It accepts any size that a frame declares (32 KB can
 declare 1 GiB), so sizes are limited and compared before decoding. It also accepts frames without a

@@ -11,7 +11,7 @@ from data_pipeline.errors import printable
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_index import read_index
 from data_pipeline.shards.shard_reader import SplitReader, open_split
-from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.system.remote_path import DatasetPath
 
 EXCERPT_TOKENS = 240
 

@@ -14,15 +14,15 @@ from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.shards.missing_manifest import MANIFEST_NAME, missing_manifest_error
 from data_pipeline.shards.prepare_settings import SPLIT_PATTERN, PrepareSettings, SplitName
 from data_pipeline.shards.text_counts import Count, TextCounts
-from data_pipeline.storage import strict_json
-from data_pipeline.storage.manifest_file import (
+from data_pipeline.system.remote_path import DatasetPath, dataset_path
+from data_pipeline.system.sources import is_read_failure
+from data_pipeline.system.strict import (
+    StrictModel,
     WrongFormatError,
     load_manifest_file,
     manifest_bytes,
 )
-from data_pipeline.storage.remote_path import DatasetPath, dataset_path
-from data_pipeline.storage.source_errors import is_read_failure
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.strict_json import sha256_of
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
 from data_pipeline.tokenizers.comparison import has_digest
 
@@ -189,7 +189,7 @@ class ShardManifest(DatasetHeader):
     @property
     def digest(self) -> str:
         """Hex sha256 of the canonical JSON of the content."""
-        return strict_json.sha256_of(self.model_dump(mode="json"))
+        return sha256_of(self.model_dump(mode="json"))
 
     def to_bytes(self, *, tools: dict[str, str] | None = None) -> bytes:
         """The content of `manifest.json`; see `manifest_bytes` for `tools`."""

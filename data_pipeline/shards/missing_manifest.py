@@ -1,7 +1,7 @@
 """Refuse a directory that is not a dataset, without importing numpy or reading a manifest."""
 
 from data_pipeline.errors import DataError
-from data_pipeline.storage.remote_path import DatasetPath, RemotePath, dataset_path
+from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
 
 MANIFEST_NAME = "manifest.json"
 

@@ -6,8 +6,8 @@ import numpy as np
 from pydantic import AfterValidator, Field, model_validator
 
 from data_pipeline.readers import IdRules, format_names
-from data_pipeline.readers.given_splits import SPLIT_PATTERN, TRAIN
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.readers.names import SPLIT_PATTERN, TRAIN
+from data_pipeline.system.strict import StrictModel
 from data_pipeline.tokenizers.recipes import RECIPES, RecipeName, recipe_of
 
 SplitName = Annotated[str, Field(pattern=rf"^{SPLIT_PATTERN}$")]

@@ -8,7 +8,6 @@ remote copy is compared afterwards.
 from pathlib import Path
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.processes.progress import Progress
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
     ShardManifest,
@@ -16,9 +15,10 @@ from data_pipeline.shards.manifest import (
     load_manifest,
     open_tokenizer,
 )
-from data_pipeline.storage.atomic_files import sha256_file
-from data_pipeline.storage.remote_path import RemotePath, dataset_path
-from data_pipeline.storage.urls import scheme_of
+from data_pipeline.system.files import sha256_file
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.remote_path import RemotePath, dataset_path
+from data_pipeline.system.sources import scheme_of
 
 WRITABLE = ("s3", "gs")
 

@@ -17,8 +17,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from data_pipeline.errors import DataError
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import InProcess, Workers
 from data_pipeline.shards.frames import seek_table
 from data_pipeline.shards.manifest import (
     MANIFEST_NAME,
@@ -36,12 +34,14 @@ from data_pipeline.shards.prepare_settings import SPLIT_PATTERN
 from data_pipeline.shards.shard_content import TokenRules, check_content
 from data_pipeline.shards.shard_files import damaged_file
 from data_pipeline.shards.shard_index import ShardIndex, read_index, read_unlisted_index
-from data_pipeline.storage.atomic_files import (
+from data_pipeline.system.files import (
     explain_disk_errors,
     require_writable,
     sha256_file,
     write_file,
 )
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.workers import InProcess, Workers
 
 _SHARD = re.compile(rf"({SPLIT_PATTERN})-(\d{{6}}){re.escape(SHARD_SUFFIX)}")
 

@@ -20,7 +20,7 @@ from data_pipeline.errors import printable
 from data_pipeline.shards.manifest import SHARD_SUFFIX, DatasetHeader, ShardEntry
 from data_pipeline.shards.shard_files import damaged_file, read_frame
 from data_pipeline.shards.shard_index import ShardIndex
-from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.tokenizers import Tokenizer
 
 _CHUNK_ELEMENTS = 2**20

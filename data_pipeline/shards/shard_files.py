@@ -16,8 +16,8 @@ from pathlib import Path
 from data_pipeline.errors import DataError, UnreadableError
 from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
-from data_pipeline.storage.remote_path import DatasetPath, RemotePath
-from data_pipeline.storage.source_errors import is_read_failure
+from data_pipeline.system.remote_path import DatasetPath, RemotePath
+from data_pipeline.system.sources import is_read_failure
 
 _MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a disk or a network file system after which a second attempt may succeed."""

@@ -23,8 +23,8 @@ from data_pipeline.shards.frames import MAX_FRAME_BYTES, Frame
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.shards.shard_files import damaged_file, read_bytes_at
 from data_pipeline.shards.text_counts import TextCounts
-from data_pipeline.storage import strict_json
-from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict_json import parse_json
 
 _MAX_HEADER_BYTES = 2**16
 _USUAL_HEADER_BYTES = 4096
@@ -190,7 +190,7 @@ def read_block_tokens(directory: DatasetPath, entry: ShardEntry) -> np.ndarray:
             raise ValueError(f"its header is longer than {_MAX_HEADER_BYTES:,} bytes")
         if header_end > len(start):
             start = read_bytes_at(path, directory, 0, header_end)
-        column = strict_json.parse(start[8:header_end])["block_tokens"]
+        column = parse_json(start[8:header_end])["block_tokens"]
         if (column["dtype"], column["shape"]) != ("I64", [entry.blocks]):
             raise ValueError(f"block_tokens is {column['dtype']} {column['shape']}")
         first, last = (header_end + offset for offset in column["data_offsets"])

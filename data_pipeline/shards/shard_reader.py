@@ -24,7 +24,7 @@ from data_pipeline.shards.frames import Frame
 from data_pipeline.shards.manifest import ShardEntry, ShardManifest, load_manifest
 from data_pipeline.shards.shard_files import check_sizes, damaged_file, read_frame
 from data_pipeline.shards.shard_index import ShardIndex, read_block_tokens, read_index
-from data_pipeline.storage.remote_path import DatasetPath, RemotePath, dataset_path
+from data_pipeline.system.remote_path import DatasetPath, RemotePath, dataset_path
 
 DEFAULT_CACHE_FRAMES = 64
 INDEX_CACHE_BYTES = 256 * 2**20

@@ -34,7 +34,7 @@ from data_pipeline.shards.frames import FrameWriter
 from data_pipeline.shards.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
 from data_pipeline.shards.shard_index import index_bytes
 from data_pipeline.shards.text_counts import TextCounts
-from data_pipeline.storage.atomic_files import write_synced
+from data_pipeline.system.files import write_synced
 
 MAX_DOCUMENT_BYTES = 8 * 2**30 - 2**20
 """Limit for the tokens of one document: a ustar header has room for sizes below 8 GiB."""

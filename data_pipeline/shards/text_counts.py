@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.strict import StrictModel
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 

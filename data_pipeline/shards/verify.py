@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import DataError, ReadFailureError, printable
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import InProcess, Workers
 from data_pipeline.shards.manifest import (
     INDEX_SUFFIX,
     SHARD_SUFFIX,
@@ -22,9 +20,11 @@ from data_pipeline.shards.manifest import (
     open_tokenizer,
 )
 from data_pipeline.shards.shard_files import what_to_check
-from data_pipeline.storage.atomic_files import sha256_file
-from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.source_errors import is_read_failure
+from data_pipeline.system.files import sha256_file
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.sources import is_read_failure
+from data_pipeline.system.workers import InProcess, Workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from data_pipeline.storage.strict_json import canonical, sha256_of
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.strict import StrictModel
+from data_pipeline.system.strict_json import canonical_json, sha256_of
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of
 
 
@@ -68,7 +68,7 @@ class ByteTokenizer:
         return lengths
 
     def to_json(self) -> str:
-        return canonical(self._description())
+        return canonical_json(self._description())
 
     def _description(self) -> dict[str, Any]:
         return ByteDescription(opens_documents=self.opens_documents).model_dump()

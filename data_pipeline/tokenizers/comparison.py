@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.tokenizers.interface import Tokenizer
 from data_pipeline.tokenizers.loading import load_tokenizer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.storage import strict_json
+from data_pipeline.system.strict_json import parse_json
 
 _MAX_BYTES = 256 * 2**20
 
@@ -22,7 +22,7 @@ def read_names(path: Path) -> dict[int, str]:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
-        return _names(strict_json.parse(path.read_text("utf-8")))
+        return _names(parse_json(path.read_text("utf-8")))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
@@ -65,7 +65,7 @@ def _miditok_names(content: dict[str, Any]) -> Any:
             "Python: json.dump(tokenizer.vocab, open('names.json', 'w'))"
         )
     try:
-        library = strict_json.parse(content["_model"])
+        library = parse_json(content["_model"])
         vocab, base = library["model"]["vocab"], content["_vocab_base_byte_to_token"]
         if isinstance(vocab, list):  # of a unigram model, with scores
             vocab = {piece: id_ for id_, (piece, _) in enumerate(vocab)}

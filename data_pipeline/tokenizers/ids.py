@@ -15,8 +15,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from data_pipeline.errors import ConfigError, printable
-from data_pipeline.storage.strict_json import canonical, sha256_of
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.strict import StrictModel
+from data_pipeline.system.strict_json import canonical_json, sha256_of
 from data_pipeline.tokenizers.id_names import require_usable_names
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, token_dtype
 
@@ -99,7 +99,7 @@ class IdTokenizer:
         return np.zeros(self.vocab_size, dtype=np.int32)
 
     def to_json(self) -> str:
-        return canonical(self._description())
+        return canonical_json(self._description())
 
     def _description(self) -> dict[str, Any]:
         names = [self.names.get(id_, "") for id_ in range(max(self.names, default=-1) + 1)]

@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from data_pipeline.errors import DataError, UnreadableError
-from data_pipeline.storage import strict_json
-from data_pipeline.storage.remote_path import DatasetPath, dataset_path
-from data_pipeline.storage.source_errors import is_read_failure
+from data_pipeline.system.remote_path import DatasetPath, dataset_path
+from data_pipeline.system.sources import is_read_failure
+from data_pipeline.system.strict_json import parse_json
 from data_pipeline.tokenizers.byte import ByteTokenizer
 from data_pipeline.tokenizers.char import CharTokenizer
 from data_pipeline.tokenizers.ids import IdTokenizer
@@ -53,7 +53,7 @@ def read_description(path: DatasetPath) -> Any:
             raise DataError(
                 f"{path} is larger than {MAX_TOKENIZER_BYTES:,} bytes, too large for a tokenizer."
             )
-        return strict_json.parse(path.read_text("utf-8"))
+        return parse_json(path.read_text("utf-8"))
     except OSError as error:
         problem = f"{path}: the tokenizer cannot be read ({error.strerror})."
         if is_read_failure(error):

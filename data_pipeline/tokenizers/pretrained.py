@@ -20,8 +20,8 @@ import tokenizers
 from pydantic import Field
 
 from data_pipeline.errors import DataError
-from data_pipeline.storage.strict_json import canonical
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.strict import StrictModel
+from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers.gigatoken_encoder import GigatokenEncoder, reason_without_gigatoken
 from data_pipeline.tokenizers.interface import Cuts, checked_ids, lengths_of, token_dtype
 from data_pipeline.tokenizers.tiktoken_ranks import GPT2_PATTERN, ranked_bytes
@@ -65,7 +65,7 @@ class PretrainedTokenizer:
         self._description = description
         self.end_of_document = description.end_of_document
         content = description.tokenizer
-        self._content = canonical(content)
+        self._content = canonical_json(content)
         self._library = library_tokenizer(self._content)
         tokens = self._library.get_vocab(with_added_tokens=True)
         ids = sorted({*tokens.values(), self.end_of_document})
@@ -215,7 +215,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def _json(self) -> str:
-        return canonical(dict(self._description))
+        return canonical_json(dict(self._description))
 
 
 def library_tokenizer(content: str) -> tokenizers.Tokenizer:
@@ -259,8 +259,8 @@ def _convert(content: dict[str, Any]) -> PretrainedTokenizer:
         "padding": None,
         "post_processor": None,
     }
-    before = library_tokenizer(canonical(content)).get_vocab(with_added_tokens=True)
-    after = library_tokenizer(canonical(plain)).get_vocab(with_added_tokens=True)
+    before = library_tokenizer(canonical_json(content)).get_vocab(with_added_tokens=True)
+    after = library_tokenizer(canonical_json(plain)).get_vocab(with_added_tokens=True)
     if moved := sorted(token for token, id_ in after.items() if before.get(token) != id_):
         raise ValueError(f"its special tokens precede other tokens, such as {moved[0][:40]!r}")
     new_id = max(after.values(), default=-1) + 1

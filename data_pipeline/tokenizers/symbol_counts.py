@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 
-from data_pipeline.storage import strict_json
+from data_pipeline.system.strict_json import canonical_json
 from data_pipeline.tokenizers.recipes import TokenizerSettings, recipe_of
 from data_pipeline.tokenizers.word import symbols_of
 
@@ -44,7 +44,7 @@ def merge_counts(parts: Iterable[Counter[str]]) -> Counter[str]:
 
 def counts_to_bytes(counts: Counter[str]) -> bytes:
     """Canonical JSON: equal counts have equal bytes."""
-    return strict_json.canonical(counts).encode()
+    return canonical_json(counts).encode()
 
 
 def counts_from_bytes(data: bytes) -> Counter[str]:

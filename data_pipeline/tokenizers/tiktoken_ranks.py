@@ -14,7 +14,7 @@ from typing import Any, cast
 import tokenizers
 from tokenizers import models
 
-from data_pipeline.storage.strict_json import canonical
+from data_pipeline.system.strict_json import canonical_json
 
 MAX_TOKEN_BYTES = 1024
 """Merging a token's bytes may take quadratic time. Tokens of real vocabularies have at most 128."""
@@ -66,7 +66,7 @@ def ranked_bytes(
         raise ValueError("the tokens are not the 256 bytes and one token per merge")
     if any(ranks[low] >= ranks[high] for low, high in pairwise(merged)):
         raise ValueError("the ids are not in the order of the merges")
-    model = model or cast(models.BPE, tokenizers.Tokenizer.from_str(canonical(content)).model)
+    model = model or cast(models.BPE, tokenizers.Tokenizer.from_str(canonical_json(content)).model)
     written = map(str.__add__, sides[::2], sides[1::2])
     _require_reachable(pairs, dict(zip(merged, written, strict=True)), model)
     return ranks

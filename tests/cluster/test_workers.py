@@ -10,12 +10,12 @@ import cluster.workers
 from cluster.nodes import ClusterState
 from cluster.workers import MAX_NODE_LOSSES, RayWorkers
 from data_pipeline.errors import DataError, UnfinishedError
-from data_pipeline.processes.workers import WorkerDiedError
 from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.system.workers import WorkerDiedError
 from tests.support.commands import txl
 from tests.support.failing_units import die, die_at_first, refuse
 from txl_dist.evaluation.distributed import evaluate, evaluate_on_workers, plan_job
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from moto.server import ThreadedMotoServer
 
 from data_pipeline.shards.manifest import ShardManifest
 from data_pipeline.shards.push import push_dataset
-from data_pipeline.storage import urls
+from data_pipeline.system import sources
 from tests.data_pipeline.conftest import corpus, dataset, s3_server, txl  # noqa: F401 - fixtures
 
 URL = "s3://bucket/data"
@@ -64,7 +64,7 @@ def proxy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[CuttingProxy]:
     proxy = CuttingProxy(*s3_server.get_host_and_port())
-    monkeypatch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     yield proxy

@@ -11,7 +11,7 @@ from tests.support.diverging_runs import Fault, HighRate, NanWeight, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, tiny_job
 from txl_dist.tracking.journal import read_metrics
-from txl_dist.tracking.state import TrackingState
+from txl_dist.tracking.tracker import TrackingState
 
 SETTINGS = (NO_EVALUATION, "training.num_steps=16", "training.checkpoint_interval_steps=4")
 SPIKES = ("divergence.loss_spike=10", "divergence.window_steps=6", "divergence.max_events=3")
@@ -96,7 +96,9 @@ class _Replaced:
 
 
 def _tracking(run: Path) -> TrackingState:
-    return TrackingState.load(run / "tracking.json") or TrackingState(key="", server=None)
+    return TrackingState.load(run / "tracking.json") or TrackingState(
+        key="", server=None, experiment=""
+    )
 
 
 def _points(run: Path, run_id: str) -> list[tuple[str, int, float]]:

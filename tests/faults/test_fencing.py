@@ -51,7 +51,7 @@ def test_the_older_attempt_stops_at_its_next_save_and_the_newer_does_not_notice(
     output, _ = older.communicate(timeout=120)
     assert older.returncode == 4, output
     assert f"FencedError: attempt 2 (host {os.uname().nodename}, pid {newer_rank}" in output
-    assert "has continued this run, so attempt 1" in output
+    assert "took over this run" in output
     assert (checkpoints.at(15) / "manifest.json").read_bytes() == saved
     assert checkpoints.pointer("LATEST") == 15
 

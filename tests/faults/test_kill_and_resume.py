@@ -10,7 +10,7 @@ from tests.support.commands import children_of, is_alive, num_lines, start_txl, 
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import TINY, losses, metrics, tiny_job, train
 from tests.txl_dist.tracking.conftest import run_id_of, status_of, tags_of
-from txl_dist.tracking.state import TrackingState
+from txl_dist.tracking.tracker import TrackingState
 
 NUM_STEPS = 200
 SETTINGS = (

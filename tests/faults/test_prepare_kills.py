@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.errors import DataError, UnfinishedError
-from data_pipeline.processes.workers import ProcessWorkers
+from data_pipeline.system.workers import ProcessWorkers
 from tests.data_pipeline.preparation.preparing import files_of
 from tests.support.commands import children_of, is_alive, start_txl, txl, wait_until
 from tests.support.failing_units import die, die_at_first, refuse
@@ -213,7 +213,7 @@ def test_a_unit_that_kills_two_workers_is_named_and_errors_come_as_they_are(
 def test_workers_end_in_the_middle_of_a_unit_when_their_parent_is_killed() -> None:
     program = """
 import time
-from data_pipeline.processes.workers import ProcessWorkers
+from data_pipeline.system.workers import ProcessWorkers
 if __name__ == "__main__":
     with ProcessWorkers(2) as workers:
         for done in workers.map(time.sleep, [0, 60, 60]):
@@ -271,7 +271,7 @@ from pathlib import Path
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.verify import verify_dataset
-from data_pipeline.processes.workers import peak_memory_bytes
+from data_pipeline.system.workers import peak_memory_bytes
 out = Path({str(tmp_path / name)!r})
 source = open_split(out, "train")
 for first in range(0, source.num_tokens, 2**18):

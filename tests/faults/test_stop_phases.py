@@ -30,7 +30,7 @@ from tests.support.commands import (
 )
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, tiny_job, train
-from txl_dist.checkpoint import mirror
+from txl_dist.checkpoint import copies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.errors import TxlError
 from txl_dist.runtime.world import World
@@ -78,7 +78,7 @@ PHASES: dict[str, tuple[str, Any, str, Callable[..., bool]]] = {
     "later step": (LATER, TrainStep, "_micro_batches", lambda *_, step, **__: step == 9),
     "save": (LATER, CheckpointDirectory, "finish", lambda *arguments: arguments[-1] == 12),
     "replay": (START_UP, replay, "fault_point", always),
-    "upload": (LATER, mirror, "fault_point", always),
+    "upload": (LATER, copies, "fault_point", always),
 }
 """Phase -> whether a step is completed before it, and the function that blocks in it."""
 OTHER_SETTINGS = ("replay", "upload")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.processes.stop_signals import STOP_SIGNALS
+from data_pipeline.system.signals import STOP_SIGNALS
 from tests.support.commands import (
     ENVIRONMENT,
     children_of,

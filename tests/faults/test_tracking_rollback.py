@@ -10,7 +10,7 @@ import pytest
 from tests.support.commands import children_of, is_alive, num_lines, start_txl, txl, wait_until
 from tests.support.training_runs import NO_EVALUATION, TINY
 from txl_dist.tracking.journal import read_metrics
-from txl_dist.tracking.state import TrackingState
+from txl_dist.tracking.tracker import TrackingState
 
 SETTINGS = (
     NO_EVALUATION,

@@ -68,7 +68,7 @@ def test_a_forced_start_continues_the_run_and_the_older_one_stops(
     output, _ = older.communicate(timeout=180)
     assert older.returncode == 4, output
     assert "attempt 2 (host" in output
-    assert "has continued this run" in output
+    assert "took over this run" in output
 
     wait_until(lambda: "resuming at step" in log_of(tmp_path))
     newest = CheckpointDirectory(tmp_path).newest_step()

@@ -16,9 +16,9 @@ from tests.support.hypothesis_examples import examples
 from tests.support.running_mean import KINDS
 from tests.support.split_case import BYTE_COUNTS_V, SplitCase, small_chunks
 from txl_dist.errors import DataError
-from txl_dist.evaluation.chunks import EvaluationChunk
-from txl_dist.evaluation.evaluate import summarise
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.result import summarise
+from txl_dist.evaluation.scores import LossSums
+from txl_dist.evaluation.scoring import EvaluationChunk
 
 
 def sequential_nats(case: SplitCase) -> list[float]:

@@ -1,6 +1,6 @@
 """Promise 8: no pickle is loaded and no path leads outside, in shards, manifests and checkpoints.
 
-Imported weights are tested in tests/txl_dist/convert, URLs in tests/data_pipeline/storage.
+Imported weights are tested in tests/txl_dist/convert, URLs in tests/data_pipeline/system.
 """
 
 import json
@@ -14,8 +14,8 @@ import torch
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards.manifest import ShardManifest, load_manifest
-from data_pipeline.storage.atomic_files import sha256_file
-from data_pipeline.storage.manifest_file import manifest_bytes
+from data_pipeline.system.files import sha256_file
+from data_pipeline.system.strict import manifest_bytes
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
 from tests.support.hostile_pickle import Hostile
 from tests.txl_dist.checkpoint import saving

@@ -20,7 +20,6 @@ from data_pipeline.shards.verify import verify_dataset
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
 from tests.support.training_runs import tiny_job
 from tests.txl_dist.checkpoint.saving import save
-from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.reader import (
     verify_checkpoint,
 )
@@ -267,7 +266,7 @@ def byte_ranges(path: Path) -> dict[str, range]:
 def newest_intact(run: Path) -> int:
     """Step of the checkpoint that a run would resume from."""
     job = tiny_job(Path("no-data"), run)
-    point = _newest_intact(job, CheckpointDirectory(run), World(0, 1))
+    point = _newest_intact(job, World(0, 1))
     assert point is not None
     return point.state.step
 

@@ -8,7 +8,7 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
-from data_pipeline.storage import urls
+from data_pipeline.system import sources
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.training_runs import NO_EVALUATION
 from txl_dist.errors import DataError
@@ -36,7 +36,7 @@ def in_cloud(world: World, aws: dict[str, str], function: Callable[..., Any], *a
     with pytest.MonkeyPatch.context() as patch:
         for name, value in aws.items():
             patch.setenv(name, value)
-        patch.setattr(urls, "_FIRST_WAIT_SECONDS", 0.01)
+        patch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
         patch.setattr(saving, "RETRY_SECONDS", 0.2)
         patch.setattr(s3fs.S3FileSystem, "retries", 1)
         s3fs.S3FileSystem.clear_instance_cache()

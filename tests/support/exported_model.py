@@ -4,7 +4,7 @@ from pathlib import Path
 
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from tests.support.small_models import small_model
-from txl_dist.convert.single_file import Reading, write_exported
+from txl_dist.convert.stored_model import Reading, write_exported
 
 
 def export_small_model(directory: Path, dataset: Path, *, seed: int = 0) -> Path:

@@ -12,11 +12,10 @@ from data_pipeline.streams import cursor
 from data_pipeline.streams.segments import Reset
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import TextSource, random_corpus
-from txl_dist.evaluation import chunks as evaluation_chunks
 from txl_dist.evaluation import scoring
-from txl_dist.evaluation.chunks import EvaluationChunk
-from txl_dist.evaluation.evaluate import EvaluationSettings, plan_evaluation
-from txl_dist.evaluation.scoring import Scorer
+from txl_dist.evaluation.job import EvaluationSettings
+from txl_dist.evaluation.result import plan_evaluation
+from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
 from txl_dist.model.transformer_xl import TransformerXL
 
 BYTE_COUNTS_V = torch.arange(VOCAB_SIZE) % 4
@@ -78,8 +77,8 @@ class SplitCase:
 @contextmanager
 def small_chunks(case: SplitCase) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluation_chunks, "TARGET_NUM_CHUNKS", case.target_num_chunks)
-        patch.setattr(evaluation_chunks, "MIN_CONTEXTS_PER_CHUNK", case.min_overhead)
+        patch.setattr(scoring, "TARGET_NUM_CHUNKS", case.target_num_chunks)
+        patch.setattr(scoring, "MIN_CONTEXTS_PER_CHUNK", case.min_overhead)
         patch.setattr(cursor, "CHUNK_TOKENS", 5)
         patch.setattr(scoring, "READ_TOKENS", 7)
         yield

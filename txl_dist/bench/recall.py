@@ -16,7 +16,7 @@ is text of another sampled place. With random tokens nothing else helps the pred
 unlike the training data; real text measures recall under realistic conditions.
 
 The model reads a sequence from an empty memory, in segments of `tgt_len` tokens with its memory, as
-in `txl eval`; the last segment ends with the last scored token (context/windows.py). It therefore
+in `txl eval`; the last segment ends with the last scored token (analysis/windows.py). It therefore
 cannot use more than `max_context` tokens. A model without memory sees its last `tgt_len` tokens.
 
 The reach is the largest distance up to which every measured distance gains at least `MIN_SHARE` of
@@ -36,10 +36,9 @@ from data_pipeline.shards.shard_reader import TokenSource
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.order import hash_ids
 from data_pipeline.streams.segments import Reset
-from txl_dist.context.bootstrap import interval, plan_resampling, resamples
-from txl_dist.context.positions import sample_positions
-from txl_dist.context.windows import WindowScorer
+from txl_dist.analysis.windows import WindowScorer, sample_positions
 from txl_dist.errors import DataError
+from txl_dist.evaluation.bootstrap import interval, plan_resampling, resamples
 
 # Shapes: B sequences, N tokens of a sequence, X tokens of a span, D distances
 

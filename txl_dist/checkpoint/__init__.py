@@ -5,9 +5,8 @@
     writer.py      every rank writes its slices; a rename publishes the checkpoint
     reader.py      verifies a checkpoint and reads any slice of it
     directory.py   the checkpoints of a run: names, pointers, locks of readers, removal
-    attempts.py    the starts of a run, of which only the newest may change checkpoints
-    mirror.py      copies the checkpoints of a run to a URL
-    remote.py      the copies at a URL: names, download, removal
+    attempts.py    the attempts of a run, of which only the newest may change checkpoints
+    copies.py      the copies in object storage: names, upload, download, removal
 
 Files are safetensors and JSON; nothing is unpickled. Which checkpoint a run may resume from is
 decided in `txl_dist/training/resume.py`.

@@ -1,9 +1,9 @@
-"""Attempts: the starts of a run, of which only the newest may change its checkpoints (fencing).
+"""Attempts of a run, of which only the newest may change its checkpoints (fencing).
 
 A lock of the run directory excludes a second process on one host only. Two attempts can run at the
 same time on two hosts: a job that a scheduler starts again before the first one has ended, a host
 that was cut off and is back, a network file system without locks, two directories with copies at
-one URL. So every start of the ranks records an attempt with the next number:
+one URL. So each time the ranks are started, they record an attempt with the next number:
 
     RUN/attempts/attempt-00000003.8c5ea1b2.json   number and random id; content: who, where, when
     URL/attempts/...                              the same file, with `training.checkpoint_url`
@@ -11,8 +11,7 @@ one URL. So every start of the ranks records an attempt with the next number:
 The newest attempt is the one with the highest number, and among equal numbers (two starts at the
 same time) the one with the highest id. All processes that list the folder agree on it, so the
 storage needs no locks and no conditional writes. An attempt that finds a newer one stops with a
-FencedError. The manifest of a checkpoint has the number of the attempt that wrote it; 0 means that
-it was written before attempts had numbers.
+FencedError. The manifest of a checkpoint has the number of the attempt that wrote it.
 
 A check and the rename after it are not one operation. An attempt that is suspended between the two
 can publish one more checkpoint; `CheckpointDirectory` checks right before each change. NFS shows
@@ -32,9 +31,9 @@ from pathlib import Path
 from pydantic import Field
 
 from data_pipeline.errors import printable
-from data_pipeline.storage.atomic_files import write_file
-from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.files import write_file
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict import StrictModel
 from txl_dist.errors import FencedError
 
 FOLDER = "attempts"
@@ -54,7 +53,7 @@ class AttemptRecord(StrictModel):
     started: str
     """UTC, for people: `2026-11-22 11:15:03`."""
     launch_id: str
-    """`TrainJob.launch_id`: restarts of the ranks by one launcher are attempts of one launch."""
+    """`TrainJob.launch_id`: all attempts that one `txl train` command starts are of one launch."""
 
     @classmethod
     def of_this_process(cls, *, number: int, launch_id: str) -> "AttemptRecord":
@@ -109,10 +108,10 @@ class Attempt:
         if newest is None or _order(newest) <= (self.record.number, self.record.id):
             return
         raise FencedError(
-            f"{_describe(self.folder / newest)} has continued this run, so {self.record} stops. "
-            f"It does not change the checkpoints any more; they are those of the newer attempt "
-            f"({self.folder}). Both were running at the same time: check why the scheduler started "
-            "a second one, or why this host was cut off. Nothing has to be repaired"
+            f"this process, {self.record}, was replaced: {_describe(self.folder / newest)} took "
+            f"over this run ({self.folder}). Stopping without touching its checkpoints. Both ran "
+            "at the same time: check why the scheduler started a second one, or why this host was "
+            "cut off. Nothing has to be repaired"
         )
 
     @property

@@ -6,7 +6,7 @@ numbers in their names, never by file times. LATEST and BEST are pointers for pe
 
     step-NNNNNNNN              a complete checkpoint
     step-NNNNNNNN.ID           the same, copied from a URL by other tools; the next start renames it
-    superseded-step-NNNNNNNN   of a trajectory that the run has abandoned; read only by its name
+    superseded-step-NNNNNNNN   of steps that the run has given up; never chosen by a resume
     .*.tmp                     being written or removed; the next start removes what a killed
                                process has left
 
@@ -24,9 +24,14 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from data_pipeline.storage.atomic_files import fsync_directory, remove_leftovers, write_file
-from data_pipeline.storage.directories import publish_directory, remove_directory
-from data_pipeline.storage.locks import try_lock
+from data_pipeline.system.files import (
+    fsync_directory,
+    publish_directory,
+    remove_directory,
+    remove_leftovers,
+    try_lock,
+    write_file,
+)
 from txl_dist.checkpoint.attempts import Attempt
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, load_checkpoint_manifest, part_name
 from txl_dist.errors import CheckpointError, FencedError
@@ -57,9 +62,10 @@ class Retention:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run. Only rank 0 of the newest attempt changes them, under the lock.
+    """The checkpoints of one run.
 
-    During a run, all changes are made by one thread of rank 0 (`txl_dist/training/saving.py`).
+    Every rank writes its files into a staging directory (`begin`). Complete checkpoints and the
+    pointers are changed only by rank 0 of the newest attempt, under the lock of the run directory.
     """
 
     def __init__(self, run: Path) -> None:
@@ -90,7 +96,7 @@ class CheckpointDirectory:
         return sorted(names | self._copies().keys())
 
     def rename_copies(self) -> None:
-        """Give copies from a URL (`step-NNNNNNNN.ID`) the names of checkpoints."""
+        """Rename copies from a URL (`step-NNNNNNNN.ID`) to the names of checkpoints."""
         for step, copy in self._copies().items():
             if self.at(step) == copy:
                 copy.rename(self.path / f"step-{step:08d}")
@@ -111,7 +117,7 @@ class CheckpointDirectory:
         return [match for match in matches if match]
 
     def superseded(self) -> list[Path]:
-        """The checkpoints of the trajectory that the run has abandoned."""
+        """The checkpoints of steps that the run has given up (`rewind`)."""
         if not self.path.is_dir():
             return []
         return [entry for entry in self.path.iterdir() if _SUPERSEDED.fullmatch(entry.name)]
@@ -179,14 +185,14 @@ class CheckpointDirectory:
         try:
             self.require_newest_attempt()
         except FencedError:  # this process was suspended between the check and the rename
-            self._withdraw(save_id, step, replaced)
+            self._undo_finish(save_id, step, replaced)
             raise
         if replaced:
             _remove(replaced)
         return self.at(step)
 
-    def _withdraw(self, save_id: str, step: int, replaced: Path | None) -> None:
-        """Undo `finish`, unless another process has published this step since."""
+    def _undo_finish(self, save_id: str, step: int, replaced: Path | None) -> None:
+        """Unless another process has published this step since."""
         if load_checkpoint_manifest(self.at(step)).save_id == save_id:
             _remove(self.at(step))
             if replaced:
@@ -200,29 +206,25 @@ class CheckpointDirectory:
             for staging in self.path.glob(self.staging("*").name)
         )
 
-    def discard(self, save_id: str) -> None:
+    def remove_staging(self, save_id: str) -> None:
         """Remove the files of a save that has failed, as far as possible."""
         shutil.rmtree(self.staging(save_id), ignore_errors=True)
 
-    def rewind(
-        self, step: int, *, best_step: int | None = None, source: Path | None = None
-    ) -> list[int]:
-        """Rename checkpoints of steps after `step`, from which a run resumes; returns those steps.
+    def rewind(self, step: int, *, best_step: int | None = None) -> list[int]:
+        """Supersede the checkpoints of steps after `step`, where the run continues; returns those.
 
-        They belong to the abandoned trajectory, or are damaged. They are kept as
-        `superseded-step-NNNNNNNN` until the next rewind that renames any, so that the checkpoints
-        of at most one abandoned trajectory take up space. `source`, the checkpoint to resume from,
-        may be one of them and is not removed. LATEST and BEST are updated or removed.
+        They precede a rollback, or are damaged. They are kept as `superseded-step-NNNNNNNN` until
+        the next rewind that renames any, so that those of at most one rewind take up space. LATEST
+        and BEST are updated or removed.
         """
         self.require_newest_attempt()
         later = [other for other in self.steps() if other > step]
         if later:
             for entry in self.superseded():
-                if not (source and entry.samefile(source)):
-                    _remove_unless_read(entry)
+                _remove_unless_read(entry)
             for other in later:
                 name = f"superseded-{self.at(other).name}"
-                # `source`, or one that is being read, may still have that name.
+                # One that is being read may still have that name.
                 names = chain([name], (f"{name}-{number}" for number in count(2)))
                 paths = (self.path / each for each in names)
                 self.at(other).rename(next(path for path in paths if not path.exists()))
@@ -328,8 +330,9 @@ def divergence_advice(run: Path, *, before: int) -> str:
             "optimizer.lr or more optimizer.warmup_steps"
         )
     advice = (
-        f"The last good checkpoint is {good[-1].name}. Resume from it with a lower learning rate: "
-        f"txl train CONFIG --resume {good[-1]} optimizer.lr=... --allow-change optimizer.lr"
+        f"The last good checkpoint is {good[-1].name}. Fork the run there with a lower learning "
+        f"rate: txl train CONFIG directory=NEW --resume {good[-1]} optimizer.lr=... --allow-change "
+        "optimizer.lr"
     )
     if len(good) > 1:
         advice += f". If it diverges there too, use an earlier one: --resume {good[-2]}"

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from data_pipeline.storage.manifest_file import (
+from data_pipeline.system.strict import (
+    StrictModel,
     WrongFormatError,
     load_manifest_file,
     manifest_bytes,
 )
-from data_pipeline.storage.strict_model import StrictModel
 from txl_dist.errors import CheckpointError
 from txl_dist.model.config import ModelConfig
 
@@ -138,12 +138,12 @@ class CheckpointManifest(StrictModel):
     """Names of the optimizer's states, over all parameters; not every parameter has all."""
     parameters: dict[str, ParameterEntry]
     files: dict[FileName, FileEntry]
-    save_id: SaveId | None = None
-    """Identifies this save, also among saves of one step. None: written by an older version."""
-    run_id: str | None = None
-    """Identifies the run and stays the same when it resumes. None as for `save_id`."""
-    attempt: Count = 0
-    """Number of the attempt that wrote it (`attempts.py`). 0: written by an older version."""
+    save_id: SaveId
+    """Identifies this save, also among saves of one step."""
+    run_id: str
+    """Identifies the run and stays the same when it resumes."""
+    attempt: Count
+    """Number of the attempt that wrote it (`attempts.py`)."""
 
     @field_validator("state")
     @classmethod

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from data_pipeline.storage.atomic_files import sha256_file
+from data_pipeline.system.files import sha256_file
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer
 from txl_dist.checkpoint.directory import reading
 from txl_dist.checkpoint.manifest import (

@@ -22,13 +22,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data_pipeline.storage.atomic_files import (
+from data_pipeline.system.files import (
     publish_file,
     sha256_file,
     write_file,
     write_synced,
 )
-from data_pipeline.storage.strict_model import first_problem
+from data_pipeline.system.strict import first_problem
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -59,8 +59,8 @@ class CheckpointHeader:
     written_by: str
     model: dict[str, Any]
     run: dict[str, Any]
-    run_id: str | None = None
-    attempt: int = 0
+    run_id: str
+    attempt: int
     tokenizer_json: str
     tokenizer_digest: str
     data_digest: str

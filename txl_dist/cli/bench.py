@@ -224,10 +224,10 @@ def recall(
 
     from data_pipeline.shards.manifest import load_manifest
     from data_pipeline.shards.shard_reader import open_split
-    from data_pipeline.storage.remote_path import dataset_path
+    from data_pipeline.system.remote_path import dataset_path
+    from txl_dist.analysis.windows import WindowScorer
     from txl_dist.bench.recall import RecallProbe, measure_recall, random_text, sampled_text
     from txl_dist.cli.progress import WorkUnit, work_progress
-    from txl_dist.context.windows import WindowScorer
     from txl_dist.convert.stored_model import find_model
 
     stored = find_model(checkpoint)

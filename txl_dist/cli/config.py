@@ -22,7 +22,7 @@ def init(
 
     Example: txl config init my-run
     """
-    from data_pipeline.storage.atomic_files import write_file
+    from data_pipeline.system.files import write_file
     from txl_dist.config.starting_file import starting_file
     from txl_dist.errors import ConfigError
 

@@ -25,12 +25,11 @@ from txl_dist.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from data_pipeline.storage.staged_directory import StagedDirectory
-    from txl_dist.context.measure import ReclRequest
-    from txl_dist.context.report import GroupReport
-    from txl_dist.evaluation.evaluate import EvaluationJob
+    from data_pipeline.system.files import StagedDirectory
+    from txl_dist.analysis.attention import AttentionByDistance
+    from txl_dist.analysis.recl_report import GroupReport, ReclRequest
+    from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
-    from txl_dist.reporting.attention_by_distance import AttentionByDistance
 
 
 def recl(
@@ -94,11 +93,9 @@ def recl(
 
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory, require_writable
+    from txl_dist.analysis.recl_report import JSON_NAME, ReclRequest, check_group, measure_group
     from txl_dist.cli.progress import TOKENS, work_progress
-    from txl_dist.context.measure import ReclRequest, check_group, measure_group
-    from txl_dist.context.report import JSON_NAME
     from txl_dist.evaluation.job import evaluation_job
 
     jobs = [
@@ -207,20 +204,20 @@ def _numbers(option: str, text: str) -> list[float]:
 
 
 def _write_recl(staged: "StagedDirectory", report: "GroupReport") -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
-    from txl_dist.context.plot import PLOT_NAMES, plot_group, write_plots
-    from txl_dist.context.report import CSV_NAME, JSON_NAME
+    from data_pipeline.system.files import explain_disk_errors, write_synced
+    from txl_dist.analysis.plots import plot_group, write_figure
+    from txl_dist.analysis.recl_report import CSV_NAME, JSON_NAME
 
     with explain_disk_errors("writing recl.json and its plots", staged.directory):
         staging = staged.stage()
-        write_plots(plot_group(report), staging)
+        plots = write_figure(plot_group(report), staging, "recl")
         write_synced(staging / CSV_NAME, report.to_csv().encode())
         write_synced(staging / JSON_NAME, report.to_json_text().encode())
-        staged.publish([*PLOT_NAMES, CSV_NAME, JSON_NAME])
+        staged.publish([*plots, CSV_NAME, JSON_NAME])
 
 
 def _print_recl(report: "GroupReport") -> None:
-    from txl_dist.context.report import curve_table, recl_table
+    from txl_dist.analysis.recl_report import curve_table, recl_table
 
     print("mean nats per token after exactly c tokens, with half the width of its interval")
     print("\n".join(curve_table(report)))
@@ -261,10 +258,9 @@ def attention(
 
     Example: txl attention runs/quickstart data/stdlib --out runs/quickstart/attention
     """
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
+    from data_pipeline.system.files import StagedDirectory, require_writable
+    from txl_dist.analysis.attention import ATTENTION_NAME, attention_json
     from txl_dist.evaluation.job import evaluation_job
-    from txl_dist.reporting.attention_file import ATTENTION_NAME, attention_json
 
     job = evaluation_job(
         checkpoint,
@@ -294,9 +290,9 @@ def attention(
 
 
 def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDistance":
+    from txl_dist.analysis.attention import attention_by_distance
     from txl_dist.cli.progress import WorkUnit, work_progress
-    from txl_dist.evaluation.evaluate import plan_evaluation
-    from txl_dist.reporting.attention_by_distance import attention_by_distance
+    from txl_dist.evaluation.result import plan_evaluation
 
     chunks = plan_evaluation(scorer.source, job.settings, scorer.model.config)
     with work_progress(WorkUnit("chunks")) as show:
@@ -308,9 +304,9 @@ def _measure_attention(scorer: "Scorer", job: "EvaluationJob") -> "AttentionByDi
 def _write_attention(
     staged: "StagedDirectory", job: "EvaluationJob", result: "AttentionByDistance", content: str
 ) -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_synced
-    from txl_dist.reporting.attention_file import ATTENTION_NAME, as_utf8
-    from txl_dist.reporting.attention_plot import PLOT_NAMES, plot_attention, write_plots
+    from data_pipeline.system.files import explain_disk_errors, write_synced
+    from txl_dist.analysis.attention import ATTENTION_NAME, as_utf8
+    from txl_dist.analysis.plots import plot_attention, write_figure
 
     settings = job.settings
     title = (
@@ -320,9 +316,9 @@ def _write_attention(
     )
     with explain_disk_errors("writing attention.json and its plots", staged.directory):
         staging = staged.stage()
-        write_plots(plot_attention(result, title=title), staging)
+        plots = write_figure(plot_attention(result, title=title), staging, "attention")
         write_synced(staging / ATTENTION_NAME, content.encode())
-        staged.publish([*PLOT_NAMES, ATTENTION_NAME])
+        staged.publish([*plots, ATTENTION_NAME])
 
 
 def _print_attention(job: "EvaluationJob", result: "AttentionByDistance") -> None:

@@ -37,10 +37,13 @@ def import_(
 
     Example: txl import downloads/transfo-xl-wt103 --out models/wt103
     """
-    from txl_dist.convert.formats import read_model
+    from txl_dist.convert import require_source
+
+    require_source(source)  # before torch is imported
+    from txl_dist.convert.other_programs import read_model
 
     model, tokenizer, kind = read_model(source)
-    from txl_dist.convert.single_file import DEFAULT_READING, describe_exported, write_exported
+    from txl_dist.convert.stored_model import DEFAULT_READING, describe_exported, write_exported
 
     reading = describe_exported(source).reading if kind == "exported" else DEFAULT_READING
     write_exported(out, model, tokenizer, reading)
@@ -56,7 +59,7 @@ def export(checkpoint: SavedCheckpoint, out: Out, as_json: AsJson = False) -> No
     """
     from txl_dist.checkpoint.directory import resolve_checkpoint
     from txl_dist.checkpoint.reader import load_model
-    from txl_dist.convert.single_file import Reading, write_exported
+    from txl_dist.convert.stored_model import Reading, write_exported
 
     path = resolve_checkpoint(checkpoint)
     model, tokenizer, manifest = load_model(path)

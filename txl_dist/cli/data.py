@@ -23,7 +23,7 @@ from txl_dist.cli.workers import open_workers
 if TYPE_CHECKING:
     from data_pipeline.shards.manifest import ShardManifest
     from data_pipeline.shards.verify import Verified
-    from data_pipeline.storage.remote_path import DatasetPath
+    from data_pipeline.system.remote_path import DatasetPath
 
 app = typer.Typer(help="Verify, inspect, rebuild and copy prepared datasets.", no_args_is_help=True)
 
@@ -62,7 +62,7 @@ def verify(
     Example: txl data verify data/books
     """
     from data_pipeline.shards.verify import verify_dataset
-    from data_pipeline.storage.remote_path import dataset_path
+    from data_pipeline.system.remote_path import dataset_path
 
     directory = dataset_path(dataset)
     with open_workers(on, workers) as pool, work_progress(MIB, pool) as progress:
@@ -84,7 +84,7 @@ def verify(
 
 def _raise_problems(directory: "DatasetPath", verified: "Verified") -> None:
     from data_pipeline.shards.shard_files import what_to_check
-    from data_pipeline.storage.remote_path import RemotePath
+    from data_pipeline.system.remote_path import RemotePath
 
     unread = f"{len(verified.unread)} could not be read now:{_listed(verified.unread)}"
     retry = f"Check {what_to_check(directory)}, then run this again."
@@ -154,8 +154,8 @@ def inspect(
     from data_pipeline.shards.inspection import excerpts
     from data_pipeline.shards.manifest import load_manifest
     from data_pipeline.shards.shard_reader import open_split
-    from data_pipeline.storage.remote_path import dataset_path
     from data_pipeline.streams.unigram_entropy import unigram_entropy
+    from data_pipeline.system.remote_path import dataset_path
 
     directory = dataset_path(dataset)
     manifest = load_manifest(directory)
@@ -200,7 +200,7 @@ def push(
     Example: txl data push data/books s3://bucket/books
     """
     from data_pipeline.shards.push import push_dataset
-    from data_pipeline.storage.remote_path import dataset_path
+    from data_pipeline.system.remote_path import dataset_path
 
     with work_progress(MIB) as progress:
         manifest = push_dataset(directory, url, progress=progress)

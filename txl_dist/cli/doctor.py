@@ -91,7 +91,7 @@ def doctor(
 
 def _absolute(path: str) -> str:
     """Ray's workers have another working directory. URLs stay as they are."""
-    from data_pipeline.storage.urls import is_url
+    from data_pipeline.system.sources import is_url
 
     return path if is_url(path) else str(Path(path).expanduser().absolute())
 

@@ -24,7 +24,7 @@ from txl_dist.cli.options import (
 if TYPE_CHECKING:
     from txl_dist.cli.evaluation_output import EvaluationOutput
     from txl_dist.evaluation.distributed import PlannedJob
-    from txl_dist.evaluation.evaluate import EvaluationResult
+    from txl_dist.evaluation.result import EvaluationResult
 
 
 def evaluate(
@@ -167,20 +167,18 @@ def evaluate(
     if watch is not None:
         _watch(watch, on, workers)
         return
-    from data_pipeline.storage.atomic_files import require_writable
-    from data_pipeline.storage.staged_directory import StagedDirectory
-    from txl_dist.cli.evaluation_output import EvaluationOutput
+    from data_pipeline.system.files import StagedDirectory, require_writable
+    from txl_dist.cli.evaluation_output import RESULT_NAME, EvaluationOutput
     from txl_dist.cli.progress import TOKENS, running, work_progress
     from txl_dist.cli.workers import open_workers, stoppable
     from txl_dist.errors import ConfigError
-    from txl_dist.reporting.evaluation_files import RESULT_NAME
-
-    with running("loading torch"):
-        from txl_dist.evaluation.distributed import evaluate_on_workers
-        from txl_dist.evaluation.sweep import PlannedSweep, combinations, evaluate_sweep
 
     if not checkpoints or data is None:
         raise ConfigError("give CHECKPOINT... and DATA, or --watch RUN; see txl eval -h")
+    with running("loading torch"):
+        from txl_dist.evaluation.distributed import evaluate_on_workers, evaluate_sweep
+        from txl_dist.evaluation.job import combinations
+
     options = {"tgt_len": tgt_len, "mem_len": mem_len, "clamp_len": clamp_len}
     swept = _swept_values(sweep or [], options)
     _require_usable(per_document, swept)
@@ -213,12 +211,10 @@ def evaluate(
     splits, settings = _names(split), combinations(swept)
     with running("reading the checkpoints and the data"):
         sweeps = [
-            PlannedSweep(
-                [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
-            )
+            [[plan(checkpoint, name, setting) for name in splits] for setting in settings]
             for checkpoint in checkpoints
         ]
-    planned = [job for each in sweeps for jobs in each.candidates for job in jobs]
+    planned = [job for sweep in sweeps for jobs in sweep for job in jobs]
     with ExitStack() as stack:
         # Opened first: an unusable --out must be an error before minutes of computing.
         staged = out and stack.enter_context(StagedDirectory(out, last=RESULT_NAME))
@@ -240,7 +236,7 @@ def evaluate(
                 _write_documents(per_document, planned, scored)
         _log_to_mlflow(output)
         if staged:
-            from txl_dist.reporting.evaluation_files import write_evaluation
+            from txl_dist.cli.evaluation_output import write_evaluation
 
             names = write_evaluation(staged, output.content(), output.objects, swept=output.swept)
             _note(f"wrote {', '.join(names)} to {out}")
@@ -251,15 +247,15 @@ def evaluate(
 
 
 def _watch(run: Path, on: str, workers: int) -> None:
-    from data_pipeline.processes.parent import PARENT_VARIABLE, end_with_parent
-    from data_pipeline.processes.workers import ProcessWorkers
+    from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
+    from data_pipeline.system.workers import ProcessWorkers
     from txl_dist.cli.progress import running
     from txl_dist.cli.workers import open_workers, stoppable
 
     is_of_run = PARENT_VARIABLE in os.environ  # `evaluation.on: workers` has started it
     if is_of_run:
         end_with_parent(0)
-    with running("loading torch", quiet=False):
+    with running("loading torch"):
         import torch
 
         from txl_dist.runtime.device import EXACT_THREADS
@@ -285,7 +281,7 @@ def _note(line: str) -> None:
 def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> dict[str, list[int]]:
     """Values of --sweep by option, which must not have another value."""
     from txl_dist.errors import ConfigError
-    from txl_dist.evaluation.sweep import parse_sweep
+    from txl_dist.evaluation.job import parse_sweep
 
     values = parse_sweep(texts)
     for name in values:
@@ -297,7 +293,7 @@ def _swept_values(texts: Sequence[str], options: Mapping[str, int | None]) -> di
 
 def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -> None:
     """Refuse a file of --per-document that cannot be written, before minutes of computing."""
-    from data_pipeline.storage.atomic_files import require_writable
+    from data_pipeline.system.files import require_writable
     from txl_dist.errors import ConfigError
 
     if per_document and swept:
@@ -311,8 +307,8 @@ def _require_usable(per_document: Path | None, swept: Mapping[str, list[int]]) -
 def _write_documents(
     path: Path | None, planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
 ) -> None:
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
-    from txl_dist.evaluation.document_scores import document_lines
+    from data_pipeline.system.files import explain_disk_errors, write_file
+    from txl_dist.cli.evaluation_output import document_lines
 
     if path:
         with explain_disk_errors("writing the scores of documents", path.parent):
@@ -344,7 +340,7 @@ def _resume_advice(planned: "Sequence[PlannedJob]") -> str:
 def _log_to_mlflow(output: "EvaluationOutput") -> None:
     """Log child runs of the training run, for the checkpoints that are in its run directory."""
     from txl_dist.cli.progress import running
-    from txl_dist.tracking.evaluation import log_evaluations
+    from txl_dist.tracking.process import log_evaluations
 
     scored = []
     for each, content in zip(output.scored, output.objects, strict=True):

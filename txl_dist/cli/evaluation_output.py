@@ -1,16 +1,147 @@
-"""What `txl eval` prints and writes: one score, a table of scores, or a sweep."""
+"""What `txl eval` prints and writes: one score, a table of scores, or a sweep.
 
+The files of --out DIR are made from the objects that --json prints:
+
+result.json                 that object, or the list of them
+scores.csv                  one line per checkpoint, split and setting
+by_document_position.csv    with --details: one line per bucket of each of these; also
+by_document_position.png    by_segment_position and by_token_frequency
+sweep.png                   with --sweep: perplexity of every setting
+
+--per-document FILE has one line of JSON for each document of the scored splits:
+
+    {"checkpoint": "...", "split": "valid", "id": "...", "tokens": 12, "bytes": 40, "nats": 31.25}
+
+Every target is in one document, so tokens and bytes add up to those of the score exactly, and nats
+up to the rounding of float64. The workers send the sums of each batch (breakdown.py), from which
+`--resume` continues. Here they take 32 bytes per document; ids are read shard by shard.
+"""
+
+import csv
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.system.files import StagedDirectory, explain_disk_errors, write_synced
+from txl_dist.evaluation.bootstrap import MIN_DOCUMENTS
+from txl_dist.evaluation.breakdown import TABLES, DocumentSums, score_intervals
+from txl_dist.evaluation.scores import SCORES
+
 if TYPE_CHECKING:
-    from txl_dist.evaluation.distributed import PlannedJob
-    from txl_dist.evaluation.evaluate import EvaluationResult
+    from txl_dist.evaluation.distributed import PlannedJob, Sweep, SweepResult
     from txl_dist.evaluation.job import EvaluationJob
-    from txl_dist.evaluation.sweep import PlannedSweep, SweepResult
+    from txl_dist.evaluation.result import EvaluationResult
+
+RESULT_NAME = "result.json"
+SCORES_NAME = "scores.csv"
+SWEEP_PLOT_NAME = "sweep.png"
+SETTINGS = ("checkpoint", "split", "weights", "tgt_len", "mem_len", "clamp_len", "same_length")
+COLUMNS = (
+    *SETTINGS,
+    "selected",
+    "data",
+    "mode",
+    "reset",
+    "precision",
+    "tokens_scored",
+    "nats",
+)
+BUCKETS = ("from", "to", "tokens", "nats", "nats_per_token")
+
+Scored = Mapping[str, Any]
+"""The JSON object of one result."""
+
+
+def write_evaluation(
+    staged: StagedDirectory, content: Any, scored: Sequence[Scored], *, swept: Sequence[str] = ()
+) -> list[str]:
+    """Write the files; returns their names. `content`: of result.json. `swept`: option names.
+
+    Files of an earlier evaluation in the same directory are replaced or removed.
+    """
+    # Imported here: matplotlib takes a second, and RESULT_NAME is needed before the scores.
+    from txl_dist.analysis.plots import plot_sweep, plot_table, write_png
+
+    with explain_disk_errors("writing the files of an evaluation", staged.directory):
+        staging = staged.stage()
+        write_synced(staging / SCORES_NAME, _csv((*COLUMNS, *SCORES, "protocol"), scored))
+        for name in TABLES if any("details" in each for each in scored) else ():
+            rows = [
+                {**each, **bucket} for each in scored for bucket in each["details"][f"by_{name}"]
+            ]
+            write_synced(staging / f"by_{name}.csv", _csv((*SETTINGS, *BUCKETS), rows))
+            write_png(plot_table(name, scored), staging / f"by_{name}.png")
+        if swept:
+            write_png(plot_sweep(scored, swept), staging / SWEEP_PLOT_NAME)
+        write_synced(
+            staging / RESULT_NAME, json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+        )
+        names = sorted(path.name for path in staging.iterdir())
+        for name in set(_all_names()) - set(names):
+            (staged.directory / name).unlink(missing_ok=True)
+        staged.publish(names)
+    return names
+
+
+def _all_names() -> list[str]:
+    tables = [f"by_{name}.{suffix}" for name in TABLES for suffix in ("csv", "png")]
+    return [RESULT_NAME, SCORES_NAME, SWEEP_PLOT_NAME, *tables]
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Columns that a row does not have are empty, and so are null values."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode("utf-8", "backslashreplace")
+
+
+def document_lines(
+    planned: "Sequence[PlannedJob]", results: "Sequence[EvaluationResult]"
+) -> Iterator[bytes]:
+    """The lines of all jobs, in the order of the splits. The jobs have no `num_ranks`."""
+    for each, result in zip(planned, results, strict=True):
+        names = {"checkpoint": str(each.given.checkpoint), "split": result.settings.split}
+        # Words are replaced by `<unk>`, and token ids have no text: no document's bytes are known.
+        has_bytes = result.sums.num_bytes > 0 and not result.text.is_word_model
+        for id_, nats, tokens, num_bytes in _scores_of_documents(each):
+            score = {"tokens": tokens, "bytes": num_bytes if has_bytes else None, "nats": nats}
+            yield json.dumps({**names, "id": id_, **score}).encode() + b"\n"
+
+
+def _scores_of_documents(planned: "PlannedJob") -> Iterator[tuple[str, float, int, int]]:
+    """Id, nats, tokens and bytes of every document of which a token was read."""
+    scored = _sums_of_documents(planned)
+    document = next(scored, None)
+    position, stop = 0, planned.chunks[-1].stop + 1
+    for id_, num_tokens in open_split(planned.job.data, planned.job.settings.split).documents():
+        if position >= stop:  # of `max_tokens`
+            return
+        if document is not None and position == document[0]:
+            _, nats, tokens, num_bytes = document
+            yield id_, nats, tokens, num_bytes
+            document = next(scored, None)
+        else:  # one token, the first of the split, which nothing predicts
+            yield id_, 0.0, 0, 0
+        position += num_tokens
+
+
+def _sums_of_documents(planned: "PlannedJob") -> Iterator[tuple[int, float, int, int]]:
+    """Start, nats, tokens and bytes of every document with a target, in order."""
+    last: list[DocumentSums] = []
+    for _, scores in sorted(planned.finished.batches.items()):
+        assert scores.breakdown is not None, "planned with per_document"
+        documents = DocumentSums.total([*last, scores.breakdown.documents])
+        yield from documents.rows()[:-1]
+        # The next batch may continue the last document.
+        last = [DocumentSums(*(column[-1:] for column in documents.columns))]
+    for documents in last:
+        yield from documents.rows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +188,7 @@ class EvaluationOutput:
     @classmethod
     def of_sweeps(
         cls,
-        planned: "Sequence[PlannedSweep]",
+        planned: "Sequence[Sweep]",
         results: "Sequence[SweepResult]",
         *,
         swept: list[str],
@@ -67,11 +198,9 @@ class EvaluationOutput:
         for sweep, result in zip(planned, results, strict=True):
             scored = [
                 ScoredJob(jobs[0].given, score, number == result.best)
-                for number, (jobs, score) in enumerate(
-                    zip(sweep.candidates, result.candidates, strict=True)
-                )
+                for number, (jobs, score) in enumerate(zip(sweep, result.candidates, strict=True))
             ]
-            others = zip(sweep.candidates[result.best][1:], result.reported, strict=True)
+            others = zip(sweep[result.best][1:], result.reported, strict=True)
             models.append(scored + [ScoredJob(each.given, score, True) for each, score in others])
         return cls(models, swept, num_workers)
 
@@ -130,7 +259,8 @@ def print_table(scored: Sequence[ScoredJob], swept: Sequence[str]) -> None:
     )
     for name, each in zip(names, scored, strict=True):
         result, sums = each.result, each.result.sums
-        per_byte = "-" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+        bits_per_byte = result.scores["bits_per_byte"]
+        per_byte = "-" if bits_per_byte is None else f"{bits_per_byte:.4f}"
         values = (getattr(result.settings, option) for option in swept)
         settings = "".join(f"  {'none' if value is None else value:>9}" for value in values)
         print(
@@ -151,7 +281,7 @@ def print_table(scored: Sequence[ScoredJob], swept: Sequence[str]) -> None:
 
 
 def print_score(scored: ScoredJob) -> None:
-    from txl_dist.evaluation.chunks import MAX_OVERHEAD
+    from txl_dist.evaluation.scoring import MAX_OVERHEAD
 
     job, result = scored.job, scored.result
     sums, settings = result.sums, result.settings
@@ -160,14 +290,9 @@ def print_score(scored: ScoredJob) -> None:
         print("  weights          averaged over steps; those of the last one: --weights last")
     print(f"  targets scored   {sums.num_tokens:,}")
     print(f"  nats             {sums.nats:.4f}  ({sums.nats_per_token:.4f} per token)")
-    print(f"  perplexity       {sums.perplexity:.4f}")
-    print(f"  bits per token   {sums.bits_per_token:.4f}")
-    if result.bits_per_byte is not None:
-        print(f"  bits per byte    {result.bits_per_byte:.4f}")
-    if result.bits_per_character is not None:
-        print(f"  bits per char    {result.bits_per_character:.4f}")
-    if result.word_perplexity is not None:
-        print(f"  word perplexity  {_show(result.word_perplexity)}")
+    for name, value in result.scores.items():
+        if value is not None and name != "nats_per_token":
+            print(f"  {SCORES[name].label:15}  {_show(value)}")
     _print_interval(result)
     print(f"  {result.num_chunks} chunks, {result.overhead:.1%} more tokens read as context")
     if result.overhead > MAX_OVERHEAD:
@@ -185,12 +310,15 @@ def _show(value: float) -> str:
 def _print_interval(result: "EvaluationResult") -> None:
     if result.details is None:
         return
-    interval = result.details.interval
-    if interval is None:
-        print("  95 % interval    none: the split has one document, so documents cannot be drawn")
-        return
-    low, high = interval.nats_per_token
-    print(
-        f"  95 % interval    {low:.4f} to {high:.4f} nats per token, from "
-        f"{interval.num_documents:,} documents"
-    )
+    documents = result.details.documents
+    intervals, num_documents = score_intervals(documents), len(documents.start_D)
+    if intervals is None:
+        print(
+            f"  95 % interval    none: {num_documents} documents are too few; resampling needs at "
+            f"least {MIN_DOCUMENTS}"
+        )
+    elif (ends := intervals["nats_per_token"]) is not None:
+        print(
+            f"  95 % interval    {ends[0]:.4f} to {ends[1]:.4f} nats per token, from "
+            f"{num_documents:,} documents"
+        )

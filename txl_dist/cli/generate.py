@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from txl_dist.cli.options import COPY_TO_URL, AsJson, Checkpoint, PrecisionOption, local_path_parser
-from txl_dist.generation.options import DEFAULT_BATCH_SIZE, Sampling, TextLimits
+from txl_dist.generation.text import DEFAULT_BATCH_SIZE, Sampling, TextLimits
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
     from txl_dist.generation.generate import GeneratedText
-    from txl_dist.generation.prompt_file import PromptLine
+    from txl_dist.generation.text import PromptLine
     from txl_dist.model.transformer_xl import TransformerXL
 
 SAMPLING, LIMITS = Sampling(), TextLimits()
@@ -97,10 +97,10 @@ def generate(
 
     Example: txl generate runs/quickstart --prompt 'def main():' --max-tokens 200
     """
-    from data_pipeline.storage.atomic_files import require_writable
+    from data_pipeline.system.files import require_writable
     from txl_dist.cli.progress import running
     from txl_dist.errors import ConfigError
-    from txl_dist.generation.prompt_file import read_prompts
+    from txl_dist.generation.text import read_prompts
 
     if prompts and prompt:
         raise ConfigError("--prompt and --prompts: give one of them")
@@ -185,7 +185,7 @@ def _token_of(token: str, tokenizer: "Tokenizer") -> int:
 def _check_stop_strings(strings: "Sequence[str]", tokenizer: "Tokenizer") -> None:
     """Refuse stop strings with symbols that are not in the vocabulary."""
     from txl_dist.errors import ConfigError
-    from txl_dist.generation.unknown_symbols import describe_unknown
+    from txl_dist.generation.text import describe_unknown
 
     for string in strings:
         if unknown := tokenizer.unknown_symbols(string):
@@ -255,7 +255,7 @@ def _result_lines(
 
 def _write_results(results: Iterator[str], num_prompts: int, out: Path | None) -> None:
     """Print every result when it is there, or write all to a file at the end."""
-    from data_pipeline.storage.atomic_files import explain_disk_errors, write_file
+    from data_pipeline.system.files import explain_disk_errors, write_file
     from txl_dist.cli.progress import WorkUnit, work_progress
 
     if out is None:

@@ -23,7 +23,7 @@ _are_elsewhere = ContextVar("paths_are_elsewhere", default=False)
 
 def require_local(path: str, advice: str = COPY_FROM_URL) -> str:
     """Return `path`. Raises ConfigError if it is a URL; `{url}` in `advice` is replaced by it."""
-    from data_pipeline.storage.urls import is_url, shown
+    from data_pipeline.system.sources import is_url, shown
 
     if is_url(path):
         if path.lower().startswith("file:///"):

@@ -9,9 +9,9 @@ import typer
 
 from data_pipeline.errors import ConfigError, printable
 from data_pipeline.readers import format_names
-from data_pipeline.readers.given_splits import parse_input
+from data_pipeline.readers.names import parse_input
 from data_pipeline.readers.records import did_you_mean
-from data_pipeline.storage.urls import local_path
+from data_pipeline.system.sources import local_path
 from txl_dist.cli.data import print_totals, totals
 from txl_dist.cli.options import AsJson, NumWorkers, On, local_path_parser, require_local
 from txl_dist.cli.progress import MIB, work_progress

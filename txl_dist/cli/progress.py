@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from data_pipeline.processes.progress import counted_bytes
+from data_pipeline.system.progress import counted_bytes
 
 if TYPE_CHECKING:
-    from data_pipeline.processes.workers import Workers
+    from data_pipeline.system.workers import Workers
 
 Show: TypeAlias = Callable[[str, int, int], None]
 """show(phase, done, total), to be called often."""

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from data_pipeline.errors import printable
 from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.strict import StrictModel
 from data_pipeline.tokenizers.recipes import RecipeName
 from txl_dist.errors import ConfigError, DataError
 

@@ -25,13 +25,11 @@ def report(
 
     Example: txl report runs/quickstart
     """
-    from data_pipeline.storage.atomic_files import write_file
+    from data_pipeline.system.files import write_file
+    from txl_dist.analysis.run_report import read_run, run_page
     from txl_dist.errors import ConfigError
-    from txl_dist.reporting.run_record import read_run
 
     record = read_run(run)
-    from txl_dist.reporting.run_page import run_page  # imports matplotlib
-
     path = out or run / "report.html"
     try:
         write_file(path, run_page(record).encode())

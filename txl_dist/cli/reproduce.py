@@ -48,6 +48,7 @@ def reproduce(
     Example: txl reproduce enwik8-base --data downloads/ --ranks 8
     """
     from data_pipeline.shards.manifest import load_manifest
+    from txl_dist.cli.evaluation_output import RESULT_NAME
     from txl_dist.cli.published_files import (
         CONFIGS,
         count_differences,
@@ -55,7 +56,6 @@ def reproduce(
         find_published,
     )
     from txl_dist.errors import ConfigError
-    from txl_dist.reporting.evaluation_files import RESULT_NAME
 
     if list_:
         _print_list()

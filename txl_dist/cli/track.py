@@ -32,8 +32,8 @@ def sync(
     from txl_dist.cli.progress import running
     from txl_dist.config.redaction import HIDDEN
     from txl_dist.errors import ConfigError, TxlError
-    from txl_dist.tracking.sender import EXIT_UNDELIVERED
-    from txl_dist.tracking.state import (
+    from txl_dist.tracking.process import EXIT_UNDELIVERED
+    from txl_dist.tracking.tracker import (
         LOG,
         REQUEST,
         STATE,

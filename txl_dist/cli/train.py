@@ -192,11 +192,10 @@ def _train_as_rank(
     import logging
     import os
 
-    from data_pipeline.processes.process_exit import exit_without_teardown
-    from data_pipeline.processes.stop_signals import StopSignals
+    from data_pipeline.system.signals import StopSignals, exit_without_teardown
     from txl_dist.errors import ConfigError, PreemptedError, TxlError, print_error
     from txl_dist.runtime.world import World
-    from txl_dist.tracking.tracker import wait_for_delivery
+    from txl_dist.tracking.process import wait_for_delivery
     from txl_dist.training.rank import train_rank
 
     # Options that torchrun decides are refused, not ignored: the run would differ from them.
@@ -228,5 +227,5 @@ def _train_as_rank(
         with StopSignals() as signals:
             wait_for_delivery(job.run_path, job.config, signals, print)
     # Native threads abort a normal exit about once in 60 runs
-    # (data_pipeline/processes/process_exit.py).
+    # (data_pipeline/system/signals.py).
     exit_without_teardown(exit_code)

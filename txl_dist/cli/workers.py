@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from data_pipeline.processes.stop_signals import sigterm_interrupts
+from data_pipeline.system.signals import sigterm_interrupts
 from txl_dist.errors import ConfigError, PreemptedError
 
 if TYPE_CHECKING:
-    from data_pipeline.processes.workers import Workers
+    from data_pipeline.system.workers import Workers
 
 
 @contextlib.contextmanager
@@ -17,7 +17,7 @@ def open_workers(on: str, num_workers: int, *, use_gpus: bool = False) -> "Itera
 
     `use_gpus`: with a GPU each, if there are any.
     """
-    from data_pipeline.processes.workers import InProcess, ProcessWorkers
+    from data_pipeline.system.workers import InProcess, ProcessWorkers
 
     if on != "local":
         from txl_dist.launch.launcher import WorkerLauncher, find_launcher

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
-from data_pipeline.storage.strict_model import StrictModel
-from data_pipeline.storage.urls import is_url, shown
+from data_pipeline.system.sources import is_url, shown
+from data_pipeline.system.strict import StrictModel
 from txl_dist.config.redaction import redact_field
 
 if TYPE_CHECKING:

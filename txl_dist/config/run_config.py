@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from data_pipeline.storage.urls import is_url, shown
+from data_pipeline.system.sources import is_url, shown
 from txl_dist.config.data_config import DataConfig, PathText, Section
 from txl_dist.config.deepspeed_config import DeepSpeedConfig
 from txl_dist.config.optimizer_config import OptimizerConfig

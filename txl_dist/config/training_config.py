@@ -55,7 +55,8 @@ class TrainingConfig(Section):
     """Changes of lanes and lengths during the run, e.g. `[{step: 5000, num_lanes: 32}]`, by
     ascending step. Each saves a checkpoint and resumes from it."""
     rank_timeout_seconds: float = Field(default=300.0, gt=0)
-    """How long a rank waits in a collective before it fails."""
+    """How long others wait for a rank that does not respond: a rank in a collective or for
+    background work of all ranks, and the launcher, 10 seconds longer, if none of them responds."""
     grace_seconds: float = Field(default=25.0, gt=0)
     """How long a stop request waits for the step and its checkpoint; then the run ends without that
     checkpoint. The default is 5 seconds less than what Kubernetes grants by default."""

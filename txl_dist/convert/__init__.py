@@ -1,8 +1,22 @@
 """Weights from other programs, and models to give to others.
 
-original.py (.npz), transformers.py (directory) -> names and values of the original's tensors
-architecture.py: their config -> ModelConfig    -> tensors.py: checked -> TransformerXL
-single_file.py:  TransformerXL <-> model.safetensors + config.json (txl export, txl import)
-formats.py: recognises the format of a path     stored_model.py: checkpoint or export, for
-                                                evaluation and generation
+other_programs.py: .npz of the paper's code, directory of transformers -> their config and tensors
+conversion.py:     config -> ModelConfig, tensors -> checked -> TransformerXL
+stored_model.py:   the export format (txl export, txl import), and `find_model`: a checkpoint or an
+                   exported model, for evaluation and generation
 """
+
+from pathlib import Path
+
+from txl_dist.errors import CheckpointError
+
+FORMATS = (
+    "give a TransfoXL directory of transformers (config.json and the weights), the original's "
+    "state dict as .npz, or a directory written by txl export"
+)
+
+
+def require_source(source: Path) -> None:
+    """Raises CheckpointError if there is nothing to import. Imports no torch."""
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist; {FORMATS}: txl import SOURCE --out PATH")

@@ -21,7 +21,7 @@ import txl_dist
 from data_pipeline.errors import TxlError
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_files import check_sizes
-from data_pipeline.storage.remote_path import dataset_path
+from data_pipeline.system.remote_path import dataset_path
 from txl_dist.doctor.finding import Check, Finding, note, ok, problem, run_checks
 from txl_dist.doctor.services import DASHBOARD_PORT, check_exposure, check_tracking
 from txl_dist.doctor.storage import check_run_directory

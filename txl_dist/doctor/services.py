@@ -19,7 +19,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 
 import psutil
 
-from data_pipeline.storage.urls import shown
+from data_pipeline.system.sources import shown
 from txl_dist.doctor.finding import Finding, note, ok, problem
 from txl_dist.doctor.storage import existing_parent
 
@@ -219,6 +219,8 @@ def check_tracking(uri: str | None) -> list[Finding]:
         return _check_sqlite(uri)
     if scheme in _DRIVERS:
         return _check_database(uri, *_DRIVERS[scheme])
+    if entry_points(group="txl.trackers", name=scheme):
+        return [ok(f"{shown(uri)}: a tracker of another package (not checked)")]
     return [
         problem(
             f"{shown(uri)}: unknown kind of tracking server",

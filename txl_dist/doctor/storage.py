@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from data_pipeline.storage.atomic_files import DISK_FULL, write_file
-from data_pipeline.storage.locks import try_lock
+from data_pipeline.system.files import DISK_FULL, try_lock, write_file
 from txl_dist.doctor.finding import Finding, note, ok, problem
 
 PROBE_BYTES = 2**20

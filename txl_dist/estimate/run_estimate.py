@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from data_pipeline.shards.manifest import MANIFEST_NAME
-from data_pipeline.storage.remote_path import dataset_path
+from data_pipeline.system.remote_path import dataset_path
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError
 from txl_dist.estimate.dry_run import Device, dry_run, tail_rows

@@ -1,72 +1,74 @@
-"""A confidence interval for the loss of a split, by resampling its documents.
+"""Bootstrap intervals: how much a result depends on the choice of the text.
 
-Percentile bootstrap: draw D of D documents with replacement, divide the sums of the draw, repeat,
-and take quantiles. Documents are drawn, not tokens, because the losses within a document depend on
-each other. The interval covers the choice of the text, and neither training nor the seed of a run.
+Percentile bootstrap: draw N of N units of text with replacement, compute the result of the draw,
+repeat, and take quantiles. The losses within a document depend on each other, so the units are
+whole documents. With fewer than MIN_DOCUMENTS documents an interval of them means little: then the
+units are single targets where these are known (`txl recl`), and there is no interval where only the
+sums of documents are (`txl eval --details`). Targets that are alike make intervals too narrow.
 
-Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13; the interval of a
-ratio of sums over clusters.
+An interval covers neither training nor the seed of a run. Its ends are among the resampled values:
+the interval of a rising function of a score, such as perplexity, is the function of its interval.
+
+Source: Efron 1979, "Bootstrap Methods", doi:10.1214/aos/1176344552; Efron and Tibshirani 1993, An
+Introduction to the Bootstrap, chapter 13.
 """
 
-import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from txl_dist.evaluation.breakdown import DocumentSums
+from data_pipeline.streams.order import hash_ids
 
+# Shapes: N targets, U units, R resamples
+
+MIN_DOCUMENTS = 10
 LEVEL = 0.95
+"""Share of resamples inside an interval."""
 NUM_RESAMPLES = 1000
 SEED = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """The interval of each score: (low, high)."""
+@dataclass(frozen=True, slots=True)
+class Resampling:
+    """How resamples are drawn."""
 
-    num_documents: int
-    nats_per_token: tuple[float, float]
-    bits_per_byte: tuple[float, float] | None
-    """None if the scored text has no bytes."""
+    unit: Literal["document", "position"]
+    num_units: int
+    num_resamples: int = NUM_RESAMPLES
+    seed: int = SEED
 
-    def to_json(self) -> dict[str, Any]:
-        low, high = self.nats_per_token
-        return {
-            "level": LEVEL,
-            "num_resamples": NUM_RESAMPLES,
-            "seed": SEED,
-            "num_documents": self.num_documents,
-            "nats_per_token": [low, high],
-            "perplexity": [_exp(low), _exp(high)],
-            "bits_per_token": [low / math.log(2), high / math.log(2)],
-            "bits_per_byte": None if self.bits_per_byte is None else list(self.bits_per_byte),
-        }
+    def draws(self) -> Iterator[NDArray[np.int64]]:
+        """The units of each resample, [U]."""
+        for number in range(self.num_resamples):
+            hashes = hash_ids(self.seed, number, num_ids=self.num_units)
+            yield (hashes % np.uint64(self.num_units)).astype(np.int64)
 
 
-def bootstrap_interval(documents: DocumentSums) -> Interval | None:
-    """The interval at LEVEL. None for fewer than two documents, which cannot be resampled."""
-    num_documents = len(documents.start_D)
-    if num_documents < 2:
-        return None
-    table_D3 = np.stack([documents.nats_D, documents.tokens_D, documents.bytes_D], axis=1)
-    random = np.random.default_rng(SEED)
-    sums_R3 = np.empty((NUM_RESAMPLES, 3))
-    for resample in range(NUM_RESAMPLES):
-        drawn = random.integers(num_documents, size=num_documents)
-        sums_R3[resample] = np.bincount(drawn, minlength=num_documents) @ table_D3
-    nats_R, tokens_R, bytes_R = sums_R3.T
-    return Interval(
-        num_documents=num_documents,
-        nats_per_token=_quantiles(nats_R / tokens_R),
-        bits_per_byte=_quantiles(nats_R / bytes_R / math.log(2)) if bytes_R.all() else None,
-    )
+def plan_resampling(document_N: NDArray[np.int64], *, num_resamples: int, seed: int) -> Resampling:
+    """By document if there are enough of them, else by position."""
+    num_documents = len(np.unique(document_N))
+    if num_documents >= MIN_DOCUMENTS:
+        return Resampling("document", num_documents, num_resamples, seed)
+    return Resampling("position", len(document_N), num_resamples, seed)
 
 
-def _quantiles(values: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+def resamples(document_N: NDArray[np.int64], resampling: Resampling) -> Iterator[NDArray[np.int64]]:
+    """The indices of the targets in each resample."""
+    if resampling.unit == "document":
+        _, unit_N = np.unique(document_N, return_inverse=True)
+    else:
+        unit_N = np.arange(len(document_N))
+    order = np.argsort(unit_N, kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(unit_N[order])) + 1)
+    for drawn_U in resampling.draws():
+        yield np.concatenate([members[unit] for unit in drawn_U.tolist()])
+
+
+def interval(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
+    """The percentile interval; its ends are among the values."""
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(np.asarray(values), [tail, 1 - tail], method="inverted_cdf")
     return float(low), float(high)
-
-
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf

@@ -7,16 +7,30 @@ Every scored target is in exactly one bucket of each table, and in exactly one d
 document_position: tokens from the start of the target's document to the target. The first token of
     a document, at 0, is an end-of-document token in datasets that have them.
 segment_position: the position in the segment of the query that predicts the target.
-token_frequency: how often the target's id occurs in the split that `token_counts.py` counts.
+token_frequency: how often the target's id occurs in the split that `counted_split` names:
+    `train`, or the scored split in a dataset without it. Workers count it.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+
+from data_pipeline.shards.manifest import ShardManifest, load_manifest
+from data_pipeline.shards.shard_reader import SplitReader, open_split
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.workers import Workers
+from txl_dist.evaluation import bootstrap
+from txl_dist.evaluation.scores import SCORES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Shapes: B chunks per batch, T segment tokens, V vocabulary, K buckets, D documents, N targets
 
@@ -133,7 +147,7 @@ class BreakdownCounter:
     """Adds the segments of one batch of chunks."""
 
     def __init__(
-        self, *, tgt_len: int, frequency_bucket_V: NDArray[np.uint8] | None, byte_counts_V: Tensor
+        self, *, tgt_len: int, frequency_bucket_V: NDArray[np.uint8] | None, byte_counts_V: "Tensor"
     ) -> None:
         """`frequency_bucket_V`: None leaves out all tables."""
         self._frequency_bucket_V, self._bytes_V = frequency_bucket_V, byte_counts_V.numpy()
@@ -141,7 +155,11 @@ class BreakdownCounter:
         self._parts: list[LossBreakdown] = []
 
     def add(
-        self, nats_BT: Tensor, target_BT: Tensor, position_BT: Tensor, document_age_BT: Tensor
+        self,
+        nats_BT: "Tensor",
+        target_BT: "Tensor",
+        position_BT: "Tensor",
+        document_age_BT: "Tensor",
     ) -> None:
         """Add the targets that are not negative.
 
@@ -179,3 +197,143 @@ def _counts(
 ) -> NDArray[np.int64]:
     """The sum of the counts of each bucket; None: every count is 1. Exact below 2**53."""
     return np.bincount(bucket_N, count_N, minlength=num_buckets).astype(np.int64)
+
+
+def score_intervals(
+    documents: DocumentSums, known: Container[str] = ("tokens", "bytes")
+) -> dict[str, tuple[float, float] | None] | None:
+    """By name of each score of tokens or bytes: its interval, from resampled documents.
+
+    None for fewer documents than a resample needs, and for a score whose sum is not in `known` or
+    is 0 in a resample.
+    """
+    num_documents = len(documents.start_D)
+    if num_documents < bootstrap.MIN_DOCUMENTS:
+        return None
+    names = ("nats", "tokens", "bytes")
+    table_D3 = np.stack([documents.nats_D, documents.tokens_D, documents.bytes_D], axis=1)
+    resampled = []
+    for drawn in bootstrap.Resampling("document", num_documents).draws():
+        sums_3 = np.bincount(drawn, minlength=num_documents) @ table_D3
+        resampled.append(dict(zip(names, sums_3.tolist(), strict=True)))
+    intervals: dict[str, tuple[float, float] | None] = {}
+    for name, score in SCORES.items():
+        if score.needs in names:
+            is_known = score.needs in known and all(sums[score.needs] for sums in resampled)
+            values = [score.finish(sums) for sums in resampled] if is_known else []
+            intervals[name] = bootstrap.interval(values) if values else None
+    return intervals
+
+
+def in_range(value: float | None) -> float | None:
+    """None for infinity, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreDetails:
+    """What `txl eval --details` adds: the loss by position, token frequency and document."""
+
+    breakdown: LossBreakdown
+    counted_split: str
+    """The split whose token frequencies are used."""
+
+    @property
+    def documents(self) -> DocumentSums:
+        return self.breakdown.documents
+
+    def to_json(self, known: Container[str] = ("tokens", "bytes")) -> dict[str, Any]:
+        """The value of `details` in the JSON of a result. `known`: sums that the score has."""
+        intervals = score_intervals(self.documents, known)
+        num_documents = len(self.documents.start_D)
+        return {
+            "interval": intervals
+            and {
+                "level": bootstrap.LEVEL,
+                "num_resamples": bootstrap.NUM_RESAMPLES,
+                "seed": bootstrap.SEED,
+                "num_documents": num_documents,
+                **{name: ends and [*map(in_range, ends)] for name, ends in intervals.items()},
+            },
+            "num_documents": num_documents,
+            "token_frequency_counted_on": self.counted_split,
+            **{
+                f"by_{name}": list(_rows(table, is_log=name != "segment_position"))
+                for name, table in self.breakdown.tables.items()
+            },
+        }
+
+
+def _rows(table: LossTable, *, is_log: bool) -> Iterator[dict[str, Any]]:
+    """The buckets that have targets, in rising order: values from `from` to `to`, both included."""
+    columns = table.tokens_K.tolist(), table.nats_K.tolist()
+    for bucket, (tokens, nats) in enumerate(zip(*columns, strict=True)):
+        low, high = log_bucket_bounds(bucket) if is_log else (bucket, bucket)
+        if tokens:
+            sums = {"tokens": tokens, "nats": nats, "nats_per_token": nats / tokens}
+            yield {"from": low, "to": high, **sums}
+
+
+TASK_TOKENS = 1 << 22
+COUNTED_TOKENS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class CountingTask:
+    """Tokens [start, stop) of a split."""
+
+    data: DatasetPath
+    split: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"tokens {self.start:,} to {self.stop:,} of split {self.split}"
+
+
+def counted_split(manifest: ShardManifest, scored: str) -> str:
+    """The split whose token frequencies are used for the scored split."""
+    return "train" if "train" in manifest.splits else scored
+
+
+def count_tokens(
+    data: DatasetPath,
+    split: str,
+    workers: Workers,
+    *,
+    progress: Progress = lambda phase, done, total: None,
+) -> NDArray[np.int64]:
+    """Occurrences of each token id, [V]."""
+    manifest = load_manifest(data)
+    num_tokens = manifest.split(split, data).tokens
+    count_V = np.zeros(manifest.vocab_size, np.int64)
+    done = 0
+    tasks = list(_counting_tasks(data, split, num_tokens))
+    for number, part_V in workers.map(count_range, tasks):
+        count_V += part_V
+        done += tasks[number].stop - tasks[number].start
+        progress("counting tokens", done, num_tokens)
+    _open_split.cache_clear()
+    return count_V
+
+
+def count_range(task: CountingTask) -> NDArray[np.int64]:
+    """Occurrences of each token id, on a worker."""
+    source = _open_split(task.data, task.split)
+    vocab_size = source.manifest.vocab_size
+    count_V = np.zeros(vocab_size, np.int64)
+    for start in range(task.start, task.stop, COUNTED_TOKENS):
+        tokens, _ = read_range(source, start, min(start + COUNTED_TOKENS, task.stop))
+        count_V += np.bincount(tokens, minlength=vocab_size)
+    return count_V
+
+
+def _counting_tasks(data: DatasetPath, split: str, num_tokens: int) -> Iterator[CountingTask]:
+    for start in range(0, num_tokens, TASK_TOKENS):
+        yield CountingTask(data, split, start, min(start + TASK_TOKENS, num_tokens))
+
+
+@lru_cache(maxsize=1)
+def _open_split(data: DatasetPath, split: str) -> SplitReader:
+    """A worker opens the split once, and not for each task."""
+    return open_split(data, split)

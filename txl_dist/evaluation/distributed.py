@@ -7,39 +7,127 @@ A batch is `batch_chunks` consecutive chunks (with `num_ranks`, of the chunks of
 worker scores a batch, in which order, and in which process of which attempt does not change its
 sums, so the result is always the same to the last bit. A worker holds one model and one batch of
 one segment per chunk at a time.
+
+A sweep (`txl eval --sweep`) scores every combination of memory options on one split and reports the
+best one on the others. The paper chose mem_len and clamp_len of its published numbers in this way:
+by the validation split. Every combination scores the same targets, so the lowest loss is the best.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import InProcess, WorkerDiedError, Workers
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import SplitReader, open_split
-from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.strict_json import sha256_of
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict_json import sha256_of
+from data_pipeline.system.workers import InProcess, WorkerDiedError, Workers
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError, TxlError
-from txl_dist.evaluation.breakdown import LossBreakdown, log_bucket
-from txl_dist.evaluation.chunks import EvaluationChunk
-from txl_dist.evaluation.details import ScoreDetails
-from txl_dist.evaluation.evaluate import (
-    EvaluationJob,
+from txl_dist.evaluation.breakdown import (
+    BreakdownCounter,
+    LossBreakdown,
+    ScoreDetails,
+    count_tokens,
+    counted_split,
+    log_bucket,
+)
+from txl_dist.evaluation.finished_scores import BatchScores, FinishedScores, NonFiniteScoreError
+from txl_dist.evaluation.job import EvaluationJob
+from txl_dist.evaluation.result import (
     EvaluationResult,
+    ScoredText,
+    Subject,
+    model_name,
     plan_evaluation,
+    scored_text,
     summarise,
 )
-from txl_dist.evaluation.finished_scores import FinishedScores
-from txl_dist.evaluation.protocol import Subject, model_name
-from txl_dist.evaluation.scored_text import ScoredText, scored_text
-from txl_dist.evaluation.token_counts import count_tokens, counted_split
-from txl_dist.evaluation.worker import ScoringTask, open_job, score_batch
+from txl_dist.evaluation.scores import LossSums
+from txl_dist.evaluation.scoring import EvaluationChunk, Scorer
+from txl_dist.runtime.device import torch_threads
+from txl_dist.runtime.fault_injection import fault_point
 from txl_dist.runtime.process import code_description
+
+# Shapes: V vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringTask:
+    """One batch of chunks of one job."""
+
+    job: EvaluationJob
+    job_number: int
+    batch_number: int
+    chunk_numbers: range
+    chunks: tuple[EvaluationChunk, ...]
+    frequency_bucket_V: NDArray[np.uint8] | None = None
+    """Bucket of the frequency of each token id; None: without details."""
+    per_document: bool = False
+    """Whether the sums of documents are wanted, without the other details."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read, with the contexts."""
+        return sum(chunk.stop - chunk.context_start for chunk in self.chunks)
+
+    def __str__(self) -> str:
+        first, last = self.chunk_numbers[0], self.chunk_numbers[-1]
+        return (
+            f"chunks {first} to {last} of split {self.job.settings.split}, "
+            f"{self.job.checkpoint.name}"
+        )
+
+
+def score_batch(task: ScoringTask) -> BatchScores:
+    """Score one batch on a worker, which keeps model and split for its next batch.
+
+    Raises NonFiniteScoreError if the score of a chunk is not finite.
+    """
+    fault_point("score")
+    scorer, counter = open_scorer(task.job), None
+    if task.per_document or task.frequency_bucket_V is not None:
+        counter = BreakdownCounter(
+            tgt_len=scorer.tgt_len,
+            frequency_bucket_V=task.frequency_bucket_V,
+            byte_counts_V=scorer.byte_counts_V,
+        )
+    with torch_threads(task.job.num_threads):
+        sums = list(scorer.scores(task.chunks, counter=counter))
+    name = f"split {task.job.settings.split}, {task.job.checkpoint}"
+    require_finite(sums, name, numbers=task.chunk_numbers)
+    return BatchScores(sums, scorer.kernel, counter.breakdown() if counter else None)
+
+
+def require_finite(sums: Iterable[LossSums], name: str, *, numbers: Iterable[int]) -> None:
+    """Raise NonFiniteScoreError if a chunk's sum is NaN or Inf. `name`: of split and model."""
+    for number, chunk in zip(numbers, sums, strict=True):
+        if not math.isfinite(chunk.nats):
+            raise NonFiniteScoreError(
+                f"chunk {number} of {name}: the sum of its losses is {chunk.nats}, although all "
+                "weights are finite, so the model overflows on this text. Try --precision fp32, "
+                "or an earlier checkpoint: txl checkpoint list RUN"
+            )
+
+
+_opened: dict[EvaluationJob, Scorer] = {}
+"""The model and split of the last job, at most one."""
+
+
+def open_scorer(job: EvaluationJob) -> Scorer:
+    """Load model and split of a job, unless they are those of the last one."""
+    if job not in _opened:
+        _opened.clear()  # free this model before the next one is loaded
+        _opened[job] = job.open()
+    return _opened[job]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +194,7 @@ def evaluate_on_workers(
 
     Raises the first TxlError of any worker.
     """
-    tasks = list(_tasks(planned, _FrequencyBuckets(workers, progress)))
+    tasks = list(_tasks(planned, workers, progress))
     _explain_plan(planned, tasks, workers.num_workers, note)
     done, total = 0, sum(task.num_tokens for task in tasks)
     with ExitStack() as stack:
@@ -122,7 +210,7 @@ def evaluate_on_workers(
         except WorkerDiedError as error:
             raise _dead_workers_error(error, planned[0].job, workers) from None
         finally:
-            open_job.close()
+            _opened.clear()
     return [each.result() for each in planned]
 
 
@@ -147,8 +235,8 @@ def plan_job(
 
     `directory`: where the sums of finished batches are kept; None: nowhere. `resume`: use those
     that are there. `details`: also sum the loss by position, token frequency and document.
-    `per_document`: only by document (document_scores.py). A split shorter than a segment is refused
-    without `allow_short_split`.
+    `per_document`: only by document. A split shorter than a segment is refused without
+    `allow_short_split`.
     """
     given = job
     # Workers may have another working directory.
@@ -207,25 +295,17 @@ def default_scores_directory(checkpoint: Path) -> Path | None:
     return checkpoint.parent.parent / "evaluations"
 
 
-class _FrequencyBuckets:
-    """The bucket of each token id of a dataset, counted when first needed."""
-
-    def __init__(self, workers: Workers, progress: Progress) -> None:
-        self._workers, self._progress = workers, progress
-        self._bucket_V: dict[tuple[DatasetPath, str], NDArray[np.uint8]] = {}
-
-    def of(self, planned: PlannedJob) -> NDArray[np.uint8] | None:
-        if planned.counted_split is None:
-            return None
-        key = planned.job.data, planned.counted_split
-        if key not in self._bucket_V:
-            count_V = count_tokens(*key, self._workers, progress=self._progress)
-            self._bucket_V[key] = log_bucket(count_V).astype(np.uint8)
-        return self._bucket_V[key]
-
-
-def _tasks(planned: Sequence[PlannedJob], buckets: _FrequencyBuckets) -> Iterator[ScoringTask]:
+def _tasks(
+    planned: Sequence[PlannedJob], workers: Workers, progress: Progress
+) -> Iterator[ScoringTask]:
     """The unfinished batches, job after job, so that workers rarely change their model."""
+
+    @cache
+    def frequency_buckets(data: DatasetPath, split: str | None) -> NDArray[np.uint8] | None:
+        if split is None:
+            return None
+        return log_bucket(count_tokens(data, split, workers, progress=progress)).astype(np.uint8)
+
     for job_number, each in enumerate(planned):
         for batch_number, numbers in enumerate(each.batches()):
             if batch_number not in each.finished.batches:
@@ -235,7 +315,7 @@ def _tasks(planned: Sequence[PlannedJob], buckets: _FrequencyBuckets) -> Iterato
                     batch_number=batch_number,
                     chunk_numbers=numbers,
                     chunks=tuple(each.chunks[number] for number in numbers),
-                    frequency_bucket_V=buckets.of(each),
+                    frequency_bucket_V=frequency_buckets(each.job.data, each.counted_split),
                     per_document=each.per_document,
                 )
 
@@ -263,3 +343,43 @@ def _dead_workers_error(error: WorkerDiedError, job: EvaluationJob, workers: Wor
         f"the finished chunks, or with a smaller --batch (now {job.batch_chunks}), which starts "
         "again"
     )
+
+
+Sweep: TypeAlias = Sequence[Sequence[PlannedJob]]
+"""The jobs of one model: sweep[combination][split]. The first split selects."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SweepResult:
+    """The scores of one model."""
+
+    candidates: list[EvaluationResult]
+    """Result of each combination on the first split."""
+    best: int
+    """The combination with the lowest loss; the first of equal ones."""
+    reported: list[EvaluationResult]
+    """Results of the best combination on the other splits."""
+
+
+def evaluate_sweep(
+    sweeps: Sequence[Sweep],
+    workers: Workers,
+    *,
+    progress: Progress = lambda phase, done, total: None,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[SweepResult]:
+    """Score all combinations on the first split, and the best one of each model on the others."""
+    first_jobs = [jobs[0] for sweep in sweeps for jobs in sweep]
+    scored = iter(evaluate_on_workers(first_jobs, workers, progress=progress, note=note))
+    candidates = [[next(scored) for _ in sweep] for sweep in sweeps]
+    best = [_argmin([result.sums.nats for result in results]) for results in candidates]
+    chosen = [sweep[number] for sweep, number in zip(sweeps, best, strict=True)]
+    other_jobs = [job for jobs in chosen for job in jobs[1:]]
+    if other_jobs:
+        scored = iter(evaluate_on_workers(other_jobs, workers, progress=progress, note=note))
+    reported = [[next(scored) for _ in jobs[1:]] for jobs in chosen]
+    return [SweepResult(*each) for each in zip(candidates, best, reported, strict=True)]
+
+
+def _argmin(values: Sequence[float]) -> int:
+    return min(range(len(values)), key=values.__getitem__)

@@ -1,4 +1,4 @@
-"""The sums of finished batches of an evaluation, in a file from which `txl eval --resume` goes on.
+"""The sums of finished batches of an evaluation, in a file for `txl eval --resume`.
 
     DIR/<split>-<first 16 digits of the key>.jsonl
     {"evaluation": {...}}                                          what is scored, for people
@@ -15,12 +15,51 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from data_pipeline.storage.atomic_files import write_file
-from data_pipeline.storage.strict_json import canonical, sha256_of
-from txl_dist.evaluation.batch_scores import BatchScores
+from data_pipeline.system.files import write_file
+from data_pipeline.system.strict_json import canonical_json, sha256_of
+from txl_dist.errors import CheckpointError
+from txl_dist.evaluation.breakdown import LossBreakdown
+from txl_dist.evaluation.scores import LossSums
+
+
+class NonFiniteScoreError(CheckpointError):
+    """The model overflows on this text, although its weights are finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchScores:
+    """The sums of each chunk of a batch, in the order of the chunks."""
+
+    sums: list[LossSums]
+    kernel: str = ""
+    """The attention function and the device that computed them."""
+    breakdown: LossBreakdown | None = field(default=None, compare=False)
+    """None if the details are not wanted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Keeps every digit."""
+        content: dict[str, Any] = {
+            "sums": [[each.nats, each.num_tokens, each.num_bytes] for each in self.sums],
+            "kernel": self.kernel,
+        }
+        if self.breakdown is not None:
+            content["breakdown"] = self.breakdown.to_json()
+        return content
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """Raises KeyError, TypeError or ValueError for content that `to_json` does not write."""
+        breakdown = content.get("breakdown")
+        return cls(
+            sums=[LossSums(*row) for row in content["sums"]],
+            kernel=content["kernel"],
+            breakdown=None if breakdown is None else LossBreakdown.from_json(breakdown),
+        )
+
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +83,7 @@ class FinishedScores:
         """Write the file without damaged lines, and keep it open. A failure is only a warning."""
         if self.path is None:
             return self
-        lines = [canonical({"evaluation": dict(self._description)})]
+        lines = [canonical_json({"evaluation": dict(self._description)})]
         lines += [self._line(*each) for each in sorted(self.batches.items())]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +122,7 @@ class FinishedScores:
     def _line(self, number: int, scores: BatchScores) -> str:
         content = scores.to_json()
         checksum = sha256_of([self._key, number, content])
-        return canonical({"batch": number, "scores": content, "checksum": checksum})
+        return canonical_json({"batch": number, "scores": content, "checksum": checksum})
 
     def _read(self, path: Path) -> None:
         try:

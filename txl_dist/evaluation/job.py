@@ -4,7 +4,9 @@
 scores it. A job contains paths and settings only, so it can be sent to a worker, which opens it.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -12,14 +14,13 @@ import torch
 
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.streams.segments import Reset
+from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from txl_dist.checkpoint.reader import Weights
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.evaluation.chunks import Mode
-from txl_dist.evaluation.scoring import Scorer
+from txl_dist.evaluation.scoring import Mode, Scorer
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import EXACT_THREADS
@@ -185,3 +186,42 @@ def evaluation_job(
     except ValueError as error:
         raise ConfigError(f"{stored.path}: {error}") from None
     return job
+
+
+SMALLEST = {"tgt_len": 1, "mem_len": 0, "clamp_len": 0}
+"""The options that can be swept, and the smallest value of each. clamp_len 0: no clamping."""
+EXAMPLE = "--sweep mem_len=0,128,640 --sweep clamp_len=0,400"
+
+
+def parse_sweep(texts: Sequence[str]) -> dict[str, list[int]]:
+    """Values by option. Each text has one or more assignments such as `mem_len=0,128,640`.
+
+    Raises ConfigError naming the assignment that is wrong.
+    """
+    values: dict[str, list[int]] = {}
+    for assignment in " ".join(texts).split():
+        name, equals, numbers = assignment.partition("=")
+        if not equals or name not in SMALLEST:
+            raise ConfigError(
+                f"--sweep {assignment!r}: expected an option of {', '.join(SMALLEST)} and its "
+                f"values, as in {EXAMPLE}"
+            )
+        if name in values:
+            raise ConfigError(f"--sweep {assignment!r}: {name} is there twice; list all its values")
+        values[name] = [_value(assignment, name, number) for number in numbers.split(",")]
+        if len(set(values[name])) < len(values[name]):
+            raise ConfigError(f"--sweep {assignment!r}: a value is there twice")
+    return values
+
+
+def _value(assignment: str, name: str, number: str) -> int:
+    if not number.isdecimal() or int(number) < SMALLEST[name]:
+        raise ConfigError(
+            f"--sweep {assignment!r}: {number!r} is not a whole number of at least {SMALLEST[name]}"
+        )
+    return int(number)
+
+
+def combinations(values: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    """Every combination of the values, the last option varying fastest."""
+    return [dict(zip(values, each, strict=True)) for each in product(*values.values())]

@@ -1,14 +1,24 @@
-"""Scores chunks of a split, several per batch. Each row of a batch is one chunk with its memory.
+"""Cuts a split into chunks and scores them in batches, with the sums of one sequential pass.
 
-All rows advance by one segment at a time, and shorter rows are padded at the end. Rows do not
-influence each other, so the batch size changes only the order of additions inside matrix products.
-Sums are accumulated per chunk, in float64.
+The receptive field of a token is finite (`MemoryKind.receptive_tokens`): some whole segments before
+its own. They are the context of a chunk, which is read but not scored. If chunk and context use the
+same segment boundaries as the sequential pass, the chunk starts with exactly the memory of that
+pass.
+
+Cost: the context is read twice, at most 5 % more tokens in a long split and half in a short one,
+which is cut nevertheless, so that several workers can score it. `txl eval` prints the cost. The cut
+depends on the split and the model, not on workers or batch size. Source: the dependency length
+O(N * L) of Dai et al. 2019, arXiv:1901.02860, section 3.2.
+
+Each row of a batch is one chunk with its memory. All rows advance by one segment at a time, and
+shorter rows are padded at the end. Rows do not influence each other, so the batch size changes only
+the order of additions inside matrix products. Sums are accumulated per chunk, in float64.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +29,80 @@ from data_pipeline.streams.cursor import read_range
 from data_pipeline.streams.segments import IGNORED, Reset
 from txl_dist.config.run_config import Precision
 from txl_dist.evaluation.breakdown import BreakdownCounter
-from txl_dist.evaluation.chunks import EvaluationChunk
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.attention import choose_attention
-from txl_dist.model.devices import to_device
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import autocast
+from txl_dist.sequence import SequenceReader
+
+Mode = Literal["exact", "fast"]
+
+MAX_CONTEXTS_PER_CHUNK = 20
+"""A chunk is at most this many times as long as its context, or MAX_SEGMENTS_WITHOUT_CONTEXT
+segments if that is more."""
+MAX_OVERHEAD = 1 / MAX_CONTEXTS_PER_CHUNK
+"""The cost of the context in a split of at least TARGET_NUM_CHUNKS such chunks."""
+MIN_CONTEXTS_PER_CHUNK = 2
+"""A chunk is at least this many times as long, so the context costs at most half as much again."""
+TARGET_NUM_CHUNKS = 16
+"""Between these limits a split is cut into about this many chunks, to be distributed to workers."""
+MAX_SEGMENTS_WITHOUT_CONTEXT = 64
+"""Maximum segments of a chunk if its context is short or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationChunk:
+    """Score the targets of input positions [start, stop) after reading [context_start, start)."""
+
+    context_start: int
+    start: int
+    stop: int
+
+
+def plan_chunks(
+    *,
+    num_targets: int,
+    tgt_len: int,
+    context_tokens: int | None,
+    document_start: Callable[[int], int] | None = None,
+) -> list[EvaluationChunk]:
+    """Chunks that score the targets of input positions [0, num_targets) exactly once, in order.
+
+    `context_tokens` are read before a chunk, a multiple of `tgt_len`. None: a token may depend on
+    any earlier one, so the whole split is one chunk. With `reset: document`,
+    `document_start(position)` returns the position where the document of `position` starts.
+    """
+    if num_targets < 1:
+        raise ValueError(f"num_targets={num_targets}: a split needs two tokens to have a target")
+    if context_tokens is None:
+        return [EvaluationChunk(0, 0, num_targets)]
+    context_segments = context_tokens // tgt_len
+    num_segments = -(-num_targets // tgt_len)
+    chunk_segments = _chunk_segments(num_segments, context_segments)
+    chunks = []
+    for first in range(0, num_segments, chunk_segments):
+        start = first * tgt_len
+        context_start = max(0, first - context_segments) * tgt_len
+        if document_start is not None and context_start < start:
+            # No token sees past its document, so the context may begin with the segment that has
+            # the document's start.
+            context_start = max(context_start, document_start(start) // tgt_len * tgt_len)
+        stop = min(num_targets, start + chunk_segments * tgt_len)
+        chunks.append(EvaluationChunk(context_start, start, stop))
+    return chunks
+
+
+def _chunk_segments(num_segments: int, context_segments: int) -> int:
+    """Segments per chunk: enough chunks for the workers, few enough for a low overhead."""
+    shortest = max(1, MIN_CONTEXTS_PER_CHUNK * context_segments)
+    longest = max(MAX_SEGMENTS_WITHOUT_CONTEXT, MAX_CONTEXTS_PER_CHUNK * context_segments)
+    return min(max(-(-num_segments // TARGET_NUM_CHUNKS), shortest), longest)
+
+
+def overhead(chunks: list[EvaluationChunk]) -> float:
+    """Context tokens as a fraction of the scored tokens."""
+    num_context_tokens = sum(chunk.start - chunk.context_start for chunk in chunks)
+    return num_context_tokens / sum(chunk.stop - chunk.start for chunk in chunks)
+
 
 # Shapes: B chunks per batch, T segment tokens, N tokens of one chunk and its context, V vocabulary
 
@@ -32,13 +110,15 @@ READ_TOKENS = 1 << 18
 """Tokens of each chunk that are read at a time, which bounds the memory for long chunks."""
 
 
-class _Segment(NamedTuple):
+class BatchSegment(NamedTuple):
     """One segment of a batch, [B, T] each."""
 
     input_BT: Tensor
     target_BT: Tensor
     """IGNORED in the context and in padding."""
     age_BT: Tensor
+    """From 0 at the start of the context, where the memory is empty, and with `reset: document` at
+    document starts."""
     position_BT: Tensor
     """Position of the target in the split."""
     document_age_BT: Tensor
@@ -102,36 +182,30 @@ class Scorer:
     def _score_group(
         self, group: list[EvaluationChunk], stop: object, counter: BreakdownCounter | None
     ) -> list[LossSums] | None:
-        device = self.device
-        longest = max(chunk.stop - chunk.context_start for chunk in group)
-        memory = self.model.inference_state(len(group), max_tokens=longest)
+        reader = self.reader(group)
         sums = [LossSums() for _ in group]
-        for segment in self._segments(group):
-            input_BT, target_BT, age_BT = segment.input_BT, segment.target_BT, segment.age_BT
+        for segment in self.segments(group):
             if stop:
                 return None
-            with torch.no_grad(), autocast(self.precision, device):
-                # Targets on the host: the softmax finds the rows of its clusters there.
-                nats_BT, memory = self.model(
-                    to_device(input_BT, device), target_BT, to_device(age_BT, device), memory
-                )
-            nats_BT = nats_BT.cpu()  # one copy per segment, instead of one per chunk
+            target_BT = segment.target_BT
+            # One copy from the device per segment, instead of one per chunk.
+            nats_BT = reader.score(segment.input_BT, target_BT, segment.age_BT).cpu()
             for row in range(len(group)):
                 sums[row] += LossSums.of(nats_BT[row], target_BT[row], self.byte_counts_V)
             if counter is not None:
                 counter.add(nats_BT, target_BT, segment.position_BT, segment.document_age_BT)
         return sums
 
-    def segments(self, group: list[EvaluationChunk]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Input, target and age [B, T] of each segment, from the context to the longest row's end.
+    def reader(self, group: Sequence[EvaluationChunk]) -> SequenceReader:
+        """A reader of a batch of chunks, before their contexts."""
+        longest = max(chunk.stop - chunk.context_start for chunk in group)
+        state = self.model.inference_state(len(group), max_tokens=longest)
+        return SequenceReader(
+            self.model, state=state, tgt_len=self.tgt_len, precision=self.precision
+        )
 
-        Targets in the context are IGNORED. Ages start at 0 where the context starts, because the
-        memory is empty there, and also at document starts with `reset: document`.
-        """
-        for segment in self._segments(group):
-            yield segment.input_BT, segment.target_BT, segment.age_BT
-
-    def _segments(self, group: list[EvaluationChunk]) -> Iterator["_Segment"]:
+    def segments(self, group: Sequence[EvaluationChunk]) -> Iterator[BatchSegment]:
+        """The segments of a batch of chunks, from the context to the end of the longest row."""
         num_tokens = max(chunk.stop - chunk.context_start for chunk in group)
         num_segments = -(-num_tokens // self.tgt_len)
         num_read = max(1, READ_TOKENS // self.tgt_len)
@@ -141,12 +215,12 @@ class Scorer:
             stacked = [torch.from_numpy(np.stack(arrays)) for arrays in zip(*rows, strict=True)]
             for segment in range(stop - first):
                 columns = slice(segment * self.tgt_len, (segment + 1) * self.tgt_len)
-                yield _Segment(*(tensor[:, columns] for tensor in stacked))
+                yield BatchSegment(*(tensor[:, columns] for tensor in stacked))
 
     def _row(self, chunk: EvaluationChunk, first: int, stop: int) -> list[np.ndarray]:
-        """The arrays of a `_Segment` for tokens [first, stop) of one chunk, from its context on.
+        """The arrays of a `BatchSegment` for tokens [first, stop) of one chunk.
 
-        Padded after the end of the chunk.
+        Counted from the start of its context, and padded after the end of the chunk.
         """
         length, begin = stop - first, chunk.context_start
         first, stop = (min(begin + position, chunk.stop) for position in (first, stop))

@@ -13,13 +13,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from data_pipeline.readers.token_ids import IdRules, text_of_value
+from data_pipeline.readers.ids import IdRules, text_of_value
 from data_pipeline.tokenizers import Tokenizer
 from txl_dist.config.run_config import Precision
-from txl_dist.generation.batch_decoder import BatchDecoder
-from txl_dist.generation.options import DEFAULT_BATCH_SIZE, Sampling, TextLimits
-from txl_dist.generation.text import StopStrings, TextDecoder
-from txl_dist.generation.unknown_symbols import (
+from txl_dist.generation.decoder import BatchDecoder
+from txl_dist.generation.text import (
+    DEFAULT_BATCH_SIZE,
+    Sampling,
+    StopStrings,
+    TextDecoder,
+    TextLimits,
     describe_unknown,
     unknown_in_prompt,
     warn_of_prompt,

@@ -1,13 +1,182 @@
-"""Token ids to text, one token at a time: complete characters, up to the first stop string."""
+"""What a user gives to generation and gets from it: options, prompts, stop strings and text.
+
+Imports no torch, so that the command line refuses wrong options before it is imported.
+
+A file of prompts named *.jsonl has one JSON object per line, others one prompt per line. Tokenizers
+of words and characters replace the symbols that they do not have by an unknown token, `<unk>`: the
+model then reads another text than the one that was given, which is reported.
+"""
 
 import codecs
+import json
+import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from txl_dist.generation.unknown_symbols import warn_of_stop_string
+from data_pipeline.system.strict_json import JSON_DECODER
+from txl_dist.errors import DataError
 
 if TYPE_CHECKING:
     from data_pipeline.tokenizers import Tokenizer
+
+DEFAULT_BATCH_SIZE = 8
+"""Prompts at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Sampling options. Temperature 0 is greedy: always the most likely token.
+
+    The defaults sample from the distribution of the model as it is.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.temperature, Real) or not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature!r} must be a number of at least 0")
+        if self.top_k is not None and (not isinstance(self.top_k, Integral) or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k!r} must be a whole number of at least 1")
+        if self.top_p is not None and (not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1):
+            raise ValueError(f"top_p={self.top_p!r} must be a number in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextLimits:
+    """Where a generated text ends, if not at the end of its document."""
+
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    """Stop strings: the text ends before the first of them."""
+    stop_tokens: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_tokens, Integral) or self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens!r} must be a whole number of at least 1")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop={self.stop!r} is one text; give a tuple of texts")
+        StopStrings(self.stop)
+
+
+KEYS = ("prompt", "text", "ids")
+"""Keys of a JSON line; the first that is there has the prompt. That of "ids" is token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """A prompt and the number of its line, from 1."""
+
+    line: int
+    prompt: str | list[int]
+    """Text or token ids."""
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """The prompts of a file. Raises DataError with file and line for the first unusable one."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: the prompts cannot be read ({error.strerror})") from None
+    if lines[-1] == b"":
+        lines.pop()
+    if not lines:
+        raise DataError(f"{path} is empty; expected one prompt per line")
+    prompts = []
+    for number, raw in enumerate(lines, start=1):
+        try:
+            prompts.append(PromptLine(number, _prompt(raw, is_json=path.suffix == ".jsonl")))
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: {error}") from None
+    return prompts
+
+
+def _prompt(raw: bytes, *, is_json: bool) -> str | list[int]:
+    """Raises ValueError with the reason."""
+    try:
+        line = raw.removesuffix(b"\r").decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    if not line.strip():
+        raise ValueError(
+            "the line is blank. Remove it, or start a new document with a line of JSON in a file "
+            'named *.jsonl: {"prompt": ""}'
+        )
+    return _prompt_of_json(line) if is_json else line
+
+
+def _prompt_of_json(line: str) -> str | list[int]:
+    try:
+        content = JSON_DECODER.decode(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"broken JSON ({error.msg} at character {error.pos})") from None
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+    keys = content if isinstance(content, dict) else ()
+    key = next((key for key in KEYS if key in keys), None)
+    if key is None:
+        raise ValueError('expected a JSON object with a key "prompt", "text" or "ids"')
+    prompt: Any = content[key]
+    if key == "ids" and isinstance(prompt, list):
+        return prompt  # `prompt_tokens` checks the ids, when the vocabulary is known
+    if key == "ids" or not isinstance(prompt, str):
+        expected = "list" if key == "ids" else "string"
+        raise ValueError(f'"{key}" is not a {expected} but {type(prompt).__name__}')
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f'"{key}" has a lone surrogate at character {error.start}') from None
+    return prompt
+
+
+log = logging.getLogger(__name__)
+
+_MOST_SHOWN = 10
+
+
+def describe_unknown(unknown: Counter[str]) -> str:
+    """How many there are, and which: the most frequent ones."""
+    shown = [
+        repr(symbol[:40]) + (f" ({count:,} times)" if count > 1 else "")
+        for symbol, count in unknown.most_common(_MOST_SHOWN)
+    ]
+    if len(unknown) > _MOST_SHOWN:
+        shown.append(f"{len(unknown) - _MOST_SHOWN:,} others")
+    number = unknown.total()
+    return (
+        f"{number:,} {'symbol is' if number == 1 else 'symbols are'} not in the vocabulary of the "
+        f"model: {', '.join(shown)}"
+    )
+
+
+def unknown_in_prompt(tokenizer: "Tokenizer", prompt: str | Sequence[int]) -> Counter[str]:
+    """How often each unknown symbol occurs in a prompt; a prompt of ids has none."""
+    return tokenizer.unknown_symbols(prompt) if isinstance(prompt, str) else Counter()
+
+
+def warn_of_prompt(tokenizer: "Tokenizer", prompt: str | Sequence[int]) -> None:
+    """Log the symbols of a prompt that are unknown, if there are any."""
+    if unknown := unknown_in_prompt(tokenizer, prompt):
+        log.warning(
+            "prompt %r: %s. The model reads the unknown token instead",
+            prompt[:40],
+            describe_unknown(unknown),
+        )
+
+
+def warn_of_stop_string(tokenizer: "Tokenizer", stop: str) -> None:
+    """Log the symbols of a stop string that are unknown, if there are any."""
+    if unknown := tokenizer.unknown_symbols(stop):
+        log.warning(
+            "stop string %r: %s. It can end a text only where other symbols contain it",
+            stop[:40],
+            describe_unknown(unknown),
+        )
 
 
 class TextDecoder:

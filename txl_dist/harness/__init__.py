@@ -1,10 +1,8 @@
 """Model `txl` for lm-evaluation-harness (package `lm-eval`, extra `lm-eval` of txl-dist).
 
-model.py:     the class that the harness calls: texts -> tokens, checks, results in their order
-arguments.py: checks of its arguments
-requests.py:  requests as token ids, in batches for workers
-scoring.py:   what a worker computes: log-likelihoods through the memory, and texts
-__main__.py:  the command line of the harness with model `txl`
+model.py:    the class that the harness calls: texts -> tokens, checks, results in their order
+scoring.py:  requests in batches for workers, and what a worker computes: log-likelihoods and texts
+__main__.py: the command line of the harness with model `txl`
 
 The harness finds a model when its module is imported:
 

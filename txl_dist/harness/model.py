@@ -1,4 +1,4 @@
-"""`TransformerXLModel`: model `txl` of lm-evaluation-harness.
+"""`TransformerXLModel`: model `txl` of lm-evaluation-harness, and the checks of its arguments.
 
     --model_args checkpoint=RUN,mode=memory,workers=2
 
@@ -6,37 +6,71 @@ One harness process makes all requests, and our workers score them (docs/decisio
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from txl_dist.checkpoint.reader import Weights
 from txl_dist.cli.workers import open_workers
 from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.generation.options import Sampling, TextLimits
-from txl_dist.generation.unknown_symbols import describe_unknown
-from txl_dist.harness.arguments import (
-    Mode,
-    at_least,
-    checked_mode,
-    one_of,
-    positive,
-    require_one_process,
-)
-from txl_dist.harness.requests import (
+from txl_dist.generation.text import Sampling, TextLimits, describe_unknown
+from txl_dist.harness.scoring import (
     GenerationRequest,
     ModelSource,
     R,
     ScoringRequest,
     Unit,
     batches,
+    generate_unit,
+    score_unit,
 )
-from txl_dist.harness.scoring import generate_unit, score_unit
 from txl_dist.model.config import ModelConfig
+
+Mode = Literal["memory", "windowed"]
+
+
+def require_one_process() -> None:
+    """Refuse torchrun and accelerate, under which every process would do all the work."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: model txl distributes the requests of one "
+            "harness process itself. Start it without torchrun or accelerate, and give workers=N "
+            "in --model_args, with on=ray or on=ADDRESS for several machines"
+        )
+
+
+def checked_mode(mode: str | None, mem_len: int) -> Mode:
+    """The mode, by default the one that fits the model."""
+    if mode is None:
+        return "memory" if mem_len else "windowed"
+    if mode == "memory" and not mem_len:
+        raise ConfigError("mode=memory: the model has no memory (mem_len=0); use mode=windowed")
+    return one_of(mode, Mode, "mode")
+
+
+def one_of(value: Any, literal: Any, name: str) -> Any:
+    """`value`, which must be one of those of a `Literal`."""
+    if value not in get_args(literal):
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(get_args(literal))}")
+    return value
+
+
+def positive(value: int | str, name: str) -> int:
+    """A number of at least 1. On the harness's command line it may be text."""
+    return at_least(1, value, name)
+
+
+def at_least(minimum: int, value: int | str, name: str) -> int:
+    """A whole number of at least `minimum`. On the harness's command line it may be text."""
+    if not str(value).isdecimal() or int(value) < minimum:
+        raise ConfigError(f"{name}={value}: expected a whole number of at least {minimum}")
+    return int(value)
+
 
 try:
     from lm_eval.api.instance import Instance

@@ -1,4 +1,7 @@
-"""What a worker computes for one unit: log-likelihoods, or texts.
+"""Requests in batches for workers, and what a worker computes: log-likelihoods or texts.
+
+How requests are divided into batches depends on them and on the batch size, not on the number of
+workers, which therefore cannot change a result.
 
 A text is read as in training and `txl eval`: from an empty memory, in segments of `tgt_len` tokens
 that begin at its first token. So its length has no limit, and one log-likelihood over a document
@@ -6,20 +9,104 @@ equals the nats that `txl eval` reports for a split with that document alone.
 """
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from data_pipeline.streams.segments import IGNORED
 from data_pipeline.tokenizers import Tokenizer
+from txl_dist.checkpoint.reader import Weights
+from txl_dist.config.run_config import Precision
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import CheckpointError
 from txl_dist.generation.generate import generate_batch
-from txl_dist.harness.requests import GenerationRequest, ModelSource, ScoringRequest, Unit
+from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.runtime.device import EXACT_THREADS, autocast, torch_threads
+from txl_dist.runtime.device import EXACT_THREADS, torch_threads
+from txl_dist.sequence import SequenceReader
+
+R = TypeVar("R", "ScoringRequest", "GenerationRequest")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """Which model a worker opens, and how it reads."""
+
+    checkpoint: Path
+    weights: Weights
+    tgt_len: int
+    mem_len: int
+    precision: Precision
+    device: str | None
+    """As the harness names it; None: a GPU if the worker has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequest:
+    """Score `continuation` after `context`, which has at least one token."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+    wants_greedy: bool = True
+    """Whether the answer must say if greedy decoding gives the continuation."""
+
+    def __len__(self) -> int:
+        return len(self.context) + len(self.continuation)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Continue `prompt`, with its own random generator."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    sampling: Sampling
+    limits: TextLimits
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit(Generic[R]):
+    """A batch of requests. `indices` are their places in the list of all requests."""
+
+    source: ModelSource
+    indices: tuple[int, ...]
+    requests: tuple[R, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.indices)} harness requests, the first is number {self.indices[0]}"
+
+
+def batches(source: ModelSource, requests: Sequence[R], *, batch_size: int) -> Iterator[Unit[R]]:
+    """Units of at most `batch_size` requests, the longest first, so that little is padded."""
+    by_length = sorted(range(len(requests)), key=lambda index: -len(requests[index]))
+    for indices in _groups(by_length, requests, batch_size):
+        yield Unit(source, indices, tuple(requests[index] for index in indices))
+
+
+def _groups(
+    order: Iterable[int], requests: Sequence[R], batch_size: int
+) -> Iterator[tuple[int, ...]]:
+    """Consecutive indices whose requests can be computed in one batch."""
+    open_groups: dict[object, list[int]] = {}
+    for index in order:
+        request = requests[index]
+        # A batch of generation has one kind of sampling and limits.
+        key = (request.sampling, request.limits) if isinstance(request, GenerationRequest) else None
+        group = open_groups.setdefault(key, [])
+        group.append(index)
+        if len(group) == batch_size:
+            yield tuple(open_groups.pop(key))
+    for group in open_groups.values():
+        yield tuple(group)
+
 
 # Shapes: B requests, T segment tokens, N tokens of the longest request, D d_model, V vocabulary
 
@@ -81,42 +168,37 @@ def generate_unit(unit: Unit[GenerationRequest]) -> list[str]:
 def _score(
     model: TransformerXL, requests: tuple[ScoringRequest, ...], source: ModelSource
 ) -> tuple[list[float], list[bool]]:
-    input_BN, target_BN = _padded(requests, _row_length(model, requests, source.tgt_len))
-    device, cache = next(model.parameters()).device, model.inference_state(len(requests))
+    input_BN, target_BN = _padded(requests)
+    reader = SequenceReader(
+        model,
+        state=model.inference_state(len(requests)),
+        tgt_len=source.tgt_len,
+        precision=source.precision,
+    )
     wants_greedy = any(request.wants_greedy for request in requests)
     nats_B = torch.zeros(len(requests), dtype=torch.float64)
     is_greedy_B = torch.ones(len(requests), dtype=torch.bool)
-    for first in range(0, input_BN.shape[1], source.tgt_len):
-        columns = slice(first, first + source.tgt_len)
-        input_BT, target_BT = input_BN[:, columns].to(device), target_BN[:, columns].to(device)
-        age_T = torch.arange(first, first + input_BT.shape[1], device=device)
-        with torch.no_grad(), autocast(source.precision, device):
-            hidden_BTD, _ = model.hidden(input_BT, age_T.expand_as(input_BT), cache)
-            nats_B += model.softmax(hidden_BTD, target_BT, model.table).double().sum(1).cpu()
-            if wants_greedy:
-                is_greedy_B &= _is_greedy(model, hidden_BTD, target_BT).all(1).cpu()
+    for columns, hidden_BTD in reader.read_rows(input_BN):
+        target_BT = target_BN[:, columns].to(reader.device)
+        nats_B += reader.nats(hidden_BTD, target_BT).double().sum(1).cpu()
+        if wants_greedy:
+            is_greedy_B &= _is_greedy(reader, hidden_BTD, target_BT).all(1).cpu()
     return nats_B.tolist(), is_greedy_B.tolist()
 
 
-def _is_greedy(model: TransformerXL, hidden_BTD: Tensor, target_BT: Tensor) -> Tensor:
+def _is_greedy(reader: SequenceReader, hidden_BTD: Tensor, target_BT: Tensor) -> Tensor:
     """Whether each target is the most likely token, [B, T]; true where there is no target."""
     is_greedy_BT = torch.ones_like(target_BT, dtype=torch.bool)
     is_scored_BT = target_BT != IGNORED
     # Logits only where they are needed: a vocabulary can have many thousands of words.
-    logits_NV = model.logits(hidden_BTD[is_scored_BT][None])[0]
+    logits_NV = reader.logits(hidden_BTD[is_scored_BT][None])[0]
     is_greedy_BT[is_scored_BT] = logits_NV.argmax(-1) == target_BT[is_scored_BT]
     return is_greedy_BT
 
 
-def _row_length(model: TransformerXL, requests: tuple[ScoringRequest, ...], tgt_len: int) -> int:
-    """Inputs of the longest request; absolute positions need whole segments, as in training."""
-    longest = max(map(len, requests)) - 1
-    return longest if model.config.encoding.allows_memory else -(-longest // tgt_len) * tgt_len
-
-
-def _padded(requests: tuple[ScoringRequest, ...], num_tokens: int) -> tuple[Tensor, Tensor]:
+def _padded(requests: tuple[ScoringRequest, ...]) -> tuple[Tensor, Tensor]:
     """Input and target [B, N], padded at the end. Targets in the context are IGNORED."""
-    input_BN = torch.zeros((len(requests), num_tokens), dtype=torch.long)
+    input_BN = torch.zeros((len(requests), max(map(len, requests)) - 1), dtype=torch.long)
     target_BN = torch.full_like(input_BN, IGNORED)
     for row, request in enumerate(requests):
         tokens = torch.tensor(request.context + request.continuation)

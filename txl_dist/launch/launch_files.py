@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data_pipeline.storage.atomic_files import write_file
-from data_pipeline.storage.locks import try_lock, wait_for_lock
+from data_pipeline.system.files import try_lock, wait_for_lock, write_file
 from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
 from txl_dist.errors import TxlError, error_from_json, error_to_json
 from txl_dist.launch.launcher import OnLine
@@ -64,7 +63,7 @@ class LaunchFiles:
                 os.close(descriptor)
 
     def _remove(self, pattern: str) -> None:
-        # ..launch-*: temporary files of killed ranks (storage/atomic_files.py).
+        # ..launch-*: temporary files of killed ranks (system/files.py).
         for name in (f"{self._base.name}.{pattern}", f".{self._base.name}.{pattern}.tmp"):
             for path in self._base.parent.glob(name):
                 path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 from txl_dist.errors import ConfigError, TxlError
 
 if TYPE_CHECKING:
-    from data_pipeline.processes.workers import Workers
+    from data_pipeline.system.workers import Workers
     from txl_dist.training.job import TrainJob
 
 GROUP = "txl.launchers"

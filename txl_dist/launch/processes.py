@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from data_pipeline.processes.workers import InProcess, ProcessWorkers, Workers
+from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
 from txl_dist.errors import ConfigError, TxlError, error_from_json
 from txl_dist.launch.launcher import Event, Launcher, Line, RankEnded, RankRange, RanksUp
 from txl_dist.runtime.process import num_gpus, without_torchrun

@@ -13,8 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from data_pipeline.processes.process_exit import exit_without_teardown
-from data_pipeline.processes.stop_signals import StopSignals
+from data_pipeline.system.signals import StopSignals, exit_without_teardown
 from txl_dist.errors import TxlError, error_to_json
 from txl_dist.runtime.stop import exit_before_first_step
 
@@ -51,7 +50,7 @@ def _take_standard_output() -> int:
 
 
 def _train(report: Callable[[TxlError], None]) -> None:
-    from data_pipeline.processes.parent import end_with_parent
+    from data_pipeline.system.signals import end_with_parent
     from txl_dist.runtime.world import World
     from txl_dist.training.job import TrainJob
     from txl_dist.training.rank import train_rank

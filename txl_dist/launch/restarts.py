@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import printable
-from data_pipeline.processes.stop_signals import STOP_SIGNALS
+from data_pipeline.system.signals import STOP_SIGNALS
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import OUTAGES, LostRankError, PreemptedError, TxlError
 from txl_dist.launch.launcher import RankRange

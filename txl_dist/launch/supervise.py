@@ -18,7 +18,7 @@ import math
 import time
 from contextlib import ExitStack
 
-from data_pipeline.processes.stop_signals import StopSignals
+from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import resume_advice
 from txl_dist.errors import PreemptedError, TxlError
 from txl_dist.launch.launch_files import LaunchFiles, LaunchOutput
@@ -47,7 +47,7 @@ from txl_dist.launch.restarts import (
 )
 from txl_dist.runtime.heartbeat import HangWatch
 from txl_dist.runtime.stop import STOPPING
-from txl_dist.tracking.tracker import wait_for_delivery
+from txl_dist.tracking.process import wait_for_delivery
 from txl_dist.training.follow import LogFollower
 from txl_dist.training.job import TrainJob
 from txl_dist.training.run_directory import SECONDS_TO_END, RunDirectory

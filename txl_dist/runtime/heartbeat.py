@@ -22,8 +22,8 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from data_pipeline.storage.atomic_files import overwrite_page
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.files import overwrite_page
+from data_pipeline.system.strict import StrictModel
 
 SILENT_BEATS = 3
 """A rank does not respond if its heartbeat has not changed for this many intervals."""

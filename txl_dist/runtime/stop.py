@@ -1,6 +1,6 @@
 """Requests to stop a training run: end in start-up, or save and end after a step, in time.
 
-The signals are caught in `data_pipeline/processes/stop_signals.py`. How a request travels from the
+The signals are caught in `data_pipeline/system/signals.py`. How a request travels from the
 signal to the last checkpoint: docs/how_to/stop_a_run.md.
 
 The training loop answers a request after its step, by saving. That can take too long: a slow disk,
@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from data_pipeline.processes.stop_signals import StopSignals, end_now, print_unbuffered
+from data_pipeline.system.signals import StopSignals, end_now, print_unbuffered
 from txl_dist.errors import PreemptedError
 from txl_dist.runtime.activity import Activity
 

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from data_pipeline.processes.background_queue import BackgroundQueue
+from data_pipeline.system.workers import BackgroundQueue
 from txl_dist.errors import ConfigError, DivergedError, LostRankError, TxlError
 from txl_dist.runtime.activity import Activity
 

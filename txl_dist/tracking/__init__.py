@@ -1,11 +1,11 @@
-"""Tracking of a run in MLflow, which training never waits for.
+"""Tracking of a run on a server, which training never waits for.
 
     training loop -> journal.py: RUN/metrics.jsonl, complete in any case
-    tracker.py    -> starts and restarts sender.py, a process; sends it the status at the end
-    sender.py     -> delivery.py: which points the MLflow run lacks; sends each once
-                       -> mlflow_run.py: the MLflow run and its description
-                       -> mlflow_client.py: the only import of mlflow
-    txl eval      -> evaluation.py: a score as a child run
+    process.py    -> starts sender.py, a process, and restarts it; sends it the status at the end
+    sender.py     -> which points the server lacks; sends each once, through
+                     tracker.py: the interface `Tracker` (start, recorded, log, end)
+                     mlflow_tracker.py: MLflow, the only import of mlflow
+    txl eval      -> process.py: a score as a run below its training run
 
-`state.py` has what these processes exchange. `import txl_dist.tracking` imports no module.
+`import txl_dist.tracking` imports no module.
 """

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from data_pipeline.storage.atomic_files import fsync_directory
+from data_pipeline.system.files import fsync_directory
 
 JOURNAL = "metrics.jsonl"
 SUPERSEDED = "logs/metrics-superseded.jsonl"

@@ -1,129 +1,320 @@
-"""The sender: a process that sends a run's journal to MLflow while training runs.
+"""The sender: a process that sends a run's journal to its tracker while training runs.
 
-    python -m txl_dist.tracking.sender RUN           # started by `Tracker`, with a pipe as stdin
+    python -m txl_dist.tracking.sender RUN           # started by `TrackingProcess`, with a pipe
     python -m txl_dist.tracking.sender RUN --sync    # started by `txl track sync`: send what a run
                                                      # that has ended did not deliver
+    python -m txl_dist.tracking.sender --evaluations # started by `log_evaluations`
 
-Standard input: one line with the request as JSON, later `end STATUS`. If it closes, or the parent
-process changes, training has ended, also by SIGKILL: the sender delivers the rest within a bounded
-time and exits. Standard output: at most one line, for the training log.
+When training has ended, also by SIGKILL (`process.py`), the sender delivers the rest within a
+bounded time and exits.
+
+`Sender` sends each point exactly once: it first queries the points that the server has, and sends
+only the others, with the timestamps of the journal. If a call failed, the server may still have
+executed it, so the points of its metrics are queried again. After delivery, the run on the server
+equals the journal. If it has steps that a resume has given up, a new run gets the whole journal.
 
 Why a process and not a thread: docs/decisions/0014-tracking-in-its-own-process.md.
 """
 
 import argparse
 import contextlib
+import itertools
+import json
 import logging
 import os
-import select
 import subprocess
 import sys
-import threading
 import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from data_pipeline.storage.locks import wait_for_lock
-from txl_dist.tracking.state import LOCK, REQUEST, STATE, TrackingRequest, TrackingState
+from data_pipeline.system.files import wait_for_lock
+from txl_dist.tracking.journal import JOURNAL, SUPERSEDED, JournalTail, read_metrics
+from txl_dist.tracking.process import (
+    EXIT_UNDELIVERED,
+    FLUSH_SECONDS,
+    POLL_SECONDS,
+    TrainingEnd,
+    sync_command,
+)
+from txl_dist.tracking.tracker import (
+    LOCK,
+    MAX_POINTS,
+    REQUEST,
+    STATE,
+    Point,
+    Recorded,
+    RefusedError,
+    RunGoneError,
+    TrackedRun,
+    Tracker,
+    TrackingRequest,
+    TrackingState,
+    UnavailableError,
+    directory_identity,
+    open_tracker,
+)
 
-POLL_SECONDS = 1.0
-FLUSH_SECONDS = 30.0
-"""How long a sender may run after the end of training to deliver the rest, at least; with `--sync`,
-from the end of the import of mlflow."""
 MAX_BACKOFF_SECONDS = 30.0
-WATCHDOG_SECONDS = 5.0
-"""This long after the deadline, the process ends even in the middle of a call."""
-EXIT_UNDELIVERED = 75
 
 log = logging.getLogger("txl_dist.tracking.sender")
 
 
-class TrainingProcess:
-    """The process that started this one: its request, and how and when it ended."""
+class Sender:
+    """Sends one run directory's journal. `pump` and `finish` may raise UnavailableError.
 
-    def __init__(self, *, flush_seconds: float) -> None:
-        self._notices = os.dup(1)
-        os.dup2(2, 1)  # what libraries print must not reach the training log
-        self._has_noticed = False
-        self.request: TrackingRequest | None = None
-        self.has_request = threading.Event()
-        """Set when `request` is there or will never come."""
-        self.status = "interrupted"
-        self.has_ended = threading.Event()
-        self.deadline = float("inf")
-        """On the monotonic clock; finite once `has_ended` is set."""
-        self._flush_seconds = flush_seconds
-        self._pid = os.getppid()
+    Progress is not lost if a call fails: an unreliable server gets all points after enough calls.
+    """
 
-    def listen(self) -> None:
-        """Read standard input in a thread: a call to the server can block for minutes."""
-        threading.Thread(target=self._listen, daemon=True).start()
+    def __init__(self, run_dir: Path, request: TrackingRequest) -> None:
+        self._run_dir, self._request = run_dir, request
+        self._state = _first_state(run_dir, request)
+        self._tail = JournalTail(run_dir / JOURNAL)
+        self._tracker: Tracker | None = None
+        self._unsent: list[Point] = []
+        self._recorded: dict[str, Recorded] = {}
+        """Per metric, the points that the server had when it was queried. Points that this process
+        sends are not added, which would keep a whole run in memory."""
+        self._is_compared = False
+        """The run is known to have no point that the journal does not have."""
+        self._has_ended = False
+        self._last_step: dict[str, int] = {}
+        """Per metric, the last step that was sent or that the server had."""
 
-    def notice(self, text: str) -> None:
-        """Write one line to the training log; only the first call does."""
-        if not self._has_noticed:
-            self._has_noticed = True
-            with contextlib.suppress(OSError):  # training has ended
-                os.write(self._notices, text.replace("\n", " ").encode() + b"\n")
+    def pump(self) -> None:
+        """Send everything that is in the journal now."""
+        self._try(self._pump)
 
-    def end(self) -> None:
-        """Note that training has ended: the remaining time is now bounded."""
-        if self.has_ended.is_set():
-            return
-        self.deadline = time.monotonic() + self._flush_seconds
-        watchdog_seconds = self._flush_seconds + WATCHDOG_SECONDS
-        watchdog = threading.Timer(watchdog_seconds, os._exit, [EXIT_UNDELIVERED])
-        watchdog.daemon = True
-        watchdog.start()
-        self.has_ended.set()
-        self.has_request.set()
+    def set_end_status(self, status: str) -> None:
+        """Store how the run ended, also for a later `--sync` if the server is unreachable now."""
+        self._update(status=status)
 
-    def _listen(self) -> None:
-        # Not processes/parent.py: it ends the process immediately, and this one must deliver first.
-        # Not sys.stdin: the blocked thread would hold its lock while the interpreter shuts down.
-        rest = b""
+    def finish(self) -> None:
+        """End the run, then read back its points and send those that are missing."""
+        self._try(self._end_and_verify)
+        self._update(delivered=True)
+
+    def _try(self, work: Callable[[], None]) -> None:
         try:
-            while True:
-                if select.select([0], [], [], POLL_SECONDS)[0]:
-                    data = os.read(0, 1 << 16)
-                    *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
-                        self._receive(line.decode())
-                    if not data:
-                        return
-                elif os.getppid() != self._pid:
-                    return  # killed, while a child that it forked still holds the pipe open
-        finally:
-            self.end()
+            try:
+                work()
+            except RunGoneError:
+                log.warning("run %s was deleted; a new one replaces it", self._state.run_id)
+                self._tracker, self._has_ended = None, False
+                self._read_again()
+                work()
+        except (RefusedError, RunGoneError) as error:
+            raise UnavailableError(str(error)) from error
 
-    def _receive(self, line: str) -> None:
-        word, _, status = line.partition(" ")
-        if word == "end":
-            self.status = status
-            self.end()
-        else:
-            self.request = TrackingRequest.from_json(line)
-            self.has_request.set()
+    def _pump(self) -> None:
+        tracker = self._connect()
+        while self._read_journal():
+            while self._unsent:
+                self._send(tracker, self._unsent[:MAX_POINTS])
+                del self._unsent[:MAX_POINTS]
+            tracker = self._connect()  # a resume may have replaced the journal in the meantime
+
+    def _end_and_verify(self) -> None:
+        # Verify, because a server behind a proxy can confirm a call that it never executed.
+        if not self._has_ended:  # else the server failed during the verification: continue it
+            self._connect().end(self._run_id, self._state.status)
+            self._read_again()
+            self._has_ended = True
+        self._pump()
+
+    def _connect(self) -> Tracker:
+        """The tracker, once its run is known to have no point that the journal does not have."""
+        if self._tracker is None:
+            self._update()  # saves the key before a run is created with it
+            self._tracker = open_tracker(self._request.server, self._run_dir)
+        if self._tail.is_replaced():
+            self._read_again()
+        while not self._is_compared:
+            run_id = self._tracker.start(self._tracked_run())
+            if run_id != self._state.run_id:
+                self._update(run_id=run_id, previous=self._state.run_id or self._state.previous)
+                log.info("run %s", run_id)
+            keys = journal_metrics(self._run_dir)
+            self._recorded = {key: self._tracker.recorded(run_id, key) for key in keys}
+            step = first_step_not_in_journal(self._run_dir, self._recorded)
+            self._is_compared = step is None
+            if step is not None:
+                log.warning(
+                    "training resumed before step %d, which run %s has: a new run supersedes it "
+                    "and gets the whole journal",
+                    step,
+                    run_id,
+                )
+                self._read_again()
+                new_key = uuid.uuid4().hex
+                self._update(key=new_key, run_id=None, previous=run_id, supersedes=run_id)
+        return self._tracker
+
+    def _tracked_run(self) -> TrackedRun:
+        files = {"config.yaml": self._run_dir / "config.yaml"}
+        if self._request.data_manifest:
+            files["data-manifest.json"] = Path(self._request.data_manifest)
+        return TrackedRun(
+            key=self._state.key,
+            name=self._run_dir.resolve().name,
+            experiment=self._request.experiment,
+            params=self._request.params,
+            tags=self._request.tags,
+            files=files,
+            previous=self._state.run_id or self._state.previous,
+            supersedes=self._state.supersedes,
+        )
+
+    @property
+    def _run_id(self) -> str:
+        assert self._state.run_id is not None
+        return self._state.run_id
+
+    def _update(self, **changes: Any) -> None:
+        """Change fields of the state and write it, before an action that must not be repeated."""
+        self._state = replace(self._state, **changes)
+        try:
+            self._state.save(self._run_dir / STATE)
+        except OSError as error:  # a full disk; the run can still be found by its key
+            log.warning("%s not written: %s", STATE, error)
+
+    def _read_again(self) -> None:
+        """Query the server again, and read the journal from the beginning."""
+        self._recorded, self._is_compared = {}, False
+        self._unsent.clear()
+        self._last_step.clear()
+        self._tail.rewind()
+
+    def _read_journal(self) -> bool:
+        """Read the next lines into `_unsent`; whether there is anything to send."""
+        if not self._unsent:
+            self._unsent += itertools.chain.from_iterable(map(points_of, self._tail.lines()))
+        return bool(self._unsent)
+
+    def _send(self, tracker: Tracker, points: list[Point]) -> None:
+        last_step = dict(self._last_step)  # replaced only after the call has succeeded
+        new = []
+        for point in points:
+            if point.step <= last_step.get(point.metric, -1):
+                continue
+            last_step[point.metric] = point.step
+            if point.metric not in self._recorded:
+                self._recorded[point.metric] = tracker.recorded(self._run_id, point.metric)
+            if (point.step, point.milliseconds) not in self._recorded[point.metric]:
+                new.append(point)
+        if new:
+            self._log(tracker, new)
+            self._update(sent_step=new[-1].step)
+        self._last_step = last_step
+
+    def _log(self, tracker: Tracker, points: list[Point]) -> None:
+        """One call. A batch is rejected as a whole, so halve it down to the rejected points."""
+        try:
+            tracker.log(self._run_id, points)
+        except UnavailableError:
+            for metric in {point.metric for point in points}:  # the server may or may not have them
+                self._recorded.pop(metric, None)
+            raise
+        except RefusedError as error:
+            if len(points) == 1:
+                log.warning("%s of step %d refused: %s", points[0].metric, points[0].step, error)
+                return
+            middle = len(points) // 2
+            self._log(tracker, points[:middle])
+            self._log(tracker, points[middle:])
+
+
+def _first_state(run_dir: Path, request: TrackingRequest) -> TrackingState:
+    server, new_key = request.without_secrets().server, request.new_run_key
+    state = TrackingState.load(run_dir / STATE)
+    directory = directory_identity(run_dir)
+    is_copy = state is not None and state.directory not in (None, directory)
+    if state is not None and is_copy:
+        log.info("a copy of the directory of run %s: it gets a run for itself", state.run_id)
+    # Another server does not have the old run, and training from step 0 has other values.
+    if state is None or is_copy or state.server != server or new_key not in (None, state.key):
+        # The request of the original is a part of the copy, with the key of its run.
+        is_own_key = state is None or new_key != state.key
+        return TrackingState(
+            key=(new_key if is_own_key else None) or uuid.uuid4().hex,
+            server=server,
+            experiment=request.experiment,
+            directory=directory,
+            previous=state.run_id if state else None,
+        )
+    return replace(state, directory=directory, delivered=False, status="running")
+
+
+def points_of(line: Mapping[str, Any]) -> Iterator[Point]:
+    """The metrics of one journal line, including infinities and NaN."""
+    seconds = line.get("time")  # anything, in a journal that was edited
+    milliseconds = int(seconds * 1000) if isinstance(seconds, int | float) else 0
+    for name, value in line.items():
+        if name not in ("step", "time") and type(value) in (int, float):
+            yield Point(name, float(value), line["step"], milliseconds)
+
+
+def journal_metrics(run_dir: Path) -> set[str]:
+    """Names of every metric in the journal and in the lines that resumes have superseded."""
+    lines = itertools.chain(_lines(run_dir / JOURNAL), _lines(run_dir / SUPERSEDED))
+    return {name for line in lines for name in line} - {"step", "time"}
+
+
+def first_step_not_in_journal(run_dir: Path, recorded: Mapping[str, Recorded]) -> int | None:
+    """The first step with a recorded point that the journal does not have; None if it has all.
+
+    Points are compared by metric, step and time: a step that was trained again has another time.
+    """
+    missing = {metric: set(points) for metric, points in recorded.items()}
+    for line in _lines(run_dir / JOURNAL):
+        for point in points_of(line):
+            missing.get(point.metric, set()).discard((point.step, point.milliseconds))
+    return min((step for points in missing.values() for step, _ in points), default=None)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    return read_metrics(path) if path.exists() else iter(())
+
+
+def record_evaluations(results: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Record (run directory, parts of a result) as runs; see `log_evaluations`."""
+    for run_dir, result in results:
+        state = TrackingState.load(Path(run_dir) / STATE)
+        assert state is not None  # log_evaluations has checked it
+        tracker = open_tracker(state.server, Path(run_dir))
+        run = TrackedRun(
+            key=uuid.uuid4().hex,
+            name=result["name"],
+            experiment=state.experiment,
+            params=result["params"],
+            tags={"txl.kind": "evaluation", "txl.training_run": str(state.run_id)} | result["tags"],
+            parent=state.run_id,
+        )
+        run_id, now = tracker.start(run), int(time.time() * 1000)
+        # All points have step 0: such a run has one value per metric, and no curve.
+        tracker.log(run_id, [Point(key, value, 0, now) for key, value in result["metrics"].items()])
+        tracker.end(run_id, "finished")
 
 
 def deliver(
-    run_dir: Path, request: TrackingRequest, training: TrainingProcess, *, poll_seconds: float
+    run_dir: Path, request: TrackingRequest, training: TrainingEnd, *, poll_seconds: float
 ) -> bool:
     """Send until training has ended and the server has everything (True), or until the deadline."""
-    from txl_dist.tracking.delivery import Delivery
-    from txl_dist.tracking.mlflow_client import UnavailableError
-
-    delivery = Delivery(run_dir, request)
+    sender = Sender(run_dir, request)
     backoff_seconds = poll_seconds
     is_failing = is_last = False
     while True:
         # Tested before the journal is read: then that read sees every line.
         if not is_last and training.has_ended.is_set():
             is_last = True
-            delivery.set_end_status(training.status)
+            sender.set_end_status(training.status)
         try:
-            delivery.pump()
+            sender.pump()
             if is_last:
-                delivery.finish()
+                sender.finish()
                 return True
             if is_failing:
                 log.info("the server responds again")
@@ -145,7 +336,7 @@ def deliver(
             training.has_ended.wait(backoff_seconds)
 
 
-def wait_for_previous_sender(run_dir: Path, training: TrainingProcess) -> bool:
+def wait_for_previous_sender(run_dir: Path, training: TrainingEnd) -> bool:
     """Take the run's lock, which the sender of a killed training process holds until its deadline.
 
     False if it is not free by the deadline of this one. The lock ends with this process.
@@ -169,9 +360,9 @@ def git_commit() -> str | None:
 
 def run(run_dir: Path, *, sync: bool, poll_seconds: float, flush_seconds: float) -> int:
     """Everything a sender does; returns its exit code."""
-    training = TrainingProcess(flush_seconds=flush_seconds)
+    training = TrainingEnd(flush_seconds=flush_seconds)
     if sync:
-        import txl_dist.tracking.delivery  # noqa: F401 - takes seconds, before the time counts
+        import txl_dist.tracking.mlflow_tracker  # noqa: F401 - takes seconds, before the time counts
 
         training.end()
         training.request = TrackingRequest.load(run_dir / REQUEST)
@@ -197,18 +388,19 @@ def run(run_dir: Path, *, sync: bool, poll_seconds: float, flush_seconds: float)
     return EXIT_UNDELIVERED
 
 
-def sync_command(run_dir: Path) -> str:
-    return f"txl track sync {run_dir}"
-
-
 def main() -> int:
     """Read the command line and run."""
     parser = argparse.ArgumentParser(prog="python -m txl_dist.tracking.sender")
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("run_dir", type=Path, nargs="?")
+    parser.add_argument("--evaluations", action="store_true", help="record those on standard input")
     parser.add_argument("--sync", action="store_true", help="deliver the rest of an ended run")
     parser.add_argument("--poll-seconds", type=float, default=POLL_SECONDS)
     parser.add_argument("--flush-seconds", type=float, default=FLUSH_SECONDS)
     options = parser.parse_args()
+    if options.evaluations:
+        # The last line of an error's traceback is what log_evaluations reports.
+        record_evaluations(json.load(sys.stdin))
+        return 0
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )

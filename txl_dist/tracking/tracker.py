@@ -1,281 +1,228 @@
-"""Tracker: the part of tracking in rank 0. Starts the sender and sends it the status of the end.
+"""Tracker: the interface of a tracking server, and what is stored about it in a run directory.
 
-Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and another
-process sends them (`sender.py`). The training log gets one warning for each kind of failure.
+`mlflow_tracker.py` is the tracker of this package. Another one is a class in any installed package,
+called with (uri, run_dir), and registered under the scheme of its `tracking.uri`:
 
-Once the ranks have ended, the launcher waits for the sender (`wait_for_delivery`): in a container
-the sender ends with the launcher. No rank, restart or stop request waits for it.
+    [project.entry-points."txl.trackers"]
+    mine = "my_package.tracker:MyTracker"         # for tracking.uri=mine://HOST/PATH
+
+Trackers are called only in the processes of `sender.py`: they may block for as long as they want.
+
+`TrackingRequest` is what to record. Training sends it to the sender's standard input; a copy
+without secrets, RUN/logs/tracking-request.json, serves `txl track sync`. `TrackingState`,
+RUN/tracking.json, says which run of the server belongs to the run directory. Only the sender writes
+these files.
 """
 
-import logging
+import dataclasses
+import json
 import os
-import subprocess
-import sys
-import threading
-import time
-import uuid
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Any, Protocol, Self
 
-from data_pipeline.processes.stop_signals import StopSignals
-from data_pipeline.storage.locks import try_lock
-from txl_dist.errors import DivergedError, FencedError, PreemptedError
-from txl_dist.tracking.sender import EXIT_UNDELIVERED, FLUSH_SECONDS, sync_command
-from txl_dist.tracking.state import (
-    LOCK,
-    LOG,
-    REQUEST,
-    STATE,
-    TrackingRequest,
-    TrackingState,
-    as_text,
-    child_environment,
-)
+from data_pipeline.system.files import write_file
+from txl_dist.config.redaction import HIDDEN, redact
 
-if TYPE_CHECKING:
-    from txl_dist.config.run_config import RunConfig
-
-CLOSE_SECONDS = 1.5
-"""How long rank 0 waits at its end for the sender, which then continues without it. A server that
-has everything but the last lines takes less; a database that does not exist yet takes more."""
-START_SECONDS = 2.0
-"""How long the launcher waits for a sender that has not begun."""
-POLL_SECONDS = 0.1
-MAX_STARTS = 4
-"""The sender is started at most this often: the first time, and again whenever it dies."""
-
-log = logging.getLogger("txl_dist.tracking")
+STATE = "tracking.json"
+REQUEST = "logs/tracking-request.json"
+LOCK = "logs/tracking.lock"
+"""Held by the sender. Never written, so its time of change identifies the directory."""
+LOG = "logs/tracking.log"
 
 
-class Tracker:
-    """The tracking of one run. A context manager; its exit sends the final status to the sender.
+class UnavailableError(Exception):
+    """The server cannot be reached or reports a failure: try again later."""
 
-    Start it after `MetricsJournal.truncate_after`, so that it does not send lines that a resume
-    removes.
+
+class RefusedError(Exception):
+    """The server works and will never accept this content."""
+
+
+class RunGoneError(Exception):
+    """The run was deleted on the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of one metric; may be NaN or infinite."""
+
+    metric: str
+    value: float
+    step: int
+    milliseconds: int
+    """Since the epoch, from the journal: the same point sent twice has the same timestamp."""
+
+
+Recorded = set[tuple[int, int]]
+"""(step, milliseconds) of every recorded point of one metric."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedRun:
+    """A run as a server shows it."""
+
+    key: str
+    """Identifies the run, also if the response to its creation was lost."""
+    name: str
+    experiment: str
+    params: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Text files to keep with the run, by name. Recorded without secrets, or else not at all."""
+    parent: str | None = None
+    """Id of the run below which it is shown, in whose experiment it is."""
+    previous: str | None = None
+    """Id of the run that it continues, for the description of a new run."""
+    supersedes: str | None = None
+    """Id of a run with steps that a rollback has given up; it ends, and is shown below this one."""
+
+
+class Tracker(Protocol):
+    """Runs on one server. A method that has failed is called again.
+
+    Methods raise UnavailableError, RefusedError or RunGoneError. The text of an error contains no
+    secret of the URI.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        request: TrackingRequest | None,
-        *,
-        flush_seconds: float = FLUSH_SECONDS,
-    ) -> None:
-        self._run_dir = run_dir
-        self._request = request
-        self._flush_seconds = flush_seconds
-        self._lock = threading.Lock()
-        """Guards `_process` and `_status`: `close` may run while a sender is being restarted."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._status: str | None = None
-        self._thread = threading.Thread(target=self._supervise, name="tracking", daemon=True)
+    def start(self, run: TrackedRun) -> str:
+        """Find the run with this key or create it, describe it, and mark it as running.
+
+        Returns its id on the server.
+        """
+        ...
+
+    def recorded(self, run_id: str, metric: str) -> Recorded:
+        """Every point of a metric that the server has: those are not sent again."""
+        ...
+
+    def log(self, run_id: str, points: Sequence[Point]) -> None:
+        """Record at most MAX_POINTS points, all or none."""
+        ...
+
+    def end(self, run_id: str, status: str) -> None:
+        """Record how a run ended: finished, preempted, interrupted, diverged or failed, or running
+        if another process continues it."""
+        ...
+
+
+MAX_POINTS = 1000
+
+
+def open_tracker(server: str | None, run_dir: Path) -> Tracker:
+    """The tracker of a `TrackingRequest` or `TrackingState`. Raises UnavailableError."""
+    if server is not None and HIDDEN in server:
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        if server is None:
+            raise UnavailableError("its credentials are not stored; set MLFLOW_TRACKING_URI")
+    scheme = (server or "").partition("://")[0]
+    for entry in entry_points(group="txl.trackers", name=scheme):
+        tracker: Tracker = entry.load()(server, run_dir)
+        return tracker
+    from txl_dist.tracking.mlflow_tracker import MlflowTracker
+
+    return MlflowTracker(server, run_dir)
+
+
+class _JsonFile:
+    """A dataclass in one JSON file."""
 
     @classmethod
-    def start(
-        cls,
-        run_dir: Path,
-        config: "RunConfig",
-        *,
-        data_manifest: Path | None = None,
-        tags: Mapping[str, str] | None = None,
-        new_run: bool = False,
-    ) -> Self:
-        """Start to send RUN/metrics.jsonl in the background. Returns immediately; never raises.
-
-        `tags` are recorded as `txl.<name>`. A run directory that was tracked before continues its
-        MLflow run; with `new_run` (training without a checkpoint) it gets a new one.
-        """
+    def load(cls, path: Path) -> Self | None:
+        """The content of the file; None if it does not exist or is damaged."""
         try:
-            request = None
-            if config.tracking.enabled:
-                request = _request(run_dir, config, data_manifest, tags or {}, new_run=new_run)
-            flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
-            tracker = cls(run_dir, request, flush_seconds=flush_seconds)
-            if request is not None:
-                tracker._thread.start()
-        except Exception as error:
-            log.warning("tracking is off: %s: %s", type(error).__name__, error)
-            return cls(run_dir, None)
-        return tracker
+            return cls.from_json(path.read_bytes())
+        except OSError:
+            return None
 
-    @property
-    def run_id(self) -> str | None:
-        """The id of the MLflow run; None until the sender has created it."""
-        state = TrackingState.load(self._run_dir / STATE) if self._request else None
-        return state.run_id if state else None
-
-    def close(self, status: str, *, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Report how the run ended: finished, preempted, diverged, failed or interrupted; running
-        if another process continues it.
-
-        Waits at most `timeout_seconds` for the delivery; after that the sender continues for a
-        bounded time. Never raises. Only the first call has an effect.
-        """
-        with self._lock:
-            if self._status is not None or self._request is None:
-                return
-            self._status = status
-            self._send_status()
-        self._thread.join(timeout_seconds)
-        if self._thread.is_alive():
-            log.info("tracking: the rest is sent in the background")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close(_status_of(error))
-
-    # --- in the background thread ---------------------------------------------------------------
-
-    def _supervise(self) -> None:
+    @classmethod
+    def from_json(cls, text: bytes | str) -> Self | None:
+        """None if the text is not that of such a file."""
         try:
-            for _ in range(MAX_STARTS):
-                code = self._run_sender()
-                if code == EXIT_UNDELIVERED:
-                    log.warning(
-                        "tracking: not everything was delivered; it is in metrics.jsonl. "
-                        "To send it later: %s",
-                        sync_command(self._run_dir),
-                    )
-                if code in (0, EXIT_UNDELIVERED):
-                    return
-            log.warning("tracking: the sender failed %d times; see %s", MAX_STARTS, LOG)
-        except Exception as error:
-            log.warning("tracking is off: %s: %s", type(error).__name__, error)
+            return cls(**json.loads(text))
+        # Not JSON or too deep; not an object, or other fields.
+        except (ValueError, TypeError, RecursionError):
+            return None
 
-    def _run_sender(self) -> int:
-        """Start a sender and wait for its end. Its notices go to the training log."""
-        assert self._request is not None
-        # Two threads write to the pipe. `close` writes only after `_process` is set, so the request
-        # is always the first line.
-        with _start_sender(self._run_dir, self._flush_seconds) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                process.stdin.write(self._request.to_json().encode() + b"\n")
-            except OSError:
-                log.debug("the sender died early")
-            with self._lock:
-                self._process = process
-                if self._status is not None:
-                    self._send_status()
-            for line in process.stdout:
-                log.warning("tracking: %s", line.decode(errors="replace").strip())
-            return process.wait()
+    def to_json(self) -> str:
+        """JSON on one line."""
+        return json.dumps(dataclasses.asdict(self))  # type: ignore[call-overload]
 
-    def _send_status(self) -> None:
-        """Called with the lock held."""
-        if self._process is None or self._process.stdin is None:
-            return  # it is being started; _run_sender calls this again
-        try:
-            self._process.stdin.write(f"end {self._status}\n".encode())
-            self._process.stdin.close()
-        except (OSError, ValueError):  # it died; ValueError: and its pipe was closed
-            log.debug("the sender died before the end; the next one gets the status")
+    def save(self, path: Path) -> None:
+        """Replace the file atomically."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, self.to_json().encode() + b"\n")
 
 
-def wait_for_delivery(
-    run_dir: Path,
-    config: "RunConfig",
-    signals: StopSignals,
-    print_line: Callable[[str], None],
-) -> None:
-    """Wait until the sender has ended, then print if something is undelivered. Never raises.
+@dataclass(frozen=True, kw_only=True)
+class TrackingRequest(_JsonFile):
+    """What to record about a run, except its metrics."""
 
-    Called by the launcher after the ranks have ended. Waits `tracking.end_timeout_seconds` at most,
-    and after a stop request no longer than `training.grace_seconds` since then. A stop request
-    during the wait ends it.
+    server: str | None
+    """URI; None: the SQLite file mlflow.db in the parent of the run directory."""
+    experiment: str
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    data_manifest: str | None = None
+    """Path of a file to record."""
+    new_run_key: str | None = None
+    """Set if training starts without a checkpoint: use the server's run with this key, not the
+    previous one of the run directory. A restarted sender finds the same run by it."""
+
+    def without_secrets(self) -> "TrackingRequest":
+        """A copy without the credentials in the server URI."""
+        return dataclasses.replace(self, server=self.server and redact(self.server))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingState(_JsonFile):
+    """Which run of a server belongs to a run directory."""
+
+    key: str
+    """`TrackedRun.key`."""
+    server: str | None
+    """As in the request, without credentials."""
+    experiment: str
+    directory: str | None = None
+    """`directory_identity` of the run directory that the run belongs to. None: the next one that
+    uses this file takes it over (it is from a checkpoint URL)."""
+    run_id: str | None = None
+    previous: str | None = None
+    """The previous run, if it was deleted, superseded or started over, is on another server, or
+    belongs to the directory that this one is a copy of."""
+    supersedes: str | None = None
+    status: str = "running"
+    sent_step: int | None = None
+    """The last step sent. For display only; the sender queries the server."""
+    delivered: bool = False
+    """Whether the run ended and the server has every point of the journal."""
+
+
+def directory_identity(run_dir: Path) -> str:
+    """Distinguishes a run directory from its copies, also on other hosts, but not from itself after
+    it was renamed: the time at which the inode of LOCK was changed last, which is its creation.
+
+    No program can set this time, so no copy has it. `chmod`, `chown` and a move to another file
+    system change it too, and then the directory counts as a copy.
     """
-    if not config.tracking.enabled or not (run_dir / REQUEST).exists():
-        return
-    seconds, was_stopped = config.tracking.end_timeout_seconds, bool(signals)
-    if was_stopped:
-        seconds = min(seconds, config.training.grace_seconds - signals.seconds_since_request)
-    begin, has_printed = time.monotonic(), False
-    while is_sending := _is_sending(run_dir, time.monotonic() - begin):
-        waited = time.monotonic() - begin
-        if waited >= seconds or (signals and not was_stopped):
-            break
-        if waited >= START_SECONDS and not has_printed:
-            has_printed = True
-            print_line(
-                f"waiting up to {seconds:.0f} s for MLflow to receive the last metrics "
-                "(tracking.end_timeout_seconds); Ctrl-C ends the wait"
-            )
-        time.sleep(POLL_SECONDS)
-    state = TrackingState.load(run_dir / STATE)
-    if is_sending or state is None or not state.delivered:
-        print_line(
-            "tracking: MLflow does not have everything yet; metrics.jsonl has. The next start of "
-            f"this run delivers the rest, or: {sync_command(run_dir)}"
-        )
-
-
-def _is_sending(run_dir: Path, waited_seconds: float) -> bool:
-    """Whether the sender runs, or may still begin."""
-    state = TrackingState.load(run_dir / STATE)
-    is_delivered = state is not None and state.delivered
+    (run_dir / LOCK).parent.mkdir(parents=True, exist_ok=True)
+    # Not Path.touch, which changes the time of a file that exists.
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        has_ended = True
-    else:
-        # A file system without locks: only the state tells.
-        has_ended = try_lock(descriptor, if_unsupported=is_delivered)
+        return str(os.fstat(descriptor).st_ctime_ns)
+    finally:
         os.close(descriptor)
-    return not has_ended or (not is_delivered and waited_seconds < START_SECONDS)
 
 
-def _start_sender(run_dir: Path, flush_seconds: float) -> subprocess.Popen[bytes]:
-    log_path = run_dir / LOG
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "txl_dist.tracking.sender", str(run_dir)]
-    with log_path.open("ab") as log_file:
-        return subprocess.Popen(
-            [*command, "--flush-seconds", str(flush_seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log_file,
-            bufsize=0,
-            env=child_environment(),
-            start_new_session=True,  # Ctrl-C and a job's SIGTERM must reach only training
-        )
+def as_text(value: Any) -> str:
+    """A setting as text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _request(
-    run_dir: Path,
-    config: "RunConfig",
-    data_manifest: Path | None,
-    tags: Mapping[str, str],
-    *,
-    new_run: bool,
-) -> TrackingRequest:
-    from txl_dist.config.config_file import flatten_config
-
-    return TrackingRequest(
-        server=config.tracking.uri,
-        experiment=config.tracking.experiment,
-        params={name: as_text(value) for name, value in flatten_config(config).items()},
-        tags={
-            "txl.version": metadata.version("txl-dist"),
-            "txl.run_directory": str(run_dir),
-            **{f"txl.{name}": value for name, value in tags.items()},
-        },
-        data_manifest=str(data_manifest.resolve()) if data_manifest else None,
-        new_run_key=uuid.uuid4().hex if new_run else None,
-    )
-
-
-def _status_of(error: BaseException | None) -> str:
-    if error is None:
-        return "finished"
-    if isinstance(error, PreemptedError):
-        return "preempted"
-    if isinstance(error, DivergedError):
-        return "diverged"
-    if isinstance(error, FencedError):
-        return "running"  # the newer attempt continues the same MLflow run
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+def child_environment() -> dict[str, str]:
+    """The environment of this process; a child process imports this same copy of the package."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    search_path = filter(None, [package_root, os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}

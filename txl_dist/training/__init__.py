@@ -22,9 +22,9 @@ watch.py          evaluation of checkpoints by another process (txl eval --watch
 score_watch.py    the part of training in that
 state.py          progress of a run, stored in each checkpoint
 saving.py         when checkpoints are written and removed
-resume.py         which checkpoint to resume from
+resume.py         where a run resumes: one function, whose docstring is a table
+resume_point.py   the chosen checkpoint: verified, then loaded
 start_state.py    the state to begin with; counts the tokens that a resume loses
-remote_resume.py  downloads the newest checkpoint of a URL before that
 compatibility.py  which settings and data may differ on a resume
 run_directory.py  the files of a run, and who may write them: lock and attempts
 follow.py         passes the log of rank 0 on to the launcher

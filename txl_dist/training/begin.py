@@ -15,7 +15,6 @@ from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob, require_same_job
-from txl_dist.training.remote_resume import download_newest
 from txl_dist.training.resume import find_resume_point
 from txl_dist.training.resume_point import ResumePoint, run_id_of
 from txl_dist.training.run_directory import RunDirectory, begin_attempt
@@ -84,6 +83,7 @@ class Beginning:
 
     point: ResumePoint | None
     """None: a new run."""
+    run_id: str
     is_new_attempt: bool
     """False after a change of settings, for which the attempt goes on."""
     scores: ScoreTable | None
@@ -117,29 +117,30 @@ def begin_run(inputs: RankContext, stop: StopRequest, run_stack: ExitStack) -> B
     checkpoints = directory.checkpoints
     # After a change of settings (`training.changes`) the attempt goes on. Its newest checkpoint is
     # in the run directory, so the run continues even if its URL cannot be reached.
-    if checkpoints.attempt is not None:
-        return _beginning(inputs, find_resume_point(job, data, world), is_new_attempt=False)
-    download_newest(job, data, world)
-    point, newest_step = find_resume_point(job, data, world), checkpoints.newest_step()
+    is_new_attempt = checkpoints.attempt is None
+    point = find_resume_point(job, data, world, download=is_new_attempt)
+    run_id, newest_step = world.broadcast(run_id_of(point)), checkpoints.newest_step()
+    if not is_new_attempt:
+        return _beginning(inputs, point, run_id, is_new_attempt=False)
     # Only after all checks: beginning an attempt fences the one that is running.
-    run_id = run_id_of(point, checkpoints)
     checkpoints.attempt = begin_attempt(job, directory, world, run_id=run_id)
     if world.broadcast(checkpoints.newest_step() != newest_step):
-        point = find_resume_point(job, data, world)  # the older attempt has saved meanwhile
+        # The older attempt has saved meanwhile.
+        point = find_resume_point(job, data, world, download=False)
+        run_id = world.broadcast(run_id_of(point))
     _share_stop(stop, directory, world, run_stack)
-    return _beginning(inputs, point, is_new_attempt=True)
+    return _beginning(inputs, point, run_id, is_new_attempt=True)
 
 
 def _beginning(
-    inputs: RankContext, point: ResumePoint | None, *, is_new_attempt: bool
+    inputs: RankContext, point: ResumePoint | None, run_id: str, *, is_new_attempt: bool
 ) -> Beginning:
     """Where to begin, and which evaluations are missing there. Collective."""
     world, config, checkpoints = inputs.world, inputs.job.config, inputs.directory.checkpoints
     on_ranks, scores, unscored = config.evaluation.on == "ranks", None, list[int]()
     if world.is_rank_zero:
         is_due = due_in(config) if inputs.data.evaluation else lambda step: False
-        is_own = point is not None and point.is_of(checkpoints)
-        inherited = point.state.best if point is not None and is_own else None
+        inherited = point.state.best if point is not None and not point.is_fork else None
         scores = ScoreTable(checkpoints, is_due, inherited=inherited)
         kept_step = point.kept_step if point else 0
         scores.rewind(kept_step)
@@ -156,7 +157,7 @@ def _beginning(
                     inputs.directory.path,
                 )
     unscored = world.broadcast(unscored)
-    return Beginning(point, is_new_attempt, scores, unscored, on_ranks)
+    return Beginning(point, run_id, is_new_attempt, scores, unscored, on_ranks)
 
 
 def _lock(inputs: RankContext) -> None:

@@ -9,7 +9,7 @@ for which the checkpoint's weights or position would be wrong; they cannot chang
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from data_pipeline.storage.remote_path import DatasetPath
+from data_pipeline.system.remote_path import DatasetPath
 from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import (
@@ -19,7 +19,6 @@ from txl_dist.checkpoint.manifest import (
 )
 from txl_dist.config.config_file import default_settings, flatten_config
 from txl_dist.config.data_config import SINGLE_CORPUS_NAME
-from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError, DataError
 from txl_dist.training.data import TrainingData
 from txl_dist.training.job import TrainJob
@@ -104,19 +103,6 @@ def require_compatible(
     )
 
 
-def trajectory_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that change the trajectory and are not defaults, by dotted key.
-
-    Without the length of the run, because the same trajectory may be continued.
-    """
-    defaults = default_settings()
-    return {
-        key: value
-        for key, value in flatten_config(config).items()
-        if not key.startswith((*_FREE, "training.num_steps")) and value != defaults.get(key)
-    }
-
-
 def check_newest_checkpoint(job: TrainJob, data: TrainingData) -> None:
     """`require_compatible` with the checkpoint that the ranks will probably resume from.
 
@@ -153,7 +139,7 @@ def check_config(
         remedy = (
             f"--allow-change {key}"
             if on_request
-            else "cannot change in a run; start a new one (--resume never, another directory)"
+            else "cannot change in a run; begin a new one in another directory"
         )
         lines.append(f"\n  {key}: checkpoint {before!r}, now {after!r} -> {remedy}")
     # Computed from the new lanes as if they had held from step 0, the length would be wrong.

@@ -6,11 +6,8 @@ from dataclasses import replace
 import torch
 
 from txl_dist.errors import ConfigError
-from txl_dist.evaluation.evaluate import (
-    EvaluationSettings,
-    evaluate_on_ranks,
-    plan_evaluation,
-)
+from txl_dist.evaluation.job import EvaluationSettings
+from txl_dist.evaluation.result import evaluate_on_ranks, plan_evaluation
 from txl_dist.evaluation.scoring import Scorer
 from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS, ModelConfig
 from txl_dist.model.devices import triton_unavailable_reason

@@ -17,11 +17,11 @@ from data_pipeline.shards.manifest import (
     open_tokenizer,
 )
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
-from data_pipeline.storage.remote_path import DatasetPath, dataset_path
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource
 from data_pipeline.streams.order import Shuffle
 from data_pipeline.streams.unigram_entropy import unigram_entropy
+from data_pipeline.system.remote_path import DatasetPath, dataset_path
 from data_pipeline.tokenizers import Tokenizer
 from data_pipeline.tokenizers.comparison import StoredTokenizer, differences
 from txl_dist.config.data_config import DataConfig

@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.system.files import write_file
 from txl_dist.config.run_config import RunConfig
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.world import World
 from txl_dist.training.data import TrainingData
 from txl_dist.training.engine import Engine

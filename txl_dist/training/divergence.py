@@ -10,10 +10,10 @@ from typing import Self
 
 import numpy as np
 
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.strict import StrictModel
 from txl_dist.checkpoint.manifest import Count
 from txl_dist.config.training_config import DivergenceConfig
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 
 MIN_RELATIVE_DEVIATION = 0.01
 """Smallest deviation, relative to the median: a window of equal losses must not make every small

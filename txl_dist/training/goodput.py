@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, ValidationError
 
-from data_pipeline.storage.atomic_files import overwrite_page, remove_leftovers, write_file
-from data_pipeline.storage.strict_model import StrictModel
+from data_pipeline.system.files import overwrite_page, remove_leftovers, write_file
+from data_pipeline.system.strict import StrictModel
 from txl_dist.runtime.activity import STEP_SPANS, Activity, Span
 from txl_dist.training.observer import Observer, Values
 from txl_dist.training.state import TrainState

@@ -1,14 +1,13 @@
 """The observers of a run, and its tracker. A new observer is one class and one entry here."""
 
-import logging
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from data_pipeline.storage.atomic_files import write_file
+from data_pipeline.system.files import write_file
 from txl_dist.model.flops import training_flops
 from txl_dist.runtime.device import TORCH_DTYPE
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.begin import RankContext
 from txl_dist.training.data import Corpus
 from txl_dist.training.diagnostics import LearningCheck, StepProfiler, WeightStatistics
@@ -19,8 +18,6 @@ from txl_dist.training.report import Report
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.speed import StragglerCheck, Utilisation
 from txl_dist.training.state import TrainState
-
-log = logging.getLogger(__name__)
 
 
 def build_observers(
@@ -93,7 +90,7 @@ def _profiler(rank: RankContext) -> StepProfiler | None:
     return rank.stack.enter_context(closing(profiler))
 
 
-def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> Tracker | None:
+def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> TrackingProcess | None:
     """Start sending metrics to MLflow. The status of the run depends on how `stack` is closed."""
     # Rank 0 only: MLflow would record one copy per rank.
     if not (rank.world.is_rank_zero and rank.config.tracking.enabled):
@@ -103,7 +100,7 @@ def start_tracker(rank: RankContext, stack: ExitStack, *, new_run: bool) -> Trac
     if len(corpora) > 1:
         tags |= {f"data.{corpus.name}": corpus.manifest.digest for corpus in corpora}
     manifest = _local_manifest(corpora[0], rank.directory) if len(corpora) == 1 else None
-    tracker = Tracker.start(
+    tracker = TrackingProcess.start(
         rank.directory.path, rank.job.config, data_manifest=manifest, tags=tags, new_run=new_run
     )
     return stack.enter_context(tracker)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from txl_dist.runtime.fault_injection import fault_point
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.computation import build_step
 from txl_dist.training.observer import Observers
@@ -38,7 +38,7 @@ class Parts:
 
 
 def build_parts(
-    rank: RankContext, beginning: Beginning, run_stack: ExitStack, tracker: Tracker | None
+    rank: RankContext, beginning: Beginning, run_stack: ExitStack, tracker: TrackingProcess | None
 ) -> Parts:
     """Build, restore and describe everything that the loop uses. Collective."""
     config, world = rank.config, rank.world

@@ -73,7 +73,7 @@ def phases_from(
     epoch, _, unread = last.plan().progress(position)
     changes: dict[str, Any] = {"position": position, "first_epoch": epoch}
     if unread != ((0, last.num_tokens),):  # inside an epoch
-        if change.replaced or change.mixture or num_tokens(unread) < (current.num_lanes or 0):
+        if change.replaced or change.mixture or num_tokens(unread) < current.num_lanes:
             changes["first_epoch"] = epoch + 1
         else:
             changes |= {"unread": unread, "context_tokens": context_tokens}

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.processes.stop_signals import StopSignals
+from data_pipeline.system.signals import StopSignals
 from txl_dist.checkpoint.directory import CheckpointDirectory, resume_advice
 from txl_dist.errors import LostRankError, PreemptedError, TxlError
 from txl_dist.runtime.device import deterministic

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.storage.atomic_files import write_file
 from data_pipeline.streams.documents import LaneDocument, documents_of_lanes
 from data_pipeline.streams.segments import Segment
+from data_pipeline.system.files import write_file
 from txl_dist.checkpoint.directory import CheckpointDirectory, divergence_advice
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import DivergedError, TxlError
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.data import TrainingData
 from txl_dist.training.observer import Observers
 from txl_dist.training.resume_point import ResumePoint, newest_before
@@ -158,9 +158,7 @@ class Recovery:
                 "num_rollbacks": state.divergence.num_rollbacks + 1,
             }
         )
-        restored = restored.model_copy(
-            update={"divergence": divergence, "resumed_from": state.resumed_from}
-        )
+        restored = restored.model_copy(update={"divergence": divergence})
         self.saver.rewind(restored)
         world.run_on_all(lambda: self.observers.rollback(restored, state.step))
         self.observers.event(

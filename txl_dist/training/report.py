@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from txl_dist.config.run_config import RunConfig
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.attention import choose_attention
 from txl_dist.runtime.activity import Activity, Span
 from txl_dist.tracking.journal import MetricsJournal
@@ -22,7 +22,7 @@ from txl_dist.training.observer import Observer, Values
 from txl_dist.training.phases import realised_shares
 from txl_dist.training.schedule import how_to_extend, lr_at
 from txl_dist.training.scores import Score
-from txl_dist.training.start_state import count_tokens, phases_of, remaining_work
+from txl_dist.training.start_state import count_tokens, remaining_work
 from txl_dist.training.state import TrainState
 from txl_dist.training.step import StepResult
 
@@ -209,7 +209,7 @@ def log_start(
             f"{rank.data.plan.lane_tokens:,} tokens per epoch | {remaining}"
         )
     if point is not None:
-        log.info("%s", count_tokens(phases_of(rank, point), state).line)
+        log.info("%s", count_tokens(point.state.phases, state).line)
     _log_data(config, rank.data)
     if config.optimizer.averaging and rank.data.evaluation:
         log.info("evaluation | scores the %s", describe_average(config.optimizer))

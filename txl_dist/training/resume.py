@@ -1,180 +1,162 @@
-"""Selects the checkpoint that a run resumes from.
+"""Where a run resumes. `find_resume_point` is the only place that decides it, by this table.
 
-If the newest one is damaged, the run resumes from the one before it and logs how many steps are
-lost, unless `--strict` forbids that. `--resume PATH` goes back only once (decision 43).
+    --resume  checkpoints of the run          what happens
+    never     none                            a new run
+    never     some                            refused; at a restart by the same launch: as `auto`
+    PATH      none                            a fork: a new run that begins at PATH
+    PATH      of a fork that began at PATH    as `auto`: a scheduler repeats its command
+    PATH      others                          refused: a fork needs a new directory
+    auto      none                            a new run
+    auto      none, but RUN/LATEST exists     refused: they were moved, or are not mounted
+    auto      the newest is intact            the run resumes from it
+    auto      the newest is damaged           from its copy, else from the one before it, and the
+                                              lost steps are logged; with --strict: refused
+    auto      all are damaged                 refused
+    any       of another run, as copies       refused; nothing in the run directory is changed
+    any       the URL does not respond        refused; at a restart by the same launch: those in
+                                              the run directory are used
+
+The checkpoints of a run are those in RUN/checkpoints and, with `training.checkpoint_url`, their
+copies: the newest intact copy is downloaded first if it is newer than the checkpoints in the run
+directory. Superseded and unfinished checkpoints never count.
+
+Then settings and data are compared: some may differ, some need `--allow-change`, the others are
+refused (`compatibility.py`). Only after that the attempt begins, which stops older attempts of the
+run (`run_directory.py`). A rollback has another rule: `resume_point.newest_before`.
+
+The table is also in docs/how_to/train_for_weeks.md; decision 50 has the reasons.
 """
 
 import logging
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal, TypeVar
 
+from data_pipeline.system.remote_path import RemotePath
+from data_pipeline.system.workers import BackgroundQueue
+from txl_dist.checkpoint.attempts import FOLDER, newest_of_launch
+from txl_dist.checkpoint.copies import CheckpointCopies, names_of, step_of
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
-from txl_dist.errors import CheckpointError, ConfigError
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.errors import CheckpointError, ConfigError, StoreError
 from txl_dist.runtime.process import code_description
-from txl_dist.runtime.world import World
+from txl_dist.runtime.world import World, wait_for_queues
 from txl_dist.training.compatibility import require_compatible
 from txl_dist.training.data import TrainingData
-from txl_dist.training.given_checkpoint import changed_settings, named_checkpoint
 from txl_dist.training.job import TrainJob
-from txl_dist.training.remote_resume import replace_by_copy
-from txl_dist.training.resume_point import ResumePoint, state_at, verify_point
-from txl_dist.training.state import GivenCheckpoint, TrainState, load_state
+from txl_dist.training.resume_point import ResumePoint, verify_point
+from txl_dist.training.state import load_state
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Source = Literal["new run", "own checkpoints"] | Path
+"""Where a run begins; a path: the checkpoint where a fork begins."""
 
-def find_resume_point(job: TrainJob, data: TrainingData, world: World) -> ResumePoint | None:
-    """The checkpoint to resume from, or None for a new run. Collective: each rank hashes a part.
 
-    Raises CheckpointError (damaged with --strict, none intact, another model or mixture), DataError
-    (other data), ConfigError (`never` in a directory that has checkpoints).
+def find_resume_point(
+    job: TrainJob, data: TrainingData, world: World, *, download: bool = True
+) -> ResumePoint | None:
+    """The verified checkpoint to resume from, or None for a new run. Collective.
+
+    `download`: whether copies count that are newer than the checkpoints in the run directory.
+    Raises ConfigError, CheckpointError, DataError or StoreError where the table says "refused".
     """
-    directory = CheckpointDirectory(job.run_path)
-    if job.resume == "never":
-        if steps := directory.steps():
-            raise ConfigError(
-                f"{directory.run} holds a run up to step {steps[-1]}, and --resume never would "
-                "overwrite it. Choose another directory=PATH, move that run to another place, or "
-                "resume it with --resume auto"
-            )
+    source = _on_rank_zero(lambda: _source(job, data, download=download), world)
+    if source == "new run":
         return None
-    _require_checkpoints(job, directory, world)
-    if job.resume != "auto":
-        named = world.broadcast(named_checkpoint(job, data))
-        point = _continuation(named, job, directory, world) or _given(named, job, world)
-    elif world.broadcast(directory.steps()):
-        point = _newest_intact(job, directory, world)
-    else:
-        return None
+    point = _fork(job, source, world) if isinstance(source, Path) else _newest_intact(job, world)
     require_compatible(point.manifest, point.state, point.path, job=job, data=data)
     _warn_of_other_code(point)
-    return replace(point, kept_step=_kept_step(point, directory))
-
-
-def _kept_step(point: ResumePoint, checkpoints: CheckpointDirectory) -> int:
-    step = point.step_in(checkpoints)
-    if step is not None or not point.is_of(checkpoints):
-        return step or 0
-    # Superseded: what both trajectories have in common.
-    abandoned, common = load_state(point.path, point.manifest), 0
-    for step in checkpoints.steps():
-        with suppress(CheckpointError):
-            if step < abandoned.step and abandoned.continues(state_at(step, checkpoints)):
-                common = step
-    return common
-
-
-def _given(named: GivenCheckpoint, job: TrainJob, world: World) -> ResumePoint:
-    """The checkpoint that `--resume` names. Earlier divergence does not count any more."""
-    point = verify_point(resolve_checkpoint(job.resume), world)
-    divergence = point.state.divergence.model_copy(update={"event_steps": ()})
-    update = {"resumed_from": named, "divergence": divergence}
-    return replace(point, state=point.state.model_copy(update=update))
-
-
-def _continuation(
-    named: GivenCheckpoint, job: TrainJob, directory: CheckpointDirectory, world: World
-) -> ResumePoint | None:
-    """The newest checkpoint, if this command has gone to the given one before.
-
-    Schedulers repeat a command: going back every time would lose what was trained since. None if
-    the run did not come from there, or with other settings: that is another command.
-    """
-    newest, damage = world.broadcast(_newest_readable(directory))
-    before = newest.resumed_from if newest else None
-    if newest is None or before is None or before.path != named.path:
-        if damage and job.strict:
-            raise _strict_error(damage[0], directory)
-        if damage:
-            log.warning("%s. The run goes to %s", "; ".join(damage), job.resume)
-        return None
-    if changed := changed_settings(before, named, step=newest.step):
-        log.warning(
-            "this run has resumed from %s before, with another %s: it goes back there. To continue "
-            "with other settings instead, leave --resume out",
-            job.resume,
-            ", ".join(changed),
-        )
-        return None
-    try:
-        point = _newest_intact(job, directory, world, resumed_from=before)
-    except CheckpointError as error:
-        if job.strict:
-            raise
-        log.warning("%s. The run goes back to %s", error, job.resume)
-        return None
-    log.info(
-        "this run has resumed from %s before: it continues from step %d. To begin there once more, "
-        "choose another directory=PATH",
-        job.resume,
-        point.state.step,
-    )
     return point
 
 
-def _newest_readable(directory: CheckpointDirectory) -> tuple[TrainState | None, list[str]]:
-    """The state of the newest checkpoint whose manifest is readable, and the damage of others."""
-    damage: list[str] = []
+def _source(job: TrainJob, data: TrainingData, *, download: bool) -> Source:
+    """The row of the table, except for damage. On rank 0; downloads."""
+    directory = CheckpointDirectory(job.run_path)
+    if steps := directory.steps():
+        _require_resumable(job, directory, steps[-1])
+    if download and job.config.training.checkpoint_url:
+        download_newest(job, data, directory)
+    if directory.steps():
+        return "own checkpoints"
+    latest = directory.run / "LATEST"
+    if latest.exists() and job.resume != "never":
+        raise CheckpointError(
+            f"{latest} says that this run has checkpoints, but {directory.path} has none: they "
+            "were moved or removed, or their storage is not mounted. Bring them back and run the "
+            f"same command again. To lose that run and begin again: rm {latest}"
+        )
+    return "new run" if job.resume in ("auto", "never") else resolve_checkpoint(job.resume)
+
+
+def _require_resumable(job: TrainJob, directory: CheckpointDirectory, step: int) -> None:
+    """Raise ConfigError if the command must not continue the run in its directory."""
+    if job.resume == "auto" or _is_restart(job):
+        return
+    if job.resume == "never":
+        raise ConfigError(
+            f"{directory.run} holds a run up to step {step}, and --resume never would overwrite "
+            "it. Choose another directory=PATH, move that run to another place, or resume it with "
+            "--resume auto"
+        )
+    path, begin = _given_path(job), _fork_of(directory)
+    if begin != path:
+        origin = f"which began at {begin}" if begin else "which is no fork"
+        raise ConfigError(
+            f"{directory.run} holds a run up to step {step}, {origin}; --resume {job.resume} "
+            "begins another run. Give the fork a new directory: txl train CONFIG "
+            f"directory=NEW --resume {job.resume}. To continue the run in {directory.run}, leave "
+            "--resume out"
+        )
+
+
+def _is_restart(job: TrainJob) -> bool:
+    """Whether this launch has begun an attempt before, and no other launch has since."""
+    return newest_of_launch(job.run_path / FOLDER, job.launch_id) is not None
+
+
+def _given_path(job: TrainJob) -> str:
+    """PATH of `--resume PATH`, as it is stored in the checkpoints of the fork."""
+    # Links are not followed: their targets may differ from host to host, or change.
+    return str(Path(job.resume).absolute())
+
+
+def _fork_of(directory: CheckpointDirectory) -> str | None:
+    """The PATH where the run of a directory began. All its checkpoints have the same."""
+    damage = []
     for step in reversed(directory.steps()):
         try:
-            return state_at(step, directory), damage
+            path = directory.at(step)
+            return load_state(path, load_checkpoint_manifest(path)).forked_from
         except CheckpointError as error:
             damage.append(str(error))
-    return None, damage
+    raise _all_damaged(directory, damage)
 
 
-def _steps_since(begin: GivenCheckpoint | None, directory: CheckpointDirectory) -> list[int]:
-    """Steps of the checkpoints of the trajectory that began there, and of damaged ones between."""
-    steps: list[int] = []
-    for step in reversed(directory.steps()):
-        with suppress(CheckpointError):
-            if begin is not None and state_at(step, directory).resumed_from != begin:
-                break
-        steps.insert(0, step)
-    return steps
+def _fork(job: TrainJob, path: Path, world: World) -> ResumePoint:
+    point = verify_point(path, world)
+    # The events of the other run do not count any more.
+    divergence = point.state.divergence.model_copy(update={"event_steps": ()})
+    update = {"forked_from": _given_path(job), "divergence": divergence}
+    return replace(point, state=point.state.model_copy(update=update), is_fork=True)
 
 
-def _require_checkpoints(job: TrainJob, directory: CheckpointDirectory, world: World) -> None:
-    """Raise CheckpointError if the run had checkpoints, which are gone."""
-    latest = directory.run / "LATEST"
-    is_empty = not directory.steps()
-    has_latest, superseded = world.broadcast(
-        (latest.exists(), directory.superseded()) if is_empty else (False, [])
-    )
-    # A start with --resume PATH that was killed before it had saved a checkpoint may leave only
-    # superseded ones; the same command goes there again.
-    if not (has_latest or superseded) or (superseded and job.resume != "auto"):
-        return
-    if superseded:
-        raise CheckpointError(
-            f"{directory.path} has only superseded-* checkpoints: a start with --resume PATH was "
-            "killed before it had saved one. Run that command again, or name one of them: --resume "
-            f"{max(superseded)}"
-        )
-    raise CheckpointError(
-        f"{latest} says that this run has checkpoints, but {directory.path} has none: they were "
-        "moved or removed, or their storage is not mounted. Bring them back and run the same "
-        f"command again. To lose that run and begin again: rm {latest}"
-    )
-
-
-def _newest_intact(
-    job: TrainJob,
-    directory: CheckpointDirectory,
-    world: World,
-    *,
-    resumed_from: GivenCheckpoint | None = None,
-) -> ResumePoint:
-    """The newest intact checkpoint, of the trajectory that began at `resumed_from` if given."""
+def _newest_intact(job: TrainJob, world: World) -> ResumePoint:
+    directory = CheckpointDirectory(job.run_path)
     # From rank 0: on a network file system the ranks may see different directory listings.
-    steps = world.broadcast(_steps_since(resumed_from, directory))
+    steps = world.broadcast(directory.steps())
     damage: list[str] = []
     for step in reversed(steps):
         try:
             point = _verified(step, job, directory, world)
         except CheckpointError as error:
             if job.strict:
-                raise _strict_error(str(error), directory) from None
+                raise CheckpointError(
+                    f"{error}. Restore it from a backup; without --strict the run resumes from the "
+                    f"newest intact checkpoint before it (txl checkpoint list {directory.run})"
+                ) from None
             damage.append(str(error))
             continue
         if damage and world.is_rank_zero:
@@ -185,10 +167,13 @@ def _newest_intact(
                 steps[-1] - step,
             )
         return point
-    since = f" since {resumed_from.path}" if resumed_from else ""
-    raise CheckpointError(
-        f"all checkpoints of {directory.run}{since} are damaged: {'; '.join(damage)}. Restore one "
-        "from a backup, or start a new run in another directory"
+    raise _all_damaged(directory, damage)
+
+
+def _all_damaged(directory: CheckpointDirectory, damage: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"all checkpoints of {directory.run} are damaged: {'; '.join(damage)}. Restore one from a "
+        "backup, or start a new run in another directory"
     )
 
 
@@ -199,17 +184,10 @@ def _verified(
     try:
         return verify_point(directory.at(step), world)
     except CheckpointError as error:
-        if not replace_by_copy(step, job, world):
+        if not _on_rank_zero(lambda: _replace_by_copy(step, job, directory), world):
             raise
         log.warning("%s. It was replaced by its copy", error)
     return verify_point(directory.at(step), world)
-
-
-def _strict_error(damage: str, directory: CheckpointDirectory) -> CheckpointError:
-    return CheckpointError(
-        f"{damage}. Restore it from a backup; without --strict the run resumes from the newest "
-        f"intact checkpoint before it (txl checkpoint list {directory.run})"
-    )
 
 
 def _warn_of_other_code(point: ResumePoint) -> None:
@@ -222,3 +200,112 @@ def _warn_of_other_code(point: ResumePoint) -> None:
             point.manifest.written_by,
             current,
         )
+
+
+# --- copies at `training.checkpoint_url`: on rank 0 --------------------------------------------
+
+
+def download_newest(job: TrainJob, data: TrainingData, directory: CheckpointDirectory) -> None:
+    """Download the newest intact copy if it is newer than the checkpoints in the run directory.
+
+    Raises ConfigError, CheckpointError, DataError or StoreError if the copies are of another run,
+    do not fit the job, are all damaged, or cannot be read; then nothing was changed.
+    """
+    copies = _copies(job)
+    try:
+        names = _usable_copies(job, data, directory, copies)
+    except OSError as error:
+        if not _is_restart(job):
+            raise copies.unreachable(error) from error
+        log.warning("%s does not respond; this launch has its checkpoints locally", copies.url)
+        return
+    directory.path.mkdir(parents=True, exist_ok=True)
+    newest, damage = directory.newest_step(), []
+    for name in reversed(names):
+        if newest is not None and step_of(name) <= newest:
+            return
+        try:
+            path = copies.download(name, directory)
+        except CheckpointError as error:
+            if job.strict:
+                raise
+            damage.append(str(error))
+            log.warning("%s. An older checkpoint is used instead", error)
+            continue
+        except OSError as error:  # storage or disk fails: this says nothing about the copy
+            raise StoreError(
+                f"{copies.at(name)} cannot be downloaded to {directory.path}: "
+                f"{error.strerror or error}. Run it again, or train without the copies: "
+                "training.checkpoint_url=null"
+            ) from error
+        log.info("downloaded %s from %s", path, copies.at(name))
+        return
+    if damage and newest is None:  # a new run would replace them
+        raise copies.all_damaged(damage)
+
+
+def _usable_copies(
+    job: TrainJob, data: TrainingData, directory: CheckpointDirectory, copies: CheckpointCopies
+) -> list[str]:
+    """The copies from which this command may resume, oldest first; none of another fork.
+
+    Raises OSError if the URL cannot be read.
+    """
+    names = copies.complete()
+    if not names:
+        return []
+    if job.resume == "never" and not _is_restart(job):
+        raise ConfigError(
+            f"training.checkpoint_url={copies.url} holds a run up to step {step_of(names[-1])}, "
+            "and --resume never would overwrite it. Choose another URL, or resume that run with "
+            "--resume auto"
+        )
+    name, manifest = copies.newest_manifest(names)
+    path = copies.at(name)
+    state = load_state(path, manifest)
+    if job.resume not in ("auto", "never") and state.forked_from != _given_path(job):
+        return []  # the attempt of another run is refused at this URL (`begin_attempt`)
+    if run_id := directory.run_id():
+        copies.require_run(run_id)
+    elif not directory.steps():
+        require_compatible(manifest, state, path, job=job, data=data)
+    # A kill or an outage may have prevented a rollback from removing the copies it superseded.
+    superseded = names_of(directory.superseded())
+    return [name for name in names if name not in superseded]
+
+
+def _replace_by_copy(step: int, job: TrainJob, directory: CheckpointDirectory) -> bool:
+    """Replace the damaged checkpoint of a step by its copy; False without an intact one."""
+    if job.config.training.checkpoint_url is None:
+        return False
+    copies = _copies(job)
+    # Unless its manifest is damaged, only the copy of this save: others are superseded.
+    own, superseded = names_of([directory.at(step)]), names_of(directory.superseded())
+    try:
+        names = [name for name in copies.complete() if step_of(name) == step]
+        usable = [name for name in names if name in own or (not own and name not in superseded)]
+        if usable:
+            copies.download(usable[-1], directory)  # that which LATEST names, if there are two
+        return bool(usable)
+    except (CheckpointError, OSError) as error:
+        log.warning("the copy of step %d at %s cannot be used: %s", step, copies.url, error)
+        return False
+
+
+def _copies(job: TrainJob) -> CheckpointCopies:
+    url = job.config.training.checkpoint_url
+    assert url is not None
+    return CheckpointCopies(RemotePath(url))
+
+
+def _on_rank_zero(work: Callable[[], T], world: World) -> T:
+    """The result of `work` of rank 0. It may take longer than the limit of a collective."""
+    queue, results = BackgroundQueue("resume"), list[T]()
+    try:
+        if world.is_rank_zero:
+            queue.submit(lambda: results.append(work()))
+        wait_for_queues(world, queue, name="the choice or download of a checkpoint")
+    finally:
+        queue.close(timeout_seconds=0)
+    result: T = world.broadcast(results[0] if results else None)
+    return result

@@ -2,7 +2,6 @@
 
 import logging
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +33,13 @@ class ResumePoint:
     path: Path
     manifest: CheckpointManifest
     state: TrainState
-    kept_step: int = 0
-    """The last step in the run directory that belongs to the trajectory of this checkpoint."""
+    is_fork: bool = False
+    """Whether it is a checkpoint of another run, where this one begins (`--resume PATH`)."""
 
-    def is_of(self, checkpoints: CheckpointDirectory) -> bool:
-        """Whether the checkpoint belongs to this run, superseded or not."""
-        is_in = _is_same(self.path.parent, checkpoints.path)
-        return is_in or self.step_in(checkpoints) is not None
+    @property
+    def kept_step(self) -> int:
+        """The last step in the run directory that stays part of the run; 0 for a fork."""
+        return 0 if self.is_fork else self.state.step
 
     def has_memory_for(self, config: RunConfig) -> bool:
         """Whether its memory fits: the same lanes, and rows that can be loaded."""
@@ -48,22 +47,10 @@ class ResumePoint:
             config.model
         ).fits(self.manifest.architecture)
 
-    def step_in(self, checkpoints: CheckpointDirectory) -> int | None:
-        """The step of this checkpoint, or of its copy, in a run; None if it is superseded there."""
-        own = checkpoints.at(self.state.step)
-        if _is_same(self.path, own):
-            return self.state.step
-        with suppress(CheckpointError):
-            save_id = load_checkpoint_manifest(own).save_id
-            if save_id is not None and save_id == self.manifest.save_id:
-                return self.state.step
-        return None
 
-
-def run_id_of(point: ResumePoint | None, checkpoints: CheckpointDirectory) -> str:
-    """The id of the run in its checkpoints; a new one if it begins, or begins at another run's."""
-    own = point.manifest.run_id if point and point.is_of(checkpoints) else None
-    return own or uuid.uuid4().hex
+def run_id_of(point: ResumePoint | None) -> str:
+    """The id of the run that a checkpoint belongs to; a new one for a new run or a fork."""
+    return uuid.uuid4().hex if point is None or point.is_fork else point.manifest.run_id
 
 
 def newest_before(step: int, directory: CheckpointDirectory, world: World) -> ResumePoint | None:
@@ -93,27 +80,15 @@ def verify_point(path: Path, world: World) -> ResumePoint:
     return ResumePoint(path, manifest, state)
 
 
-def _is_same(path: Path, other: Path) -> bool:
-    """Whether two paths are one directory, also through links or another mount."""
-    with suppress(OSError):
-        return path.samefile(other)
-    return False
-
-
 def restore(point: ResumePoint, config: RunConfig, engine: Engine, step: TrainStep) -> None:
     """Load weights, optimizer state and, if it fits, the memory of this rank's lanes."""
     fault_point("resume")
     # The configs are compatible; this detects changes in the code of the model.
     check_parameters(point.path, point.manifest, engine.shapes)
     check_optimizer_states(point.path, point.manifest, engine.optimizer_states)
-    # Another run may own the checkpoint (--resume PATH) and remove it.
+    # At a fork, the other run may remove the checkpoint.
     with reading(point.path):
         load_fragments(point.path, point.manifest, engine.fragments_to_load())
         engine.finish_loading(num_steps=point.state.step - point.state.skipped_steps)
         if point.has_memory_for(config):
             step.load_memory(load_memory(point.path, point.manifest, step.lanes))
-
-
-def state_at(step: int, directory: CheckpointDirectory) -> TrainState:
-    path = directory.at(step)
-    return load_state(path, load_checkpoint_manifest(path))

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_pipeline.storage.locks import wait_for_lock
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.files import wait_for_lock
+from data_pipeline.system.remote_path import RemotePath
 from txl_dist.checkpoint.attempts import (
     FOLDER,
     Attempt,
@@ -22,10 +22,9 @@ from txl_dist.checkpoint.attempts import (
     newest_number,
     newest_of_launch,
 )
+from txl_dist.checkpoint.copies import CheckpointCopies
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.mirror import unreachable
-from txl_dist.checkpoint.remote import RemoteCheckpoints
 from txl_dist.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:  # launchers use this module without importing torch
@@ -123,7 +122,7 @@ def begin_attempt(
 ) -> Attempt:
     """Record the next attempt in the run directory, which ends older ones. Collective.
 
-    The attempt is recorded at `training.checkpoint_url` later, by `CheckpointMirror.open`: until
+    The attempt is recorded at `training.checkpoint_url` later, by `CopyUploader.open`: until
     then this start may be refused. Raises StoreError if the URL cannot be read, except at a restart
     by the same launch, and ConfigError if it has checkpoints of another run.
     """
@@ -149,12 +148,12 @@ def _newest_number(job: "TrainJob", checkpoints: CheckpointDirectory, run_id: st
         with suppress(CheckpointError):  # damaged; the resume reports it
             numbers.append(load_checkpoint_manifest(checkpoints.at(step)).attempt)
     if url := job.config.training.checkpoint_url:
-        remote = RemoteCheckpoints(RemotePath(url))
+        copies = CheckpointCopies(RemotePath(url))
         try:
-            remote.require_run(run_id)
-            numbers.append(newest_number(remote.attempts))
+            copies.require_run(run_id)
+            numbers.append(newest_number(copies.attempts))
         except OSError as error:
             # At a restart, an attempt elsewhere is found when this one is recorded at the URL.
             if newest_of_launch(checkpoints.run / FOLDER, job.launch_id) is None:
-                raise unreachable(remote, error) from error
+                raise copies.unreachable(error) from error
     return max(numbers)

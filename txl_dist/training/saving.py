@@ -28,9 +28,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.processes.background_queue import BackgroundQueue
+from data_pipeline.system.sources import shown
+from data_pipeline.system.workers import BackgroundQueue
+from txl_dist.checkpoint.copies import CopyUploader
 from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
-from txl_dist.checkpoint.mirror import CheckpointMirror
 from txl_dist.checkpoint.snapshot import Snapshot
 from txl_dist.checkpoint.writer import CheckpointHeader, Save, explain_failed_save, update_state
 from txl_dist.config.config_file import flatten_config
@@ -38,7 +39,7 @@ from txl_dist.config.training_config import TrainingConfig
 from txl_dist.errors import CheckpointError, DivergedError, TxlError
 from txl_dist.runtime.process import code_description
 from txl_dist.runtime.world import wait_for_queues
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.scores import ScoreTable
 from txl_dist.training.state import TrainState
@@ -60,7 +61,7 @@ def retention_of(config: TrainingConfig) -> Retention:
 
 
 def open_saver(
-    rank: RankContext, beginning: Beginning, step: TrainStep, tracker: Tracker | None
+    rank: RankContext, beginning: Beginning, step: TrainStep, tracker: TrackingProcess | None
 ) -> "RunSaver":
     """The saver of a run. Collective. Records a new attempt at `training.checkpoint_url` too."""
     config, data, checkpoints = rank.config, rank.data, rank.directory.checkpoints
@@ -82,34 +83,31 @@ def open_saver(
         header=header,
         step=step,
         tracker=tracker,
-        mirror=_open_mirror(rank, is_new_attempt=beginning.is_new_attempt),
+        uploader=_open_uploader(rank, is_new_attempt=beginning.is_new_attempt),
         config=config.training,
         scores=beginning.scores,
         max_waiting=config.evaluation.max_waiting_checkpoints
         if config.evaluation.on == "workers"
         else 0,
         saved_file=Path(rank.job.saved_file) if rank.job.saved_file else None,
-        saved_step=beginning.point.step_in(checkpoints) if beginning.point else None,
+        saved_step=beginning.kept_step or None,
     )
     return rank.stack.enter_context(closing(saver))
 
 
-def _open_mirror(rank: RankContext, *, is_new_attempt: bool) -> CheckpointMirror | None:
-    config, world = rank.config.training, rank.world
-    if config.checkpoint_url is None:
-        return None
-    mirror = CheckpointMirror(
-        config.checkpoint_url,
-        rank.directory.checkpoints,
-        rank=world.rank,
-        num_ranks=world.num_ranks,
-        timeout_seconds=config.rank_timeout_seconds,
-        retention=retention_of(config),
-        attempt=rank.directory.checkpoints.attempt,
-    )
-    if is_new_attempt:
-        world.run_on_rank_zero(mirror.open)
-    return mirror
+def _open_uploader(rank: RankContext, *, is_new_attempt: bool) -> CopyUploader | None:
+    """On rank 0, if checkpoints are copied. Collective."""
+    config, checkpoints = rank.config.training, rank.directory.checkpoints
+    uploader = None
+    if config.checkpoint_url and rank.world.is_rank_zero:
+        uploader = CopyUploader(
+            config.checkpoint_url,
+            checkpoints,
+            retention=retention_of(config),
+            attempt=checkpoints.attempt,
+        )
+    rank.world.run_on_rank_zero(lambda: uploader.open() if uploader and is_new_attempt else None)
+    return uploader
 
 
 class RunSaver:
@@ -126,8 +124,8 @@ class RunSaver:
         *,
         header: CheckpointHeader,
         step: TrainStep,
-        tracker: Tracker | None,
-        mirror: CheckpointMirror | None,
+        tracker: TrackingProcess | None,
+        uploader: CopyUploader | None,
         config: TrainingConfig,
         scores: ScoreTable | None,
         max_waiting: int = 0,
@@ -135,7 +133,7 @@ class RunSaver:
         saved_step: int | None,
     ) -> None:
         self._checkpoints, self._header, self._config = checkpoints, header, config
-        self._mirror, self._scores, self._max_waiting = mirror, scores, max_waiting
+        self._uploader, self._scores, self._max_waiting = uploader, scores, max_waiting
         self._step, self.tracker, self._saved_file = step, tracker, saved_file
         self.saved_step = saved_step
         self._is_confirmed = False
@@ -161,7 +159,7 @@ class RunSaver:
     @property
     def has_failed(self) -> bool:
         """Whether `wait` would raise an error of this rank; for the flags of a step."""
-        is_fenced = self._mirror is not None and self._mirror.is_fenced
+        is_fenced = self._uploader is not None and self._uploader.is_fenced
         return self._queue.error is not None or is_fenced
 
     def save(self, state: TrainState) -> None:
@@ -200,7 +198,7 @@ class RunSaver:
         Later checkpoints are superseded, and `state.divergence` becomes part of this one, so that a
         resume from it skips the same steps. Raises CheckpointError on every rank.
         """
-        changes = state.model_dump(mode="json", include={"divergence", "resumed_from"})
+        changes = state.model_dump(mode="json", include={"divergence"})
 
         def rewrite() -> None:
             best_step = None
@@ -213,8 +211,7 @@ class RunSaver:
         world = self._step.world
         with explain_failed_save(self._checkpoints, rank=0):
             world.run_on_rank_zero(rewrite)
-        if self._mirror is not None:
-            self._mirror.update()  # removes the copies of the superseded checkpoints
+        self._upload()  # also removes the copies of the superseded checkpoints
         self.saved_step, self._is_confirmed = state.step, False
 
     def confirm(self) -> None:
@@ -236,8 +233,7 @@ class RunSaver:
             limit_seconds=self._config.rank_timeout_seconds,
             on_error=self._give_up,
         )
-        if self._mirror is not None:
-            self._step.world.run_on_all(self._mirror.require_newest_attempt)
+        self._require_newest_attempt_of_copies()
 
     def finish(self, *, require_copies: bool) -> None:
         """`wait`, then wait until the copies at the URL are complete. Collective.
@@ -246,31 +242,26 @@ class RunSaver:
         After that, CheckpointError on every rank. Without `require_copies` a failure is logged.
         """
         self.wait()
-        if self._mirror is None:
+        if self._config.checkpoint_url is None:
             return
         world, start = self._step.world, time.monotonic()
         world.activity.name = "upload of checkpoints"
-        self._mirror.update()
+        self._upload()
         while True:
-            is_idle = self._mirror.wait(RETRY_SECONDS)
-            outcome = (is_idle, self._mirror.failure, time.monotonic() - start)
-            outcomes = world.all_gather(outcome)
-            world.run_on_all(self._mirror.require_newest_attempt)
-            failures = [failure for _, failure, _ in outcomes if failure]
-            if all(is_idle for is_idle, _, _ in outcomes) and not failures:
+            # In turns, so that no rank waits in a collective for longer than its limit.
+            is_idle, failure, seconds = world.broadcast(self._wait_for_upload(start))
+            self._require_newest_attempt_of_copies()
+            if is_idle and not failure:
                 return
-            # By the clock of rank 0, so that all ranks end at the same time.
-            is_late = outcomes[0][2] > self._config.checkpoint_upload_timeout_seconds
-            # The failure of a rank that is not idle is that of an earlier update.
-            has_failed = any(is_idle and failure for is_idle, failure, _ in outcomes)
-            if is_late or (has_failed and not require_copies):
+            is_late = seconds > self._config.checkpoint_upload_timeout_seconds
+            if is_late or (is_idle and not require_copies):
                 break
-            if is_idle and self._mirror.failure:
+            if is_idle:
                 time.sleep(RETRY_SECONDS)
-                self._mirror.update()
+                self._upload()
         message = (
-            f"the checkpoints could not be copied to {self._mirror}: "
-            f"{failures[0] if failures else 'the uploads took too long'}. They are complete in "
+            f"the checkpoints could not be copied to {shown(self._config.checkpoint_url)}: "
+            f"{failure or 'the uploads took too long'}. They are complete in "
             f"{self._checkpoints.path}. The same command repeats the upload; or increase "
             "training.checkpoint_upload_timeout_seconds="
             f"{self._config.checkpoint_upload_timeout_seconds:g}"
@@ -278,6 +269,25 @@ class RunSaver:
         if require_copies:
             raise CheckpointError(message)
         log.warning("%s", message)
+
+    def _upload(self) -> None:
+        if self._uploader is not None:
+            self._uploader.update()
+
+    def _wait_for_upload(self, start: float) -> tuple[bool, str | None, float]:
+        """Whether rank 0 has uploaded everything, why not, and the seconds since `start`."""
+        if self._uploader is None:
+            return False, None, 0.0
+        is_idle = self._uploader.wait(RETRY_SECONDS)
+        return is_idle, self._uploader.failure if is_idle else None, time.monotonic() - start
+
+    def _require_newest_attempt_of_copies(self) -> None:
+        """Raise the FencedError of the uploads, if they had one, on every rank. Collective."""
+        if self._config.checkpoint_url is not None:
+            uploader = self._uploader
+            self._step.world.run_on_rank_zero(
+                lambda: uploader.require_newest_attempt() if uploader else None
+            )
 
     def settle(self) -> None:
         """`wait` before a rollback, which a save that has found NaN or Inf must not prevent.
@@ -307,13 +317,13 @@ class RunSaver:
     def close(self) -> None:
         """End the thread. A save in flight is completed first, if the other ranks have done so."""
         self._deadline = min(self._deadline, time.monotonic() + CLOSE_TIMEOUT_SECONDS)
-        if self._mirror is not None:
-            self._mirror.close()
+        if self._uploader is not None:
+            self._uploader.close()
         if not self._queue.close(2 * CLOSE_TIMEOUT_SECONDS):
             log.warning("the checkpoint of step %s could not be completed", self.saved_step)
         elif self._queue.error is not None:
             log.info("%s", self._queue.error)
-            self._checkpoints.discard(self._save_id)
+            self._checkpoints.remove_staging(self._save_id)
 
     @property
     def _save_id(self) -> str:
@@ -342,7 +352,7 @@ class RunSaver:
         self._deadline = -math.inf
         self._queue.wait(CLOSE_TIMEOUT_SECONDS)
         # By every rank, after its own thread has ended: the last one finds all files.
-        self._checkpoints.discard(self._save_id)
+        self._checkpoints.remove_staging(self._save_id)
 
     # --- in the background thread ---------------------------------------------------------------
 
@@ -356,8 +366,6 @@ class RunSaver:
         self, save: Save, snapshot: Snapshot, state: TrainState, mlflow_run_id: str | None
     ) -> None:
         save.write_part(snapshot)
-        if self._mirror is not None and save.rank != 0:
-            self._mirror.update(published=(state.step, save.save_id))
         if save.rank != 0:
             return
         path = save.publish(
@@ -370,8 +378,7 @@ class RunSaver:
             if self._saved_file:
                 self._saved_file.touch()
             log.info("checkpoint at step %d | %s", state.step, path)
-        if self._mirror is not None:
-            self._mirror.update()
+        self._upload()
 
     def _mark_best(self) -> None:
         assert self._scores is not None

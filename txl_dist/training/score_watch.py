@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import torch
 
-from data_pipeline.processes.parent import PARENT_VARIABLE
+from data_pipeline.system.signals import PARENT_VARIABLE
 from txl_dist.runtime.world import World
 from txl_dist.training.observer import Observer
 from txl_dist.training.run_directory import RunDirectory

@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from pydantic import ValidationError
 
-from data_pipeline.storage.atomic_files import write_file
-from data_pipeline.storage.strict_model import StrictModel, first_problem
+from data_pipeline.system.files import write_file
+from data_pipeline.system.strict import StrictModel, first_problem
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import Count, Sha256, load_checkpoint_manifest
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.tracking.journal import MetricsJournal, read_metrics
 
 if TYPE_CHECKING:
-    from txl_dist.evaluation.evaluate import EvaluationResult
+    from txl_dist.evaluation.result import EvaluationResult
     from txl_dist.training.state import TrainState
 
 FOLDER = "evaluations"

@@ -13,13 +13,12 @@ from contextlib import ExitStack
 
 from txl_dist.runtime.stop import StopRequest
 from txl_dist.runtime.world import World
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 from txl_dist.training.begin import begin_run, open_inputs
 from txl_dist.training.computation import build_evaluator
 from txl_dist.training.job import TrainJob
 from txl_dist.training.loop import Trainer
 from txl_dist.training.parts import build_parts
-from txl_dist.training.resume_point import run_id_of
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.segment_source import SegmentSource
 
@@ -32,7 +31,7 @@ def build_trainer(
     stop: StopRequest | None = None,
     *,
     run_stack: ExitStack | None = None,
-    tracker: Tracker | None = None,
+    tracker: TrackingProcess | None = None,
     evaluate_on: str = "processes",
 ) -> Trainer:
     """Open the data, join the ranks, resume or initialise, and build all parts of the run.
@@ -43,8 +42,7 @@ def build_trainer(
     stop, run_stack = StopRequest() if stop is None else stop, run_stack or stack
     inputs = open_inputs(job, world, directory, stack, evaluate_on=evaluate_on)
     beginning = begin_run(inputs, stop, run_stack)
-    run_id = world.broadcast(run_id_of(beginning.point, directory.checkpoints))
-    rank = inputs.after_step(beginning.settings_step, run_id=run_id)
+    rank = inputs.after_step(beginning.settings_step, run_id=beginning.run_id)
     parts = build_parts(rank, beginning, run_stack, tracker)
     segments = SegmentSource(rank, parts.step)
     plan, first_segments = segments.open_at(parts.state)

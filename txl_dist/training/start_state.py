@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data_pipeline.storage.atomic_files import remove_leftovers, write_file
 from data_pipeline.streams.remainder import merged, num_tokens
+from data_pipeline.system.files import remove_leftovers, write_file
 from txl_dist.config.config_file import dump_run_config
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
 from txl_dist.training.begin import Beginning, RankContext
@@ -26,7 +26,7 @@ def initial_state(rank: RankContext, point: ResumePoint | None) -> TrainState:
     """The state to begin with. Its last phase reads the data of this job."""
     state = point.state if point else TrainState()
     phases = phases_from(
-        phases_of(rank, point) if point else (),
+        state.phases,
         rank.data.phase,
         position=state.position,
         context_tokens=context_segments(rank.config) * rank.config.data.tgt_len,
@@ -38,26 +38,19 @@ def initial_state(rank: RankContext, point: ResumePoint | None) -> TrainState:
     return state
 
 
-def phases_of(rank: RankContext, point: ResumePoint) -> tuple[Phase, ...]:
-    """The phases of a checkpoint; before runs had phases, one with the data of this job."""
-    num_lanes = len(point.manifest.rank_of_lane)
-    return point.state.phases or (rank.data.phase.model_copy(update={"num_lanes": num_lanes}),)
-
-
 def open_run(rank: RankContext, beginning: Beginning) -> int:
     """Make the run directory consistent: no checkpoints, scores or metrics after the beginning.
 
     Called on rank 0. Returns the last step of the metrics before that.
     """
     directory, evaluation = rank.directory, rank.data.evaluation
-    scores, kept_step, point = beginning.scores, beginning.kept_step, beginning.point
+    scores, kept_step = beginning.scores, beginning.kept_step
     assert scores is not None
     reached_step = last_trained_step(directory.metrics)
     # Everything here is idempotent: a process killed at any line leaves a directory that the next
     # start makes consistent again.
     directory.checkpoints.open()
-    source = point.path if point else None
-    for step in directory.checkpoints.rewind(kept_step, best_step=scores.best_step, source=source):
+    for step in directory.checkpoints.rewind(kept_step, best_step=scores.best_step):
         log.warning("the checkpoint at step %d is renamed to superseded-*", step)
     for path in (directory.config, directory.metrics):
         remove_leftovers(path)
@@ -126,7 +119,7 @@ def count_tokens(before: tuple[Phase, ...], state: TrainState) -> TokenCount:
         epoch=epoch,
         read=num_tokens(read),
         unread=num_tokens(unread),
-        lost=missing if missing >= (after.num_lanes or 0) else 0,
+        lost=missing if missing >= after.num_lanes else 0,
         twice=num_tokens(read) + num_tokens(unread) - covered,
         targets_missing=targets - state.tokens,
     )

@@ -8,17 +8,17 @@ masks follow from seed, step and lane (`dropout.py`), the order of tokens from s
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, ValidationError
 
-from data_pipeline.storage.remote_path import DatasetPath
-from data_pipeline.storage.strict_model import StrictModel, first_problem
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import tokens_per_epoch
 from data_pipeline.streams.remainder import Remainder
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict import StrictModel, first_problem
 from txl_dist.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Count, Sha256
 from txl_dist.config.training_config import DivergenceConfig
 from txl_dist.errors import CheckpointError
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.divergence import DivergenceState
 from txl_dist.training.scores import Score
 
@@ -46,8 +46,7 @@ class Phase(StrictModel):
     first_epoch: Count = 0
     """Number of the epoch that begins at `position`, or continues there if `unread` is set."""
     corpora: Annotated[tuple[CorpusEntry, ...], Field(min_length=1)]
-    num_lanes: Annotated[Count, Field(ge=1)] | None = None
-    """None only in a checkpoint of an older version; `load_state` sets it."""
+    num_lanes: Annotated[Count, Field(ge=1)]
     unread: tuple[tuple[Count, Count], ...] = ()
     """Ranges of the order of `first_epoch` that earlier phases have not read; empty: all of it."""
     context_tokens: Count = 0
@@ -60,7 +59,6 @@ class Phase(StrictModel):
 
     def plan(self, *, tgt_len: int = 1) -> LanePlan:
         """The lanes of the phase. Without `tgt_len`, for questions that do not depend on it."""
-        assert self.num_lanes is not None
         return LanePlan(
             num_tokens=self.num_tokens,
             num_lanes=self.num_lanes,
@@ -90,15 +88,6 @@ class Phase(StrictModel):
         return {corpus.name: corpus.weight / total for corpus in self.corpora}
 
 
-class GivenCheckpoint(StrictModel):
-    """What a command with `--resume PATH` has named, and with which settings."""
-
-    path: str
-    """PATH, absolute."""
-    settings: dict[str, JsonValue]
-    """Those that change the trajectory, and the data (`given_checkpoint.py`)."""
-
-
 class LastUpdate(StrictModel):
     """What the step line says about the last step that updated the weights."""
 
@@ -124,41 +113,27 @@ class TrainState(StrictModel):
     """Nats, tokens and bytes since the last line of metrics.jsonl."""
     unreported_steps: Count = 0
     last_update: LastUpdate | None = None
-    """None before the first one, and in a checkpoint of an older version."""
+    """None before the first one."""
     phases: tuple[Phase, ...] = ()
     """All phases in order; the last one is the current one."""
     contiguous_from: Count = 0
     """Lane position from which the memory is contiguous: the lanes' memory of earlier tokens is not
     followed directly by this position, so no token may attend across it."""
     divergence: DivergenceState = DivergenceState()
-    resumed_from: GivenCheckpoint | None = None
-    """Where this trajectory began, if the run last went to a given checkpoint."""
-
-    def continues(self, earlier: "TrainState") -> bool:
-        """Whether this state and an earlier one of the same run are of one trajectory."""
-        return (
-            self.resumed_from == earlier.resumed_from
-            and self.divergence.num_rollbacks == earlier.divergence.num_rollbacks
-        )
+    forked_from: str | None = None
+    """The checkpoint of another run where this run began: PATH of `--resume PATH`, absolute."""
 
 
 def load_state(path: DatasetPath, manifest: CheckpointManifest) -> TrainState:
     """The state in the manifest of checkpoint `path`. Raises CheckpointError if it is invalid."""
     try:
         # From JSON text: in strict mode only JSON input may give a tuple as a list.
-        state = TrainState.model_validate_json(json.dumps(manifest.state))
+        return TrainState.model_validate_json(json.dumps(manifest.state))
     except ValidationError as error:
         raise CheckpointError(
             f"{path / MANIFEST_NAME}: state.{first_problem(error)}. The checkpoint was written by "
             f"{manifest.written_by}; resume with that version, or choose another checkpoint"
         ) from None
-    # Before the number of lanes could change, it was stored only in the list of their memories.
-    num_lanes = len(manifest.rank_of_lane)
-    phases = tuple(
-        phase if phase.num_lanes else phase.model_copy(update={"num_lanes": num_lanes})
-        for phase in state.phases
-    )
-    return state.model_copy(update={"phases": phases})
 
 
 def after_step(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_pipeline.streams.segments import Segment
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.devices import to_device
 from txl_dist.model.dropout import DeviceDropoutMasks, DropoutMasks, LaneDropoutMasks
 from txl_dist.model.memory import SequenceState

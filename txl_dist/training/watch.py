@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data_pipeline.processes.workers import Workers
-from data_pipeline.storage.locks import try_lock
+from data_pipeline.system.files import try_lock
+from data_pipeline.system.workers import Workers
 from txl_dist.checkpoint.directory import CheckpointDirectory
 from txl_dist.checkpoint.manifest import CheckpointManifest, load_checkpoint_manifest
 from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.evaluate import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
 from txl_dist.training.data import EvaluatedSplit, TrainingData
 from txl_dist.training.run_directory import RunDirectory
 from txl_dist.training.schedule import resolve_duration

@@ -12,7 +12,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.storage.staged_directory import StagedDirectory
+from data_pipeline.system.files import StagedDirectory
 from tests.support.commands import ENVIRONMENT
 
 Txl = Callable[..., Any]

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.preparation.scan import plan_scan, scan
-from data_pipeline.processes.progress import counting_bytes
 from data_pipeline.readers import find_files
 from data_pipeline.shards.inspection import excerpts
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.verify import verify_dataset
+from data_pipeline.system.progress import counting_bytes
 from tests.data_pipeline.preparation.preparing import Backwards, files_of, prepare, write_corpus
 
 TEXTS = st.sampled_from(["one", "two words", "täler 潮", "a\nline\n\nor two", "long " * 90, " = x"])

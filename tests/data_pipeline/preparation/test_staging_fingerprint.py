@@ -9,7 +9,7 @@ from data_pipeline.preparation.finished_units import FINGERPRINT, RECORDS
 from data_pipeline.shards.inspection import excerpts
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
-from data_pipeline.storage.staged_directory import STAGING
+from data_pipeline.system.files import STAGING
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import (
     SETTINGS,

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from data_pipeline.preparation.finished_units import RECORDS
-from data_pipeline.processes.workers import ProcessWorkers
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.cursor import read_range
+from data_pipeline.system.workers import ProcessWorkers
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import StopsAfter, files_of, prepare, write_corpus
 

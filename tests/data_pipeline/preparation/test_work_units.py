@@ -14,11 +14,11 @@ from data_pipeline.errors import DataError
 from data_pipeline.preparation.finished_units import FINGERPRINT, RECORDS
 from data_pipeline.preparation.scan import FileRange, ScanUnit
 from data_pipeline.preparation.work_units import Task, run_task
-from data_pipeline.processes.workers import ProcessWorkers
 from data_pipeline.readers import InputFile
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.verify import verify_dataset
+from data_pipeline.system.workers import ProcessWorkers
 from tests.data_pipeline.preparation.preparing import Backwards, compressed, files_of, prepare
 
 RAW_LINES = st.sampled_from(

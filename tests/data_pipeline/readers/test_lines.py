@@ -1,12 +1,13 @@
+"""Documents of text files: lines and JSON lines, in ranges of any size."""
+
 import json
-import re
-from itertools import groupby
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.readers import Record, Reject
 from tests.data_pipeline.readers.reading import one_file, read, texts
 
 BOM = b"\xef\xbb\xbf"
@@ -68,29 +69,17 @@ def test_lines_do_not_depend_on_the_size_of_chunks_and_ranges(
         assert read(file, unit_bytes=unit_bytes) == expected
 
 
-BLOCK_LINE = st.sampled_from(["a", "word  ", "é", " ", "", "\t", "x" * 30])
+def jsonl(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    lines=st.lists(BLOCK_LINE, max_size=20),
-    end=st.sampled_from(["\n", "\r\n"]),
-    has_last_end=st.booleans(),
-    unit_bytes=st.integers(1, 40),
-)
-def test_blank_lines_separate_documents_in_ranges_of_any_size(
-    tmp_path_factory: pytest.TempPathFactory,
-    lines: list[str],
-    end: str,
-    has_last_end: bool,
-    unit_bytes: int,
-) -> None:
-    content = end.join(lines) + end * has_last_end
-    numbered = enumerate(re.findall(r"[^\n]*\n|[^\n]+", content), start=1)
-    groups = groupby(numbered, key=lambda line: bool(line[1].strip()))
-    expected = [list(group) for is_text, group in groups if is_text]
-    path = tmp_path_factory.mktemp("blocks") / "in.txt"
-    path.write_bytes(BOM + content.encode())
-    records = read(one_file(path, "blank_lines"), unit_bytes=unit_bytes)
-    assert texts(records) == ["".join(text for _, text in group) for group in expected]
-    assert [record.line for record in records] == [group[0][0] for group in expected]
+def test_a_key_twice_in_an_object_is_named(tmp_path: Path) -> None:
+    lines = b'{"text": "a", "x": {"k": 1, "k": 1}}\n{"text": "b", "text": "c"}\n'
+    (tmp_path / "in.jsonl").write_bytes(lines + jsonl("d"))
+    one, two, three = read(one_file(tmp_path / "in.jsonl"))
+    assert isinstance(one, Reject)
+    assert 'key "k" twice' in one.reason
+    assert isinstance(two, Reject)
+    assert (two.line, two.byte) == (2, 37)
+    assert 'key "text" twice' in two.reason
+    assert isinstance(three, Record)

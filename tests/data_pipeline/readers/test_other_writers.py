@@ -15,7 +15,7 @@ from tests.data_pipeline.preparation.test_prepare_ids import SETTINGS as IDS
 from tests.data_pipeline.preparation.test_prepare_ids import tokens_of
 from tests.data_pipeline.readers.id_inputs import END, WRITERS
 from tests.data_pipeline.readers.reading import read, texts
-from tests.data_pipeline.readers.test_arrow import TABLE, VALUES
+from tests.data_pipeline.readers.test_columns import TABLE, VALUES
 from tests.data_pipeline.readers.test_tar import GOOD, archive
 
 pytestmark = pytest.mark.slow  # the libraries take seconds to import

@@ -240,12 +240,12 @@ def test_a_path_in_a_pax_header_may_not_leave_the_archive_either(tmp_path: Path)
 def test_a_bomb_is_refused_without_being_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_pipeline.readers.expansion.MIN_BYTES", 2**20)
+    monkeypatch.setattr("data_pipeline.readers.source.MIN_BYTES", 2**20)
     bomb = archive(*GOOD, member("c.bin", b"\0" * 2**22), member("d.txt", b"\0" * 2**22))
     for suffix, pack in ((".zst", zstandard.compress), (".gz", gzip.compress)):
         path = tmp_path / f"in.tar{suffix}"
         path.write_bytes(pack(bomb))
-        monkeypatch.setattr("data_pipeline.readers.expansion.MAX_RATIO", 100)
+        monkeypatch.setattr("data_pipeline.readers.source.MAX_RATIO", 100)
         *good, reject = read(one_file(path))
         assert "refused as a decompression bomb" in str(reject)
         assert texts(good) == ["one"], "b could have had more members"

@@ -23,10 +23,10 @@ from data_pipeline.readers import (
     read_text_chunks,
     scan_ranges,
 )
-from data_pipeline.readers.id_documents import IdDocument, text_of_document
+from data_pipeline.readers.id_arrays import IdDocument, text_of_document
+from data_pipeline.readers.ids import text_of_value
 from data_pipeline.readers.records import BadRecordError
 from data_pipeline.readers.source import Source
-from data_pipeline.readers.token_ids import text_of_value
 from tests.data_pipeline.readers.id_inputs import (
     END,
     RULES,
@@ -187,7 +187,7 @@ def test_a_document_in_chunks_is_that_of_its_whole_array(
 
 
 def test_a_long_document_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.readers.id_documents.HELD_BYTES", 2**12)
+    monkeypatch.setattr("data_pipeline.readers.id_arrays.HELD_BYTES", 2**12)
     monkeypatch.setattr("data_pipeline.readers.id_arrays.CHUNK_BYTES", 2**10)
     num_ids = 2**13 + 3
     np.full(num_ids, 400, "<u2").tofile(tmp_path / "in.bin")

@@ -11,7 +11,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import ShardManifest, SplitEntry, load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.text_counts import TextCounter, TextCounts, count_text
-from data_pipeline.storage.strict_json import sha256_of
+from data_pipeline.system.strict_json import sha256_of
 
 TEXT = "One two,\tthree\u00a0four\n\nfünf \u3000sechs\x85 \n sieben"
 

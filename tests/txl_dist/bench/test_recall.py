@@ -12,6 +12,7 @@ from tests.support.commands import run_txl
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import VOCAB_SIZE, small_model
 from tests.support.token_sources import random_corpus
+from txl_dist.analysis.windows import WindowScorer
 from txl_dist.bench.recall import (
     RecallProbe,
     measure_recall,
@@ -19,7 +20,6 @@ from txl_dist.bench.recall import (
     random_text,
     sampled_text,
 )
-from txl_dist.context.windows import WindowScorer
 
 PROBE = RecallProbe(distances=(5, 9, 14), span=5, cue=2, num_sequences=12, seed=1)
 

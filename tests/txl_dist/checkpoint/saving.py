@@ -24,6 +24,8 @@ CONFIG = ModelConfig(vocab_size=257, n_layer=2, d_model=6, n_head=3, d_head=2, d
 _TOKENIZER = ByteTokenizer()
 HEADER = CheckpointHeader(
     written_by="tests",
+    run_id="0" * 32,
+    attempt=1,
     model=asdict(CONFIG),
     run={"data.tgt_len": 4, "data.reset": "document"},
     tokenizer_json=_TOKENIZER.to_json(),
@@ -66,7 +68,7 @@ def save(
         one_rank.write_part(snapshot(step, change=change))
         return one_rank.publish(HEADER, mlflow_run_id=None, timeout_seconds=60)
     except TxlError:
-        directory.discard(one_rank.save_id)
+        directory.remove_staging(one_rank.save_id)
         raise
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.storage.manifest_file import manifest_bytes
+from data_pipeline.system.strict import manifest_bytes
 from tests.txl_dist.checkpoint.saving import save
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
 from txl_dist.checkpoint.reader import (

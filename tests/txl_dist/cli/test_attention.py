@@ -12,7 +12,7 @@ from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from tests.support.commands import run_txl
 from tests.txl_dist.checkpoint import saving
-from txl_dist.convert.single_file import write_exported
+from txl_dist.convert.stored_model import write_exported
 from txl_dist.model.transformer_xl import TransformerXL
 
 WRITTEN = ["attention.json", "attention.png", "attention.svg"]

@@ -11,9 +11,9 @@ from data_pipeline.tokenizers import train_tokenizer
 from tests.support.commands import run_txl, txl
 from tests.support.small_models import small_model
 from txl_dist.cli.generate import generate
-from txl_dist.convert.single_file import Reading, write_exported
+from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.generation.generate import generate_texts
-from txl_dist.generation.options import Sampling, TextLimits
+from txl_dist.generation.text import Sampling, TextLimits
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.finished_units import RECORDS
-from data_pipeline.processes.progress import count_bytes, counting_bytes
-from data_pipeline.processes.worker_status import WorkerStatus
-from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.push import push_dataset
+from data_pipeline.system.progress import WorkerStatus, count_bytes, counting_bytes
+from data_pipeline.system.workers import InProcess
 from tests.data_pipeline.conftest import bucket, corpus, dataset, s3_server  # noqa: F401 - fixtures
 from tests.data_pipeline.preparation.preparing import StopsAfter, prepare
 from tests.support.commands import ENVIRONMENT, wait_until

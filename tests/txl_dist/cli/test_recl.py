@@ -15,7 +15,7 @@ from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model
 from txl_dist.cli import progress
 from txl_dist.cli.app import app
-from txl_dist.convert.single_file import Reading, write_exported
+from txl_dist.convert.stored_model import Reading, write_exported
 
 WRITTEN = ["curve.csv", "recl.json", "recl.png", "recl.svg"]
 SMALL = ("--positions", 30, "--resamples", 40, "--max-context", 24, "--delta", 8)

@@ -1,4 +1,7 @@
-"""`txl eval` and `txl generate` read a model in either format, and only data of its tokenizer."""
+"""`txl eval` and `txl generate` read a model in either format, and only data of its tokenizer.
+
+Export and import as commands: the written model equals the read one, complete or not at all.
+"""
 
 import json
 import re
@@ -8,17 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data_pipeline.preparation.prepare import prepare_dataset
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer
 from tests.support.commands import run_txl
-from tests.support.replayed_models import OWN_HF
+from tests.support.replayed_models import OWN_HF, golden_files, hf_directories, original_arguments
+from tests.support.small_models import small_model
 from tests.txl_dist.checkpoint import saving
-from txl_dist.convert.single_file import Reading, describe_exported, write_exported
-from txl_dist.convert.stored_model import find_model
-from txl_dist.errors import CheckpointError
+from tests.txl_dist.convert.example_files import hf_copy, hf_weights
+from txl_dist.convert.other_programs import read_model
+from txl_dist.convert.stored_model import (
+    Reading,
+    describe_exported,
+    find_model,
+    load_exported,
+    write_exported,
+)
+from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
 
 TEXT = ("--prompt", "def ", "--max-tokens", 9, "--temperature", 2, "--json")
@@ -136,3 +148,119 @@ def test_weights_of_other_programs_have_to_be_imported_first(command: str, datas
     code, output = run_txl(command, OWN_HF, *([dataset] if command == "eval" else TEXT))
     assert code == 4
     assert f"txl import {OWN_HF}" in output
+
+
+def assert_same(model: TransformerXL, expected: TransformerXL) -> None:
+    assert model.config == expected.config
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+SOURCES = [
+    *hf_directories(),
+    *(path for path in golden_files() if original_arguments(path).get("attn_type", 0) == 0),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_import_and_import_again(source: Path, tmp_path: Path) -> None:
+    for source_path, out in [(source, tmp_path / "once"), (tmp_path / "once", tmp_path / "twice")]:
+        code, output = run_txl("import", source_path, "--out", out, "--json")
+        assert (code, json.loads(output)["out"]) == (0, str(out))
+        loaded, tokenizer = load_exported(out)
+        assert_same(loaded, read_model(source)[0])
+        assert tokenizer is None
+        assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("source", ["run", "run/checkpoints/step-00000002"])
+def test_export_of_a_checkpoint_or_a_run(source: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        saving.save(tmp_path / "run", step=step)
+    code, output = run_txl("export", tmp_path / source, "--out", tmp_path / "out")
+    assert code == 0, output
+    loaded, tokenizer = load_exported(tmp_path / "out")
+    assert_same(loaded, saving.model(2))
+    assert tokenizer is not None
+    assert tokenizer.digest == ByteTokenizer().digest
+    assert run_txl("import", tmp_path / "out", "--out", tmp_path / "again")[0] == 0
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == ByteTokenizer().to_json()
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_a_missing_source(command: str, tmp_path: Path) -> None:
+    code, output = run_txl(command, tmp_path / "nowhere", "--out", tmp_path / "out")
+    assert code == 4
+    assert "does not exist; give a" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_import_of_a_run_names_the_right_command(tmp_path: Path) -> None:
+    saving.save(tmp_path / "run", step=1)
+    code, output = run_txl("import", tmp_path / "run", "--out", tmp_path / "out")
+    assert code == 4
+    assert f"txl export {tmp_path / 'run'}" in output
+
+
+def test_exit_codes_of_bad_weights_and_bad_configs(tmp_path: Path) -> None:
+    bad_config = hf_copy(tmp_path / "config", config={"n_head": 0})
+    assert run_txl("import", bad_config, "--out", tmp_path / "out")[0] == 2
+    bad_weights = hf_copy(tmp_path / "weights")
+    torch.save(hf_weights() | {"crit.cluster_bias": torch.ones(3)}, bad_weights / "weights")
+    (bad_weights / "weights").replace(bad_weights / "pytorch_model.bin")
+    assert run_txl("import", bad_weights, "--out", tmp_path / "out")[0] == 4
+    assert not (tmp_path / "out").exists()
+
+
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    code, output = run_txl("import", OWN_HF, "--out", tmp_path)
+    assert code == 2
+    assert "not empty" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_diverged_model_is_not_written(tmp_path: Path) -> None:
+    model = small_model()
+    model.layers[1].attention.query.weight.data[0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match=r"layers.1.attention.query.weight is not finite"):
+        write_exported(tmp_path / "out", model, None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("position", [0, 100, -1])
+def test_one_flipped_bit_of_the_weights_is_detected(position: int, tmp_path: Path) -> None:
+    write_exported(tmp_path, small_model(), None)
+    path = tmp_path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="sha256"):
+        load_exported(tmp_path)
+
+
+def test_an_edited_config(tmp_path: Path) -> None:
+    write_exported(tmp_path, small_model(), None)
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    for change, error, match in [
+        ({"version": 2}, CheckpointError, "version 2"),
+        ({"model": 3}, CheckpointError, "model"),
+        ({"reading": {"tgt_len": 0}}, CheckpointError, "reading"),
+        ({"reading": {"reset": "never"}}, CheckpointError, "reading"),
+        ({"model": written["model"] | {"ghost": 1}}, ConfigError, "ghost"),
+        ({"model": written["model"] | {"n_head": 0}}, ConfigError, "n_head"),
+        ({"model": written["model"] | {"d_inner": 8}}, CheckpointError, "feed_forward"),
+    ]:
+        path.write_text(json.dumps(written | change))
+        with pytest.raises(error, match=match):
+            load_exported(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_help_has_an_example(command: str) -> None:
+    code, output = run_txl(command, "--help")
+    assert code == 0
+    assert f"Example: txl {command} " in " ".join(output.replace("│", " ").split())

@@ -1,6 +1,8 @@
 """Evaluation on workers: what a stopped evaluation has finished is used, and nothing else is.
 
 Killed workers and killed commands: `tests/faults/test_evaluation_kills.py`.
+
+A sweep: the setting with the lowest loss on the first split is reported on the others.
 """
 
 import json
@@ -14,23 +16,30 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.processes.progress import Progress
-from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.system.progress import Progress
+from data_pipeline.system.workers import InProcess
 from tests.support.exported_model import export_small_model
-from txl_dist.convert.single_file import Reading, write_exported
+from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation import distributed
-from txl_dist.evaluation.batch_scores import BatchScores
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
-from txl_dist.evaluation.evaluate import (
-    EvaluationJob,
-    EvaluationResult,
-    EvaluationSettings,
-    plan_evaluation,
-    summarise,
+from txl_dist.evaluation.distributed import (
+    PlannedJob,
+    Sweep,
+    evaluate_on_workers,
+    evaluate_sweep,
+    plan_job,
 )
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.finished_scores import BatchScores
+from txl_dist.evaluation.job import (
+    EvaluationJob,
+    EvaluationSettings,
+    combinations,
+    evaluation_job,
+    parse_sweep,
+)
+from txl_dist.evaluation.result import EvaluationResult, plan_evaluation, summarise
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import torch_threads
@@ -266,3 +275,89 @@ def test_progress_counts_every_token_that_is_read_once(job: EvaluationJob, tmp_p
     assert calls[0] == ("scoring", 0, num_read)
     assert calls[-1] == ("scoring", num_read, num_read)
     assert len(calls) == 1 + NUM_BATCHES
+
+
+def test_the_combinations_are_the_cross_product() -> None:
+    values = parse_sweep(["mem_len=0,128 clamp_len=0,400", "tgt_len=64"])
+    assert combinations(values) == [
+        {"mem_len": 0, "clamp_len": 0, "tgt_len": 64},
+        {"mem_len": 0, "clamp_len": 400, "tgt_len": 64},
+        {"mem_len": 128, "clamp_len": 0, "tgt_len": 64},
+        {"mem_len": 128, "clamp_len": 400, "tgt_len": 64},
+    ]
+    assert combinations({}) == [{}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mem_len",
+        "mem_len=",
+        "mem_len=1,,2",
+        "mem_len=-1",
+        "mem_len=1.5",
+        "mem_len=1,1",
+        "tgt_len=0",
+        "batch=1",
+        "mem_len=1 mem_len=2",
+    ],
+)
+def test_a_wrong_assignment_is_named(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_sweep([text])
+    assert text.rsplit(maxsplit=1)[-1] in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def planned(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Sweep]:
+    """Two models, three settings, two splits."""
+    sweeps = []
+    for seed in range(2):
+        path = tmp_path_factory.mktemp("model") / f"seed{seed}"
+        model = export_small_model(path, dataset, seed=seed)
+        settings = combinations({"mem_len": [0, 8], "tgt_len": [50, 100]})
+        sweeps.append(
+            [
+                [plan(model, dataset, split=split, **setting) for split in ("valid", "train")]
+                for setting in settings
+            ]
+        )
+    return sweeps
+
+
+def plan(model: Path, data: Path, *, split: str, **options: int) -> PlannedJob:
+    return plan_job(evaluation_job(model, data, split=split, max_tokens=401, **options))
+
+
+def test_the_lowest_loss_on_the_first_split_is_reported_on_the_others(
+    planned: list[Sweep],
+) -> None:
+    for model, result in zip(planned, evaluate_sweep(planned, InProcess()), strict=True):
+        losses = [candidate.sums.nats for candidate in result.candidates]
+        assert losses[result.best] == min(losses)
+        assert len(set(losses)) == 4
+        settings = [jobs[0].job.settings for jobs in model]
+        assert [candidate.settings for candidate in result.candidates] == settings
+        assert result.reported == evaluate_on_workers(model[result.best][1:], InProcess())
+        assert [each.settings.split for each in result.reported] == ["train"]
+
+
+def test_only_the_best_setting_is_scored_on_the_other_splits(
+    planned: list[Sweep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[str] = []
+
+    def recorded(jobs, *args, **options):  # type: ignore[no-untyped-def]
+        scored.extend(job.job.settings.split for job in jobs)
+        return evaluate_on_workers(jobs, *args, **options)
+
+    monkeypatch.setattr(distributed, "evaluate_on_workers", recorded)
+    evaluate_sweep(planned[:1], InProcess())
+    assert scored == ["valid"] * 4 + ["train"]
+
+
+def test_equal_losses_select_the_first_setting(planned: list[Sweep]) -> None:
+    jobs = planned[0][0]
+    (result,) = evaluate_sweep([[jobs[:1], jobs[:1]]], InProcess())
+    assert result.best == 0
+    assert result.reported == []

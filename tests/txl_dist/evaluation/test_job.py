@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.processes.workers import InProcess
 from data_pipeline.shards.manifest import load_manifest, open_tokenizer
+from data_pipeline.system.workers import InProcess
 from tests.support.exported_model import export_small_model
 from tests.support.small_models import small_model
-from txl_dist.convert.single_file import Reading, write_exported
+from txl_dist.convert.stored_model import Reading, write_exported
 from txl_dist.errors import CheckpointError, ConfigError, DataError
-from txl_dist.evaluation.batch_scores import BatchScores
-from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job, require_finite
 from txl_dist.evaluation.job import evaluation_job
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.model.transformer_xl import TransformerXL
 
 
@@ -96,6 +95,6 @@ def test_a_score_that_is_not_finite_is_refused_with_its_chunk(
 
 
 def test_the_chunk_that_is_not_finite_is_named_by_its_number() -> None:
-    scores = BatchScores([LossSums(1.0, 1), LossSums(float("nan"), 1)])
+    sums = [LossSums(1.0, 1), LossSums(float("nan"), 1)]
     with pytest.raises(CheckpointError, match="chunk 9 of"):
-        scores.require_finite("split valid, model", numbers=range(8, 10))
+        require_finite(sums, "split valid, model", numbers=range(8, 10))

@@ -1,15 +1,28 @@
-"""Generation of one prompt: the distributions are those of the model as it is evaluated."""
+"""Generation of one prompt: the distributions are those of the model as it is evaluated.
 
+Texts of many prompts: each is that of its prompt alone, and ends where its limits say.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
 from tests.support.small_models import VOCAB_SIZE, random_text, read_stream, small_model
-from txl_dist.generation.generate import generate_tokens
-from txl_dist.generation.options import Sampling
+from txl_dist.generation.generate import (
+    GeneratedText,
+    generate_texts,
+    generate_tokens,
+    prompt_tokens,
+)
+from txl_dist.generation.text import Sampling, TextLimits, stream_text
 from txl_dist.model.transformer_xl import TransformerXL
 
 TGT_LEN = 4
@@ -99,3 +112,163 @@ def test_without_memory_the_last_tgt_len_tokens_are_seen_as_in_evaluation(
             age_BT = torch.arange(TGT_LEN)[None]
             hidden_BTD, _ = model.hidden(padded, age_BT, model.empty_memory(1))
             assert_close(logits_V, model.logits(hidden_BTD)[0, len(window) - 1])
+
+
+PROMPTS = ["def f(", "", "x", "import os\nimport sys\n", "the end of it"]
+BYTES, LIMITS = ByteTokenizer(), TextLimits(max_tokens=14)
+HOW: dict[str, Any] = {"tgt_len": 6, "sampling": Sampling()}
+
+
+@pytest.fixture(scope="module")
+def model() -> TransformerXL:
+    return small_model(vocab_size=BYTES.vocab_size, mem_len=8)
+
+
+def texts_of(
+    model: TransformerXL,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    limits: TextLimits = LIMITS,
+    **options: Any,
+) -> list[GeneratedText]:
+    options = HOW | {"seed": 7} | options
+    return list(generate_texts(model, BYTES, prompts, limits=limits, **options))
+
+
+@pytest.mark.parametrize("batch_size", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_text_is_that_of_its_prompt_alone_with_its_seed(
+    model: TransformerXL, batch_size: int
+) -> None:
+    together = texts_of(model, PROMPTS, batch_size=batch_size)
+    alone = [texts_of(model, [prompt], seed=7 + i)[0] for i, prompt in enumerate(PROMPTS)]
+    assert together == alone
+    assert len({text.text for text in together}) == len(PROMPTS)
+
+
+def test_equal_prompts_are_continued_differently(model: TransformerXL) -> None:
+    first, second = texts_of(model, ["x", "x"])
+    assert first.text != second.text
+
+
+def test_a_text_is_what_is_streamed(model: TransformerXL) -> None:
+    tokens = prompt_tokens(BYTES, "x")
+    new_tokens = generate_tokens(model, tokens, seed=7, end=BYTES.end_of_document, **HOW)
+    streamed = "".join(stream_text(islice(new_tokens, 14), BYTES, after=tokens[-1]))
+    assert texts_of(model, ["x"])[0].text == streamed
+
+
+def test_each_text_says_why_it_ended(model: TransformerXL) -> None:
+    (free,) = texts_of(model, ["x"])
+    assert (free.finish_reason, free.num_tokens) == ("length", 14)
+    stop = free.text[8:10]
+    (stopped,) = texts_of(model, ["x"], limits=replace(LIMITS, stop=("not there", stop)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == free.text[: free.text.index(stop)]
+    new_tokens = generate_tokens(model, prompt_tokens(BYTES, "x"), seed=7, **HOW)
+    tokens = list(islice(new_tokens, 14))
+    limits = replace(LIMITS, stop_tokens=frozenset({tokens[9]}))
+    (by_token,) = texts_of(model, ["x"], limits=limits)
+    assert (by_token.finish_reason, by_token.num_tokens) == ("stop", tokens.index(tokens[9]))
+    assert free.ids == tokens
+    assert by_token.ids == tokens[: by_token.num_tokens]
+
+
+def test_the_end_of_the_document_ends_a_text_in_a_batch_of_others(model: TransformerXL) -> None:
+    unmarked = ByteTokenizer(opens_documents=False)
+    tokens = list(islice(generate_tokens(model, prompt_tokens(unmarked, "x"), seed=0, **HOW), 10))
+    unmarked.end_of_document = tokens[9]
+    texts = list(generate_texts(model, unmarked, ["x", "y"], limits=LIMITS, seed=0, **HOW))
+    assert texts[0].finish_reason == "end_of_document"
+    assert texts[0].num_tokens == tokens.index(tokens[9])
+    assert texts[1].finish_reason == "length"
+
+
+def test_a_prompt_of_ids_is_continued_like_its_text(model: TransformerXL) -> None:
+    (text,) = texts_of(model, ["def f("])
+    ids = BYTES.encode("def f(").tolist()
+    for prompt in (ids, [BYTES.end_of_document, *ids], [*ids, BYTES.end_of_document]):
+        assert texts_of(model, [prompt]) == [text]
+    for wrong, reason in (
+        ([1, 257], "token id 257 at position 1 is not in the vocabulary of 257 ids"),
+        ([1, BYTES.end_of_document, 2], "end-of-document id 256 at position 1 is inside"),
+        ([1, "2"], '"ids" has str at position 1'),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            prompt_tokens(BYTES, wrong)  # type: ignore[arg-type]
+
+
+def test_prompts_without_tokens_are_refused() -> None:
+    words: Tokenizer = train_tokenizer(
+        PrepareSettings(tokenizer="word", recipe="ptb"), lambda: iter(["the cat"])
+    )
+    model = small_model(vocab_size=words.vocab_size)
+    for prompt in ("", "  "):
+        with pytest.raises(ValueError, match="has no tokens"):
+            list(generate_texts(model, words, ["the", prompt], limits=LIMITS, seed=0, **HOW))
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"max_tokens": 1, "stop": ("",)}], ids=str)
+def test_invalid_limits_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"max_tokens|empty"):
+        TextLimits(**options)
+
+
+def test_the_symbols_that_a_prompt_loses_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    letters = train_tokenizer(PrepareSettings(tokenizer="char"), lambda: iter(["the cat"]))
+    model = small_model(vocab_size=letters.vocab_size)
+    limits = TextLimits(max_tokens=2, stop=("a", "é"))
+    prompts = ["the dög", "the cat", "dd"]
+    texts = list(generate_texts(model, letters, prompts, limits=limits, seed=0, **HOW))
+    assert [text.unknown_symbols for text in texts] == [{"d": 1, "ö": 1, "g": 1}, {}, {"d": 2}]
+    assert all(text.unknown_stop_symbols == {"é": 1} for text in texts)
+    assert len(caplog.messages) == 3
+    for message, part in zip(
+        caplog.messages,
+        ["prompt 'the dög': 3 symbols", "model: 'd' (2 times)", "stop string 'é': 1 symbol is"],
+        strict=True,
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"prompts": "Once"}, "prompts='Once' is one text; give a list"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"tgt_len": 0}, "tgt_len=0 must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    model: TransformerXL, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        texts_of(model, **{"prompts": ["x"]} | options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("Once", r"prompt 'Once' is text; .* prompt_tokens\(tokenizer, prompt\)"),
+        ([], "at least one token"),
+        ([3, 257], "ids from 3 to 257: expected 0 to 256"),
+        ([-1], "ids from -1"),
+    ],
+)
+def test_a_prompt_that_is_not_token_ids_is_refused(
+    model: TransformerXL, prompt: Any, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        next(generate_tokens(model, prompt, seed=0, **HOW))
+
+
+def test_a_prompt_can_be_an_array(model: TransformerXL) -> None:
+    prompt = BYTES.encode("import ")
+    both = [
+        list(islice(generate_tokens(model, ids, seed=1, **HOW), 4)) for ids in (prompt, [*prompt])
+    ]
+    assert both[0] == both[1]
+
+
+def test_one_text_is_not_a_list_of_stop_strings() -> None:
+    with pytest.raises(ValueError, match="stop='end' is one text"):
+        TextLimits(max_tokens=3, stop="end")  # type: ignore[arg-type]

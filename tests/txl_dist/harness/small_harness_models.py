@@ -7,7 +7,7 @@ from lm_eval.api.instance import Instance
 
 from data_pipeline.tokenizers import Tokenizer
 from tests.support.small_models import small_model
-from txl_dist.convert.single_file import Reading, write_exported
+from txl_dist.convert.stored_model import Reading, write_exported
 
 TGT_LEN = 6
 

@@ -13,11 +13,10 @@ from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import ByteTokenizer, Tokenizer, train_tokenizer
 from tests.support.small_models import read_stream, small_model
 from tests.txl_dist.harness.small_harness_models import TGT_LEN, export, requests
-from txl_dist.convert.single_file import Reading, write_exported
-from txl_dist.convert.stored_model import find_model
+from txl_dist.convert.stored_model import Reading, find_model, write_exported
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.generation.generate import generate_texts
-from txl_dist.generation.options import Sampling, TextLimits
+from txl_dist.generation.text import Sampling, TextLimits
 from txl_dist.harness import model as adapter_module
 from txl_dist.harness.model import TransformerXLModel
 

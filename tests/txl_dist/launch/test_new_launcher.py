@@ -134,9 +134,9 @@ def test_it_trains_as_processes_do(dataset: Path, tmp_path: Path) -> None:
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TXL_FAULT", "step:kill:15:1")  # of the first start: it resumes at step 10
+    monkeypatch.setenv("TXL_FAULT", "step:kill:15:1")  # of the first start: it resumes at step 12
     lines: list[str] = []
-    job = tiny_job(dataset, tmp_path / "run", NO_EVALUATION, "training.checkpoint_interval=10")
+    job = tiny_job(dataset, tmp_path / "run", NO_EVALUATION)
     ShellLauncher(str(tmp_path / "scripts")).train(job, num_ranks=2, on_line=lines.append)
     assert any("rank 1 (shell) died; restart 1 of at most 1" in line for line in lines), lines
     assert sorted(losses(tmp_path / "run")) == list(range(1, 21))

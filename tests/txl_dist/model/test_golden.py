@@ -15,7 +15,7 @@ from tests.support.replayed_models import (
     original_arguments,
     read_arrays,
 )
-from txl_dist.convert.architecture import original_config
+from txl_dist.convert.conversion import original_config
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.original_weights import from_original, to_original
@@ -30,7 +30,7 @@ FILES = {
     for path in golden_files()
     if original_arguments(path).get("attn_type", 0) in ENCODINGS
 }
-"""The others are refused (tests/txl_dist/convert/test_original.py)."""
+"""The others are refused (tests/txl_dist/convert/test_other_programs.py)."""
 WITHOUT_EXTENSION = [
     name for name, path in FILES.items() if not original_arguments(path).get("ext_len")
 ]

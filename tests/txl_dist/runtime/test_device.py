@@ -19,7 +19,7 @@ from txl_dist.config.config_file import default_settings
 from txl_dist.config.run_config import Precision
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.generation.generate import generate_tokens
-from txl_dist.generation.options import Sampling
+from txl_dist.generation.text import Sampling
 from txl_dist.model.memory.recurrent import RecurrentMemory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.runtime.device import ENVIRONMENT, autocast, deterministic

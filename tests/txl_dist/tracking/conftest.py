@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from txl_dist.tracking.delivery import Delivery
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.mlflow_client import MlflowStore
-from txl_dist.tracking.state import TrackingRequest, TrackingState
+from txl_dist.tracking.mlflow_tracker import MlflowTracker
+from txl_dist.tracking.sender import Sender
+from txl_dist.tracking.tracker import TrackingRequest, TrackingState
 
 START = 1_700_000_000.0
 
@@ -26,7 +26,7 @@ START = 1_700_000_000.0
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow database; making one takes seconds, copying it does not."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowStore(f"sqlite:///{path}")
+    MlflowTracker(f"sqlite:///{path}", path.parent)
     return path
 
 
@@ -126,8 +126,8 @@ def request_for(server: str | None = None, **changes: Any) -> TrackingRequest:
     return TrackingRequest(**{"server": server, "experiment": "tests", **changes})
 
 
-def delivery_for(run_dir: Path, server: str | None = None, **changes: Any) -> Delivery:
-    return Delivery(run_dir, request_for(server, **changes))
+def sender_for(run_dir: Path, server: str | None = None, **changes: Any) -> Sender:
+    return Sender(run_dir, request_for(server, **changes))
 
 
 def recorded_steps(database: Path, run_id: str, key: str = "loss") -> list[int]:

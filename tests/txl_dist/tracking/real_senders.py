@@ -7,7 +7,7 @@ import psutil
 from txl_dist.config.data_config import DataConfig
 from txl_dist.config.run_config import RunConfig
 from txl_dist.config.training_config import TrackingConfig, TrainingConfig
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 
 from .conftest import (
     recorded_steps,
@@ -33,5 +33,5 @@ def senders_of(run_dir: Path) -> list[int]:
     ]
 
 
-def delivered_steps(run_dir: Path, tracker: Tracker) -> list[int]:
+def delivered_steps(run_dir: Path, tracker: TrackingProcess) -> list[int]:
     return recorded_steps(run_dir.parent / "mlflow.db", tracker.run_id or "")

@@ -1,23 +1,224 @@
-"""The sender as a command: what was not delivered is delivered by `txl track sync`."""
+"""The sender: every point arrives exactly once, also by a failing server and `txl track sync`."""
 
 import json
 import os
+import random
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 from tests.support.commands import run_txl
-from txl_dist.tracking.state import TrackingState, child_environment
+from txl_dist.tracking.journal import MetricsJournal
+from txl_dist.tracking.sender import points_of
+from txl_dist.tracking.tracker import TrackingState, UnavailableError, child_environment
 
 from .conftest import (
+    START,
     MlflowServer,
     recorded_steps,
     request_for,
+    run_id_of,
+    run_ids,
+    sender_for,
+    status_of,
     tags_of,
     write_steps,
 )
+
+
+def _client(run_dir: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+
+
+def test_a_run_is_recorded_with_its_settings_files_and_end(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "config.yaml").write_text("tracking:\n  uri: http://me:CANARY@host\n")
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text("{}")
+    write_steps(run_dir, range(1, 2501))
+    long = "x" * 7000
+    sender = sender_for(
+        run_dir, params={"a.b": "1", "long": long}, tags={"t": "v"}, data_manifest=str(manifest)
+    )
+    sender.pump()
+    sender.set_end_status("finished")
+    sender.finish()
+
+    run = _client(run_dir).get_run(run_id_of(run_dir))
+    assert run.info.status == "FINISHED"
+    assert run.data.params["a.b"] == "1"
+    assert run.data.params["long"] + run.data.params["long.part2"] == long
+    assert run.data.tags["t"] == "v"
+    database = run_dir.parent / "mlflow.db"
+    assert recorded_steps(database, run.info.run_id) == list(range(1, 2501))
+    artifacts = run_dir.parent / "mlartifacts"
+    assert {path.name for path in artifacts.rglob("*") if path.is_file()} == {
+        "config.yaml",
+        "data-manifest.json",
+    }
+    stored = b"".join(path.read_bytes() for path in [database, *artifacts.rglob("*.yaml")])
+    assert b"CANARY" not in stored
+
+
+def test_training_from_step_0_in_the_same_directory_is_a_new_run(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 6))
+    sender_for(run_dir).pump()
+    old = run_id_of(run_dir)
+    (run_dir / "metrics.jsonl").unlink()
+    write_steps(run_dir, range(1, 4), since=START + 1000)
+    for _ in range(2):  # a restarted sender continues that run
+        sender_for(run_dir, new_run_key="new").pump()
+    database = run_dir.parent / "mlflow.db"
+    assert len(run_ids(database)) == 2
+    assert recorded_steps(database, run_id_of(run_dir)) == [1, 2, 3]
+    assert tags_of(database, run_id_of(run_dir))["txl.parent"] == old
+
+
+def test_a_delivery_notices_that_the_journal_was_replaced(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 41))
+    sender = sender_for(run_dir)
+    sender.pump()
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.truncate_after(30)
+    write_steps(run_dir, range(31, 51))
+    sender.pump()
+    steps = recorded_steps(run_dir.parent / "mlflow.db", run_id_of(run_dir))
+    assert steps == list(range(1, 51))
+
+
+@pytest.mark.fault_row(33)
+@pytest.mark.parametrize("moment", ["before a resume", "while running"])
+def test_a_deleted_run_is_replaced_by_a_complete_new_one(run_dir: Path, moment: str) -> None:
+    write_steps(run_dir, range(1, 6))
+    sender = sender_for(run_dir)
+    sender.pump()
+    deleted = run_id_of(run_dir)
+    _client(run_dir).delete_run(deleted)
+    write_steps(run_dir, range(6, 9))
+    if moment == "before a resume":
+        sender = sender_for(run_dir)
+    sender.pump()
+    sender.set_end_status("finished")
+    sender.finish()
+
+    database = run_dir.parent / "mlflow.db"
+    assert run_id_of(run_dir) != deleted
+    assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 9))
+    assert tags_of(database, run_id_of(run_dir))["txl.parent"] == deleted
+    assert status_of(database, run_id_of(run_dir)) == "FINISHED"
+
+
+@pytest.mark.fault_row(33)
+def test_a_finished_run_and_a_deleted_experiment_are_reopened(
+    run_dir: Path,
+) -> None:
+    write_steps(run_dir, range(1, 6))
+    sender_for(run_dir).pump()
+    client = _client(run_dir)
+    client.set_terminated(run_id_of(run_dir))
+    write_steps(run_dir, range(6, 9))
+    sender_for(run_dir).pump()
+    database = run_dir.parent / "mlflow.db"
+    assert status_of(database, run_id_of(run_dir)) == "RUNNING"
+    assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 9))
+
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    client.delete_experiment(experiment.experiment_id)
+    write_steps(run_dir, range(9, 11))
+    sender_for(run_dir).pump()
+    assert recorded_steps(database, run_id_of(run_dir)) == list(range(1, 11))
+
+
+def test_infinity_and_nan_become_tags_instead_of_points(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 3), grad=1.0)
+    write_steps(run_dir, range(3, 4), grad=float("inf"))
+    write_steps(run_dir, range(4, 5), grad=float("nan"))
+    sender_for(run_dir).pump()
+    database = run_dir.parent / "mlflow.db"
+    assert recorded_steps(database, run_id_of(run_dir), "grad") == [1, 2]
+    assert tags_of(database, run_id_of(run_dir))["txl.not_finite.grad"] == "first at step 3"
+
+
+@pytest.mark.fault_row(32)
+@pytest.mark.parametrize("fault", ["500", "401", "lost response"])
+def test_points_arrive_once_although_calls_fail(
+    run_dir: Path, server: MlflowServer, fault: str
+) -> None:
+    """A third of all calls fails; with a lost response the call was executed nevertheless."""
+    generator = random.Random(0)
+    failed = []
+
+    def a_third(path: str, body: bytes) -> str:
+        if generator.random() < 1 / 3:
+            failed.append(path.rpartition("/")[2])
+            return fault
+        return ""
+
+    experiment = f"fails with {fault}"
+    server.open()
+    server.fault = a_third
+    sender = sender_for(run_dir, server.uri, experiment=experiment)
+    for last in (5, 10, 15):
+        write_steps(run_dir, range(last - 4, last + 1))
+        for _ in range(100):
+            try:
+                sender.pump()
+                break
+            except UnavailableError:
+                continue
+    assert "log-batch" in failed
+    assert run_ids(server.database, experiment) == [run_id_of(run_dir)]
+    assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 16))
+
+
+def test_points_that_a_server_dropped_are_sent_again_at_the_end(
+    run_dir: Path, server: MlflowServer
+) -> None:
+    server.open()
+    write_steps(run_dir, range(1, 6))
+    sender = sender_for(run_dir, server.uri)
+    sender.pump()
+    server.fault = lambda path, body: "swallow" if b'"metrics"' in body else ""
+    write_steps(run_dir, range(6, 11))
+    sender.pump()
+    assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 6))
+    server.fault = None
+    sender.set_end_status("finished")
+    sender.finish()
+    assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 11))
+
+
+def test_a_rejected_point_does_not_block_the_others(run_dir: Path, server: MlflowServer) -> None:
+    server.open()
+    server.fault = lambda path, body: "400" if b"poison" in body else ""
+    write_steps(run_dir, range(1, 6))
+    write_steps(run_dir, range(6, 7), poison=1.0)
+    write_steps(run_dir, range(7, 10))
+    sender_for(run_dir, server.uri).pump()
+    assert recorded_steps(server.database, run_id_of(run_dir)) == list(range(1, 10))
+    assert recorded_steps(server.database, run_id_of(run_dir), "poison") == []
+
+
+def test_a_first_database_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_steps(run_dir, range(1, 3))
+    sender_for(run_dir).pump()
+    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "run"}
+    with sqlite3.connect(tmp_path / "mlflow.db") as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert recorded_steps(tmp_path / "mlflow.db", run_id_of(run_dir)) == [1, 2]
+
+
+@pytest.mark.parametrize("time", ["abc", None, [1]])
+def test_a_journal_line_whose_time_is_not_a_number_is_delivered(time: object) -> None:
+    (point,) = points_of({"step": 1, "time": time, "loss": 1.5})
+    assert (point.metric, point.value, point.step, point.milliseconds) == ("loss", 1.5, 1, 0)
+
 
 SENDER = [sys.executable, "-m", "txl_dist.tracking.sender"]
 

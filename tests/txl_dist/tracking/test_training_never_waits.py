@@ -27,8 +27,8 @@ from tests.txl_dist.tracking.real_senders import (
     tracking_config,
 )
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.state import child_environment
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
+from txl_dist.tracking.tracker import child_environment
 
 # Reading the SQLite file blocks the server that writes to it.
 wait_until = partial(commands.wait_until, poll_seconds=0.25)
@@ -38,7 +38,7 @@ wait_until = partial(commands.wait_until, poll_seconds=0.25)
 @pytest.mark.fault
 def test_a_killed_sender_is_replaced_and_no_point_is_doubled(run_dir: Path) -> None:
     began = time.monotonic()
-    tracker = Tracker.start(run_dir, tracking_config(run_dir), tags={"num_ranks": "2"})
+    tracker = TrackingProcess.start(run_dir, tracking_config(run_dir), tags={"num_ranks": "2"})
     assert time.monotonic() - began < 0.2
     write_steps(run_dir, range(1, 101))
     wait_until(lambda: len(delivered_steps(run_dir, tracker)) == 100)
@@ -61,11 +61,11 @@ import os, sys, time
 from pathlib import Path
 from txl_dist.config.run_config import *
 from txl_dist.tracking.journal import MetricsJournal
-from txl_dist.tracking.tracker import Tracker
+from txl_dist.tracking.process import TrackingProcess
 run_dir = Path(sys.argv[1])
 config = RunConfig(directory=sys.argv[1], data=DataConfig(path="x"),
     training=TrainingConfig(num_steps=9), tracking=TrackingConfig(experiment="tests"))
-tracker = Tracker.start(run_dir, config)
+tracker = TrackingProcess.start(run_dir, config)
 journal = MetricsJournal(run_dir / "metrics.jsonl")
 for step in range(1, 51):
     journal.write({"step": step, "tokens": step, "time": time.time(), "loss": 1.0})
@@ -94,7 +94,7 @@ def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path)
         training.kill()
         with MetricsJournal(run_dir / "metrics.jsonl") as journal:
             journal.truncate_after(40)
-        tracker = Tracker.start(run_dir, tracking_config(run_dir))
+        tracker = TrackingProcess.start(run_dir, tracking_config(run_dir))
         wait_until(lambda: len(senders_of(run_dir)) == 1)
         os.killpg(training.pid, signal.SIGKILL)  # the worker
     database = run_dir.parent / "mlflow.db"
@@ -103,8 +103,8 @@ def test_after_a_sigkill_of_training_its_sender_delivers_and_ends(run_dir: Path)
 
     assert delivered_steps(run_dir, tracker) == list(range(1, 61))
     assert tags_of(database, tracker.run_id or "")["txl.status"] == "preempted"
-    for abandoned in set(run_ids(database)) - {tracker.run_id}:  # if steps above 40 were sent
-        assert tags_of(database, abandoned)["mlflow.parentRunId"] == tracker.run_id
+    for superseded in set(run_ids(database)) - {tracker.run_id}:  # if steps above 40 were sent
+        assert tags_of(database, superseded)["mlflow.parentRunId"] == tracker.run_id
     assert senders_of(run_dir) == []
 
 
@@ -114,7 +114,7 @@ def test_a_server_that_is_down_does_not_delay_training_and_gets_everything_later
 ) -> None:
     with caplog.at_level(logging.WARNING):
         began = time.monotonic()
-        tracker = Tracker.start(run_dir, tracking_config(run_dir, server.uri))
+        tracker = TrackingProcess.start(run_dir, tracking_config(run_dir, server.uri))
         write_steps(run_dir, range(1, 1001))
         assert time.monotonic() - began < 1.0
         wait_until(lambda: "cannot be reached" in caplog.text)
@@ -140,7 +140,7 @@ def test_a_server_that_never_responds_delays_neither_training_nor_its_end(
         silent.bind(("127.0.0.1", server.port))
         silent.listen()
         began = time.monotonic()
-        tracker = Tracker.start(run_dir, tracking_config(run_dir, server.uri))
+        tracker = TrackingProcess.start(run_dir, tracking_config(run_dir, server.uri))
         write_steps(run_dir, range(1, 1001))
         assert time.monotonic() - began < 1.0
         connection, _ = silent.accept()  # the sender waits now

@@ -16,7 +16,7 @@ from txl_dist.config.config_file import load_run_config
 from txl_dist.config.run_config import RunConfig
 from txl_dist.convert.stored_model import find_model
 from txl_dist.errors import ConfigError
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.runtime.world import World
 from txl_dist.training import diagnostics
 from txl_dist.training.diagnostics import LearningCheck, group_of, tokens_before_check

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from txl_dist.config.training_config import DivergenceConfig
-from txl_dist.evaluation.loss_sums import LossSums
+from txl_dist.evaluation.scores import LossSums
 from txl_dist.training.divergence import DivergenceState
 from txl_dist.training.state import TrainState
 

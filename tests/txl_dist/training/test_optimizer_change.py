@@ -1,4 +1,4 @@
-"""What of the optimizer may change at a resume, and checkpoints older than a setting."""
+"""What of the optimizer may change at a resume."""
 
 from pathlib import Path
 from typing import Any

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support.diverging_runs import (
-    FailAt,
     HighRate,
     NanHidden,
     NanWeight,
@@ -301,33 +300,13 @@ def test_too_many_events_end_the_run_and_name_the_last_good_checkpoint(
         # The rollback of step 9 has excluded step 6 too, the last update before it.
         last_good = CheckpointDirectory(tmp_path).at(6 if policy == SKIP else 3)
         assert f"--resume {last_good}" in message
-    given = tiny_job(dataset, tmp_path, *settings, resume=str(CheckpointDirectory(tmp_path).at(3)))
+    given = tiny_job(
+        dataset, tmp_path / "fork", *settings, resume=str(CheckpointDirectory(tmp_path).at(3))
+    )
     for code, message, events in ranks(2).run(train_with, given, fault):
         assert code == 5
         assert "This is event 3 within 1000 steps, more than divergence.max_events=2" in message
         assert sum("event 1 of at most 2" in event for event in events) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("event", "returned_to", "fails_at"), [(8, 6, 9), (7, 3, 4)])
-def test_the_same_command_continues_after_a_rollback_to_or_past_its_checkpoint(
-    ranks: RankGroups, dataset: Path, tmp_path: Path, event: int, returned_to: int, fails_at: int
-) -> None:
-    """The process fails before the next checkpoint."""
-    settings = (*SETTINGS, "training.keep_checkpoints=9")
-    assert ranks(1).run(train, tiny_job(dataset, tmp_path, *settings)) == [0]
-    given = {
-        "resume": str(CheckpointDirectory(tmp_path).at(6)),
-        "allow_change": ("divergence.policy",),
-    }
-    job = tiny_job(dataset, tmp_path, *settings, ROLLBACK, **given)
-    faults = (NanHidden(rank=0, steps=(event,)), FailAt(fails_at, after=event))
-    assert ranks(1).run(train_with, job, *faults)[0][0] == 3
-    assert CheckpointDirectory(tmp_path).newest_step() == returned_to
-    assert ranks(1).run(train, job) == [0]
-    log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert f"it continues from step {returned_to}" in log
-    assert counters(tmp_path)[12] == (2, 1)
 
 
 def test_weights_that_cannot_be_evaluated_are_given_up(

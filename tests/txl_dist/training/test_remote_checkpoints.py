@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.cloud_runs import SETTINGS, URL, aws, die_after, in_cloud, remote_steps  # noqa: F401
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, TINY, losses, refusal, tiny_job, train
 from tests.txl_dist.training.test_saving import train_changed
+from txl_dist.checkpoint.copies import copy_name
 from txl_dist.checkpoint.directory import CheckpointDirectory, resolve_checkpoint
 from txl_dist.checkpoint.manifest import load_checkpoint_manifest
-from txl_dist.checkpoint.remote import remote_name
 from txl_dist.errors import DataError
 from txl_dist.runtime.world import World
 from txl_dist.training.job import TrainJob
@@ -141,7 +141,7 @@ def test_a_run_that_was_continued_elsewhere_stops_and_changes_no_copy(
     )
     assert code == 4, message
     assert "attempt 2 (host " in message
-    assert "has continued this run, so attempt 1 (host " in message
+    assert "this process, attempt 1 (host " in message
     assert losses(newer) == losses(straight)
     assert remote_steps(bucket) == CheckpointDirectory(newer).steps()
     assert remote_steps(bucket)[-2:] == [15, 20]
@@ -149,7 +149,7 @@ def test_a_run_that_was_continued_elsewhere_stops_and_changes_no_copy(
     assert copied == (newer / "metrics.jsonl").read_bytes()
     latest = bucket.cat("bucket/runs/one/LATEST").decode()
     manifest = load_checkpoint_manifest(CheckpointDirectory(newer).at(20))
-    assert latest == f"checkpoints/{remote_name(manifest)}\n"
+    assert latest == f"checkpoints/{copy_name(manifest)}\n"
     assert manifest.attempt == 2
 
 
@@ -180,47 +180,17 @@ def test_a_run_that_begins_at_a_checkpoint_of_another_run_has_a_url_of_its_own(
     longer = (*SETTINGS, "training.num_steps=22")
     allow = {"resume": given, "allow_change": ("training.num_steps", "optimizer.lr")}
     assert start(tiny_job(dataset, tmp_path / "run", *longer, **allow)) == 0
-    assert "it continues from step 20" in (tmp_path / "run/logs/rank-0.log").read_text()
+    assert "resuming at step 20" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert remote_steps(bucket) == [20, 22]
 
-    # With another setting it would begin there anew, and replace the copies of this one.
-    copies = bucket.find("bucket/runs/one/checkpoints")
-    for directory, newest in (("run", 22), ("other", None)):
-        run = tmp_path / directory
-        job = tiny_job(dataset, run, *longer, "optimizer.lr=0.001", **allow)
-        for _ in range(2):
-            assert start(job) == 2
-            assert "has checkpoints of another run" in refusal(run)
-        assert CheckpointDirectory(run).newest_step() == newest
-        assert bucket.find("bucket/runs/one/checkpoints") == copies
-
-
-@pytest.mark.slow
-def test_a_run_goes_back_on_an_empty_disk_although_it_has_not_saved_since(
-    ranks: RankGroups,
-    dataset: Path,
-    tmp_path: Path,
-    aws: dict[str, str],  # noqa: F811
-    bucket: Any,  # noqa: F811
-) -> None:
-    settings = (*SETTINGS, "training.keep_checkpoints=9")
-    job = tiny_job(dataset, tmp_path, *settings)
-    assert ranks(1).run(in_cloud, aws, train, job) == [0]
-    back = tiny_job(
-        dataset,
-        tmp_path,
-        *settings,
-        "optimizer.lr=0.001",
-        resume=str(CheckpointDirectory(tmp_path).at(10)),
-        allow_change=("optimizer.lr",),
-    )
-    assert ranks(1).run(in_cloud, aws, train_changed, back, die_after, 12)[0][0] == 3
-    assert remote_steps(bucket) == [5, 10]
-    for directory in ("checkpoints", "attempts"):
-        shutil.rmtree(tmp_path / directory)
-    (tmp_path / "LATEST").unlink()
-    assert ranks(1).run(in_cloud, aws, train, back) == [0]
-    assert remote_steps(bucket) == [5, 10, 15, 20]
+    # A fork that begins elsewhere would replace these copies.
+    copies, other = bucket.find("bucket/runs/one/checkpoints"), tmp_path / "other"
+    allow["resume"] = str(CheckpointDirectory(source.run_path).at(20))
+    for _ in range(2):
+        assert start(tiny_job(dataset, other, *longer, **allow)) == 2
+        assert "has checkpoints of another run" in refusal(other)
+    assert CheckpointDirectory(other).newest_step() is None
+    assert bucket.find("bucket/runs/one/checkpoints") == copies
 
 
 def test_a_run_that_was_copied_from_the_store_by_other_tools_resumes(

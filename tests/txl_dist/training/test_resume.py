@@ -1,8 +1,12 @@
-"""A run resumes from the newest intact checkpoint, or is refused with the reason."""
+"""Where a run resumes: the rows of the table in `txl_dist/training/resume.py`, and the reasons of
+refusals. Rows about copies: test_remote_checkpoints.py, ../checkpoint/test_copies.py.
+"""
 
 import json
 import os
+import re
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,8 +15,13 @@ from tests.support.diverging_runs import StopAfter, train_with
 from tests.support.gloo_ranks import RankGroups
 from tests.support.training_runs import NO_EVALUATION, losses, refusal, tiny_job, train
 from txl_dist.checkpoint.directory import CheckpointDirectory
-from txl_dist.errors import CheckpointError
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.errors import CheckpointError, TxlError
+from txl_dist.runtime.world import World
+from txl_dist.training import resume
 from txl_dist.training.job import TrainJob
+from txl_dist.training.run_directory import RunDirectory
+from txl_dist.training.setup import build_trainer
 
 SETTINGS = (NO_EVALUATION, "training.checkpoint_interval_steps=5", "training.keep_checkpoints=9")
 
@@ -42,6 +51,141 @@ def flip(run: Path, step: int, kind: str) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
+
+
+def command(dataset: Path, run: Path, resume: object = "auto", *overrides: str) -> TrainJob:
+    return tiny_job(dataset, run, *SETTINGS, *overrides, resume=str(resume))
+
+
+def build_and_end(world: World, job: TrainJob) -> int | str:
+    directory = RunDirectory(job.run_path)
+    directory.create()
+    try:
+        with ExitStack() as stack:
+            return build_trainer(job, world, directory, stack).state.step
+    except TxlError as error:
+        return str(error)
+
+
+def begins_at(ranks: RankGroups, job: TrainJob) -> int | str:
+    """The step where a command resumes (0: a new run), or why it is refused."""
+    (end,) = ranks(1).run(build_and_end, job)
+    return end
+
+
+@pytest.mark.parametrize(
+    ("resume", "is_there", "result"),
+    [
+        ("never", None, 0),
+        ("never", "checkpoints", "--resume never would overwrite it"),
+        ("PATH", None, 10),
+        ("PATH", "checkpoints", "begins another run. Give the fork a new directory"),
+        ("auto", None, 0),
+        ("auto", "only LATEST", "LATEST says that this run has checkpoints, but"),
+        ("PATH", "only LATEST", "LATEST says that this run has checkpoints, but"),
+        ("never", "only LATEST", 0),
+        ("auto", "checkpoints", 15),
+        ("auto", "the newest damaged", 10),
+        ("auto", "all damaged", "are damaged: "),
+        ("PATH", "all damaged", "are damaged: "),
+    ],
+)
+def test_a_row_of_the_table(
+    ranks: RankGroups,
+    dataset: Path,
+    finished: Path,
+    tmp_path: Path,
+    resume: str,
+    is_there: str | None,
+    result: int | str,
+) -> None:
+    run, given = tmp_path / "run", finished / "checkpoints" / "step-00000010"
+    if is_there is not None:
+        shutil.copytree(finished, run)
+        shutil.rmtree(run / "checkpoints" / "step-00000020")
+    if is_there == "only LATEST":
+        shutil.rmtree(run / "checkpoints")
+    for step in {"the newest damaged": (15,), "all damaged": (5, 10, 15)}.get(is_there or "", ()):
+        flip(run, step, "manifest")
+    before = metrics_of(run)
+    job = command(dataset, run, given if resume == "PATH" else resume)
+    found = begins_at(ranks, job)
+    if isinstance(result, int):
+        assert found == result
+    else:
+        assert result in str(found)
+        assert metrics_of(run) == before, "a refusal changes nothing"
+
+
+def metrics_of(run: Path) -> bytes | None:
+    path = run / "metrics.jsonl"
+    return path.read_bytes() if path.exists() else None
+
+
+def test_the_table_is_the_same_in_the_documentation() -> None:
+    page = Path(__file__).parents[3] / "docs" / "how_to" / "train_for_weeks.md"
+    section = page.read_text("utf-8").partition("## Where a run resumes")[2].partition("\n## ")[0]
+    documented = [
+        [cell.strip(" `") for cell in line.split("|")[1:3]]
+        for line in section.splitlines()
+        if line.startswith("| `")
+    ][1:]
+    in_code = [
+        re.split(r" {2,}", line.strip())[:2]
+        for line in (resume.__doc__ or "").splitlines()
+        if line.startswith("    ") and line[4] != " "
+    ][1:]
+    assert [[cell.replace("`", "") for cell in row] for row in documented] == in_code
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_same_command_continues_its_fork(
+    ranks: RankGroups, dataset: Path, finished: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    """As a scheduler repeats it, also after the other run has removed its checkpoint."""
+    shutil.copytree(finished, tmp_path / "other")
+    given, fork = tmp_path / "other" / "checkpoints" / "step-00000005", tmp_path / "fork"
+    job = command(dataset, fork, given)
+    assert ranks(2).run(train_with, job, StopAfter(12))[0][0] == 75
+    began = losses(fork)
+    assert list(began) == list(range(6, 13)), "the steps before belong to the other run"
+    shutil.rmtree(given)
+    assert ranks(num_ranks).run(train, job) == [0] * num_ranks
+    assert "resuming at step 12" in log_of(fork)
+    assert began.items() <= losses(fork).items()
+    expected = {step: loss for step, loss in losses(finished).items() if step > 5}
+    assert losses(fork) == pytest.approx(expected, rel=2e-6)
+    assert load_checkpoint_manifest(CheckpointDirectory(fork).at(20)).run_id != (
+        load_checkpoint_manifest(CheckpointDirectory(finished).at(20)).run_id
+    )
+
+
+def test_other_settings_of_a_fork_are_refused_or_allowed_like_those_of_any_run(
+    ranks: RankGroups, dataset: Path, finished: Path, tmp_path: Path
+) -> None:
+    given, fork = finished / "checkpoints" / "step-00000005", tmp_path / "fork"
+    slower = "optimizer.lr=0.001"
+    assert "--allow-change optimizer.lr" in str(
+        begins_at(ranks, command(dataset, fork, given, slower))
+    )
+    allowed = command(dataset, fork, given, slower).model_copy(
+        update={"allow_change": ("optimizer.lr",)}
+    )
+    assert ranks(1).run(train_with, allowed, StopAfter(7))[0][0] == 75
+    assert "optimizer.lr: checkpoint 0.001, now 0.01" in str(
+        begins_at(ranks, command(dataset, fork, given))
+    )
+
+
+def test_never_continues_what_an_earlier_attempt_of_its_launch_has_begun(
+    ranks: RankGroups, dataset: Path, tmp_path: Path
+) -> None:
+    """A launcher restarts its ranks with the command as it was given."""
+    job = command(dataset, tmp_path, "never")
+    assert ranks(1).run(train_with, job, StopAfter(7))[0][0] == 75
+    assert begins_at(ranks, job) == 7
+    again = job.model_copy(update={"launch_id": "another"})
+    assert "--resume never would overwrite it" in str(begins_at(ranks, again))
 
 
 @pytest.mark.fault_row(24)
@@ -150,183 +294,6 @@ def test_lines_of_steps_trained_again_are_moved_to_another_file(
     assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [0]
     superseded = (run / "logs" / "metrics-superseded.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in superseded] == [16, 17, 18, 19, 20]
-
-
-@pytest.mark.parametrize("keep", [1, 2])
-def test_resuming_from_an_older_checkpoint_supersedes_the_later_ones(
-    ranks: RankGroups, dataset: Path, run: Path, keep: int
-) -> None:
-    settings = (*SETTINGS, "optimizer.schedule=constant", f"training.keep_checkpoints={keep}")
-    older = run / "checkpoints" / "step-00000005"
-    job = tiny_job(
-        dataset,
-        run,
-        *settings,
-        "training.num_steps=12",
-        resume=str(older),
-        allow_change=("training.num_steps", "optimizer.schedule"),
-    )
-    assert ranks(1).run(train, job) == [0]
-    directory = CheckpointDirectory(run)
-    assert directory.steps() == [10, 12][-keep:]
-    assert (run / "LATEST").read_text() == "checkpoints/step-00000012\n"
-    superseded = sorted(path.name for path in directory.path.glob("superseded-*"))
-    assert superseded == [f"superseded-step-{step:08d}" for step in (10, 15, 20)]
-
-
-@pytest.mark.parametrize("keep", [1, 9])
-@pytest.mark.parametrize("is_own", [True, False])
-def test_the_same_command_continues_what_it_began_at_a_given_checkpoint(
-    ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path, keep: int, is_own: bool
-) -> None:
-    """As a scheduler repeats it, also after the run has removed that checkpoint."""
-    source = run / "checkpoints" / "step-00000005"
-    target = run if is_own else tmp_path / "other"
-    settings = (*SETTINGS[:2], f"training.keep_checkpoints={keep}", "optimizer.schedule=constant")
-
-    allowed = ["optimizer.schedule"]
-
-    def job(*overrides: str) -> TrainJob:
-        allow = {"resume": str(source), "allow_change": tuple(allowed)}
-        return tiny_job(dataset, target, *settings, *overrides, **allow)
-
-    assert ranks(2).run(train_with, job(), StopAfter(12))[0][0] == 75
-    began = losses(target)
-    assert list(began) == list(range(1 if is_own else 6, 13))
-    assert ranks(1).run(train, job()) == [0]
-    assert f"this run has resumed from {source} before: it continues from step 12" in log_of(target)
-    assert began.items() <= losses(target).items()
-    assert CheckpointDirectory(target).newest_step() == 20
-    assert not (target / "checkpoints" / "superseded-step-00000012").exists()
-    # What changes no number is the same command; a longer run continues if it is allowed to.
-    longer = ("training.num_steps=23", "training.log_interval_steps=2")
-    assert ranks(1).run(train, job(*longer)) == [4]
-    assert "--allow-change training.num_steps" in refusal(target)
-    allowed.append("training.num_steps")
-    assert ranks(1).run(train, job(*longer)) == [0]
-    assert began.items() <= losses(target).items()
-    assert max(losses(target)) == 23
-
-
-@pytest.mark.slow
-def test_a_command_with_other_settings_goes_back_even_if_the_run_has_them_now(
-    ranks: RankGroups, dataset: Path, run: Path
-) -> None:
-    allow = {"allow_change": ("optimizer.lr", "optimizer.schedule")}
-    settings = (*SETTINGS, "optimizer.schedule=constant")
-    given = {**allow, "resume": str(run / "checkpoints" / "step-00000005")}
-    first = tiny_job(dataset, run, *settings, **given)
-    assert ranks(1).run(train_with, first, StopAfter(12))[0][0] == 75
-    other = (*settings, "optimizer.lr=0.001")
-    assert ranks(1).run(train_with, tiny_job(dataset, run, *other, **allow), StopAfter(14))[0][0]
-    assert ranks(1).run(train, tiny_job(dataset, run, *other, **given)) == [0]
-    assert "with another optimizer.lr: it goes back there" in log_of(run)
-    assert "resuming at step 5 from" in log_of(run)
-    assert (run / "checkpoints" / "superseded-step-00000014").exists()
-
-
-@pytest.mark.parametrize("damaged", [(12,), (10, 12)])
-def test_a_repeated_command_goes_back_only_if_no_checkpoint_since_is_intact(
-    ranks: RankGroups, dataset: Path, run: Path, damaged: tuple[int, ...]
-) -> None:
-    given = {"resume": str(run / "checkpoints" / "step-00000005")}
-    job = tiny_job(dataset, run, *SETTINGS, **given)
-    assert ranks(1).run(train_with, job, StopAfter(12))[0][0] == 75
-    for step in damaged:
-        flip(run, step, "weights")
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, strict=True, **given)) == [4]
-    start = 10 if len(damaged) == 1 else 5
-    assert ranks(1).run(train_with, job, StopAfter(13))[0][0] == 75
-    assert (run / "checkpoints" / "superseded-step-00000010").exists() == (start == 5)
-    assert ranks(1).run(train, job) == [0]
-    assert "it continues from step 13" in log_of(run)
-    assert list(losses(run)) == list(range(1, 21))
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_damaged_manifests_do_not_hide_that_the_run_has_been_at_a_given_checkpoint(
-    ranks: RankGroups, dataset: Path, run: Path, strict: bool
-) -> None:
-    given = {"resume": str(run / "checkpoints" / "step-00000005")}
-    job = tiny_job(dataset, run, *SETTINGS, **given, strict=strict)
-    assert ranks(1).run(train_with, job, StopAfter(12))[0][0] == 75
-    for step in (10, 12):
-        (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("{")
-    assert ranks(1).run(train, job) == [4 if strict else 0]
-    assert "step-00000012/manifest.json" in (refusal(run) if strict else log_of(run))
-    assert (run / "checkpoints" / "superseded-step-00000012").exists() != strict
-
-
-@pytest.mark.parametrize("form", ["link", "copy"])
-def test_a_given_checkpoint_is_the_runs_own_by_any_path(
-    ranks: RankGroups, dataset: Path, run: Path, tmp_path: Path, form: str
-) -> None:
-    """And a link may point to another place at the next start."""
-    path = "checkpoints/step-00000010"
-    if form == "copy":
-        shutil.copytree(run / path, tmp_path / "link" / path)
-    else:
-        (tmp_path / "link").symlink_to(run)
-    given = {"resume": str(tmp_path / "link" / path)}
-    job = tiny_job(dataset, run, *SETTINGS, **given)
-    assert ranks(1).run(train_with, job, StopAfter(12))[0][0] == 75
-    assert CheckpointDirectory(run).steps() == [5, 10, 12]
-    assert list(losses(run)) == list(range(1, 13))
-    if form == "link":
-        (tmp_path / "link").unlink()
-        (tmp_path / "link").symlink_to(tmp_path)
-    assert ranks(1).run(train, job) == [0]
-    assert "it continues from step 12" in log_of(run)
-
-
-def test_going_to_a_superseded_checkpoint_leaves_what_both_trajectories_share(
-    ranks: RankGroups, dataset: Path, run: Path
-) -> None:
-    allow = {"allow_change": ("optimizer.lr",)}
-    settings = (*SETTINGS, "optimizer.lr=0.001")
-    given = {**allow, "resume": str(run / "checkpoints" / "step-00000005")}
-    assert ranks(1).run(train, tiny_job(dataset, run, *settings, **given)) == [0]
-    old = run / "checkpoints" / "superseded-step-00000015"
-    job = tiny_job(dataset, run, *SETTINGS, resume=str(old))
-    assert ranks(1).run(train_with, job, StopAfter(17))[0][0] == 75
-    assert CheckpointDirectory(run).steps() == [5, 17]
-    names = {path.name for path in CheckpointDirectory(run).superseded()}
-    assert names == {f"superseded-step-000000{end}" for end in ("10", "15", "15-2", "20")}
-    assert list(losses(run)) == [1, 2, 3, 4, 5, 16, 17]
-    assert ranks(1).run(train, job) == [0]
-    assert "it continues from step 17" in log_of(run)
-
-
-def test_a_start_that_was_killed_while_it_went_back_is_completed(
-    ranks: RankGroups, dataset: Path, finished: Path, run: Path
-) -> None:
-    """To another run: all of its own are superseded, and LATEST was not updated yet."""
-    for step in (5, 10, 15, 20):
-        path = run / "checkpoints" / f"step-{step:08d}"
-        path.rename(path.with_name(f"superseded-{path.name}"))
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [4]
-    assert "has only superseded-* checkpoints" in refusal(run)
-    given = {"resume": str(finished / "checkpoints" / "step-00000005")}
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, **given)) == [0]
-    assert list(losses(run)) == list(range(6, 21)), "those before belong to the other run"
-    superseded = {path.name for path in CheckpointDirectory(run).superseded()}
-    assert "superseded-step-00000005" in superseded
-    assert CheckpointDirectory(run).steps() == [10, 15, 20]
-
-
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
-    ranks: RankGroups, dataset: Path, finished: Path, run: Path
-) -> None:
-    (run / "checkpoints").rename(run / "elsewhere")
-    given = {"resume": str(finished / "checkpoints" / "step-00000005")}
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS, **given)) == [4, 4]
-    assert ranks(2).run(train, tiny_job(dataset, run, *SETTINGS)) == [4, 4]
-    assert "LATEST says that this run has checkpoints, but" in refusal(run)
-    assert len(losses(run)) == 20
-    (run / "checkpoints").symlink_to("nowhere")  # a volume that is not mounted
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS)) == [4]
-    (run / "checkpoints").unlink()
-    assert ranks(1).run(train, tiny_job(dataset, run, *SETTINGS, resume="never")) == [0]
 
 
 def test_a_setting_that_came_after_the_checkpoint_counts_as_its_default(

@@ -73,7 +73,7 @@ def on_two_ranks(run: Path, work: Callable[[RunSaver], Any], **settings: Any) ->
             header=HEADER,
             step=step,
             tracker=None,
-            mirror=None,
+            uploader=None,
             config=TrainingConfig(**{"num_steps": 20, "rank_timeout_seconds": 60, **settings}),
             scores=ScoreTable(checkpoints, is_due=bool) if rank == 0 else None,
             saved_file=run / "saved",

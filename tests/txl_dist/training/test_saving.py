@@ -300,8 +300,9 @@ def test_best_is_updated_when_a_run_resumes_from_an_older_checkpoint(
     assert ranks(1).run(train, job) == [0]
     directory = CheckpointDirectory(tmp_path)
     assert resolve_checkpoint(tmp_path / "BEST") != directory.at(5)
-    back = job.model_copy(update={"resume": str(directory.at(5))})
-    ends = ranks(1).run(train_changed, back, stop_immediately)
+    for step in directory.steps()[1:]:
+        (directory.at(step) / "manifest.json").write_text("damaged")
+    ends = ranks(1).run(train_changed, job, stop_immediately)
     assert ends[0][0] == 75
     assert resolve_checkpoint(tmp_path / "BEST") == directory.at(5)
 

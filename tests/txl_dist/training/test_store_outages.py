@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.storage.remote_path import RemotePath
+from data_pipeline.system.remote_path import RemotePath
 from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
 from tests.support.cloud_runs import SETTINGS, URL, aws, die_after, in_cloud, remote_steps  # noqa: F401
 from tests.support.gloo_ranks import RankGroups
@@ -154,7 +154,7 @@ def test_a_store_that_never_comes_back_is_an_error_at_the_end_of_the_run(
     )
     for code, message, _ in ends:
         assert code == 4
-        assert f"could not be copied to {URL}: rank 0: ConnectionError: 503" in message
+        assert f"could not be copied to {URL}: ConnectionError: 503" in message
         assert "The same command repeats the upload" in message
     assert CheckpointDirectory(tmp_path).steps() == [15, 20]
     job = tiny_job(dataset, tmp_path, *SETTINGS)

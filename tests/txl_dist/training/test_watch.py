@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.processes.workers import InProcess
+from data_pipeline.system.workers import InProcess
 from tests.support.commands import txl
 from tests.support.diverging_runs import NanWeight, train_with
 from tests.support.gloo_ranks import RankGroups

@@ -1,0 +1,313 @@
+"""Rows of tables as documents, with the text in the column `--text-key`: parquet, arrow and csv.
+
+parquet: the column contains strings or UTF-8 binary values, plain or dictionary-encoded, or with
+`--format ids` lists of integers. Rows are read in batches of about 8 MiB, so a large row group is
+not decoded as a whole. Page checksums are verified if the file has them.
+
+arrow: an Arrow IPC stream, as `datasets.save_to_disk` writes it, with the same types. The file
+format (Feather version 2) is read as well: it is a stream between a magic number and a footer. A
+stream must have its end mark, because one that is cut between two messages is otherwise valid.
+
+csv: the first row names the columns. Fields are separated by commas, in .tsv and .tab files by
+tabs. A field with a separator or line break is in double quotes, with a quote inside it doubled.
+
+Sources: Apache Arrow, "Arrow Columnar Format", section "IPC Streaming Format"; RFC 4180.
+"""
+
+import csv
+import io
+import sys
+from collections.abc import Iterator
+from typing import Any, BinaryIO, TextIO
+
+from data_pipeline.errors import printable
+from data_pipeline.readers.records import (
+    MAX_RECORD_BYTES,
+    BadRecordError,
+    BrokenStreamError,
+    Record,
+    Reject,
+    did_you_mean,
+    ids_hint,
+)
+from data_pipeline.readers.source import Source, read_exactly, too_long_error
+from data_pipeline.system.sources import SourceError, reject_reason
+
+_BATCH_BYTES = 8 * 2**20
+_MAX_BATCH_ROWS = 4096
+_MAGIC = b"ARROW1"
+_END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
+_TABS = (".tsv", ".tab")
+
+
+def read_parquet(source: Source) -> Iterator[Record | Reject]:
+    import pyarrow
+
+    row = 0
+    try:
+        for value in _parquet_values(source):
+            row += 1
+            yield record_of_value(source, row, value)
+    except SourceError as error:
+        raise BrokenStreamError(row + 1, 0, error.reason) from error
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, BrokenStreamError):
+            raise
+        reason = printable(str(error).split("\n")[0])[:200]
+        raise BrokenStreamError(row + bool(row), 0, f"damaged Parquet file: {reason}") from error
+
+
+def _parquet_values(source: Source) -> Iterator[Any]:
+    """The values of the text column, as Arrow scalars."""
+    from pyarrow.parquet import ParquetFile
+
+    if not source.stream.seekable():
+        raise BrokenStreamError(
+            0,
+            0,
+            "Parquet needs random access, but this file is compressed as a whole or its server "
+            "has no byte ranges. Parquet compresses inside: use the plain file",
+        )
+    file = ParquetFile(source.stream, page_checksum_verification=True)
+    require_column(file.schema_arrow, source)
+    groups = range(file.metadata.num_row_groups)
+    total = sum(file.metadata.row_group(group).num_rows for group in groups)
+    if total != file.metadata.num_rows:
+        raise ValueError(f"its row groups have {total} rows, not {file.metadata.num_rows}")
+    for group in groups:
+        metadata = file.metadata.row_group(group)
+        row_bytes = metadata.total_byte_size // max(metadata.num_rows, 1) + 1
+        rows = max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+        missing = metadata.num_rows
+        batches = file.iter_batches(
+            rows, row_groups=[group], columns=[source.text_key], use_threads=False
+        )
+        for batch in batches:
+            yield from batch.column(0)
+            missing -= len(batch)
+        if missing:  # a damaged page header can drop rows without an error
+            raise ValueError(f"row group {group} lacks {missing} of its rows")
+
+
+def require_column(schema: Any, source: Source) -> None:
+    """Raise BrokenStreamError if the Arrow schema has no column of texts, or of token ids."""
+    holds, content = (_holds_ids, "lists of integers") if source.ids else (_holds_text, "strings")
+    text_key = source.text_key
+    names = [printable(name)[:40] for name in schema.names]
+    count = schema.names.count(text_key)
+    if count != 1:
+        problem = f'no column "{text_key}"' if not count else f'"{text_key}" names {count} columns'
+        hint = did_you_mean(text_key, tuple(each.name for each in schema if holds(each.type)))
+        hint = hint or ids_hint(*(each.name for each in schema if _holds_ids(each.type)))
+        listed = ", ".join(names[:20]) or "none"
+        raise BrokenStreamError(0, 0, f"{problem}{hint}; columns: {listed} (see --text-key)")
+    kind = schema.field(text_key).type
+    if not holds(kind):
+        hint = ids_hint(text_key) if _holds_ids(kind) else ""
+        raise BrokenStreamError(
+            0, 0, f'column "{text_key}" is not of {content} but of {kind}{hint}'
+        )
+
+
+def _holds_ids(kind: Any) -> bool:
+    """Whether a column of this Arrow type contains lists of integers."""
+    from pyarrow import types
+
+    is_list = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(test(kind) for test in is_list) and types.is_integer(kind.value_type)
+
+
+def _holds_text(kind: Any) -> bool:
+    """Whether a column of this Arrow type contains strings or bytes, also dictionary-encoded."""
+    from pyarrow import types
+
+    plain = kind.value_type if types.is_dictionary(kind) else kind
+    tests = (
+        *(types.is_string, types.is_large_string, types.is_string_view),
+        *(types.is_binary, types.is_large_binary, types.is_binary_view),
+    )
+    return any(test(plain) for test in tests)
+
+
+def record_of_value(source: Source, row: int, value: Any) -> Record | Reject:
+    """The document of a row, from its Arrow scalar. `row` is counted from 1."""
+    try:
+        text = _ids_of_value(source, value) if source.ids else value.as_py()
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return source.reject(row, 0, f"invalid UTF-8 at byte {error.start} of the text")
+    except BadRecordError as error:
+        return source.reject(row, 0, error.reason)
+    if text is None:
+        return source.reject(row, 0, f'"{source.text_key}" is null')
+    size = len(text.encode())
+    if size > MAX_RECORD_BYTES:
+        return source.reject(row, 0, too_long_error().reason)
+    return Record.of(text, offset=row - 1, size=size, line=row)
+
+
+def _ids_of_value(source: Source, value: Any) -> str | None:
+    """The text of a list of ids; None for null. Raises BadRecordError."""
+    from data_pipeline.readers.id_arrays import text_of_document
+
+    if not value.is_valid:
+        return None
+    values = value.values
+    if values.null_count:
+        raise BadRecordError(0, f'"{source.text_key}" has null among its ids')
+    return text_of_document(values.to_numpy(zero_copy_only=False), source.id_rules)
+
+
+class _Tail:
+    """A stream for pyarrow that keeps the last bytes that were read."""
+
+    closed = False
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self.last = stream, b""
+
+    def read(self, size: int = -1) -> bytes:
+        raw = read_exactly(self._stream, size)
+        self.last = (self.last + raw)[-len(_END_MARK) :] if raw else b""
+        return raw
+
+
+def read_arrow(source: Source) -> Iterator[Record | Reject]:
+    import pyarrow
+
+    try:
+        for value in _arrow_values(source):
+            source.lines += 1
+            yield record_of_value(source, source.lines, value)
+    except SourceError as error:
+        raise BrokenStreamError(source.lines + 1, 0, error.reason) from error
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError, TypeError) as error:
+        if isinstance(error, BrokenStreamError):
+            raise
+        reason = printable(str(error).split("\n")[0])[:200]
+        line = source.lines + bool(source.lines)
+        raise BrokenStreamError(line, 0, f"damaged Arrow file: {reason}") from error
+
+
+def _arrow_values(source: Source) -> Iterator[Any]:
+    """The values of the column, as Arrow scalars that are safe to read."""
+    import pyarrow
+
+    is_file = source.stream.peek(len(_MAGIC))[: len(_MAGIC)] == _MAGIC  # type: ignore[attr-defined]
+    if is_file:
+        source.stream.read(len(_MAGIC) + 2)
+    tail = _Tail(source.stream)
+    reader = pyarrow.ipc.open_stream(pyarrow.PythonFile(tail, mode="r"))
+    require_column(reader.schema, source)
+    for batch in reader:
+        column = _checked(batch.column(reader.schema.names.index(source.text_key)))
+        if len(column) != batch.num_rows:
+            raise ValueError(f"a batch of {batch.num_rows} rows has {len(column)} texts")
+        yield from column
+    if tail.last != _END_MARK:
+        raise ValueError("truncated: it has no end mark")
+    rest = source.stream.read(len(_MAGIC) if not is_file else -1)
+    if rest and not is_file:
+        raise ValueError("there is data after its end mark, such as another file")
+    if is_file and not rest.endswith(_MAGIC):
+        raise ValueError("truncated: it has no footer")
+
+
+def _checked(column: Any) -> Any:
+    """The column after a check of all offsets, which pyarrow otherwise trusts.
+
+    Strings become bytes first, so that invalid UTF-8 rejects one row, not the batch.
+    """
+    import pyarrow
+
+    as_bytes = {
+        pyarrow.string(): pyarrow.binary(),
+        pyarrow.large_string(): pyarrow.large_binary(),
+        pyarrow.string_view(): pyarrow.binary_view(),
+    }.get(column.type)
+    column = column.view(as_bytes) if as_bytes else column
+    column.validate(full=True)
+    return column
+
+
+def read_csv(source: Source) -> Iterator[Record | Reject]:
+    try:
+        # Bytes that are not UTF-8 become lone surrogates: they reject their row alone.
+        stream = io.TextIOWrapper(source.stream, "utf-8-sig", errors="surrogateescape", newline="")
+        with stream:
+            yield from _read_rows(source, stream)
+    except csv.Error as error:
+        raise BrokenStreamError(source.lines + 1, 0, f"damaged CSV: {error}") from error
+    except OSError as error:
+        raise BrokenStreamError(source.lines + 1, 0, reject_reason(error)) from error
+
+
+def _read_rows(source: Source, stream: TextIO) -> Iterator[Record | Reject]:
+    # For the whole process. `_Lines` refuses rows that are too long.
+    csv.field_size_limit(sys.maxsize)
+    stem = source.name.lower().removesuffix(".gz").removesuffix(".zst")
+    delimiter = "\t" if stem.endswith(_TABS) else ","
+    lines = _Lines(source, stream)
+    rows = csv.reader(lines, strict=True, delimiter=delimiter)
+    columns = next(rows, None)
+    if not columns:
+        raise BrokenStreamError(0, 0, "it has no first row with the names of its columns")
+    column = _column_of(columns, source.text_key, delimiter)
+    lines.num_chars = 0
+    for row in rows:
+        lines.num_chars = 0
+        if not row:
+            continue  # a blank line
+        source.lines += 1
+        yield _record(source, row, column, len(columns))
+
+
+class _Lines:
+    """The lines of a stream. Raises BrokenStreamError for a row longer than a document can be.
+
+    Without the limit, one quote that is not closed would read the rest of the file into memory.
+    """
+
+    def __init__(self, source: Source, stream: TextIO) -> None:
+        self._source, self._stream = source, stream
+        self.num_chars = 0
+        """Characters of the current row. The caller sets it to 0 for the next row."""
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._stream.readline(MAX_RECORD_BYTES + 1):
+            self.num_chars += len(line)
+            if self.num_chars > MAX_RECORD_BYTES:
+                reason = f"a row is {too_long_error().reason}; is a quote not closed?"
+                raise BrokenStreamError(self._source.lines + 1, 0, reason)
+            yield line
+
+
+def _column_of(columns: list[str], text_key: str, delimiter: str) -> int:
+    if columns.count(text_key) == 1:
+        return columns.index(text_key)
+    listed = ", ".join(printable(name)[:40] for name in columns[:20])
+    if text_key in columns:
+        raise BrokenStreamError(0, 0, f'two columns are named "{text_key}"; columns: {listed}')
+    others = [name for name in (";", "\t", "|", ",") if name != delimiter and name in columns[0]]
+    hint = f"; its columns seem to be separated by {others[0]!r}" if others else ""
+    hint = hint or did_you_mean(text_key, tuple(columns[:100]))
+    raise BrokenStreamError(
+        0,
+        0,
+        f'no column "{text_key}"{hint}; columns: {listed} (see --text-key; --format text reads '
+        "the raw file)",
+    )
+
+
+def _record(source: Source, row: list[str], column: int, num_columns: int) -> Record | Reject:
+    if len(row) != num_columns:
+        reason = f"the row has {len(row)} fields, the first row has {num_columns}"
+        return source.reject(source.lines, 0, reason)
+    text = row[column]
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        byte = len(text[: error.start].encode())
+        return source.reject(source.lines, 0, f"invalid UTF-8 at byte {byte} of the text")
+    return Record.of(text, offset=source.lines - 1, size=size, line=source.lines)

@@ -1,0 +1,198 @@
+"""Token ids as documents: which integers are valid, their form as text, and ids in JSON files.
+
+A document of ids has a text like any other document: its ids as decimal numbers, separated by
+single spaces, "60 62 64". Everything after the readers (hashes, deduplication, shuffling, resuming)
+therefore treats both alike, and `tokenizers/ids.py` encodes this text to the same ids.
+
+The end-of-document id may be at the beginning and end of a document, as some programs write it.
+It is dropped there, because every tokenized document gets one. Inside a document it is an error.
+The same holds for the id that fills up rows (`--padding`), if there is one.
+
+json: one JSON value per file, as MidiTok saves a song: an object with the ids at the key
+`--text-key`, or the ids alone. They are one list, the document of this file, or a list of lists,
+such as one per track: a document each. MidiTok's tokenizers with several vocabularies (Octuple,
+CPWord, MuMIDI) write a list per event, which is no document and is refused. Their files have lists
+in the lists of tracks; or the key "ids_encoded" with one value for the whole song; or, without that
+key, many short lists. Source: MidiTok, `MusicTokenizer.save_tokens`.
+
+Arrays are in `id_arrays.py`: this module loads no numpy, so that `txl --help` is fast.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from data_pipeline.errors import printable
+from data_pipeline.readers.records import (
+    MAX_RECORD_BYTES,
+    BadRecordError,
+    BrokenStreamError,
+    Record,
+    Reject,
+    decode,
+    value_at,
+)
+from data_pipeline.readers.source import Source, read_exactly, too_long_error
+from data_pipeline.system.sources import (
+    Compression,
+    file_system,
+    open_source,
+    reject_reason,
+    retry_request,
+    scheme_of,
+)
+from data_pipeline.system.strict_json import parse_json
+
+NPY_MAGIC = b"\x93NUMPY"
+SHARD_MAGICS = {20240520: (1, "<u2"), 20240801: (7, "<u4"), 20240522: (0, "")}
+"""First int32 of the files of llm.c: version and type of the ids, for files that hold a stream."""
+_INDEX_SUFFIXES = {".bin": ".idx", ".npy": ".csv.gz"}
+"""Suffix of a file of ids, and of the file with the bounds of its documents (`indexed_ids.py`)."""
+_MAX_EVENT_IDS = _MIN_EVENTS = 16
+"""MidiTok's events have 3 to 9 ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdRules:
+    """The ids that an input may contain, and how raw arrays store them."""
+
+    vocab_size: int
+    end_of_document: int
+    dtype: str = ""
+    """NumPy name of the integers of an array file, such as "<u2"; "" if unknown."""
+    padding: int | None = None
+    """The id that fills up documents; None if it is not known whether there is one."""
+
+    @property
+    def outer(self) -> set[int]:
+        """The ids that are dropped at both ends of a document."""
+        return {self.end_of_document} | ({self.padding} if self.padding is not None else set())
+
+
+def text_of_value(value: object, rules: IdRules, name: str) -> str:
+    """The text of a list of integers, the value of `name`. Raises BadRecordError."""
+    if not isinstance(value, list):
+        kind = "null" if value is None else type(value).__name__
+        raise BadRecordError(0, f'"{name}" is not a list of token ids but {kind}')
+    for position, each in enumerate(value):
+        if type(each) is not int:  # bool is an int, too
+            hint = "; give every track a line, and ids of one vocabulary"
+            hint *= isinstance(each, list)
+            kind = "null" if each is None else type(each).__name__
+            reason = f'"{name}" has {kind} at position {position}, not a token id{hint}'
+            raise BadRecordError(0, reason)
+        if not 0 <= each < rules.vocab_size:
+            raise outside(each, position, rules)
+    outer, first, stop = rules.outer, 0, len(value)
+    while first < stop and value[first] in outer:
+        first += 1
+    while first < stop and value[stop - 1] in outer:
+        stop -= 1
+    content = value[first:stop]
+    if not outer.isdisjoint(content):
+        inner = next(position for position, each in enumerate(content) if each in outer)
+        raise inner_end(first + inner, rules)
+    return " ".join(map(str, content))
+
+
+def outside(id_: object, position: int, rules: IdRules) -> BadRecordError:
+    return BadRecordError(
+        0,
+        f"token id {str(id_)[:40]} at position {position:,} is not in the vocabulary of "
+        f"{rules.vocab_size} ids, 0 to {rules.vocab_size - 1}",
+    )
+
+
+def inner_end(position: int, rules: IdRules) -> BadRecordError:
+    name = f"end-of-document id {rules.end_of_document}"
+    if rules.padding is not None:
+        name = f"{name} or padding id {rules.padding}"
+    return BadRecordError(
+        0,
+        f"the {name} at position {position:,} is inside the document; split the document there",
+    )
+
+
+def read_id_json(source: Source) -> Iterator[Record | Reject]:
+    try:
+        raw = read_exactly(source.stream, MAX_RECORD_BYTES + 1)
+    except OSError as error:
+        raise BrokenStreamError(0, 0, reject_reason(error)) from error
+    try:
+        content = _parse(raw)
+        value = content if isinstance(content, list) else value_at(source.text_key, content)
+        _reject_events(content, value)
+    except BadRecordError as error:
+        yield source.reject(0, error.byte, error.reason)
+        return
+    is_nested = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+    for line, each in enumerate(value if is_nested else [value], start=int(is_nested)):
+        try:
+            text = text_of_value(each, source.id_rules, source.text_key)
+        except BadRecordError as error:
+            yield source.reject(line, 0, error.reason)
+        else:
+            yield Record.of(text, offset=max(line - 1, 0), size=len(text), line=line)
+
+
+def _parse(raw: bytes) -> Any:
+    """The JSON value of the file. Raises BadRecordError."""
+    if len(raw) > MAX_RECORD_BYTES:
+        raise too_long_error()
+    if not raw.strip():
+        raise BadRecordError(0, "the file is empty")
+    try:
+        return parse_json(decode(raw))
+    except BadRecordError:
+        raise
+    except (ValueError, RecursionError) as error:
+        reason = printable(str(error))[:120]
+        raise BadRecordError(getattr(error, "pos", 0), f"broken JSON ({reason})") from None
+
+
+def _reject_events(content: Any, value: Any) -> None:
+    """Raise BadRecordError if `value` has a list of ids per event; see the module docstring."""
+    if not isinstance(value, list) or not all(isinstance(each, list) for each in value):
+        return
+    longest = max(map(len, value), default=0)
+    encoded = content.get("ids_encoded") if isinstance(content, dict) else None
+    has_events_in_tracks = any(each and isinstance(each[0], list) for each in value)
+    is_one_song = isinstance(encoded, bool) and bool(value)
+    has_short_lists = len(value) >= _MIN_EVENTS and longest <= _MAX_EVENT_IDS
+    if has_events_in_tracks or is_one_song or (has_short_lists and not isinstance(encoded, list)):
+        raise BadRecordError(
+            0,
+            f"{len(value):,} lists, at most {longest:,} long: one per event, as MidiTok's "
+            "tokenizers with several vocabularies write (Octuple, CPWord, MuMIDI). A document is "
+            "one list of ids of one vocabulary: use such a tokenizer (REMI, TSD), or make one list "
+            "of each song and add to each id the sizes of the vocabularies before its own. If "
+            "every list is a document, give JSON lines",
+        )
+
+
+def index_path(path: str) -> str:
+    """The path or URL of the index that belongs to a file of ids; "" for files that have none."""
+    for suffix, index_suffix in _INDEX_SUFFIXES.items():
+        if path.endswith(suffix):
+            return path.removesuffix(suffix) + index_suffix
+    return ""
+
+
+def has_index(path: str) -> bool:
+    """Whether the file at `path` and an index are a pair."""
+    other = index_path(path)
+    if not other:
+        return False
+    if not scheme_of(path):
+        return os.path.exists(other)  # noqa: PTH110 - as the other checks of listed files
+    system = file_system(other)
+    return bool(retry_request(lambda: system.exists(other)))
+
+
+def first_bytes(path: str, compression: Compression, size: int) -> bytes:
+    """The first `size` decompressed bytes of a file; fewer if it is shorter or cannot be read."""
+    with contextlib.suppress(OSError), open_source(path, compression) as stream:
+        return stream.read(size)
+    return b""  # the reader reports the error

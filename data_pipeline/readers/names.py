@@ -1,0 +1,321 @@
+"""What the names of input files say: their splits, the ids of their documents, what is no data.
+
+**Splits** come with `train=A` on the command line, or a name gives one if it has one of these
+words, whatever its case:
+
+    train, training -> train     valid, validation, val, dev, heldout, holdout -> valid
+    test, testing -> test
+
+1. A folder in the path of the file whose first or last part is such a word, the innermost first:
+   `training-monolingual/news`, `data/validation/00.jsonl`.
+2. Otherwise the file's own name without numbers and compression, if the word is its first part, its
+   last, or the one before: `validation-00000-of-00001.parquet`, `ptb.train.txt`, `c4-val.json.gz`.
+3. With several inputs, the name of the folder that was given: `corpus/train corpus/dev`. It counts
+   before the file's own name if the given folders have different splits, otherwise after it.
+
+Parts are separated by `.`, `-`, `_` and blanks. Files of source code (`test_parser.py`) name no
+split, and their folders only if one of the folders is named train. A file without a split is in
+train. If all files are in one split, nothing was separated, and the names have no effect.
+
+**Descriptions.** `only_data_files` leaves out what describes a corpus: next to the .arrow files of
+`datasets.save_to_disk`, state.json (which names the data files), dataset_info.json,
+dataset_dict.json and the `cache-*.arrow` results of `map`; in the cache of `datasets` also locks
+and `*.incomplete` downloads; in the cache of `huggingface_hub` the blobs/ and refs/ to which its
+snapshots/ are links; and metadata.csv of PG-19.
+
+Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
+github.com/google-deepmind/pg19.
+"""
+
+import os
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Protocol, TypeVar
+
+from data_pipeline.errors import ConfigError, DataError, printable
+from data_pipeline.readers.formats import InputFile
+from data_pipeline.readers.kinds import suffix_of
+from data_pipeline.readers.wikitext import name_of_shards, next_shard
+from data_pipeline.system.sources import open_source, scheme_of, shown
+from data_pipeline.system.strict_json import parse_json
+
+SPLIT_PATTERN = r"[a-z][a-z0-9_]{0,31}"
+TRAIN = "train"
+_WORDS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("valid", "validation", "val", "dev", "heldout", "holdout"), "valid"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_SOURCE_CODE = {
+    *(".py", ".pyi", ".ipynb", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cs", ".java"),
+    *(".kt", ".scala", ".go", ".rs", ".swift", ".m", ".js", ".jsx", ".ts", ".tsx", ".vue", ".css"),
+    *(".php", ".rb", ".pl", ".lua", ".r", ".jl", ".sh", ".sql", ".hs", ".ml", ".erl", ".el", ".s"),
+    *(".lisp", ".asm", ".f90", ".proto", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".md", ".rst"),
+}
+"""Suffixes of code and its documentation, whose names speak of train and test."""
+_MAX_LISTED = 3
+_MAX_STATE_BYTES = 16 * 2**20
+_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "metadata.csv", "metadata.tsv"}
+_CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
+_HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
+
+
+def parse_input(argument: str) -> tuple[str, str]:
+    """(split, address) of NAME=ADDRESS; the split is "" for an address alone.
+
+    The argument is an address if there is a file with its whole path.
+    """
+    named = re.fullmatch(rf"({SPLIT_PATTERN})=(.+)", argument, re.DOTALL)
+    if not named or os.path.lexists(argument):
+        return "", argument
+    return named[1], named[2]
+
+
+def require_all_named(splits: Sequence[str], arguments: Sequence[str]) -> None:
+    """Raise ConfigError if only some inputs are NAME=ADDRESS, or if none is named train."""
+    if not any(splits):
+        return
+    if "" in splits:
+        unnamed = printable(arguments[list(splits).index("")])
+        raise ConfigError(
+            f"{unnamed}: this input has no split and others have one. Name the split of every "
+            f"input: train={unnamed}"
+        )
+    if TRAIN not in splits:
+        raise ConfigError(
+            f"the inputs are {', '.join(sorted(set(splits)))}, and none is train. Give the text to "
+            "train on as train=PATH"
+        )
+
+
+def with_splits_of_names(inputs: Sequence[Sequence[InputFile]]) -> list[InputFile]:
+    """The files of all inputs, each with the split that its name gives; "" if it gives none."""
+    files = [file for each in inputs for file in each]
+    by_folder = [_split_of_folders(posixpath.dirname(file.name)) for file in files]
+    given = [_WORDS.get(_given_folder(file).lower(), "") for file in files]
+    if len(inputs) == 1:  # one folder has one split, whatever it is called
+        given = [""] * len(files)
+    are_given_apart = len({*given} - {""}) > 1
+    has_train_folder = TRAIN in by_folder or TRAIN in given
+    with_splits = []
+    for file, folder, given_folder in zip(files, by_folder, given, strict=True):
+        is_code = suffix_of(file.name).name in _SOURCE_CODE
+        own = "" if is_code else _split_of_file(posixpath.basename(file.name))
+        folders = folder or (given_folder if are_given_apart else "")
+        split = (folders if has_train_folder or not is_code else "") or own
+        split = split or ("" if is_code else given_folder)
+        with_splits.append(replace(file, split=split) if split else file)
+    return with_splits
+
+
+def _split_of_folders(folder: str) -> str:
+    splits = (_split_of_parts(parts[:1] + parts[-1:]) for parts in map(_parts, folder.split("/")))
+    return next(filter(None, reversed(list(splits))), "")
+
+
+def _split_of_file(name: str) -> str:
+    parts = _parts(name.lower().removesuffix(suffix_of(name).packed))
+    return _split_of_parts(parts[:1] + parts[-2:])
+
+
+def _parts(name: str) -> list[str]:
+    """The words of a name, without numbers such as those of `00000-of-00002`."""
+    return [part for part in re.split(r"[.\-_\s]+", name.lower()) if not _is_number(part)]
+
+
+def _is_number(part: str) -> bool:
+    return part in ("", "of") or part.isdigit()
+
+
+def _split_of_parts(parts: Iterable[str]) -> str:
+    """The split that these words give; "" for none or for different ones."""
+    splits = {_WORDS[part] for part in parts if part in _WORDS}
+    return splits.pop() if len(splits) == 1 else ""
+
+
+def _given_folder(file: InputFile) -> str:
+    """The name of the folder in which the file's name begins."""
+    return posixpath.basename(posixpath.dirname(file.path.removesuffix(file.name) + "x"))
+
+
+def split_order(split: str) -> tuple[bool, bool, bool, str]:
+    """Sorts splits: train, valid, others, test."""
+    return split != TRAIN, split == "test", split != "valid", split
+
+
+def count_by_split(files: Iterable[InputFile]) -> dict[str, int]:
+    """Number of files by split, in that order. A file without a split is in train."""
+    counts: Counter[str] = Counter()
+    for file in files:
+        counts[file.split or TRAIN] += 1 + len(file.next_paths)
+    return {split: counts[split] for split in sorted(counts, key=split_order)}
+
+
+def list_splits(files: Sequence[InputFile]) -> str:
+    """The number of files of every split as text: "3 files: train; 1: valid; 1: test"."""
+    counts = [f"{count:,}: {split}" for split, count in count_by_split(files).items()]
+    counts[0] = counts[0].replace(":", " file:" if counts[0].startswith("1:") else " files:")
+    unnamed = [printable(file.name) for file in files if not file.split]
+    note = ""
+    if unnamed and len(unnamed) < len(files):
+        more = f" and {len(unnamed) - _MAX_LISTED:,} more" if len(unnamed) > _MAX_LISTED else ""
+        listed = ", ".join(unnamed[:_MAX_LISTED]) + more
+        note = f" (in train because their names give no split: {listed})"
+    return "; ".join(counts) + note
+
+
+def name_in_utf8(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", errors="backslashreplace")
+
+
+def with_joined_shards(files: list[InputFile]) -> list[InputFile]:
+    """The files; consecutive shards whose rows are lines of one text are one file."""
+    joined: list[InputFile] = []
+    last_path = ""
+    for file in files:
+        first = joined[-1] if joined else file
+        continues = file.path == next_shard(last_path) and file.split == first.split
+        if first.kind == "wikitext_rows" and continues:
+            joined[-1] = replace(
+                first,
+                name=name_of_shards(first.name),
+                size=first.size + file.size,
+                mark=f"{first.mark} {file.mark}",
+                next_paths=(*first.next_paths, file.path),
+            )
+        else:
+            joined.append(file)
+        last_path = file.path
+    return joined
+
+
+def with_distinct_names(files: list[InputFile]) -> list[InputFile]:
+    """The files; if several inputs have one of the same name, with longer names for all.
+
+    These are relative to the deepest folder that contains all files.
+    """
+    if len({file.name for file in files}) == len(files):
+        return files
+    paths = [_absolute_path(file.path).split("/") for file in files]
+    folders = zip(*(parts[:-1] for parts in paths), strict=False)
+    num_common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, folders))
+    names = ("/".join(parts[num_common:]) for parts in paths)
+    return [
+        replace(file, name=name_in_utf8(name.partition("?")[0] if scheme_of(file.path) else name))
+        for file, name in zip(files, names, strict=True)
+    ]
+
+
+def _absolute_path(path: str) -> str:
+    return path if scheme_of(path) else os.path.abspath(path)  # noqa: PTH100
+
+
+def reject_ambiguous_names(files: list[InputFile]) -> None:
+    """Raise DataError if a file would be read twice or two documents would have the same id."""
+    by_name: dict[str, InputFile] = {}
+    by_path: set[str] = set()
+    for file in files:
+        for path in map(_absolute_path, (file.path, *file.next_paths)):
+            if path in by_path:
+                raise DataError(f"{shown(path)} would be read twice. Give every file only once.")
+            by_path.add(path)
+        if file.name in by_name:
+            raise DataError(
+                f"{shown(by_name[file.name].path)} and {shown(file.path)} would both be document "
+                f"{printable(file.name)!r}. Give a folder that contains both, or rename one."
+            )
+        by_name[file.name] = file
+    for name, file in by_name.items():
+        # The id of a document is FILE:line, or FILE if the kind is text.
+        other = by_name.get(re.sub(r":[1-9][0-9]*\Z", "", name), file)
+        if ":" in name and other is file:  # in a file with keys, it is FILE:KEY
+            heads = (name[: match.start()] for match in re.finditer(":", name))
+            archives = (by_name[head] for head in heads if head in by_name)
+            other = next((each for each in archives if each.has_keys), file)
+        if other is not file and other.kind != "text":
+            raise DataError(
+                f"{shown(file.path)} has the name of a document in {shown(other.path)}, "
+                f"{printable(name)!r}. Rename one."
+            )
+
+
+class _Entry(Protocol):
+    @property
+    def path(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+
+E = TypeVar("E", bound=_Entry)
+
+
+def only_data_files(entries: list[E], ignored: Counter[str]) -> list[E]:
+    """`entries` without the files that describe a corpus, caches, locks and unfinished downloads.
+
+    Counts these in `ignored`. Raises DataError for a missing data file.
+    """
+    folders = {posixpath.dirname(each.name) for each in entries if each.name.endswith(".arrow")}
+    by_name = {each.name: each for each in entries}
+    copies = _copies_in_hub_caches(by_name)
+    dropped: dict[str, str] = {}  # name -> as what it is counted
+    for entry in entries:
+        folder, name = posixpath.split(entry.name)
+        suffix = posixpath.splitext(name)[1]
+        if name == "dataset_dict.json" and any(_is_below(each, folder) for each in folders):
+            dropped[entry.name] = name
+        if name == "state.json" and folder in folders:
+            kept = set(_data_files(entry, folder, by_name))
+            arrow = (each for each in by_name if posixpath.dirname(each) == folder)
+            dropped |= {each: ".arrow" for each in arrow if each.endswith(".arrow")}
+            dropped = {each: kind for each, kind in dropped.items() if each not in kept}
+            dropped[entry.name] = name
+        if name in _DESCRIPTIONS:
+            dropped[entry.name] = name
+        elif entry.name.startswith(copies):
+            dropped[entry.name] = "blobs and refs"
+        elif _CACHED_RESULT.fullmatch(name) or (suffix == ".lock" and not entry.size):
+            dropped[entry.name] = suffix
+        elif ".incomplete" in (posixpath.splitext(part)[1] for part in entry.name.split("/")):
+            dropped[entry.name] = ".incomplete"
+    ignored.update(kind for name, kind in dropped.items() if name in by_name)
+    return [each for each in entries if each.name not in dropped]
+
+
+def _copies_in_hub_caches(names: Iterable[str]) -> tuple[str, ...]:
+    """The beginnings of the names of blobs and refs, which the snapshots have again."""
+    parts = {match.groups() for name in names if (match := _HUB_CACHE.fullmatch(name))}
+    hubs = {hub for hub, _ in parts if {(hub, "snapshots"), (hub, "blobs")} <= parts}
+    return tuple(f"{hub}{part}/" for hub in sorted(hubs) for part in ("blobs", "refs"))
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return posixpath.dirname(path) == folder and path != folder
+
+
+def _data_files(state: _Entry, folder: str, by_name: dict[str, E]) -> Iterator[str]:
+    """The names of the data files that state.json lists."""
+    try:
+        with open_source(state.path, "") as stream:
+            content = parse_json(stream.read(_MAX_STATE_BYTES))
+        listed = [each["filename"] for each in content["_data_files"]]
+    except OSError as error:
+        raise DataError(f"{shown(state.path)} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{shown(state.path)} is damaged, so the files of this dataset are not known. Save it "
+            "again with save_to_disk, or give its .arrow files by a pattern."
+        ) from error
+    for filename in listed:
+        name = posixpath.join(folder, str(filename))
+        if name not in by_name:
+            raise DataError(
+                f"{shown(state.path)} lists {printable(str(filename))!r}, which is not in its "
+                "directory. The copy is incomplete; copy it again."
+            )
+        yield name

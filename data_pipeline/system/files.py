@@ -1,0 +1,358 @@
+"""Files and directories that appear complete or not at all, and locks between processes.
+
+    write_file, publish_file     one file, written under a temporary name, synced and renamed
+    overwrite_page               a small file that is rewritten every few seconds
+    publish_directory            a directory that is complete under its hidden name
+    StagedDirectory              a set of files in an existing directory, the manifest last
+    try_lock, wait_for_lock      `flock` on an open file or directory
+
+The kernel releases a lock when its holder ends, also by SIGKILL, so there are no stale locks. A
+file system without locks counts as unlocked, unless the caller decides otherwise: most locks only
+prevent mistakes of users on one host. The package filelock is not used: it truncates the lock file
+when it opens it, which would erase the name of the holder, and it cannot lock a directory.
+"""
+
+import contextlib
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from data_pipeline.errors import ConfigError, DataError, UnfinishedError
+
+if TYPE_CHECKING:
+    from data_pipeline.system.remote_path import DatasetPath
+
+PAGE_BYTES = 4096
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+POLL_SECONDS = 0.1
+STAGING = ".staging.tmp"
+"""The staging folder inside the target directory."""
+_MOVING = "moving.json"
+"""In the staging folder: names that may already be in the target, written before any rename."""
+
+
+def fsync_directory(directory: Path) -> None:
+    """Sync a directory, so that renames inside it survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Write `data` to `path` and sync it. Not atomic: use it for files in a staging folder."""
+    with path.open("wb") as file:
+        file.writelines([data] if isinstance(data, bytes) else data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_file(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Write `path` atomically: a reader sees either the old file or the complete new one."""
+    publish_file(path, data)
+    fsync_directory(path.parent)
+
+
+def publish_file(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Like `write_file`, but does not sync the directory after the rename.
+
+    For a file whose appearance makes another process sync and rename the directory.
+    """
+    # In the same directory, because a rename is atomic within one file system only. The process id
+    # keeps two writers of one path from sharing a temporary file.
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_synced(temporary_path, data)
+        temporary_path.replace(path)
+    finally:
+        temporary_path.unlink(missing_ok=True)
+
+
+def overwrite_page(path: Path, text: str) -> None:
+    """Replace the content of a small text file in place, padded with spaces to PAGE_BYTES.
+
+    For files that are rewritten every few seconds. While other processes sync large files, a rename
+    was measured to take up to 0.6 s, and this at most 1 ms. One page is one write, so a SIGKILL
+    leaves the old text or the new one. After a power failure the text may be old. A concurrent
+    reader may see a mixture of both. Raises ValueError if the text is longer than a page.
+    """
+    data = text.encode().ljust(PAGE_BYTES)
+    if len(data) > PAGE_BYTES:
+        raise ValueError(f"{path}: {len(data)} bytes do not fit into a page of {PAGE_BYTES}")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.pwrite(descriptor, data, 0)
+    finally:
+        os.close(descriptor)
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write(path)`, set the file's mode to that of any new file, and sync it. Not atomic."""
+    # safetensors creates its files with mode 0600 and ignores the umask.
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    write(path)
+    path.chmod(mode)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary files that killed processes left in `write_file(path, ...)`.
+
+    The caller must be the only process that writes `path`.
+    """
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):  # harmless; the next start tries again
+            leftover.unlink()
+
+
+def sha256_file(path: "DatasetPath") -> str:
+    """Hex sha256 of a file, read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def explain_disk_errors(action: str, directory: Path) -> Iterator[None]:
+    """Raise an OSError of writing below `directory` as an UnfinishedError with the next step."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            usable = "unknown"
+            with contextlib.suppress(OSError):
+                usable = f"{shutil.disk_usage(directory).free:,}"
+            raise UnfinishedError(
+                f"{directory}: the disk is full while {action} ({usable} bytes free). Partial "
+                "files are not used. Free some space and run the command again, or choose another "
+                "--out and remove this directory."
+            ) from error
+        raise UnfinishedError(
+            f"{directory}: {action} failed: {error.strerror or error}"
+            f"{f' ({error.filename})' if error.filename else ''}. Check permissions and free "
+            "space, or choose another --out."
+        ) from error
+
+
+def require_writable(directory: Path) -> None:
+    """Raise ConfigError unless files can be created in `directory`. A full disk passes."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        if error.errno not in DISK_FULL:  # `explain_disk_errors` reports a full disk
+            raise unwritable_error(directory, error) from error
+
+
+def unwritable_error(path: Path, error: OSError) -> ConfigError:
+    reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
+    return ConfigError(
+        f"{path} cannot be written: {reason}. Nothing was changed. Choose another directory or "
+        "change its permissions."
+    )
+
+
+def try_lock(descriptor: int, *, shared: bool = False, if_unsupported: bool = True) -> bool:
+    """Take the lock of an open file or directory; False if another process prevents it.
+
+    The lock is exclusive, or `shared` by any number of processes. `if_unsupported` is the result on
+    a file system without locks. The lock is released when the descriptor is closed or the process
+    ends.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # No lock service (ENOLCK), or NFS, which locks only descriptors that are open for writing
+        # (EBADF for a directory).
+        return if_unsupported
+    return True
+
+
+def wait_for_lock(descriptor: int, *, timeout_seconds: float) -> bool:
+    """Poll `try_lock` until it succeeds; False after `timeout_seconds`."""
+    deadline = time.monotonic() + timeout_seconds
+    while not try_lock(descriptor):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def publish_directory(staged: Path, final: Path) -> Path | None:
+    """Rename a complete directory, whose files are synced, to its final name.
+
+    An existing `final` is renamed to a hidden name first; returns that name, or None. The caller
+    removes it: if that fails, `final` is valid nevertheless.
+    """
+    fsync_directory(staged)
+    replaced = _hide(final) if final.exists() else None
+    try:
+        staged.rename(final)
+    except OSError:  # `staged` is gone: a newer process removes what older ones write
+        if replaced:
+            replaced.rename(final)
+        raise
+    fsync_directory(final.parent)
+    return replaced
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory and its content. Raises OSError if anything of it remains.
+
+    It is renamed to a hidden name `.*.tmp` first, so a kill never leaves half of it under `path`.
+    """
+    shutil.rmtree(_hide(path))
+
+
+def _hide(path: Path) -> Path:
+    stem = path.name.lstrip(".").partition(".")[0]  # of a hidden name, without its random part
+    return path.rename(path.with_name(f".{stem}.{uuid.uuid4().hex[:8]}.tmp"))
+
+
+class StagedDirectory:
+    """Exclusive access to `directory`, with a staging folder. Use as a context manager.
+
+    Files are written to a hidden staging folder inside the directory and synced. `publish` renames
+    them to their final names, the manifest last. A process killed at any time leaves either no
+    manifest or a complete set. The next process reuses or discards the staged files. A rename is
+    not atomic for a set of files, so `moving.json` records their names first: if the process is
+    killed between two renames, the next process moves the files back to the staging folder.
+
+    Entering creates and locks the directory, and moves the files of an incomplete publication back
+    to staging. Raises ConfigError for a path that cannot be a directory, DataError if another
+    process holds the lock.
+
+    Leaving removes the staging folder, and the directory if it was created here and is empty. The
+    staging folder stays for the next process if `keep_staging` is true and the block was
+    interrupted: by any exception except ConfigError and DataError, or by UnfinishedError.
+    `keep_staging` is true on entry if there is a staging folder already; set it after staging
+    files that can be reused.
+    """
+
+    def __init__(self, directory: Path, *, last: str) -> None:
+        self.directory = directory
+        self.last = last
+        self.path = directory / STAGING
+        self.keep_staging = False
+        self._descriptor = -1
+        self._created = False
+
+    def __enter__(self) -> Self:
+        with explain_disk_errors("opening the output directory", self.directory):
+            self._create()
+            self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                if not (try_lock(self._descriptor) and self._is_present()):
+                    raise DataError(
+                        f"{self.directory}: another process is writing here. Wait for it, or "
+                        "choose another --out."
+                    )
+                self._undo_incomplete_publish()
+                self.keep_staging = self.path.is_dir()
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        rejected = isinstance(error, ConfigError | DataError)
+        interrupted = isinstance(error, UnfinishedError) or not (error is None or rejected)
+        try:
+            # An OSError of a full or failing disk must not replace the exception being raised.
+            with contextlib.suppress(OSError):
+                if not (self.keep_staging and interrupted):
+                    self.discard()
+                if self._created:
+                    self.directory.rmdir()  # fails if it is not empty
+        finally:
+            os.close(self._descriptor)
+
+    def stage(self, *, fresh: bool = True) -> Path:
+        """Create and return the staging folder. `fresh`: remove the files that are in it.
+
+        Raises ConfigError for a directory that is not writable.
+        """
+        require_writable(self.directory)
+        if fresh:
+            self.discard()
+        self.path.mkdir(exist_ok=True)
+        return self.path
+
+    def discard(self) -> None:
+        """Remove the staging folder with its files."""
+        self.keep_staging = False
+        if self.path.is_dir() and not self.path.is_symlink():
+            shutil.rmtree(self.path)
+
+    def publish(self, names: Collection[str]) -> None:
+        """Rename the staged files `names` into the directory, `last` after all others.
+
+        The files must be synced. Other staged files are removed on exit.
+        """
+        if self.last not in names:
+            raise ValueError(f"publish needs {self.last} among the staged files {sorted(names)}")
+        moving = sorted(name for name in names if name != self.last)
+        write_synced(self.path / _MOVING, json.dumps(moving).encode())
+        fsync_directory(self.path)
+        # Of an earlier set, which this one replaces: it must not appear next to new files.
+        (self.directory / self.last).unlink(missing_ok=True)
+        fsync_directory(self.directory)
+        for name in moving:
+            (self.path / name).replace(self.directory / name)
+        fsync_directory(self.directory)  # the other renames must be on disk before that of `last`
+        (self.path / self.last).replace(self.directory / self.last)
+        fsync_directory(self.directory)
+
+    def _create(self) -> None:
+        try:
+            self._created = not self.directory.exists()
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise
+            raise unwritable_error(self.directory, error) from error
+
+    def _is_present(self) -> bool:
+        """Whether the open directory still has its name: a process that had created it may have
+        removed it before it was locked here, and another one may have created it again."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self.directory.stat())
+        except FileNotFoundError:
+            return False
+
+    def _undo_incomplete_publish(self) -> None:
+        if self.path.is_symlink() or not self.path.is_dir():
+            return
+        if (self.directory / self.last).exists():
+            shutil.rmtree(self.path)  # everything was published; the rest is not needed
+            return
+        # Killed between the first rename and the last.
+        for name in self._recorded_names():
+            # A file that is still staged was not moved: that in the target is of an earlier set.
+            if (self.directory / name).is_file() and not (self.path / name).exists():
+                (self.directory / name).replace(self.path / name)
+        (self.path / _MOVING).unlink(missing_ok=True)
+
+    def _recorded_names(self) -> list[str]:
+        try:
+            names = json.loads((self.path / _MOVING).read_bytes())
+        except (OSError, ValueError):  # missing or cut: killed before the first rename
+            return []
+        # Only plain names: a damaged record must not move files of other directories.
+        names = names if isinstance(names, list) else []
+        return [name for name in names if isinstance(name, str) and Path(name).name == name]

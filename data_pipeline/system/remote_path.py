@@ -1,0 +1,199 @@
+"""RemotePath: a dataset at a URL, with the methods of pathlib.Path that readers need.
+
+Code that reads a manifest, an index or a frame takes a `DatasetPath` and works with local and
+remote datasets. Requests go through fsspec with retries (`urls.py`). A request that still fails is
+an OSError with a readable text. `str(path)` contains no credentials. Nothing is cached here;
+`shards/frame_cache.py` caches frames.
+"""
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+from data_pipeline.system.sources import (
+    SourceError,
+    UnreachableError,
+    file_system,
+    local_path,
+    open_source,
+    retry_request,
+    scheme_of,
+    shown,
+)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePath:
+    """A file or directory at an s3, gs, http or https URL. Picklable and safe to share by threads.
+
+    Joining keeps a query, such as a web server's token, at the end of the URL.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return shown(self.url)
+
+    def __repr__(self) -> str:
+        return f"RemotePath({str(self)!r})"
+
+    def __truediv__(self, name: str) -> "RemotePath":
+        base, separator, query = self._split()
+        return RemotePath(f"{base.rstrip('/')}/{name}{separator}{query}")
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self._split()[0].partition("://")[2]).name
+
+    @property
+    def parent(self) -> "RemotePath":
+        base, separator, query = self._split()
+        return RemotePath(base.rstrip("/").rpartition("/")[0] + separator + query)
+
+    def resolve(self) -> "RemotePath":
+        return self
+
+    def stat(self) -> SimpleNamespace:
+        """Only `st_size`, in bytes, never cached. Raises OSError, FileNotFoundError if missing."""
+        info = self._request(lambda system: system.info(self.url))
+        if info["type"] != "file":
+            raise IsADirectoryError(errno.EISDIR, "is a folder")
+        if info.get("size") is None:
+            raise SourceError("its server does not report its size")
+        return SimpleNamespace(st_size=int(info["size"]))
+
+    def is_file(self) -> bool:
+        try:
+            return bool(self.stat())
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self) -> bool:
+        """Whether there are objects below; on a web server, whether the page exists."""
+        with contextlib.suppress(OSError):
+            if scheme_of(self.url) in ("http", "https"):
+                return bool(self._request(lambda system: system.exists(self.url)))
+            return bool(self._request(lambda system: system.ls(self.url, detail=False)))
+        return False
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file in this directory, by name. Empty for web servers, which do not list.
+
+        S3 lists 1,000 files per request, where `stat` needs one request per file.
+        """
+        if scheme_of(self.url) in ("http", "https"):
+            return {}
+        listed = self._request(lambda system: system.ls(self.url, detail=True))
+        return {
+            PurePosixPath(info["name"]).name: int(info["size"])
+            for info in listed
+            if info["type"] == "file"
+        }
+
+    def folders(self) -> list[str]:
+        """Names of the folders in this directory, sorted; none if it does not exist."""
+        try:
+            listed = self._request(lambda system: system.ls(self.url, detail=True))
+        except FileNotFoundError:  # a folder of an object store exists once it contains a file
+            return []
+        names = (PurePosixPath(info["name"]).name for info in listed if info["type"] != "file")
+        return sorted(names)
+
+    def iterdir(self) -> Iterator["RemotePath"]:
+        return (self / name for name in self.sizes())
+
+    def read_bytes(self) -> bytes:
+        data: bytes = self._request(lambda system: system.cat_file(self.url))
+        return data
+
+    def read_text(self, encoding: str) -> str:
+        return self.read_bytes().decode(encoding)
+
+    def read_range(self, first: int, size: int) -> bytes:
+        """Bytes [first, first + size) in one request; fewer if the file ends before."""
+
+        def fetch(system: Any) -> bytes:
+            data: bytes = system.cat_file(self.url, start=first, end=first + size)
+            # A proxy may cut a response and report the shorter length: the client sees no error.
+            if len(data) < size and first + len(data) < (system.info(self.url).get("size") or 0):
+                raise UnreachableError(f"the response ended after {len(data):,} of {size:,} bytes")
+            return data
+
+        data = self._request(fetch)
+        if len(data) > size:
+            raise SourceError("its server ignores byte ranges; use a server that supports them")
+        return data
+
+    @contextlib.contextmanager
+    def open(self, mode: str = "rb") -> Iterator[BufferedReader]:
+        """The content as a stream, for reading only."""
+        if mode != "rb":
+            raise ValueError(f"{self} opens for mode 'rb' only, got {mode!r}")
+        with _plain_reason(), open_source(self.url, "") as stream:
+            yield cast("BufferedReader", stream)
+
+    def write_from(self, source: Path) -> None:
+        """Upload a local file. Atomic, as object stores make a new object visible when complete."""
+        # s3fs reads this many parts of 50 MiB at a time into memory.
+        options = {"max_concurrency": 2} if scheme_of(self.url) == "s3" else {}
+        self._request(lambda system: system.put_file(str(source), self.url, **options))
+
+    def write_bytes(self, data: bytes) -> None:
+        """Upload `data`. Atomic, as `write_from`."""
+        self._request(lambda system: system.pipe_file(self.url, data))
+
+    def remove(self) -> None:
+        """Remove this file, or this folder with all files below it. It may be missing."""
+        with contextlib.suppress(FileNotFoundError):
+            self._request(lambda system: system.rm(self.url, recursive=True))
+
+    def _request(self, request: Callable[[Any], _T]) -> _T:
+        system = file_system(self.url)
+
+        def uncached_request() -> _T:
+            system.invalidate_cache()  # fsspec caches listings, also outdated ones
+            return request(system)
+
+        with _plain_reason():
+            return retry_request(uncached_request)
+
+    def _split(self) -> tuple[str, str, str]:
+        if scheme_of(self.url) in ("http", "https"):
+            return self.url.partition("?")
+        return self.url, "", ""
+
+
+DatasetPath = Path | RemotePath
+"""A directory or file of a prepared dataset, local or at a URL."""
+
+
+def dataset_path(address: str | DatasetPath) -> DatasetPath:
+    """The path of an address; file:// is a local path. Raises ConfigError for other schemes."""
+    if isinstance(address, Path | RemotePath):
+        return address
+    local = local_path(address)
+    return RemotePath(address) if local is None else Path(local)
+
+
+@contextlib.contextmanager
+def _plain_reason() -> Iterator[None]:
+    """Raise SourceErrors with a `strerror` that fits "cannot be read ({strerror})".
+
+    Callers write this text for local files, too.
+    """
+    try:
+        yield
+    except SourceError as error:
+        cause = error.__cause__
+        if isinstance(cause, FileNotFoundError):
+            raise FileNotFoundError(errno.ENOENT, "no such object") from error
+        if isinstance(cause, PermissionError):
+            raise PermissionError(errno.EACCES, "access denied; check the credentials") from error
+        raise type(error)(error.reason.removeprefix("cannot be read ")) from error

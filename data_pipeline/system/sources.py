@@ -1,0 +1,313 @@
+"""Read local files and URLs: as one stream of decompressed bytes, with retries for object stores.
+
+    open_source                  a file or URL as a buffered stream, decompressed
+    scheme_of, local_path        which addresses are supported
+    shown                        an address for messages, without secrets
+    file_system, retry_request   requests to an object store
+    is_transient                 whether an error may pass
+
+Every failure of a stream is an OSError with a readable text: a truncated or damaged gzip or zstd
+stream, bytes after its end, a broken connection. The readers of the formats turn it into a
+BrokenStreamError. The host memory of a stream is bounded: it does not grow with the decompressed
+size or with what a header declares.
+"""
+
+import contextlib
+import errno
+import gzip
+import io
+import os
+import re
+import stat
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import IO, Any, BinaryIO, Literal, TypeVar
+
+from data_pipeline.errors import ConfigError, printable
+from data_pipeline.system.progress import count_bytes
+
+if sys.version_info >= (3, 14):
+    from compression.zstd import DecompressionParameter, ZstdError, ZstdFile
+else:
+    from backports.zstd import DecompressionParameter, ZstdError, ZstdFile
+
+SCHEMES = ("file", "s3", "gs", "http", "https")
+_EXTRAS = {"s3": "s3", "gs": "gcs", "http": "http", "https": "http"}
+_MAX_ATTEMPTS = 3
+_S3_ATTEMPTS = 2
+_FIRST_WAIT_SECONDS = 0.5
+_T = TypeVar("_T")
+Compression = Literal["", "gz", "zst"]
+_URL_BLOCK_BYTES = 8 * 2**20
+_MAX_WINDOW_LOG = 27  # 128 MiB: the limit of `zstd -d` without --long
+
+
+def is_url(address: str) -> bool:
+    """Whether `address` is a URL of any scheme, not a path."""
+    scheme, separator, _ = address.partition("://")
+    return bool(separator) and "/" not in scheme
+
+
+def scheme_of(address: str) -> str:
+    """The scheme of a URL, "" for a local path. Raises ConfigError for an unsupported scheme."""
+    if not is_url(address):
+        return ""
+    scheme = address.partition("://")[0]
+    if scheme.lower() not in SCHEMES:
+        raise ConfigError(
+            f"{shown(address)}: URLs of scheme {printable(scheme)!r} are not supported; valid are "
+            f"{', '.join(SCHEMES)}, and paths. Copy the data to one of these."
+        )
+    return scheme.lower()
+
+
+def local_path(address: str) -> str | None:
+    """The path of a local address or a file:// URL; None for any other URL."""
+    scheme = scheme_of(address)
+    if scheme == "file":
+        path = address.partition("://")[2]
+        if not path.startswith("/"):
+            raise ConfigError(f"{shown(address)}: write file:// and an absolute path: file:///a/b")
+        return path
+    return None if scheme else address
+
+
+def shown(path: str) -> str:
+    """A path or URL for a message: without password and query, control characters escaped."""
+    if "://" in path:
+        path = re.sub(r"://[^/@]*@", "://", path).partition("?")[0]
+    return printable(path)
+
+
+def file_system(url: str) -> Any:
+    """fsspec's file system for a URL. Raises ConfigError with the extra that must be installed."""
+    import fsspec
+
+    scheme = scheme_of(url)
+    try:
+        system = fsspec.filesystem(scheme)
+    except ImportError as error:
+        raise ConfigError(
+            f"{shown(url)}: reading {scheme}:// needs a package that is not installed ({error}). "
+            f"Install it: pip install 'txl-dist[{_EXTRAS[scheme]}]'"
+        ) from error
+    if scheme == "s3":
+        # s3fs repeats what botocore has repeated, with 15 s per attempt: a store that accepts
+        # connections and never responds took 20 minutes to be reported.
+        system.retries = min(system.retries, _S3_ATTEMPTS)
+    return system
+
+
+def retry_request(request: Callable[[], _T]) -> _T:
+    """The result of a request to an object store, after at most `_MAX_ATTEMPTS` attempts.
+
+    The waits between attempts double. Raises SourceError for a missing or forbidden object, without
+    a retry, and UnreachableError when the last attempt fails.
+    """
+    # A loop, not the package tenacity: with it this function is longer, and the import takes 40 ms.
+    for attempt in range(_MAX_ATTEMPTS):
+        if attempt:
+            time.sleep(_FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
+        try:
+            return request()
+        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+            raise SourceError(f"cannot be read: {type(error).__name__}") from error
+        except Exception as error:  # every client library has its own error classes
+            last_error = error
+    reason = printable(_without_urls(str(last_error)))[:200] or type(last_error).__name__
+    message = f"cannot be read after {_MAX_ATTEMPTS} attempts: {reason}"
+    raise UnreachableError(message) from last_error
+
+
+def _without_urls(text: str) -> str:
+    return re.sub(r"\w+://\S+", lambda url: shown(url[0]), text)
+
+
+class SourceError(OSError):
+    """A stream that cannot be read any further. `reason` is the text for the user."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(None, reason)
+
+    @property
+    def reason(self) -> str:
+        return str(self.strerror)
+
+
+class UnreachableError(SourceError):
+    """The network or the server failed. A later attempt may succeed."""
+
+
+def is_transient(error: BaseException | None) -> bool:
+    """Whether `error` or one of its causes is a failure that may pass.
+
+    True for a failing disk or server; False for a missing, forbidden or damaged file.
+    """
+    for each in _chain(error):
+        if isinstance(each, SourceError):
+            return isinstance(each, UnreachableError)
+        if isinstance(each, FileNotFoundError | PermissionError | IsADirectoryError):
+            return False
+        # The OSErrors that libraries raise for damaged content have no errno.
+        if isinstance(each, OSError) and each.errno:
+            return each.errno != errno.EINVAL  # a damaged Parquet file seeks before its start
+    return False
+
+
+def is_read_failure(error: BaseException | None) -> bool:
+    """Whether `error` or one of its causes is a failure to read, so the content is unknown.
+
+    False for a missing file and for a folder with its name: those are certain.
+    """
+    missing = FileNotFoundError | IsADirectoryError | NotADirectoryError
+    first = next((each for each in _chain(error) if isinstance(each, OSError)), None)
+    return first is not None and not isinstance(first, missing)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error`, its cause, the cause of that, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def reject_reason(error: OSError) -> str:
+    """The text of an OSError, for `Reject.reason`."""
+    if isinstance(error, SourceError):
+        return error.reason
+    return f"cannot be read: {error.strerror or type(error).__name__}"
+
+
+@contextlib.contextmanager
+def open_source(path: str, compression: Compression) -> Iterator[BinaryIO]:
+    """Open `path` and decompress it. Raises OSError, also while the stream is read.
+
+    The stream is seekable if `path` is not compressed and, for a URL, the server supports ranges.
+    A local path must be a regular file.
+    """
+    with contextlib.ExitStack() as stack:
+        raw: BinaryIO
+        if scheme_of(path):
+            raw = stack.enter_context(_buffered(_UrlStream(path)))
+        else:
+            # Checked before opening, because opening a pipe blocks until it has a writer.
+            if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - faster for many files
+                raise SourceError("not a regular file")
+            raw = stack.enter_context(_buffered(_CountedFile(path)))
+        if compression == "gz":
+            raw = stack.enter_context(_buffered(_open_gzip(raw)))
+        elif compression == "zst":
+            raw = stack.enter_context(_buffered(_open_zstd(raw)))
+        yield raw
+
+
+class _CountedFile(io.FileIO):
+    """A file that reports the bytes read as progress of the current unit of work."""
+
+    def readinto(self, buffer: Any) -> int:
+        size = super().readinto(buffer) or 0
+        count_bytes(size)
+        return size
+
+
+def _buffered(raw: io.RawIOBase) -> BinaryIO:
+    return io.BufferedReader(raw, buffer_size=256 * 2**10)
+
+
+class _UrlStream(io.RawIOBase):
+    """A file of fsspec, with retries. An early end is an UnreachableError, not an end of file."""
+
+    def __init__(self, url: str) -> None:
+        system = file_system(url)
+        self._file: IO[bytes] = retry_request(
+            lambda: system.open(url, "rb", block_size=_URL_BLOCK_BYTES)
+        )
+        self._size: int | None = getattr(self._file, "size", None)
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = self._file.seek(offset, whence)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        # fsspec's seekable files keep their position when a fetch fails, so the read can be
+        # retried. A stream without ranges cannot be continued.
+        if self.seekable():
+            data = retry_request(lambda: self._file.read(len(buffer)))
+        else:
+            try:
+                data = self._file.read(len(buffer))
+            except Exception as error:
+                reason = f"the connection broke: {type(error).__name__}"
+                raise UnreachableError(reason) from error
+        if not data and len(buffer) and self._size is not None and self._position < self._size:
+            raise UnreachableError(f"ended after {self._position:,} of {self._size:,} bytes")
+        buffer[: len(data)] = data
+        self._position += len(data)
+        count_bytes(len(data))
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+class _DecompressedStream(io.RawIOBase):
+    """The output of a decompressor. Truncated or damaged input is a SourceError.
+
+    A read decompresses at most as many bytes as were requested, regardless of the declared size.
+    """
+
+    def __init__(self, file: gzip.GzipFile | ZstdFile, format_name: str) -> None:
+        self._file, self._format_name = file, format_name
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._file.read1(len(buffer))
+        except SourceError:
+            raise
+        except EOFError:
+            raise SourceError(f"truncated {self._format_name} stream: no end mark") from None
+        except (OSError, zlib.error, ZstdError) as error:
+            # BadGzipFile is an OSError without errno; the error of a failing disk has one.
+            if isinstance(error, OSError) and error.errno:
+                raise
+            reason = printable(str(error))[:120]
+            if "requires too much memory" in reason:  # libzstd has no error class for the window
+                raise SourceError(
+                    f"a zstd frame needs a window of more than {2**_MAX_WINDOW_LOG:,} bytes; "
+                    "compress the file again without --long"
+                ) from None
+            raise SourceError(f"damaged {self._format_name} stream: {reason}") from None
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _open_gzip(raw: BinaryIO) -> _DecompressedStream:
+    # GzipFile reads an empty file as an empty stream; the gzip program refuses it.
+    if not raw.read(1):
+        raise SourceError("truncated gzip stream: the file is empty")
+    raw.seek(0)
+    return _DecompressedStream(gzip.GzipFile(fileobj=raw), "gzip")
+
+
+def _open_zstd(raw: BinaryIO) -> _DecompressedStream:
+    # Reads all frames and ignores skippable ones (RFC 8878, section 3.1.2). A cut inside a frame
+    # raises EOFError; the stream reader of the package zstandard would end there without an error.
+    options = {int(DecompressionParameter.window_log_max): _MAX_WINDOW_LOG}
+    return _DecompressedStream(ZstdFile(raw, options=options), "zstd")

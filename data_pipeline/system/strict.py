@@ -1,0 +1,86 @@
+"""Strict models, and manifest files with a digest.
+
+Files are edited, truncated and copied between versions. An unknown key, a number written as text
+and NaN are errors that name the key, never a silent default.
+
+A manifest file has a format name, a version and a digest of its content. All other files of a
+dataset (`shards/manifest.py`) or checkpoint (`txl_dist/checkpoint/manifest.py`) are verified
+against hashes in the manifest, so the manifest itself is checked completely before any entry is
+used.
+"""
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from data_pipeline.system.remote_path import DatasetPath
+from data_pipeline.system.strict_json import parse_json, sha256_of
+
+MAX_MANIFEST_BYTES = 256 * 2**20
+"""A larger file is refused unread. About a million shards need less."""
+M = TypeVar("M", bound="StrictModel")
+
+
+class StrictModel(BaseModel):
+    """A frozen pydantic model without unknown keys, type coercion, NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def first_problem(error: ValidationError) -> str:
+    """`key.inner: message` of the first problem that pydantic reports."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"]) or "the whole content"
+    return f"{key}: {problem['msg']}"
+
+
+class WrongFormatError(ValueError):
+    """JSON of a different program or format version."""
+
+
+def manifest_bytes(content: dict[str, Any], *, tools: dict[str, str] | None = None) -> bytes:
+    """The bytes of a manifest file: `content` and its digest, with sorted keys.
+
+    `tools` says which programs wrote the files. It is information for people: not part of the
+    content or of its digest.
+    """
+    added: dict[str, Any] = {"digest": sha256_of(content)}
+    if tools:
+        added["tools"] = tools
+    return (json.dumps({**added, **content}, sort_keys=True, indent=1) + "\n").encode()
+
+
+def load_manifest_file(path: DatasetPath, model: type[M]) -> M:
+    """The verified content of a manifest file.
+
+    Raises OSError if it cannot be read, WrongFormatError for a different format or version, and
+    ValueError for damaged or edited content. A caller prints `f"{path} {error}"`.
+    """
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise WrongFormatError(
+            f"is larger than {MAX_MANIFEST_BYTES:,} bytes, so it is not a manifest"
+        )
+    try:
+        content = parse_json(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON ({error})") from error
+    expected = {name: model.model_fields[name].default for name in ("format", "version")}
+    if not isinstance(content, dict) or content.get("format") != expected["format"]:
+        raise WrongFormatError(f'has no "format": "{expected["format"]}"')
+    if content.get("version") != expected["version"]:
+        raise WrongFormatError(
+            f"has format version {content.get('version')!r}, this txl reads {expected['version']}"
+        )
+    recorded = content.pop("digest", None)
+    content.pop("tools", None)
+    try:
+        manifest = model.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        raise ValueError(f"has a wrong entry: {first_problem(error)}") from error
+    # Computed from the file's keys, not from the model: a later version may add keys with defaults,
+    # which the writer of this file did not know.
+    digest = sha256_of(content)
+    if digest != recorded:
+        raise ValueError(f"records the digest {recorded!r}, but its content has {digest!r}")
+    return manifest

@@ -1,0 +1,338 @@
+"""Rows of Parquet, Arrow and CSV files as documents, and what is refused."""
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from data_pipeline.errors import DataError
+from data_pipeline.readers import (
+    Record,
+    Reject,
+    find_files,
+    scan_ranges,
+)
+from tests.data_pipeline.readers.id_inputs import RULES
+from tests.data_pipeline.readers.reading import one_file, read, texts
+
+VALUES = [f"row {number} é" * number for number in range(7)]
+FIELDS = st.text(st.sampled_from('ab",\t\n\r\u2028é '), max_size=6)
+
+
+def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
+    values = [f"row {number} é" * number for number in range(7)]
+    texts_of = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.string_view())
+    dictionaries = [pa.dictionary(pa.int32(), kind) for kind in texts_of[:4]]
+    for kind in (*texts_of, *dictionaries):
+        body = pa.array(values).dictionary_encode() if kind in dictionaries else pa.array(values)
+        table = pa.table({"n": list(range(7)), "body": body.cast(kind)})
+        parquet.write_table(table, tmp_path / "in.parquet", row_group_size=3)
+        file = one_file(tmp_path / "in.parquet")
+        assert (file.kind, file.rereadable) == ("parquet", False)
+        records = read(file, text_key="body")
+        assert texts(records) == values
+        assert [record.line for record in records] == [1, 2, 3, 4, 5, 6, 7]
+        assert scan_ranges(file, 5) == [(0, file.size)]
+
+
+def write_table(path: Path, **columns: pa.Array) -> None:
+    parquet.write_table(pa.table(columns), path, row_group_size=2)
+
+
+def test_a_parquet_file_without_the_column_lists_its_columns(tmp_path: Path) -> None:
+    write_table(tmp_path / "in.parquet", body=pa.array(["x"]), n=pa.array([1]))
+    (records,) = read(one_file(tmp_path / "in.parquet"))
+    assert isinstance(records, Reject)
+    assert records.reason == 'no column "text"; columns: body, n (see --text-key)'
+    (records,) = read(one_file(tmp_path / "in.parquet"), text_key="n")
+    assert isinstance(records, Reject)
+    assert records.reason == 'column "n" is not of strings but of int64'
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "option"),
+    [("ids", [[5, 6], [7]], "ids"), ("input_ids", [5], "ids --text-key input_ids")],
+)
+def test_token_ids_read_as_text_name_the_format_that_reads_them(
+    tmp_path: Path, key: str, value: list[object], option: str
+) -> None:
+    (tmp_path / "midi.json").write_text(json.dumps({"programs": [[0, False]], key: value}))
+    write_table(tmp_path / "in.parquet", **{key: pa.array([[5, 6]])})
+    for name in ("midi.json", "in.parquet"):
+        for text_key in ("text", key):
+            (reject,) = read(one_file(tmp_path / name), text_key=text_key)
+            assert isinstance(reject, Reject)
+            assert f'"{text_key}"' in reject.reason
+            assert f"; for token ids: --format {option}" in reject.reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"), [("txt", "text"), ("Text", "text"), ("TEXT", "text"), ("content", None)]
+)
+def test_a_wrong_text_key_suggests_the_most_similar_name(
+    tmp_path: Path, wrong: str, nearest: str | None
+) -> None:
+    write_table(tmp_path / "in.parquet", text=pa.array(["x"]), contents=pa.array([1]))
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "x", "url": "y"}))
+    for name in ("in.parquet", "in.jsonl"):
+        (records,) = read(one_file(tmp_path / name), text_key=wrong)
+        assert isinstance(records, Reject)
+        assert (f'did you mean "{nearest}"?' in records.reason) == (nearest is not None)
+        assert "did you mean" not in records.reason or nearest, "contents is no column of text"
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.large_binary()])
+def test_bad_rows_of_parquet_are_rejected_one_by_one(tmp_path: Path, kind: pa.DataType) -> None:
+    text = pa.array([b"a", None, b"b\xff", b"", b"e"]).cast(pa.binary())
+    if kind == pa.string():
+        text = pa.Array.from_buffers(kind, 5, text.buffers())  # as a careless writer would
+    else:
+        text = text.cast(kind)
+    write_table(tmp_path / "in.parquet", text=text)
+    records = read(one_file(tmp_path / "in.parquet"))
+    assert [type(record) for record in records] == [Record, Reject, Reject, Record, Record]
+    assert [record.line for record in records] == [1, 2, 3, 4, 5]
+    assert '"text" is null' in str(records[1])
+    assert "invalid UTF-8 at byte 1" in str(records[2])
+
+
+def test_a_damaged_parquet_file_never_raises(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    values = [f"row {number}" for number in range(50)]
+    table = pa.table({"text": pa.array(values)})
+    parquet.write_table(table, path, row_group_size=7, write_page_checksum=True)
+    packed = path.read_bytes()
+    for size in range(0, len(packed), 97):
+        path.write_bytes(packed[:size])
+        (records,) = read(one_file(path))
+        assert isinstance(records, Reject)
+        assert records.reason
+    for at in range(0, len(packed), 11):
+        path.write_bytes(packed[:at] + bytes([packed[at] ^ 0x24]) + packed[at + 1 :])
+        records = read(one_file(path))
+        good = [record for record in records if isinstance(record, Record)]
+        assert [record.text for record in good] == values[: len(good)]
+        assert len(good) == 50 or isinstance(records[-1], Reject)
+
+
+def test_a_compressed_parquet_file_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "in.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
+    (records,) = read(one_file(tmp_path / "in.parquet.gz"))
+    assert "Parquet compresses inside" in str(records)
+
+
+def stream(table: pa.Table, *, is_file: bool = False) -> bytes:
+    sink = pa.BufferOutputStream()
+    new = pa.ipc.new_file if is_file else pa.ipc.new_stream
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return sink.getvalue().to_pybytes()
+
+
+def column(values: pa.Array, name: str = "text") -> bytes:
+    return stream(pa.table({name: values}))
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_rows_are_documents(tmp_path: Path, is_file: bool) -> None:
+    kinds = (pa.string(), pa.large_string(), pa.binary(), pa.string_view())
+    for kind in (*kinds, pa.dictionary(pa.int32(), pa.string())):
+        values = pa.array(VALUES)
+        typed = values.dictionary_encode() if pa.types.is_dictionary(kind) else values.cast(kind)
+        table = pa.table({"n": list(range(7)), "body": typed})
+        (tmp_path / "in.arrow").write_bytes(stream(table, is_file=is_file))
+        (tmp_path / "in.arrow.gz").write_bytes(gzip.compress(stream(table, is_file=is_file)))
+        for name in ("in.arrow", "in.arrow.gz"):
+            records = read(one_file(tmp_path / name), text_key="body")
+            assert texts(records) == VALUES
+            assert [record.line for record in records] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_lists_of_token_ids(tmp_path: Path) -> None:
+    lists = pa.array([[1, 2], [3], [0, 4]], pa.large_list(pa.int16()))
+    (tmp_path / "in.arrow").write_bytes(column(lists, "input_ids"))
+    file = one_file(tmp_path / "in.arrow", "ids", RULES)
+    assert texts(read(file, text_key="input_ids")) == ["1 2", "3", "4"]
+
+
+TABLE = column(pa.array(VALUES))
+BAD_UTF8 = pa.array([b"a", None, b"b\xff", b"", b"e"])
+BAD_ARROW_FILES = {
+    "empty": (b"", "damaged Arrow file"),
+    "not Arrow": (b"The grey sea. " * 99, "damaged Arrow file"),
+    "no column": (column(pa.array(["x"]), "body"), 'no column "text"; columns: body'),
+    "misspelled": (column(pa.array(["x"]), "txt"), 'did you mean "txt"?'),
+    "numbers": (column(pa.array([1])), 'column "text" is not of strings but of int64'),
+    "no end mark": (TABLE[:-8], "truncated: it has no end mark"),
+    "cut inside": (TABLE[:-300], "damaged Arrow file"),
+    "two streams": (TABLE + TABLE, "there is data after its end mark"),
+    "no footer": (stream(pa.table({"text": VALUES}), is_file=True)[:-6], "it has no footer"),
+    "huge length": (b"\xff\xff\xff\xff\xff\xff\xff\x7f" + TABLE[8:], "damaged Arrow file"),
+    "columns twice": (
+        stream(pa.Table.from_arrays([pa.array(["x"])] * 2, ["text", "text"])),
+        '"text" names 2 columns',
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), BAD_ARROW_FILES.values(), ids=BAD_ARROW_FILES)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "in.arrow").write_bytes(content)
+    *good, reject = read(one_file(tmp_path / "in.arrow"))
+    assert isinstance(reject, Reject)
+    assert reason in reject.reason
+    assert (reject.file, reject.loses_rest) == ("in.arrow", True)
+    assert texts(good) == VALUES[: len(good)]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.large_string()])
+def test_bad_rows_are_rejected_one_by_one(tmp_path: Path, kind: pa.DataType) -> None:
+    values = BAD_UTF8.cast(pa.large_binary()) if kind == pa.large_string() else BAD_UTF8
+    (tmp_path / "in.arrow").write_bytes(column(pa.Array.from_buffers(kind, 5, values.buffers())))
+    records = read(one_file(tmp_path / "in.arrow"))
+    assert [type(record) for record in records] == [Record, Reject, Reject, Record, Record]
+    assert '"text" is null' in str(records[1])
+    assert "invalid UTF-8 at byte 1" in str(records[2])
+
+
+def test_a_damaged_file_never_raises_crashes_or_loses_rows_silently(tmp_path: Path) -> None:
+    path = tmp_path / "in.arrow"
+    for size in range(0, len(TABLE), 101):
+        path.write_bytes(TABLE[:size])
+        assert isinstance(read(one_file(path))[-1], Reject), size
+    for at in range(0, len(TABLE), 23):
+        path.write_bytes(TABLE[:at] + bytes([TABLE[at] ^ 0xA4]) + TABLE[at + 1 :])
+        records = read(one_file(path))
+        assert len(records) >= len(VALUES) or isinstance(records[-1], Reject), at
+
+
+def saved_dataset(folder: Path, num_files: int = 2) -> Path:
+    """The files of `datasets.save_to_disk`, and a cache that `map` wrote later."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{num_files:05d}.arrow" for number in range(num_files)]
+    for name in names:
+        (folder / name).write_bytes(TABLE)
+    (folder / "cache-0123456789abcdef.arrow").write_bytes(TABLE)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    (folder / "dataset_info.json").write_text('{\n  "features": {}\n}')
+    return folder
+
+
+@pytest.mark.parametrize("format_", ["auto", "arrow"])
+def test_a_saved_dataset_is_its_data_files(tmp_path: Path, format_: str) -> None:
+    saved_dataset(tmp_path / "in" / "a")
+    saved_dataset(tmp_path / "in" / "b", 1)
+    found = find_files([str(tmp_path / "in")], format=format_, exclude=Path("/nowhere"))
+    assert [file.name for file in found.files] == [
+        "a/data-00000-of-00002.arrow",
+        "a/data-00001-of-00002.arrow",
+        "b/data-00000-of-00001.arrow",
+    ]
+    assert +found.ignored == {"dataset_info.json": 2, "state.json": 2, ".arrow": 2}
+
+
+STATES = {
+    '{"_data_files": [{"filename": "other.arrow"}]}': "lists 'other.arrow', which is not in its",
+    '{"_data_files": [{"filename": "../../etc/passwd"}]}': "is not in its directory",
+    '{"_data_files": [7]}': "is damaged",
+    "{": "state.json is damaged",
+    "[]": "state.json is damaged",
+}
+
+
+@pytest.mark.parametrize(("state", "reason"), STATES.items())
+def test_a_directory_with_a_wrong_list_of_files_is_refused(
+    tmp_path: Path, state: str, reason: str
+) -> None:
+    (saved_dataset(tmp_path / "in") / "state.json").write_text(state)
+    with pytest.raises(DataError, match=reason):
+        find_files([str(tmp_path / "in")], format="auto", exclude=Path("/nowhere"))
+
+
+def test_the_splits_of_a_saved_dictionary_are_those_of_its_directories(tmp_path: Path) -> None:
+    saved_dataset(tmp_path / "in" / "train")
+    saved_dataset(tmp_path / "in" / "test")
+    (tmp_path / "in" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    found = find_files([str(tmp_path / "in")], format="auto", exclude=Path("/nowhere"))
+    assert {(file.name.split("/")[0], file.split) for file in found.files} == {
+        ("train", "train"),
+        ("test", "test"),
+    }
+    assert all(file.kind == "arrow" for file in found.files)
+
+
+@settings(max_examples=12, deadline=None)
+@given(rows=st.lists(st.tuples(FIELDS, FIELDS), min_size=1), suffix=st.sampled_from(["csv", "tsv"]))
+def test_what_a_writer_wrote_is_read(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], suffix: str
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / f"in.{suffix}.gz"
+    file = io.StringIO()
+    writer = csv.writer(file, delimiter="\t" if suffix == "tsv" else ",", quoting=csv.QUOTE_ALL)
+    writer.writerows([("id", "text"), *rows])
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + file.getvalue().encode(), 1))
+    records = read(one_file(path))
+    assert texts(records) == [text for _, text in rows]
+    assert [record.line for record in records] == [*range(1, len(rows) + 1)]
+
+
+BAD_CSV_FILES = {
+    "empty": (b"", [], "it has no first row with the names of its columns"),
+    "no column": (b"id,body\n1,x\n", [], 'no column "text"; columns: id, body'),
+    "misspelled": (b"id,txt\n1,x\n", [], 'no column "text"; did you mean "txt"?'),
+    "semicolons": (b"id;text\n1;x\n", [], "its columns seem to be separated by ';'"),
+    "column twice": (b"text,text\nx,y\n", [], 'two columns are named "text"'),
+    "few fields": (b"id,text\n1,x\n2\n3,z\n", ["x", "z"], "the row has 1 fields, the first"),
+    "many fields": (b"id,text\n1,x\n2,y,\n3,z\n", ["x", "z"], "the row has 3 fields"),
+    "not UTF-8": (b"text\nx\ny\xff\nz\n", ["x", "z"], "invalid UTF-8 at byte 1 of the text"),
+    "open quote": (b'text\nx\n"half', ["x"], "damaged CSV: unexpected end of data"),
+    "inner quote": (b'text\nx\n"a"b\n', ["x"], "damaged CSV: ',' expected after '\"'"),
+    "bare CR": (b'text\nx\n"a"\rb\n', ["x", "a", "b"], ""),
+    "binary": (b"\x00\x01\x02\xff", [], 'no column "text"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "good", "reason"), BAD_CSV_FILES.values(), ids=BAD_CSV_FILES)
+def test_a_bad_file_is_rejected_by_name(
+    tmp_path: Path, content: bytes, good: list[str], reason: str
+) -> None:
+    (tmp_path / "in.csv").write_bytes(content)
+    records = read(one_file(tmp_path / "in.csv"))
+    assert [record.text for record in records if isinstance(record, Record)] == good
+    rejects = [record for record in records if isinstance(record, Reject)]
+    assert len(rejects) == bool(reason)
+    assert all(reason in reject.reason and reject.file == "in.csv" for reject in rejects)
+    (tmp_path / "cut.csv.gz").write_bytes(gzip.compress(content)[:-9])
+    assert isinstance(read(one_file(tmp_path / "cut.csv.gz"))[-1], Reject)
+
+
+def test_a_quote_that_is_not_closed_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_pipeline.readers.columns.MAX_RECORD_BYTES", 100)
+    for rest in ("y\n" * 99, "y" * 999, '","y\n' * 99):
+        (tmp_path / "in.csv").write_text('text\nx\n"' + rest)
+        first, reject = read(one_file(tmp_path / "in.csv"))
+        assert isinstance(first, Record)
+        assert isinstance(reject, Reject)
+        assert reject.loses_rest
+        assert "the limit" in reject.reason or "field limit" in reject.reason
+
+
+def test_csv_files_in_a_folder_are_text_unless_the_format_is_given(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\nx\n")
+
+    def kinds(address: Path, format: str = "auto") -> dict[str, int]:
+        return dict(find_files([str(address)], format=format, exclude=Path("/nowhere")).kinds)
+
+    assert kinds(tmp_path) == {"text": 1}
+    assert kinds(tmp_path, "csv") == kinds(tmp_path / "*.csv") == kinds(tmp_path / "a.csv")
+    assert kinds(tmp_path / "a.csv") == {"csv": 1}

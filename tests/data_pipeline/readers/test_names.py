@@ -1,0 +1,92 @@
+"""Folders as corpora are published or cached: which files are read, and as what."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from data_pipeline.readers import find_files
+from tests.data_pipeline.preparation.preparing import texts_of
+from tests.data_pipeline.readers.test_columns import column
+
+
+def arrow(*texts: str) -> bytes:
+    return column(pa.array(texts))
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def lines(*contents: object) -> bytes:
+    return "".join(json.dumps(content) + "\n" for content in contents).encode()
+
+
+LAYOUTS: dict[str, tuple[dict[str, bytes], dict[str, str], dict[str, int]]] = {
+    "the cache of datasets": (
+        {
+            "0.0.0/ab/squad-train.arrow": arrow("one", "two"),
+            "0.0.0/ab/cache-0123456789abcdef.arrow": arrow("one", "two"),
+            "0.0.0/ab/cache-0123456789abcdef_00001_of_00002.arrow": arrow("two"),
+            "0.0.0/ab/dataset_info.json": b'{"splits": {}}',
+            "0.0.0/ab_builder.lock": b"",
+            "0.0.0/cd.incomplete/squad-train.arrow": arrow("half")[:-20],
+        },
+        {"0.0.0/ab/squad-train.arrow:1": "one", "0.0.0/ab/squad-train.arrow:2": "two"},
+        {".arrow": 2, "dataset_info.json": 1, ".lock": 1, ".incomplete": 1},
+    ),
+    "PG-19": (
+        {"books/10.txt": b"one", "books/9.txt": b"two", "metadata.csv": b"10,A title,1850,url\n"},
+        {"books/10.txt": "one", "books/9.txt": "two"},
+        {"metadata.csv": 1},
+    ),
+    "WikiExtractor": (
+        {
+            "AA/wiki_00": lines({"id": "1", "text": "one"}, {"id": "2", "text": "two"}),
+            "AB/wiki_00": lines({"id": "3", "text": "three"}),
+        },
+        {"AA/wiki_00:1": "one", "AA/wiki_00:2": "two", "AB/wiki_00:1": "three"},
+        {},
+    ),
+    "source code": (
+        {"poetry.lock": b"locked", "a_meta.jsonl": lines({"text": "kept"}), "b.csv": b"a,b\n"},
+        {"poetry.lock": "locked", "a_meta.jsonl:1": "kept", "b.csv": "a,b\n"},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "texts", "ignored"), LAYOUTS.values(), ids=LAYOUTS)
+def test_the_documents_of_a_layout_are_its_texts(
+    txl: Callable[..., Any],
+    tmp_path: Path,
+    files: dict[str, bytes],
+    texts: dict[str, str],
+    ignored: dict[str, int],
+) -> None:
+    folder = write(tmp_path / "in", files)
+    ended = txl("prepare", folder, "--out", tmp_path / "out", "--json")
+    assert ended.code == 0, ended.err
+    assert texts_of(tmp_path / "out") == texts
+    assert json.loads(ended.out)["ignored"] == ignored
+
+
+def test_the_cache_of_the_hub_is_read_once(tmp_path: Path) -> None:
+    hub = tmp_path / "hub" / "datasets--a--b"
+    write(hub, {"blobs/0a": lines({"text": "one"}, {"text": "two"}), "refs/main": b"12"})
+    parquet.write_table(pa.table({"text": ["three"]}), hub / "blobs" / "0b")
+    (hub / "snapshots" / "12").mkdir(parents=True)
+    for name, blob in (("a.jsonl", "0a"), ("b.parquet", "0b")):
+        (hub / "snapshots" / "12" / name).symlink_to(f"../../blobs/{blob}")
+    for folder in (hub, hub.parent, hub.parent.parent):
+        found = find_files([str(folder)], format="auto", exclude=Path("/nowhere"))
+        assert [file.name.rpartition("/")[2] for file in found.files] == ["a.jsonl", "b.parquet"]
+        assert +found.ignored == {"blobs and refs": 3}

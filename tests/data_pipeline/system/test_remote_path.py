@@ -1,0 +1,428 @@
+"""Datasets at URLs are read like local ones, by byte range; errors name the cause.
+
+All servers listen on 127.0.0.1: moto's S3, and the standard library's HTTP with byte ranges.
+"""
+
+import itertools
+import json
+import pickle
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
+
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.frame_cache import FrameCache
+from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.push import push_dataset
+from data_pipeline.shards.shard_index import read_index
+from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
+from data_pipeline.shards.verify import verify_dataset
+from data_pipeline.streams.lanes import LanePlan
+from data_pipeline.streams.segment_stream import SegmentStream
+from data_pipeline.system import sources
+from data_pipeline.system.remote_path import RemotePath, dataset_path
+
+Dataset = tuple[Path, ShardManifest]
+URL = "s3://bucket/data"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A separate cache per test, and short waits between retries."""
+    monkeypatch.setenv("TXL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
+    return tmp_path / "cache"
+
+
+def segments_of(source: TokenSource, num_segments: int = 40) -> list[np.ndarray]:
+    """The segments that two lanes of a training run read: inputs, targets and ages."""
+    plan = LanePlan(num_tokens=int(source.block_tokens.sum()), num_lanes=2, tgt_len=50)
+    with SegmentStream(source, plan, lanes=range(2)) as stream:
+        read = list(itertools.islice(stream, num_segments))
+    return [np.stack([part.input, part.target, part.age]) for part in read]
+
+
+def test_a_pushed_dataset_trains_as_the_local_one(
+    dataset: Dataset, bucket: Any, txl: Callable[..., Any], cache: Path
+) -> None:
+    directory, manifest = dataset
+    ended = txl("data", "push", directory, URL)
+    assert ended.code == 0, ended.err
+    assert load_manifest(URL) == manifest
+    assert open_tokenizer(URL, manifest).digest == manifest.tokenizer_digest
+    for split in manifest.splits:
+        here, there = open_split(directory, split), open_split(URL, split)
+        np.testing.assert_array_equal(segments_of(there), segments_of(here))
+    assert len(list(cache.iterdir())) > 5
+    for command in ("verify", "inspect"):
+        local, remote = txl("data", command, directory), txl("data", command, URL)
+        assert local.code == remote.code == 0, remote.err
+        assert remote.out.replace(URL, str(directory)) == local.out
+
+
+def test_verify_lists_what_is_wrong_behind_a_url(dataset: Dataset, bucket: Any) -> None:
+    push_dataset(dataset[0], URL)
+    bucket.rm("bucket/data/train-000000.tar.zst")
+    bucket.pipe("bucket/data/train-000001.index.safetensors", b"x")
+    bucket.pipe("bucket/data/valid-000003.tar.zst", b"x")
+    assert [problem.split(":")[0] for problem in verify_dataset(dataset_path(URL)).problems] == [
+        "valid-000003.tar.zst",
+        "train-000000.tar.zst",
+        "train-000001.index.safetensors",
+    ]
+
+
+def test_push_completes_what_is_missing_and_overwrites_no_other_dataset(
+    dataset: Dataset, bucket: Any, corpus: Path, tmp_path: Path
+) -> None:
+    directory, _ = dataset
+    push_dataset(directory, URL)
+    bucket.rm("bucket/data/train-000001.tar.zst")
+    push_dataset(directory, URL)
+    assert verify_dataset(dataset_path(URL)).problems == []
+
+    prepare_dataset([corpus], tmp_path / "other", PrepareSettings())
+    before = {name: bucket.cat(name) for name in bucket.find("bucket")}
+    with pytest.raises(DataError, match="s3://bucket/data holds another dataset"):
+        push_dataset(tmp_path / "other", URL)
+    bucket.rm("bucket/data/manifest.json")
+    with pytest.raises(DataError, match=r"holds train-000001.* of another dataset"):
+        push_dataset(tmp_path / "other", URL)
+    del before["bucket/data/manifest.json"]
+    assert {name: bucket.cat(name) for name in bucket.find("bucket")} == before
+
+
+def test_push_sends_no_damaged_dataset(dataset: Dataset, bucket: Any) -> None:
+    directory, _ = dataset
+    path = directory / "train-000001.tar.zst"
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(DataError, match="does not have the manifest's sha256"):
+        push_dataset(directory, URL)
+    assert not bucket.exists("bucket/data/manifest.json")
+    with pytest.raises(ConfigError, match="give a URL of scheme s3 or gs"):
+        push_dataset(directory, "https://host/data")
+
+
+@pytest.mark.fault_row(19)
+def test_requests_to_a_dead_store_are_retried_then_reported(
+    dataset: Dataset, s3_server: ThreadedMotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3fs.S3FileSystem().mkdir("bucket")
+    push_dataset(dataset[0], URL)
+    source = open_split(URL, "train", cache_frames=1)
+    for block in range(len(source.block_tokens)):
+        source.document_starts(block)
+    source.read(0, 0, 5)
+    waits = _note(monkeypatch, time, "sleep")
+    _fail_fast(monkeypatch)
+    s3_server.stop()
+    with pytest.raises(
+        DataError, match=r"s3://bucket/data/train-\d+\.tar\.zst bytes .*cannot be read \(after"
+    ):
+        segments_of(source)
+    assert {(0.01,), (0.02,)} <= {*waits}
+
+
+def _note(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+    real = getattr(owner, name)
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, noted)
+    return calls
+
+
+def _fail_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn off the retries of botocore and s3fs, which have long waits."""
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_missing_bucket_and_refused_credentials_are_named(
+    dataset: Dataset, bucket: Any, s3_server: ThreadedMotoServer
+) -> None:
+    with pytest.raises(DataError, match=r"s3://nowhere/data/manifest\.json: there is no such dir"):
+        load_manifest("s3://nowhere/data")
+    with pytest.raises(DataError, match=r"s3://nowhere/data.*the store refuses"):
+        push_dataset(dataset[0], "s3://nowhere/data")
+    push_dataset(dataset[0], URL)
+    host, port = s3_server.get_host_and_port()
+    for number in (b"0", b"inf"):  # requests that moto answers without asking who it is
+        change = urllib.request.Request(
+            f"http://{host}:{port}/moto-api/reset-auth",
+            data=number,
+            headers={"Content-Type": "text/plain"},
+        )
+        urllib.request.urlopen(change).close()
+        if number == b"0":
+            with pytest.raises(DataError, match=r"manifest\.json cannot be read: access denied"):
+                load_manifest(URL)
+    assert load_manifest(URL) == dataset[1]
+
+
+# --- byte ranges, over HTTP ---------------------------------------------------------------------
+
+
+class _Files(SimpleHTTPRequestHandler):
+    """Static files with byte ranges; every answer is noted."""
+
+    sent: list[tuple[str, int, int]]
+    """Name, first byte, number of bytes."""
+    broken: int = 0
+    """Requests still to be cut short."""
+    ranges: bool = True
+    honest: bool = False
+    """Whether a broken answer says how short it is, as some proxies do."""
+    breaks: Callable[[str, bool], bool] = staticmethod(lambda name, is_range: True)
+    """(name, whether a range is asked for) -> whether the answer may be broken."""
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path.partition("?")[0]))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data, first = path.read_bytes(), 0
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted and self.ranges:
+            first = int(wanted[1])
+            data = data[first : int(wanted[2]) + 1]
+        cut = self.command == "GET" and type(self).broken > 0
+        cut = cut and self.breaks(path.name, bool(wanted))
+        type(self).broken -= cut
+        sent = data[: len(data) // 2] if cut else data
+        self.send_response(206 if wanted and self.ranges else 200)
+        self.send_header("Content-Length", str(len(sent if self.honest else data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.sent.append((path.name, first, len(data)))
+            self.wfile.write(sent)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[tuple[str, type[_Files]]]:
+    """The address of the test's directory, and the class of its handler."""
+    handler = type("_TestFiles", (_Files,), {"sent": [], "broken": 0})
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(tmp_path))
+    )
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", handler
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_only_the_needed_frames_are_fetched_and_neighbours_in_one_request(
+    tmp_path: Path, web: tuple[str, type[_Files]]
+) -> None:
+    url, handler = web
+    (tmp_path / "giant.txt").write_text("giant " * 4000)
+    settings = PrepareSettings(block_bytes=3000)
+    manifest = prepare_dataset([tmp_path / "giant.txt"], tmp_path / "data", settings).manifest
+    (shard,) = manifest.splits["train"].shards
+    frames = read_index(tmp_path / "data", shard, itemsize=2).frames
+    assert len(frames) > 10
+
+    source = open_split(f"{url}/data", "train", cache_frames=64)
+    assert not any(name == shard.name for name, _, _ in handler.sent)
+    handler.sent.clear()
+    expected = open_split(tmp_path / "data", "train").read(0, 6000, 12000)
+    np.testing.assert_array_equal(source.read(0, 6000, 12000), expected)
+    of_shard = [(first, size) for name, first, size in handler.sent if name == shard.name]
+    assert len(of_shard) == 1
+    (first, size) = of_shard[0]
+    needed = (frames[:, 2] + frames[:, 3] > 12000) & (frames[:, 2] < 24000 + 700)
+    assert frames[needed, 1].sum() >= size > frames[needed, 1].sum() / 2
+    assert first in frames[:, 0]
+
+    # A second reader finds them on this machine's disk; what lies on both sides is fetched.
+    handler.sent.clear()
+    again = open_split(f"{url}/data", "train")
+    np.testing.assert_array_equal(again.read(0, 6000, 12000), expected)
+    assert not any(name == shard.name for name, _, _ in handler.sent)
+    assert [name for name, _, _ in handler.sent].count(shard.index_name) == 1  # its block sizes
+    again.read(0, 0, 18000)
+    assert len([name for name, _, _ in handler.sent if name == shard.name]) == 2
+
+
+def test_a_request_on_a_broken_connection_is_retried(
+    dataset: Dataset, web: tuple[str, type[_Files]]
+) -> None:
+    url, handler = web
+    source = open_split(f"{url}/data", "train")
+    source.document_starts(0)
+    handler.broken = 2
+    expected = open_split(dataset[0], "train").read(0, 0, 9)
+    np.testing.assert_array_equal(source.read(0, 0, 9), expected)
+    handler.broken = 1000
+    with pytest.raises(DataError, match=r"http://127.*/data/train-.* cannot be read \(after"):
+        source.read(len(source.block_tokens) - 1, 0, 9)
+
+
+@pytest.mark.parametrize("broken", ["every answer", "the shards", "the tokenizer", "ranges"])
+def test_verify_does_not_report_data_as_damaged_when_answers_are_cut(
+    dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any], broken: str
+) -> None:
+    url, handler = web
+    handler.broken = 10**6
+    handler.breaks = staticmethod(
+        {
+            "every answer": lambda name, is_range: True,
+            "the shards": lambda name, is_range: name.endswith(".tar.zst"),
+            "the tokenizer": lambda name, is_range: name == "tokenizer.json",
+            "ranges": lambda name, is_range: is_range and name.endswith(".tar.zst"),
+        }[broken]
+    )
+    handler.honest = broken == "ranges"  # a proxy that declares what it has cut to be all
+    ended = txl("data", "verify", f"{url}/data")
+    assert ended.code == 1, ended.err
+    assert "could not be read now" in ended.err
+    assert "run this again" in ended.err
+    for word in ("damaged,", "Restore", "remove", "txl prepare", "Do not train"):
+        assert word not in ended.err
+    if broken != "every answer":
+        result = json.loads(txl("data", "verify", f"{url}/data", "--json").out)
+        assert (result["ok"], result["problems"]) == (False, [])
+        assert len(result["unread"]) == (1 if broken == "the tokenizer" else 4)
+
+
+def test_verify_separates_damage_from_failed_reads(
+    dataset: Dataset, web: tuple[str, type[_Files]], txl: Callable[..., Any]
+) -> None:
+    url, handler = web
+    path = dataset[0] / "train-000001.tar.zst"
+    path.write_bytes(bytes(path.stat().st_size))
+    handler.broken = 10**6
+    handler.breaks = staticmethod(lambda name, is_range: name == "train-000000.tar.zst")
+    ended = txl("data", "verify", f"{url}/data", "--json")
+    assert ended.code == 3
+    result = json.loads(ended.out)
+    assert [problem.split(":")[0] for problem in result["problems"]] == [path.name]
+    assert [problem.split(":")[0] for problem in result["unread"]] == ["train-000000.tar.zst"]
+    assert "1 problems:\n  train-000001.tar.zst" in ended.err
+    assert "1 could not be read now:\n  train-000000.tar.zst" in ended.err
+    assert "txl data push" in ended.err
+    assert "remove http" not in ended.err
+
+
+def test_a_server_without_ranges_is_refused_by_name(
+    dataset: Dataset, web: tuple[str, type[_Files]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = web
+    monkeypatch.setattr(handler, "ranges", False)
+    with pytest.raises(DataError, match="ignores byte ranges"):
+        open_split(f"{url}/data", "train").read(0, 0, 9)
+
+
+@pytest.mark.fault_row(22)
+def test_credentials_in_a_url_reach_no_message(web: tuple[str, type[_Files]]) -> None:
+    host = web[0].partition("://")[2]
+    path = dataset_path(f"http://me:secret@{host}/nothing?token=secret")
+    assert "secret" not in f"{path} {path!r} {path / 'x'} {path.parent}"
+    assert isinstance(path, RemotePath)
+    assert (path / "x").url == f"http://me:secret@{host}/nothing/x?token=secret"
+    assert pickle.loads(pickle.dumps(path)) == path
+    with pytest.raises(DataError, match=r"nothing/manifest\.json") as caught:
+        load_manifest(path)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="scheme 'pipe'"):
+        dataset_path("pipe://cat")
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def test_a_damaged_cached_frame_is_read_again(dataset: Dataset, bucket: Any, cache: Path) -> None:
+    push_dataset(dataset[0], URL)
+    expected = segments_of(open_split(URL, "train"))
+    pieces = sorted(cache.iterdir())
+    for number, path in enumerate(pieces):
+        data = bytearray(path.read_bytes())
+        data[number % len(data)] ^= 4
+        path.write_bytes(data if number % 3 else data[:-1])
+    np.testing.assert_array_equal(segments_of(open_split(URL, "train")), expected)
+    assert sorted(cache.iterdir()) == pieces
+    for shard in dataset[1].splits["train"].shards:
+        bucket.rm(f"bucket/data/{shard.name}")  # all is in the cache, and sound again
+        bucket.pipe(f"bucket/data/{shard.name}", bytes(shard.bytes))
+    np.testing.assert_array_equal(segments_of(open_split(URL, "train")), expected)
+
+
+@pytest.mark.fault_row(17)
+def test_a_changed_source_is_never_served(
+    dataset: Dataset, bucket: Any, corpus: Path, tmp_path: Path
+) -> None:
+    push_dataset(dataset[0], URL)
+    segments_of(open_split(URL, "train"))
+    for path in corpus.rglob("*.txt"):
+        path.write_text(path.read_text("utf-8").swapcase(), "utf-8")
+    settings = dataset[1].settings
+    other = prepare_dataset([corpus], tmp_path / "other", settings).manifest
+    bucket.rm("bucket/data", recursive=True)
+    push_dataset(tmp_path / "other", URL)
+    assert other.digest != dataset[1].digest
+    expected = segments_of(open_split(tmp_path / "other", "train"))
+    np.testing.assert_array_equal(segments_of(open_split(URL, "train")), expected)
+
+
+def test_local_paths_and_file_urls_use_no_cache(dataset: Dataset, cache: Path) -> None:
+    directory, _ = dataset
+    np.testing.assert_array_equal(
+        segments_of(open_split(f"file://{directory}", "train")),
+        segments_of(open_split(directory, "train")),
+    )
+    assert not cache.exists()
+
+
+def test_a_cache_of_no_bytes_or_on_a_file_only_costs_time(
+    dataset: Dataset, bucket: Any, tmp_path: Path
+) -> None:
+    directory, manifest = dataset
+    push_dataset(directory, URL)
+    (tmp_path / "file").write_text("x")
+    expected = segments_of(open_split(directory, "train"))
+    for frame_cache in (FrameCache(tmp_path / "none", 0), FrameCache(tmp_path / "file", 10**9)):
+        source = SplitReader(URL, "train", manifest=manifest, frame_cache=frame_cache)
+        np.testing.assert_array_equal(segments_of(source), expected)
+    assert not (tmp_path / "none").exists()
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def test_a_cache_of_no_bytes_does_not_read_files_of_an_earlier_run(
+    dataset: Dataset,
+    web: tuple[str, type[_Files]],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, handler = web
+    expected = segments_of(open_split(f"{url}/data", "train"))
+    asked = len(handler.sent)
+    left = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert left
+    monkeypatch.setenv("TXL_CACHE_BYTES", "0")
+    handler.sent.clear()
+    np.testing.assert_array_equal(segments_of(open_split(f"{url}/data", "train")), expected)
+    assert len(handler.sent) >= asked
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == left

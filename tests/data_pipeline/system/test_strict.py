@@ -1,0 +1,161 @@
+"""Strict JSON, strict models and manifest files: what is unknown, damaged or edited is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import ValidationError
+
+from data_pipeline.system import strict
+from data_pipeline.system.strict import (
+    StrictModel,
+    WrongFormatError,
+    first_problem,
+    load_manifest_file,
+    manifest_bytes,
+)
+from data_pipeline.system.strict_json import canonical_json, parse_json, sha256_of
+
+
+def test_the_digest_does_not_depend_on_the_order_of_keys() -> None:
+    one, two = {"a": 1, "b": {"c": "é", "d": []}}, {"b": {"d": [], "c": "é"}, "a": 1}
+    assert canonical_json(one) == '{"a":1,"b":{"c":"\\u00e9","d":[]}}'
+    assert sha256_of(one) == sha256_of(two)
+    assert sha256_of(one) != sha256_of({**one, "a": 2})
+
+
+@pytest.mark.parametrize("text", ['{"k": 1, "k": 1}', b'[{"a": {"k": 1, "l": 2, "k": 3}}]'])
+def test_a_key_twice_is_refused_at_any_depth(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match='key "k" twice in one object'):
+        parse_json(text)
+
+
+class Inner(StrictModel):
+    loss: float = 0.0
+
+
+class Outer(StrictModel):
+    steps: int
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"steps": 1, "stesp": 2}', "stesp: Extra inputs are not permitted"),
+        ('{"steps": "1"}', "steps: Input should be a valid integer"),
+        ('{"steps": 1.0}', "steps: Input should be a valid integer"),
+        ("{}", "steps: Field required"),
+        ('{"steps": 1, "inner": {"loss": NaN}}', "inner.loss: Input should be a finite number"),
+        ('{"steps": 1, "inner": {"loss": Infinity}}', "inner.loss: Input should be a finite"),
+        ("[]", "the whole content: Input should be an object"),
+    ],
+)
+def test_wrong_content_is_refused_with_the_key(content: str, problem: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Outer.model_validate_json(content)
+    assert first_problem(refused.value).startswith(problem)
+
+
+def test_a_nan_from_python_is_refused_too() -> None:
+    with pytest.raises(ValidationError):
+        Inner(loss=math.nan)
+
+
+def test_a_model_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Outer(steps=1).steps = 2  # type: ignore[misc]
+
+
+class Small(StrictModel):
+    format: Literal["small"] = "small"
+    version: Literal[3] = 3
+    loss: float
+    note: str = ""
+
+
+CONTENT: dict[str, Any] = {"format": "small", "version": 3, "loss": 1.5}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "manifest.json"
+
+
+def test_content_is_loaded_as_it_was_written(path: Path) -> None:
+    path.write_bytes(manifest_bytes(CONTENT))
+    assert load_manifest_file(path, Small) == Small(loss=1.5)
+    assert json.loads(path.read_bytes())["digest"] == sha256_of(CONTENT)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": "other"}, 'has no "format": "small"'),
+        ({"version": 2}, "has format version 2, this txl reads 3"),
+        ({"version": "3"}, "has format version '3'"),
+    ],
+)
+def test_another_format_or_version_is_a_wrong_format(
+    path: Path, change: dict[str, Any], reason: str
+) -> None:
+    path.write_bytes(manifest_bytes({**CONTENT, **change}))
+    with pytest.raises(WrongFormatError, match=reason):
+        load_manifest_file(path, Small)
+
+
+def test_a_file_above_the_size_limit_is_not_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(manifest_bytes(CONTENT))
+    monkeypatch.setattr(strict, "MAX_MANIFEST_BYTES", path.stat().st_size)
+    assert load_manifest_file(path, Small)
+    monkeypatch.setattr(strict, "MAX_MANIFEST_BYTES", path.stat().st_size - 1)
+    with pytest.raises(WrongFormatError, match="is larger than"):
+        load_manifest_file(path, Small)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"loss": 1.5', '"loss": 1.6'), ('"digest": "', '"digest": "0')]
+)
+def test_an_edit_of_the_content_or_of_the_digest_is_refused(path: Path, old: str, new: str) -> None:
+    path.write_text(manifest_bytes(CONTENT).decode().replace(old, new))
+    with pytest.raises(ValueError, match="digest"):
+        load_manifest_file(path, Small)
+
+
+@pytest.mark.parametrize("line", ['"loss": 1.5', '"loss": 2.5', '"digest": ""'])
+def test_a_key_twice_is_refused_whatever_its_values(path: Path, line: str) -> None:
+    path.write_text(manifest_bytes(CONTENT).decode().replace("{", "{" + line + ",", 1))
+    with pytest.raises(ValueError, match=r"not valid JSON \(key .* twice"):
+        load_manifest_file(path, Small)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"loss": float("nan")}, "loss: Input should be a finite number"),
+        ({"loss": "1.5"}, "loss: Input should be a valid number"),
+        ({"extra": 1}, "extra: Extra inputs are not permitted"),
+    ],
+)
+def test_a_wrong_entry_is_refused_although_the_digest_is_right(
+    path: Path, change: dict[str, Any], reason: str
+) -> None:
+    path.write_bytes(manifest_bytes({**CONTENT, **change}))
+    with pytest.raises(ValueError, match=f"has a wrong entry: {reason}"):
+        load_manifest_file(path, Small)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\xff"])
+def test_a_file_that_is_not_json_is_refused(path: Path, text: str) -> None:
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        load_manifest_file(path, Small)
+
+
+def test_a_missing_file_is_an_os_error(path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_manifest_file(path, Small)

@@ -1,0 +1,409 @@
+"""The copies of checkpoints at a URL: order, owner, retention, damage. No training is needed.
+
+The store is moto's S3 on 127.0.0.1.
+"""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.system import sources
+from data_pipeline.system.remote_path import RemotePath
+from tests.data_pipeline.conftest import bucket, s3_server  # noqa: F401 - fixtures
+from tests.support.training_runs import tiny_job
+from tests.txl_dist.checkpoint.saving import save
+from tests.txl_dist.checkpoint.test_attempts import attempt
+from txl_dist.checkpoint.attempts import Attempt, newest_number
+from txl_dist.checkpoint.copies import CheckpointCopies, CopyUploader, step_of
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention
+from txl_dist.checkpoint.manifest import load_checkpoint_manifest
+from txl_dist.checkpoint.reader import verify_checkpoint
+from txl_dist.checkpoint.writer import update_state
+from txl_dist.errors import CheckpointError, ConfigError, FencedError
+from txl_dist.training import resume
+from txl_dist.training.resume import download_newest
+
+URL = "s3://me:CANARY@bucket/run"
+REMOTE = CheckpointCopies(RemotePath("s3://bucket/run"))
+
+
+@pytest.fixture(autouse=True)
+def _simple(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits between requests; no dataset and no settings to compare with the copies."""
+    monkeypatch.setattr(sources, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(resume, "require_compatible", lambda *_, **__: None)
+
+
+def uploader_of(
+    run: Path,
+    *,
+    retention: Retention = Retention(keep=2),  # noqa: B008 - frozen
+    attempt: Attempt | None = None,
+) -> CopyUploader:
+    return CopyUploader(
+        REMOTE.url.url,
+        CheckpointDirectory(run),
+        retention=retention,
+        attempt=attempt,
+    )
+
+
+@pytest.fixture
+def uploader(tmp_path: Path, bucket: Any) -> Iterator[CopyUploader]:  # noqa: F811
+    """Of one rank; the run has checkpoints of steps 1 and 2."""
+    for step in (1, 2):
+        save(tmp_path / "run", step=step)
+    uploader = uploader_of(tmp_path / "run")
+    yield uploader
+    uploader.close()
+
+
+def updated(uploader: CopyUploader) -> list[int]:
+    """Steps of the complete copies after an update."""
+    uploader.update()
+    assert uploader.wait(60)
+    assert uploader.failure is None
+    return [step_of(name) for name in REMOTE.complete()]
+
+
+def download_to(directory: CheckpointDirectory) -> None:
+    """What a start does on an empty disk."""
+    job = tiny_job(Path("no-data"), directory.run, f"training.checkpoint_url={REMOTE.url}")
+    download_newest(job, None, directory)  # type: ignore[arg-type]
+
+
+def test_copies_follow_the_local_checkpoints(uploader: CopyUploader, tmp_path: Path) -> None:
+    local = CheckpointDirectory(tmp_path / "run")
+    assert updated(uploader) == [1, 2]
+    for step in (3, 4):
+        save(local.run, step=step)
+    local.prune(Retention(keep=2), best_step=1)
+    update_state(local, 4, {"position": 99})
+    assert updated(uploader) == [1, 3, 4], "1 is the best in the state of all of them"
+    shutil.rmtree(local.at(4))
+    save(local.run, step=4)  # trained again
+    assert updated(uploader) == [1, 3, 4]
+
+    other = CheckpointDirectory(tmp_path / "other")
+    other.open()
+    path = REMOTE.download(REMOTE.complete()[-1], other)
+    assert verify_checkpoint(path) == verify_checkpoint(local.at(4))
+    assert other.pointer("LATEST") == 4
+
+
+def test_a_run_that_moved_to_an_empty_disk_keeps_its_older_copies(
+    uploader: CopyUploader, tmp_path: Path
+) -> None:
+    for step in (3, 4, 5):
+        save(tmp_path / "run", step=step)
+    assert updated(uploader) == [1, 2, 3, 4, 5]
+    new = CheckpointDirectory(tmp_path / "new")
+    download_to(new)
+    resumed = uploader_of(new.run, retention=Retention(keep=2, keep_interval_steps=3))
+    resumed.open()
+    assert updated(resumed) == [1, 3, 4, 5], "the best, a multiple of 3, the newest two"
+    save(new.run, step=6)
+    assert updated(resumed) == [1, 3, 5, 6]
+    resumed.close()
+
+
+def test_the_manifest_comes_after_all_files_and_the_end_of_a_run_is_no_failure(
+    uploader: CopyUploader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    write, has_begun, may_end = RemotePath.write_from, threading.Event(), threading.Event()
+
+    def write_slowly(target: RemotePath, source: Path) -> None:
+        has_begun.set()
+        assert may_end.wait(60)
+        write(target, source)
+
+    monkeypatch.setattr(RemotePath, "write_from", write_slowly)
+    uploader.update()
+    assert has_begun.wait(60)
+    assert REMOTE.complete() == []
+    uploader.close()
+    may_end.set()
+    assert uploader.wait(60)
+    assert REMOTE.complete() == [], "the upload was not completed"
+    assert "not completed: the same command continues it" in caplog.text
+    assert "Training continues" not in caplog.text
+
+
+def test_a_slow_update_removes_nothing_of_a_checkpoint_saved_meanwhile(
+    uploader: CopyUploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rollback its step may be lower than those that the update has seen."""
+    local = CheckpointDirectory(tmp_path / "run")
+    save(local.run, step=4)
+    upload = uploader._upload_run_files
+
+    def save_meanwhile() -> None:
+        upload()
+        if local.steps() == [1, 2, 4]:
+            local.rewind(2)
+            save(local.run, step=3)
+
+    monkeypatch.setattr(uploader, "_upload_run_files", save_meanwhile)
+    updated(uploader)
+    assert updated(uploader) == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
+def test_a_damaged_copy_is_refused_by_name_and_leaves_nothing(
+    uploader: CopyUploader, tmp_path: Path, file: str
+) -> None:
+    updated(uploader)
+    name = REMOTE.complete()[-1]
+    spoil(REMOTE.at(name) / file, "damage")
+    other = CheckpointDirectory(tmp_path / "other")
+    other.open()
+    with pytest.raises(CheckpointError, match=file):
+        REMOTE.download(name, other)
+    assert list(other.path.iterdir()) == []
+
+
+def test_the_checkpoints_of_another_run_are_never_removed(uploader: CopyUploader) -> None:
+    updated(uploader)
+    names = REMOTE.names()
+    set_run_id(names[-1], "abc")
+    REMOTE.require_run("abc")
+    with pytest.raises(ConfigError, match="has checkpoints of another run"):
+        REMOTE.require_run("abd")
+    for name in names:
+        (REMOTE.at(name) / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"all checkpoints at .* are damaged"):
+        REMOTE.require_run("abc")
+    assert REMOTE.names() == names
+
+
+def set_run_id(name: str, run_id: str) -> None:
+    _, manifest = REMOTE.newest_manifest([name])
+    owned = manifest.model_copy(update={"run_id": run_id})
+    (REMOTE.at(name) / "manifest.json").write_bytes(owned.to_json())
+
+
+def test_a_url_of_another_run_changes_nothing_in_the_run_directory(
+    uploader: CopyUploader, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
+    updated(uploader)
+    set_run_id(REMOTE.names()[-1], "abc")
+    other = CheckpointDirectory(tmp_path / "other")
+    path = save(other.run, step=1)
+    owned = load_checkpoint_manifest(path).model_copy(update={"run_id": "abd"})
+    (path / "manifest.json").write_bytes(owned.to_json())
+    (other.run / "metrics.jsonl").write_bytes(b"mine\n")
+    with pytest.raises(ConfigError, match="has checkpoints of another run"):
+        download_to(other)
+    assert other.steps() == [1]
+    assert (other.run / "metrics.jsonl").read_bytes() == b"mine\n"
+
+
+@pytest.mark.parametrize("file", ["weights-rank-00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("change", ["damage", "remove"])
+def test_a_copy_with_a_bad_file_is_left_for_an_older_one(
+    uploader: CopyUploader,
+    tmp_path: Path,
+    file: str,
+    change: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    updated(uploader)
+    names = REMOTE.complete()
+    spoil(REMOTE.at(names[-1]) / file, change)
+    new = CheckpointDirectory(tmp_path / "new")
+    download_to(new)
+    assert new.steps() == [1]
+    is_listed = (file, change) != ("manifest.json", "remove")  # without one it is no copy
+    assert ("An older checkpoint is used instead" in caplog.text) == is_listed
+
+    spoil(REMOTE.at(names[0]) / file, change)
+    before = REMOTE.names()
+    empty = CheckpointDirectory(tmp_path / "empty")
+    if is_listed:
+        with pytest.raises(CheckpointError, match=r"all checkpoints at .* are damaged"):
+            download_to(empty)
+    else:
+        download_to(empty)
+    assert empty.steps() == []
+    assert REMOTE.names() == before, "nothing is removed"
+
+
+def spoil(path: RemotePath, change: str) -> None:
+    """Remove an object, or change one bit of it."""
+    if change == "remove":
+        path.remove()
+        return
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_continued_elsewhere_changes_no_copy(
+    tmp_path: Path,
+    bucket: Any,  # noqa: F811
+) -> None:
+    """Two directories on two hosts, with copies at one URL."""
+    runs = [tmp_path / name for name in ("first", "second")]
+    save(runs[0], step=1)
+    older = uploader_of(runs[0], attempt=attempt(runs[0], 1))
+    older.open()
+    assert updated(older) == [1]
+    download_to(CheckpointDirectory(runs[1]))
+    newer = uploader_of(runs[1], attempt=attempt(runs[1], 2))
+    newer.open()
+    save(runs[1], step=2)
+    assert updated(newer) == [1, 2]
+    before = {path: bucket.cat(path) for path in bucket.find("bucket/run")}
+
+    for step in (2, 3):
+        save(runs[0], step=step)
+    CheckpointDirectory(runs[0]).prune(Retention(keep=1), best_step=None)
+    assert updated(older) == [1, 2]
+    assert older.is_fenced
+    with pytest.raises(FencedError, match=r"attempt 2 \(host .* took over this run"):
+        older.require_newest_attempt()
+    bucket.invalidate_cache()
+    after = {path: bucket.cat(path) for path in bucket.find("bucket/run")}
+    complete = {path: data for path, data in after.items() if "step-00000003." not in path}
+    assert complete == before
+    with pytest.raises(FencedError):
+        uploader_of(runs[0], attempt=attempt(runs[0], 1)).open()
+    assert newest_number(REMOTE.attempts) == 2
+    older.close()
+    newer.close()
+
+
+@pytest.mark.slow
+def test_a_start_removes_the_copies_that_the_run_has_abandoned(
+    uploader: CopyUploader, tmp_path: Path
+) -> None:
+    assert updated(uploader) == [1, 2]
+    CheckpointDirectory(tmp_path / "run").rewind(1)
+    uploader.open()
+    assert [step_of(name) for name in REMOTE.names()] == [1]
+
+
+@pytest.mark.slow
+def test_an_update_after_a_rollback_removes_the_abandoned_copies(
+    uploader: CopyUploader,
+    tmp_path: Path,
+    bucket: Any,  # noqa: F811
+) -> None:
+    assert updated(uploader) == [1, 2]
+    CheckpointDirectory(tmp_path / "run").rewind(1)
+    assert updated(uploader) == [1]
+    assert [step_of(name) for name in REMOTE.names()] == [1]
+
+
+@pytest.mark.slow
+def test_a_failure_names_the_url_without_secrets_and_is_repaired_by_the_next_update(
+    uploader: CopyUploader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: object) -> None:
+            raise TimeoutError("no answer")
+
+        patch.setattr(RemotePath, "write_from", refuse)
+        uploader.update()
+        assert uploader.wait(60)
+    assert uploader.failure == "TimeoutError: no answer"
+    assert "upload to s3://bucket/run | TimeoutError: no answer. Training" in caplog.text
+    assert updated(uploader) == [1, 2]
+
+
+def test_no_secret_of_a_url_is_shown(tmp_path: Path) -> None:
+    remote = CheckpointCopies(RemotePath(URL))
+    assert "CANARY" not in f"{remote} {remote.url} {remote.at('x')}"
+
+
+def test_a_complete_copy_always_has_the_metrics_up_to_its_step(
+    uploader: CopyUploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = tmp_path / "run" / "metrics.jsonl"
+    seen = {}
+    write = RemotePath.write_bytes
+
+    def look(target: RemotePath, content: bytes) -> None:
+        if target.name == "manifest.json":
+            seen[step_of(target.parent.name)] = (REMOTE.url / "metrics.jsonl").read_bytes()
+        write(target, content)
+
+    monkeypatch.setattr(RemotePath, "write_bytes", look)
+    lines.write_bytes(b"1\n2\n")
+    assert updated(uploader) == [1, 2]
+    save(tmp_path / "run", step=3)
+    lines.write_bytes(b"1\n2\n3\n")
+    assert updated(uploader) == [1, 2, 3]
+    assert seen == {1: b"1\n2\n", 2: b"1\n2\n", 3: b"1\n2\n3\n"}
+
+
+def test_a_download_that_is_interrupted_begins_again_with_the_metrics(
+    uploader: CopyUploader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"1\n2\n")
+    updated(uploader)
+    new = CheckpointDirectory(tmp_path / "new")
+    publish = CheckpointDirectory.finish
+    has_metrics = []
+
+    def look(directory: CheckpointDirectory, save_id: str, step: int) -> Path:
+        has_metrics.append((new.run / "metrics.jsonl").is_file())
+        return publish(directory, save_id, step)
+
+    monkeypatch.setattr(CheckpointDirectory, "finish", look)
+    download_to(new)
+    assert (new.pointer("LATEST"), has_metrics) == (2, [True, True])
+
+
+def test_a_new_disk_gets_the_best_checkpoint_too_and_no_copy_of_it_is_lost(
+    uploader: CopyUploader, tmp_path: Path
+) -> None:
+    for step in (3, 4):
+        save(tmp_path / "run", step=step)
+    old = CheckpointDirectory(tmp_path / "run")
+    old.prune(Retention(keep=2), best_step=1)
+    assert updated(uploader) == [1, 3, 4], "1 is the best in the state of all of them"
+    new = CheckpointDirectory(tmp_path / "new")
+    publish, steps = CheckpointDirectory.finish, []
+
+    def look(directory: CheckpointDirectory, save_id: str, step: int) -> Path:
+        steps.append(step)
+        return publish(directory, save_id, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointDirectory, "finish", look)
+        download_to(new)
+    assert steps == [1, 4], "the newest last: with it, the download counts as complete"
+    assert verify_checkpoint(new.at(1)) == verify_checkpoint(old.at(1))
+    resumed = uploader_of(new.run)
+    assert updated(resumed) == [1, 3, 4]
+    resumed.close()
+
+
+def test_updates_that_wait_for_a_slow_store_become_one(
+    uploader: CopyUploader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end, num_updates = threading.Event(), threading.Event(), []
+
+    def upload_slowly(_: int) -> None:
+        num_updates.append(1)
+        has_begun.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(uploader, "_update", upload_slowly)
+    uploader.update()
+    assert has_begun.wait(60)
+    for _ in range(5):
+        uploader.update()
+    may_end.set()
+    assert uploader.wait(60)
+    assert len(num_updates) == 2, "the one in progress, and one for all later ones"

@@ -1,0 +1,258 @@
+"""The files of `txl eval --out`, without the command (`tests/txl_dist/cli/test_evaluate.py`).
+
+`txl eval --per-document`: the sums of each document, against its targets one by one.
+"""
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.shard_reader import open_split
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.system.files import StagedDirectory
+from data_pipeline.system.workers import InProcess, ProcessWorkers, Workers
+from tests.support.exported_model import export_small_model
+from tests.txl_dist.evaluation.test_distributed import Recorder
+from txl_dist.analysis.plots import plot_sweep, plot_table
+from txl_dist.cli.evaluation_output import (
+    RESULT_NAME,
+    EvaluationOutput,
+    document_lines,
+    write_evaluation,
+)
+from txl_dist.convert.stored_model import find_model
+from txl_dist.evaluation.distributed import evaluate_on_workers, plan_job
+from txl_dist.evaluation.job import EvaluationJob, evaluation_job
+from txl_dist.evaluation.result import EvaluationResult
+from txl_dist.evaluation.scores import SCORES, NamedSums, score
+
+
+def scored(**changes: Any) -> dict[str, Any]:
+    rows = [
+        {"from": 0, "to": 0, "tokens": 2, "nats": 6.0, "nats_per_token": 3.0},
+        {"from": 2, "to": 3, "tokens": 1, "nats": 2.0, "nats_per_token": 2.0},
+    ]
+    return {
+        "checkpoint": "runs/a_$b/step-00000010",
+        "split": "valid",
+        "weights": "last",
+        "tgt_len": 8,
+        "mem_len": 4,
+        "clamp_len": None,
+        "same_length": False,
+        "perplexity": 9.0,
+        "details": {
+            "token_frequency_counted_on": "train",
+            "by_document_position": rows,
+            "by_segment_position": rows,
+            "by_token_frequency": rows,
+        },
+        **changes,
+    }
+
+
+def write(directory: Path, objects: list[dict[str, Any]]) -> dict[str, bytes]:
+    with StagedDirectory(directory, last=RESULT_NAME) as staged:
+        names = write_evaluation(staged, objects, objects)
+    assert {path.name for path in directory.iterdir()} == set(names)
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_the_files_are_the_same_bytes_every_time_and_replace_earlier_ones(tmp_path: Path) -> None:
+    objects = [scored(), scored(split="test", mem_len=0)]
+    files = write(tmp_path / "one", objects)
+    (tmp_path / "one" / "sweep.png").touch()  # of an earlier sweep
+    assert files == write(tmp_path / "one", objects)
+    rows = list(csv.DictReader(files["by_document_position.csv"].decode().splitlines()))
+    assert [(row["split"], row["mem_len"], row["from"], row["nats"]) for row in rows] == [
+        ("valid", "4", "0", "6.0"),
+        ("valid", "4", "2", "2.0"),
+        ("test", "0", "0", "6.0"),
+        ("test", "0", "2", "2.0"),
+    ]
+    plain = scored()
+    del plain["details"]
+    assert set(write(tmp_path / "one", [plain])) == {"result.json", "scores.csv"}
+
+
+def test_the_lines_of_a_plot_are_named_by_what_differs() -> None:
+    figure = plot_table("token_frequency", [scored(), scored(mem_len=0)])
+    (axes,) = figure.axes
+    assert [line.get_label() for line in axes.lines] == ["mem_len 4", "mem_len 0"]
+    assert axes.get_xlabel() == "occurrences of the target's id in split train"
+
+
+def test_a_sweep_is_plotted_against_the_option_with_most_values() -> None:
+    objects = [
+        scored(
+            mem_len=mem_len, clamp_len=clamp_len, perplexity=float(mem_len), selected=not mem_len
+        )
+        for mem_len in (640, 0, 128)
+        for clamp_len in (None, 400)
+    ]
+    objects.append(scored(split="test", selected=True))
+    (axes,) = plot_sweep(objects, ["clamp_len", "mem_len"]).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "128", "640"]
+    *lines, selected = axes.lines
+    assert [line.get_label() for line in lines] == ["clamp_len none", "clamp_len 400"]
+    for line in lines:
+        assert list(line.get_ydata()) == [0.0, 128.0, 640.0]
+    assert list(selected.get_xdata()) == [0, 0]
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_any_number_of_results_can_be_drawn(count: int) -> None:
+    figure = plot_table("segment_position", [scored(mem_len=number) for number in range(count)])
+    assert len(figure.axes[0].lines) == count
+
+
+TEXTS = ["z", "a long document, longer than a chunk. " * 40, "x", "y\n", *map(str, range(40)), "é"]
+
+
+@pytest.fixture(scope="module", params=["byte", "word", "wt103"])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
+    """Documents of one token (recipe wt103: the first one) to several chunks, in two shards."""
+    folder = tmp_path_factory.mktemp("documents")
+    lines = [json.dumps({"id": f"ü{number}", "text": text}) for number, text in enumerate(TEXTS)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:20]))
+    (folder / "b.jsonl").write_text("\n".join(lines[20:]))
+    kind = {"tokenizer": request.param}
+    if request.param == "wt103":
+        kind = {"tokenizer": "word", "recipe": "wt103"}
+    settings = PrepareSettings(**kind, block_bytes=512, shard_bytes=700)
+    prepare_dataset([folder], folder / "data", settings)
+    model = export_small_model(folder / "model", folder / "data")
+    return evaluation_job(model, folder / "data", split="train", tgt_len=5, batch=2)
+
+
+def evaluate(
+    job: EvaluationJob, workers: Workers, scores: Path | None = None, **options: Any
+) -> tuple[EvaluationResult, list[bytes]]:
+    planned = [plan_job(job, scores, per_document=True, **options)]
+    results = evaluate_on_workers(planned, workers)
+    return results[0], list(document_lines(planned, results))
+
+
+def expected_scores(job: EvaluationJob) -> list[dict[str, Any]]:
+    """By the definition: one sequential pass, and a loop over the targets."""
+    stored = find_model(job.checkpoint)
+    model, tokenizer = stored.load_with_tokenizer()
+    source = open_split(job.data, "train")
+    tokens, age = read_range(source, 0, source.num_tokens)
+    ids = torch.from_numpy(tokens.astype("int64"))[None]
+    memory, nats = model.empty_memory(1), []
+    with torch.no_grad():
+        for first in range(0, source.num_tokens - 1, 5):
+            stop = min(first + 5, source.num_tokens - 1)
+            age_BT = torch.from_numpy(age[None, first:stop])
+            segment = ids[:, first:stop], ids[:, first + 1 : stop + 1]
+            nats_BT, memory = model(*segment, age_BT, memory)
+            nats += nats_BT[0].double().tolist()
+    documents: list[dict[str, Any]] = []
+    names = [id_ for block in range(len(source.block_tokens)) for id_ in source.document_ids(block)]
+    num_bytes = tokenizer.token_bytes()
+    for position, token in enumerate(tokens.tolist()):
+        if age[position] == 0:
+            documents.append({"id": names[len(documents)], "tokens": 0, "bytes": 0, "nats": 0.0})
+        if position:
+            documents[-1]["tokens"] += 1
+            documents[-1]["bytes"] += int(num_bytes[token])
+            documents[-1]["nats"] += nats[position - 1]
+    return documents
+
+
+def test_every_document_has_the_sums_of_its_targets(job: EvaluationJob) -> None:
+    result, lines = evaluate(job, InProcess())
+    documents = [json.loads(line) for line in lines]
+    expected = expected_scores(job)
+    assert len(expected) == len(TEXTS)
+    is_word_model = result.text.is_word_model
+    assert documents == [
+        {
+            **document,
+            "checkpoint": str(job.checkpoint),
+            "split": "train",
+            "nats": pytest.approx(document["nats"], rel=1e-5, abs=1e-5),
+            "bytes": None if is_word_model else document["bytes"],
+        }
+        for document in expected
+    ]
+    assert sum(each["tokens"] for each in documents) == result.sums.num_tokens
+    assert sum(each["nats"] for each in documents) == pytest.approx(result.sums.nats, rel=1e-12)
+    if not is_word_model:
+        assert sum(each["bytes"] for each in documents) == result.sums.num_bytes
+
+
+@pytest.mark.parametrize(
+    "job",
+    ["byte", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("word", "wt103"))],
+    indirect=True,
+)
+def test_neither_workers_nor_a_stop_nor_details_change_a_bit(
+    job: EvaluationJob, tmp_path: Path
+) -> None:
+    expected = evaluate(job, InProcess())
+    assert evaluate(job, Recorder()) == expected, "the last batch first"
+    assert evaluate(job, InProcess(), details=True)[1] == expected[1]
+    with ProcessWorkers(2) as workers:
+        assert evaluate(job, workers) == expected
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(job, Recorder(stop_after=2), tmp_path)
+    again = Recorder()
+    assert evaluate(job, again, tmp_path, resume=True) == expected
+    num_batches = sum(1 for _ in plan_job(job).batches())
+    assert len(again.scored) == num_batches - 2
+    (_, lines), (_, others) = expected, evaluate(replace(job, batch_chunks=7), InProcess())
+    for line, other in zip(map(json.loads, lines), map(json.loads, others), strict=True):
+        assert other == line | {"nats": pytest.approx(line["nats"], rel=1e-5)}
+
+
+def test_scores_without_documents_are_not_used(job: EvaluationJob, tmp_path: Path) -> None:
+    plain, wanted = plan_job(job, tmp_path), plan_job(job, tmp_path, per_document=True)
+    assert plain.finished.path != wanted.finished.path
+
+
+def test_a_part_of_a_split_has_the_documents_that_begin_in_it(job: EvaluationJob) -> None:
+    part = replace(job, settings=replace(job.settings, max_tokens=30))
+    result, lines = evaluate(part, InProcess())
+    documents = [json.loads(line) for line in lines]
+    assert sum(each["tokens"] for each in documents) == result.sums.num_tokens == 29
+    (_, whole) = evaluate(job, InProcess())
+    assert [d["id"] for d in documents] == [json.loads(w)["id"] for w in whole[: len(documents)]]
+
+
+@pytest.mark.parametrize("job", ["byte"], indirect=True)
+def test_a_new_score_is_one_function(
+    job: EvaluationJob,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(SCORES, "nats_per_kilobyte", None)  # removed after the test
+
+    @score(needs="bytes")
+    def nats_per_kilobyte(sums: NamedSums) -> float:
+        return 1000 * sums["nats"] / sums["bytes"]
+
+    planned = [plan_job(job, details=True)]
+    results = evaluate_on_workers(planned, InProcess())
+    output = EvaluationOutput.of_jobs(planned, results, num_workers=1)
+    expected = 1000 * math.log(2) * output.objects[0]["bits_per_byte"]
+    (content,) = output.objects
+    assert content["nats_per_kilobyte"] == pytest.approx(expected)
+    low, high = content["details"]["interval"]["nats_per_kilobyte"]
+    assert low < expected < high
+    output.print()
+    assert f"nats per kilobyte  {expected:.4f}" in capsys.readouterr().out
+    with StagedDirectory(tmp_path / "out", last=RESULT_NAME) as staged:
+        write_evaluation(staged, output.content(), output.objects)
+    (row,) = csv.DictReader((tmp_path / "out" / "scores.csv").open())
+    assert float(row["nats_per_kilobyte"]) == pytest.approx(expected)

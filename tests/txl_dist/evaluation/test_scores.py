@@ -1,0 +1,71 @@
+"""Loss sums: added in any grouping, divided once."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_dist.errors import DataError
+from txl_dist.evaluation.scores import LossSums, finish
+
+BYTE_COUNTS_V = torch.tensor([0, 1, 2, 3])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    targets=st.lists(st.lists(st.integers(-1, 3), min_size=5, max_size=5), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_the_parts_of_a_batch_add_up_to_the_batch(
+    targets: list[list[int]], data: st.DataObject
+) -> None:
+    target_BT = torch.tensor(targets)
+    nats_BT = torch.arange(target_BT.numel()).view_as(target_BT) * (target_BT >= 0)
+    whole = LossSums.of(nats_BT, target_BT, BYTE_COUNTS_V)
+    scored = [target for row in targets for target in row if target >= 0]
+    assert (whole.num_tokens, whole.num_bytes) == (len(scored), sum(scored))
+
+    cut = data.draw(st.integers(0, len(targets)))
+    parts = (
+        LossSums.of(nats_BT[rows], target_BT[rows], BYTE_COUNTS_V)
+        for rows in (slice(cut), slice(cut, None))
+    )
+    assert sum(parts, LossSums()) == whole
+
+
+def test_nats_are_added_in_float64_without_their_graph() -> None:
+    nats_BT = torch.full((300, 700), 0.1, requires_grad=True)
+    target_BT = torch.ones(300, 700, dtype=torch.int64)
+    sums = LossSums.of(nats_BT, target_BT, BYTE_COUNTS_V)
+    assert sums.nats == pytest.approx(210_000 * float(torch.tensor(0.1)), rel=1e-12)
+
+
+def test_a_short_batch_counts_by_its_tokens() -> None:
+    sums = LossSums(nats=6.0, num_tokens=2, num_bytes=3) + LossSums(nats=1.0, num_tokens=1)
+    assert sums.nats_per_token == 7 / 3
+    assert sums.perplexity == math.exp(7 / 3)
+    assert finish(sums.named)["bits_per_token"] == pytest.approx(7 / 3 / math.log(2))
+    assert sums.bits_per_byte == pytest.approx(7 / 3 / math.log(2))
+
+
+def test_a_uniform_guess_among_256_bytes_is_8_bits_per_byte_and_perplexity_256() -> None:
+    sums = LossSums(nats=10 * math.log(256), num_tokens=10, num_bytes=10)
+    assert sums.bits_per_byte == pytest.approx(8)
+    assert sums.perplexity == pytest.approx(256)
+
+
+def test_a_perplexity_beyond_the_range_of_a_float_is_infinity() -> None:
+    assert LossSums(nats=800.0, num_tokens=1).perplexity == math.inf
+
+
+@pytest.mark.parametrize("mean", ["nats_per_token", "perplexity"])
+def test_no_targets_have_no_mean(mean: str) -> None:
+    with pytest.raises(DataError, match="no target was scored"):
+        getattr(LossSums(), mean)
+
+
+def test_targets_without_text_have_no_bits_per_byte() -> None:
+    with pytest.raises(DataError, match="bytes"):
+        _ = LossSums(nats=1.0, num_tokens=1).bits_per_byte

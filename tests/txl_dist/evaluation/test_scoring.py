@@ -1,0 +1,154 @@
+"""Chunks: every target is in one of them, the context is long enough, and costs a bounded share.
+
+Memory of a worker: one model, and a bounded part of each chunk of one batch.
+"""
+
+import gc
+import itertools
+import tracemalloc
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_pipeline.streams import cursor
+from tests.support.hypothesis_examples import examples
+from tests.support.small_models import small_model
+from tests.support.token_sources import NumberedSource
+from txl_dist.evaluation import distributed, scoring
+from txl_dist.evaluation.job import EvaluationJob, EvaluationSettings
+from txl_dist.evaluation.scoring import (
+    MIN_CONTEXTS_PER_CHUNK,
+    EvaluationChunk,
+    Scorer,
+    overhead,
+    plan_chunks,
+)
+
+shapes = st.fixed_dictionaries(
+    {
+        "num_targets": st.integers(1, 20_000),
+        "tgt_len": st.integers(1, 70),
+        "context_segments": st.integers(0, 20),
+    }
+).map(lambda shape: shape | {"context_tokens": shape["tgt_len"] * shape.pop("context_segments")})
+few_examples = examples(150)
+
+
+@few_examples
+@given(shape=shapes)
+def test_the_chunks_score_every_target_exactly_once_in_order(shape: dict) -> None:
+    chunks = plan_chunks(**shape)
+    assert chunks[0].start == 0
+    assert chunks[-1].stop == shape["num_targets"]
+    assert all(a.stop == b.start for a, b in itertools.pairwise(chunks))
+    assert all(chunk.start < chunk.stop for chunk in chunks)
+
+
+@few_examples
+@given(shape=shapes)
+def test_chunks_and_contexts_start_at_segment_boundaries(shape: dict) -> None:
+    for chunk in plan_chunks(**shape):
+        assert chunk.start % shape["tgt_len"] == chunk.context_start % shape["tgt_len"] == 0
+
+
+@few_examples
+@given(shape=shapes)
+def test_a_context_is_whole_or_begins_at_the_start(shape: dict) -> None:
+    for chunk in plan_chunks(**shape):
+        assert chunk.context_start == max(0, chunk.start - shape["context_tokens"])
+
+
+@few_examples
+@given(shape=shapes, document_tokens=st.integers(1, 3000))
+def test_a_context_begins_no_earlier_than_the_segment_of_the_document_start(
+    shape: dict, document_tokens: int
+) -> None:
+    positions = []
+
+    def document_start(position: int) -> int:
+        positions.append(position)
+        return position // document_tokens * document_tokens
+
+    for chunk in plan_chunks(**shape, document_start=document_start):
+        first = document_start(chunk.start) // shape["tgt_len"] * shape["tgt_len"]
+        expected = max(0, first, chunk.start - shape["context_tokens"])
+        assert chunk.context_start == min(chunk.start, expected)
+    assert max(positions) < shape["num_targets"]
+
+
+@few_examples
+@given(shape=shapes)
+def test_the_context_never_costs_more_than_its_share(shape: dict) -> None:
+    assert 0 <= overhead(plan_chunks(**shape)) <= 1 / MIN_CONTEXTS_PER_CHUNK
+
+
+def test_the_overhead_is_context_over_scored() -> None:
+    assert overhead([EvaluationChunk(0, 0, 30), EvaluationChunk(20, 30, 50)]) == 10 / 50
+
+
+def test_without_a_limit_of_the_context_a_split_is_read_in_one_pass() -> None:
+    (chunk,) = plan_chunks(num_targets=9999, tgt_len=4, context_tokens=None)
+    assert chunk == EvaluationChunk(0, 0, 9999)
+
+
+def test_a_split_without_targets_is_rejected() -> None:
+    with pytest.raises(ValueError, match="num_targets=0"):
+        plan_chunks(num_targets=0, tgt_len=4, context_tokens=8)
+
+
+def test_reading_takes_no_more_memory_for_longer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "READ_TOKENS", 1000)
+    monkeypatch.setattr(cursor, "CHUNK_TOKENS", 1000)
+    peaks = []
+    for length in (4_000, 40_000):
+        scorer = Scorer(
+            model=small_model(),
+            source=NumberedSource([4 * length + 1]),  # type: ignore[arg-type]
+            tgt_len=10,
+            reset="document",
+            batch_chunks=4,
+            byte_counts_V=torch.zeros(1),
+        )
+        chunks = [EvaluationChunk(n * length, n * length, (n + 1) * length) for n in range(4)]
+        tracemalloc.start()
+        assert sum(1 for _ in scorer.segments(chunks)) == length // 10
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 2 * peaks[0]  # chunks ten times as long
+
+
+def test_a_worker_frees_its_model_before_it_loads_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OpenedModel:
+        pass
+
+    alive: list[weakref.ref[OpenedModel]] = []
+
+    def open_(_: EvaluationJob) -> OpenedModel:
+        gc.collect()
+        assert not any(model() for model in alive), "two models at a time"
+        model = OpenedModel()
+        alive.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(EvaluationJob, "open", open_)
+    monkeypatch.setattr(distributed, "_opened", {})
+    settings = EvaluationSettings(
+        split="valid",
+        mode="exact",
+        tgt_len=3,
+        mem_len=3,
+        clamp_len=None,
+        same_length=False,
+        reset="stream",
+    )
+    job = EvaluationJob(
+        checkpoint=Path("model"), data=Path("data"), settings=settings, batch_chunks=1
+    )
+    for split in ("valid", "valid", "test", "valid"):
+        distributed.open_scorer(replace(job, settings=replace(settings, split=split)))
+    assert len(alive) == 3, "opened once for batches of one job in a row"

@@ -1,0 +1,244 @@
+"""MLflow: after a rollback its run equals metrics.jsonl, point by point; names that it accepts."""
+
+import random
+import sqlite3
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from txl_dist.doctor.checks import check_tracking
+from txl_dist.tracking.journal import MetricsJournal, read_metrics
+from txl_dist.tracking.mlflow_tracker import clean_key
+from txl_dist.tracking.tracker import UnavailableError
+
+from .conftest import (
+    START,
+    MlflowServer,
+    recorded_steps,
+    run_id_of,
+    run_ids,
+    sender_for,
+    status_of,
+    tags_of,
+    write_steps,
+)
+
+
+def _curves(database: Path, run_id: str) -> list[tuple[str, int, int, float]]:
+    """Every point in MLflow's own table, duplicates included."""
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute(
+            "SELECT key, step, timestamp, value FROM metrics WHERE run_uuid = ?", (run_id,)
+        )
+        return sorted(rows)
+
+
+def _journalled(run_dir: Path) -> list[tuple[str, int, int, float]]:
+    return sorted(
+        (name, line["step"], int(line["time"] * 1000), value)
+        for line in read_metrics(run_dir / "metrics.jsonl")
+        for name, value in line.items()
+        if name not in ("step", "time")
+    )
+
+
+def _roll_back(run_dir: Path, step: int) -> None:
+    with MetricsJournal(run_dir / "metrics.jsonl") as journal:
+        journal.truncate_after(step)
+
+
+def test_a_rollback_continues_in_a_new_run_that_equals_the_journal(run_dir: Path) -> None:
+    database = run_dir.parent / "mlflow.db"
+    write_steps(run_dir, range(1, 41), gradient=2.0)
+    sender_for(run_dir).pump()  # killed here, without an end
+    first = run_id_of(run_dir)
+    _roll_back(run_dir, 30)
+    write_steps(run_dir, range(31, 51), since=START + 1000, gradient=3.0)
+
+    sender = sender_for(run_dir)
+    sender.pump()
+    sender.set_end_status("finished")
+    sender.finish()
+
+    second = run_id_of(run_dir)
+    assert _curves(database, second) == _journalled(run_dir)
+    assert status_of(database, second) == "FINISHED"
+    assert recorded_steps(database, first) == list(range(1, 41)), "the superseded run is kept"
+    assert status_of(database, first) == "KILLED"
+    superseded = tags_of(database, first)
+    assert superseded["mlflow.parentRunId"] == second
+    assert superseded["txl.status"] == "superseded"
+    assert tags_of(database, second)["txl.parent"] == first
+
+
+def test_the_runs_of_several_rollbacks_are_children_of_those_that_supersede_them(
+    run_dir: Path,
+) -> None:
+    database = run_dir.parent / "mlflow.db"
+    for rollback, last in enumerate((40, 35, 50)):
+        write_steps(run_dir, range(1 + 10 * rollback, last + 1), since=START + 1000 * rollback)
+        sender_for(run_dir).pump()
+        if last != 50:
+            _roll_back(run_dir, 10 * (rollback + 1))
+    newest = run_id_of(run_dir)
+    assert _curves(database, newest) == _journalled(run_dir)
+    parents = {run: tags_of(database, run).get("mlflow.parentRunId") for run in run_ids(database)}
+    (second,) = [run for run, parent in parents.items() if parent == newest]
+    (first,) = [run for run, parent in parents.items() if parent == second]
+    assert parents == {first: second, second: newest, newest: None}
+
+
+def test_a_resume_that_loses_no_point_continues_the_same_run(run_dir: Path) -> None:
+    database = run_dir.parent / "mlflow.db"
+    write_steps(run_dir, range(1, 31))
+    sender_for(run_dir, params={"lr": "1"}).pump()
+    MlflowClient(f"sqlite:///{database}").log_metric(run_id_of(run_dir), "by a user", 1.0, step=99)
+    _roll_back(run_dir, 30)
+    write_steps(run_dir, range(31, 51), since=START + 1000)
+    sender = sender_for(run_dir, params={"lr": "2"})
+    sender.pump()
+    sender.set_end_status("preempted")
+    sender.finish()
+
+    assert run_ids(database) == [run_id_of(run_dir)]
+    own = [point for point in _curves(database, run_id_of(run_dir)) if point[0] != "by a user"]
+    assert own == _journalled(run_dir)
+    tags = tags_of(database, run_id_of(run_dir))
+    assert (tags["txl.changed.lr"], tags["txl.status"]) == ("2", "preempted")
+
+
+def _train_to(
+    run_dir: Path, *, steps: range, since: float = START, status: str = "finished"
+) -> str:
+    """Continue a run as training and its sender do; returns the id of its MLflow run."""
+    write_steps(run_dir, steps, since=since)
+    sender = sender_for(run_dir)
+    sender.pump()
+    sender.set_end_status(status)
+    sender.finish()
+    return run_id_of(run_dir)
+
+
+@pytest.mark.parametrize("copy", [("cp", "-r"), ("cp", "-a")])
+def test_a_copy_of_a_run_directory_is_a_fork_with_a_run_of_its_own(
+    run_dir: Path, copy: tuple[str, ...]
+) -> None:
+    """The MLflow run of the original has no point of the copy, and the reverse; both end."""
+    database, other = run_dir.parent / "mlflow.db", run_dir.parent / "other"
+    original = _train_to(run_dir, steps=range(1, 11), status="preempted")
+    subprocess.run([*copy, run_dir, other], check=True)
+    fork = _train_to(other, steps=range(11, 15), since=START + 1000)
+    assert fork != original
+    assert _train_to(run_dir, steps=range(11, 18), since=START + 2000) == original
+    assert _train_to(other, steps=range(15, 20), since=START + 3000) == fork
+
+    assert sorted(run_ids(database)) == sorted([original, fork])
+    for directory, run_id in ((run_dir, original), (other, fork)):
+        assert _curves(database, run_id) == _journalled(directory)
+        assert status_of(database, run_id) == "FINISHED"
+        assert tags_of(database, run_id)["txl.status"] == "finished"
+    assert tags_of(database, fork)["txl.parent"] == original
+
+
+def test_syncing_a_copy_does_not_write_to_the_run_of_the_original(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 6), since=START)
+    sender = sender_for(run_dir, new_run_key="of the original")
+    sender.pump()
+    sender.finish()
+    original, other = run_id_of(run_dir), run_dir.parent / "other"
+    subprocess.run(["cp", "-r", run_dir, other], check=True)
+    # `txl track sync` reads the request that was copied with the directory.
+    synced = sender_for(other, new_run_key="of the original")
+    synced.pump()
+    synced.finish()
+    assert run_id_of(other) != original
+    assert tags_of(run_dir.parent / "mlflow.db", run_id_of(other))["txl.parent"] == original
+
+
+def test_a_renamed_run_directory_keeps_its_mlflow_run(run_dir: Path) -> None:
+    first = _train_to(run_dir, steps=range(1, 6), status="preempted")
+    run_dir.rename(run_dir.parent / "renamed")
+    assert _train_to(run_dir.parent / "renamed", steps=range(6, 11)) == first
+    assert run_ids(run_dir.parent / "mlflow.db") == [first]
+
+
+def test_points_that_no_later_step_replaces_are_not_in_the_curve(run_dir: Path) -> None:
+    """A run that resumes and ends early; a metric that is no longer written."""
+    database = run_dir.parent / "mlflow.db"
+    write_steps(run_dir, range(1, 41))
+    write_steps(run_dir, range(41, 42), scored_once=5.0)
+    sender_for(run_dir).pump()
+    _roll_back(run_dir, 30)
+    sender = sender_for(run_dir)
+    sender.pump()
+    sender.set_end_status("finished")
+    sender.finish()
+    assert _curves(database, run_id_of(run_dir)) == _journalled(run_dir)
+    (superseded,) = set(run_ids(database)) - {run_id_of(run_dir)}
+    assert tags_of(database, superseded)["txl.status"] == "superseded"
+
+
+def test_a_running_delivery_notices_a_rollback(run_dir: Path) -> None:
+    write_steps(run_dir, range(1, 41))
+    sender = sender_for(run_dir)
+    sender.pump()
+    write_steps(run_dir, range(41, 46))  # never sent
+    _roll_back(run_dir, 30)
+    write_steps(run_dir, range(31, 36), since=START + 1000)
+    sender.pump()
+    assert _curves(run_dir.parent / "mlflow.db", run_id_of(run_dir)) == _journalled(run_dir)
+
+
+@pytest.mark.fault_row(32)
+@pytest.mark.parametrize("fault", [pytest.param("500", marks=pytest.mark.slow), "lost response"])
+def test_a_rollback_in_outages_records_every_point_once(
+    run_dir: Path, server: MlflowServer, fault: str
+) -> None:
+    """A third of all calls fails; with a lost response the call was executed nevertheless."""
+    generator = random.Random(0)
+    experiment = f"rollback with {fault}"
+    server.open()
+    server.fault = lambda path, body: fault if generator.random() < 1 / 3 else ""
+    for rollback in range(3):
+        since = START + 1000 * rollback
+        write_steps(run_dir, range(5 * rollback + 1, 5 * rollback + 11), since=since, other=1.5)
+        sender = sender_for(run_dir, server.uri, experiment=experiment)
+        for _ in range(300):
+            try:
+                sender.pump()
+                sender.finish()
+                break
+            except UnavailableError:
+                continue
+        else:
+            pytest.fail("never delivered")
+        newest = run_id_of(run_dir)
+        assert _curves(server.database, newest) == _journalled(run_dir)
+        others = set(run_ids(server.database, experiment)) - {newest}
+        statuses = {tags_of(server.database, other)["txl.status"] for other in others}
+        assert statuses <= {"superseded"}
+        assert len(others) == rollback
+        _roll_back(run_dir, 5 * (rollback + 1))
+
+
+def test_the_doctor_accepts_a_real_server_and_reports_its_refusals(server: MlflowServer) -> None:
+    (refused,) = check_tracking(server.uri)
+    server.open()
+    (accepted,) = check_tracking(server.uri)
+    server.fault = lambda path, body: "401" if "experiments" in path else ""
+    (unauthorized,) = check_tracking(server.uri)
+    assert [refused.status, accepted.status, unauthorized.status] == ["problem", "ok", "problem"]
+    assert version("mlflow") in accepted.found
+    assert "401" in unauthorized.found
+
+
+@pytest.mark.fault_row(45)
+def test_metric_names_become_legal_and_contain_no_relative_paths() -> None:
+    assert clean_key("valid/loss per byte") == "valid/loss per byte"
+    assert clean_key("../../etc/x") == "etc/x"
+    assert clean_key("/a//b/./c?") == "a/b/c_"
+    assert clean_key("..") == "_"
+    assert len(clean_key("k" * 999)) == 250

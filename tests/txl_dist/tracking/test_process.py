@@ -1,0 +1,192 @@
+"""The processes of tracking: no delay, no lost or doubled point, no process left; evaluations."""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import num_lines, start_txl, txl, wait_until
+from tests.support.training_runs import NO_EVALUATION, TINY
+from tests.txl_dist.tracking.conftest import (
+    MlflowServer,
+    recorded_steps,
+    run_id_of,
+    run_ids,
+    sender_for,
+    status_of,
+    tags_of,
+)
+from tests.txl_dist.tracking.real_senders import senders_of, tracking_config
+from txl_dist.errors import DivergedError, PreemptedError
+from txl_dist.tracking.process import TrackingProcess, log_evaluations
+from txl_dist.tracking.tracker import TrackingState, child_environment
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, "finished"),
+        (PreemptedError(), "preempted"),
+        (DivergedError(), "diverged"),
+        (KeyboardInterrupt(), "interrupted"),
+        (RuntimeError(), "failed"),
+    ],
+)
+def test_the_status_follows_from_the_error_that_ends_the_run(
+    run_dir: Path, error: BaseException | None, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[str] = []
+    monkeypatch.setattr(TrackingProcess, "close", lambda self, status: statuses.append(status))
+    tracker = TrackingProcess.start(run_dir, tracking_config(run_dir, enabled=False))
+    tracker.__exit__(type(error), error, None)
+    assert statuses == [status]
+
+
+def test_tracking_that_is_off_or_cannot_start_does_not_raise(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TrackingProcess.start(run_dir, tracking_config(run_dir, enabled=False)) as tracker:
+        assert tracker.run_id is None
+    assert not list(run_dir.iterdir())
+
+    (run_dir / "logs").write_text("a file where the directory should be")
+    with caplog.at_level(logging.WARNING):
+        tracker = TrackingProcess.start(run_dir, tracking_config(run_dir))
+        tracker.close("finished")
+        tracker.close("finished")
+    assert "tracking is off" in caplog.text
+
+
+def test_importing_the_training_side_imports_no_mlflow() -> None:
+    code = (
+        "import sys, txl_dist.tracking.process, txl_dist.tracking.journal,"
+        " txl_dist.tracking.process;"
+        "assert not {'mlflow', 'pydantic', 'torch'} & set(sys.modules), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], env=child_environment(), check=True)
+
+
+def _train(dataset: Path, run: Path, uri: str, *settings: object) -> tuple[object, ...]:
+    return (
+        *("train", TINY, f"data.path={dataset}", f"directory={run}", "--on", "processes"),
+        f"tracking={{enabled: true, experiment: tests, uri: '{uri}'}}",
+        *settings,
+    )
+
+
+def test_the_end_is_delivered_before_the_launcher_ends(
+    dataset: Path, run_dir: Path, server: MlflowServer
+) -> None:
+    """As in a container: all processes end with `txl train`. A request takes half a second."""
+    server.open()
+    server.fault = lambda path, body: time.sleep(0.5) or ""
+    with start_txl(*_train(dataset, run_dir, server.uri, NO_EVALUATION)) as training:
+        output, _ = training.communicate(timeout=300)
+        for sender in senders_of(run_dir):
+            os.kill(sender, signal.SIGKILL)
+    assert training.returncode == 0, output
+    run_id = run_id_of(run_dir)
+    assert status_of(server.database, run_id) == "FINISHED", output
+    assert recorded_steps(server.database, run_id) == list(range(1, 21))
+
+
+@pytest.mark.fault
+@pytest.mark.fault_row(32)
+def test_the_wait_at_the_end_has_a_limit_and_the_rest_is_delivered_by_the_next_start(
+    dataset: Path, run_dir: Path, server: MlflowServer
+) -> None:
+    settings = (NO_EVALUATION, "tracking.end_timeout_seconds=0.5")
+    ended = txl(*_train(dataset, run_dir, server.uri, *settings), timeout_seconds=300)
+    assert ended.returncode == 0, ended.stderr
+    assert f"txl track sync {run_dir}" in ended.stdout
+    for sender in senders_of(run_dir):
+        os.kill(sender, signal.SIGKILL)
+    server.open()
+    settings = (NO_EVALUATION, "tracking.end_timeout_seconds=200")
+    again = txl(*_train(dataset, run_dir, server.uri, *settings), timeout_seconds=300)
+    assert "this run is finished" in again.stdout
+    run_id = run_id_of(run_dir)
+    assert status_of(server.database, run_id) == "FINISHED"
+    assert recorded_steps(server.database, run_id) == list(range(1, 21))
+
+
+@pytest.mark.fault
+@pytest.mark.fault_row(32)
+@pytest.mark.parametrize("on", ["processes", "ray"])
+def test_a_stop_does_not_wait_longer_than_its_grace_period(
+    dataset: Path, run_dir: Path, on: str
+) -> None:
+    """The server accepts connections and never responds; without a stop the wait is unlimited."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        settings = (
+            *(NO_EVALUATION, "training.num_steps=100000", "training.grace_seconds=15"),
+            *("tracking.end_timeout_seconds=100000", "--on", on),
+        )
+        with start_txl(*_train(dataset, run_dir, uri, *settings)) as training:
+            wait_until(lambda: num_lines(run_dir / "metrics.jsonl") > 5)
+            training.send_signal(signal.SIGTERM)
+            output, _ = training.communicate(timeout=120)
+        for sender in senders_of(run_dir):
+            os.kill(sender, signal.SIGKILL)
+    assert training.returncode == 75, output
+    assert "MLflow does not have everything yet" in output
+
+
+def test_an_evaluation_is_a_child_run_and_an_unreachable_server_only_a_warning(
+    run_dir: Path, server: MlflowServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not log_evaluations([(run_dir, {"nats": 1.0})])  # never tracked
+    server.open()
+    sender_for(run_dir, server.uri).pump()
+    state = TrackingState.load(run_dir / "tracking.json")
+    assert state is not None
+    result = {
+        "nats": 12.5,
+        "tokens_scored": 4,
+        "bits_per_byte": None,
+        "split": "valid",
+        "protocol": "split valid, 4 tokens scored",
+        "details": {"interval": {"level": 0.95, "perplexity": [2.0, 3.0], "bits_per_byte": None}},
+    }
+    assert log_evaluations([(run_dir, result)], timeout_seconds=300)
+    (child,) = [run for run in run_ids(server.database) if _parent(server, run) == state.run_id]
+    assert recorded_steps(server.database, child, "nats") == [0]
+    assert recorded_steps(server.database, child, "perplexity_low") == [0]
+    assert tags_of(server.database, child)["txl.protocol"] == result["protocol"]
+    assert status_of(server.database, child) == "FINISHED"
+
+    server.close()
+    with caplog.at_level(logging.WARNING):
+        assert not log_evaluations([(run_dir, result)], timeout_seconds=0.2)
+    assert "was not recorded" in caplog.text
+
+
+def test_several_evaluations_are_children_of_their_training_runs(
+    run_dir: Path, server: MlflowServer
+) -> None:
+    server.open()
+    sender_for(run_dir, server.uri).pump()
+    other = run_dir.with_name("other")  # a second training run of the same experiment
+    shutil.copytree(run_dir, other)
+    sender_for(other, server.uri).pump()
+    before = set(run_ids(server.database))
+    scored = [(run, {"nats": 12.5, "split": split}) for run in (run_dir, other) for split in "ab"]
+    assert log_evaluations(scored, timeout_seconds=300)
+    new = set(run_ids(server.database)) - before
+    parents = sorted(str(_parent(server, run)) for run in new)
+    assert parents == sorted([run_id_of(run_dir), run_id_of(other)] * 2)
+    assert {status_of(server.database, run) for run in new} == {"FINISHED"}
+
+
+def _parent(server: MlflowServer, run_id: str) -> str | None:
+    return tags_of(server.database, run_id).get("mlflow.parentRunId")

@@ -1,0 +1,393 @@
+"""All figures: attention, evaluations, context curves, charts of a run.
+
+No other module imports matplotlib. The same figure always gives the same bytes. Colours are those
+of viridis, which has monotonic lightness: it is readable in greyscale and with colour vision
+deficiency.
+"""
+
+import io
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from txl_dist.analysis.attention import AttentionByDistance
+from txl_dist.analysis.recl_report import GroupReport
+from txl_dist.analysis.run_report import RunRecord, Series
+
+
+def new_figure(size_inches: tuple[float, float], *, title: str = "") -> Figure:
+    """An empty figure. `title` is plain text: `$` and `_` have no special meaning."""
+    # Figure instead of pyplot, which keeps global state.
+    figure = Figure(figsize=size_inches, layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=10, parse_math=False)
+    return figure
+
+
+def line_colours(num_lines: int) -> np.ndarray:
+    """One colour per line, [lines, 4]."""
+    # Up to 0.9 of the colour map: its end is a yellow that is hard to see on white.
+    colours: np.ndarray = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, num_lines))
+    return colours
+
+
+def plain_label(text: str) -> str:
+    """`text` for a legend, where `$` would start a formula and a leading `_` hides the line."""
+    return " " * text.startswith("_") + text.replace("$", r"\$")
+
+
+def write_figure(figure: Figure, directory: Path, name: str) -> list[str]:
+    """Write NAME.png and NAME.svg; returns both names. The same figure gives the same bytes."""
+    write_png(figure, directory / f"{name}.png")
+    (directory / f"{name}.svg").write_bytes(svg_bytes(figure))
+    return [f"{name}.png", f"{name}.svg"]
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Write a PNG."""
+    with _reproducible():
+        figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def svg_bytes(figure: Figure) -> bytes:
+    """The figure as SVG, to be embedded in a page."""
+    file = io.BytesIO()
+    with _reproducible():
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return file.getvalue()
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    # Without a salt the ids in the SVG are random. Version and date are left out of the metadata.
+    with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "txl"}):
+        # A character of the title that is missing in the font is drawn as a box.
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield
+
+
+MOST_COLUMNS = 3
+PANEL_INCHES = (5.0, 3.1)
+HEADS_PER_COLUMN = 22
+"""Heads per column of the legend, to the right of its panel."""
+MIN_SHARE = 1e-4
+"""The y axis is logarithmic and starts here; smaller shares are drawn at this value."""
+
+
+def power_bins(num_distances: int) -> list[int]:
+    """Edges of the bins: their starts 0, 1, 2, 4, ..., then the end of the last one."""
+    starts = [0, *(2**power for power in range((num_distances - 1).bit_length()))]
+    return [*starts, num_distances]
+
+
+def sum_over_bins(mass: Tensor, edges: Sequence[int]) -> Tensor:
+    """Sums over [edges[k], edges[k + 1]) of the last dimension."""
+    widths = [stop - start for start, stop in pairwise(edges)]
+    return torch.stack([part.sum(-1) for part in mass.split(widths, dim=-1)], dim=-1)
+
+
+def plot_attention(attention: AttentionByDistance, *, title: str) -> Figure:
+    """Draw all layers. `title` is plain text: `$` and `_` have no special meaning."""
+    num_layers = len(attention.heads.by_distance_LHD)
+    columns = min(num_layers, MOST_COLUMNS)
+    rows = -(-num_layers // columns)
+    size = (PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + 0.7)
+    figure = new_figure(size, title=title)
+    # Equal axes make the panels comparable.
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    for layer, axes in enumerate(panels):
+        if layer < num_layers:
+            _draw_layer(axes, attention, layer)
+        else:
+            axes.set_axis_off()
+    figure.supxlabel("distance in tokens from query back to key: start of each bin", fontsize=9)
+    figure.supylabel("share of a head's attention in the bin", fontsize=9)
+    return figure
+
+
+def _draw_layer(axes: Axes, attention: AttentionByDistance, layer: int) -> None:
+    heads, even = attention.heads, attention.even
+    edges = power_bins(heads.by_distance_LHD.shape[-1])
+    # X: bins
+    mass_HX = sum_over_bins(heads.by_distance_LHD[layer], edges).clamp(min=MIN_SHARE).numpy()
+    even_X = sum_over_bins(even.by_distance_LHD[0, 0], edges).clamp(min=MIN_SHARE).numpy()
+    mean_H = heads.mean_distance[layer].tolist()
+    bin_X = np.arange(len(edges) - 1)
+    axes.plot(bin_X, even_X, color="black", linestyle=":", linewidth=1.2, label="even")
+    colours = line_colours(len(mean_H))
+    for rank, head in enumerate(sorted(range(len(mean_H)), key=lambda head: mean_H[head])):
+        axes.plot(
+            bin_X,
+            mass_HX[head],
+            color=colours[rank],
+            marker="osD^vP"[rank % 6],
+            markersize=3,
+            linewidth=1,
+            label=f"head {head}: mean {mean_H[head]:,.0f}",
+        )
+    _mark_memory(axes, attention, len(bin_X))
+    axes.set_yscale("log")
+    axes.set_ylim(MIN_SHARE, 1.3)
+    axes.set_xticks(bin_X, [f"{start:,}" for start in edges[:-1]], fontsize=7, rotation=45)
+    axes.tick_params(axis="x", labelbottom=True)  # sharex hides them except in the last row.
+    axes.tick_params(axis="y", labelsize=7)
+    axes.grid(visible=True, linewidth=0.3, color="0.8")
+    axes.set_title(
+        f"layer {layer}: {heads.memory_LH[layer].mean():.0%} on memory "
+        f"(even: {even.memory_LH[0, 0]:.0%})",
+        fontsize=9,
+    )
+    axes.legend(
+        fontsize=5.5,
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        ncols=len(mean_H) // HEADS_PER_COLUMN + 1,
+    )
+
+
+def _mark_memory(axes: Axes, attention: AttentionByDistance, num_bins: int) -> None:
+    """Shade the distances of at least `tgt_len`, where all keys are in memory."""
+    if attention.heads.by_distance_LHD.shape[-1] == attention.tgt_len:
+        return
+    # Bin k starts at distance 2**(k - 1) and is drawn from k - 1/2 to k + 1/2.
+    border = np.log2(attention.tgt_len) + 0.5
+    axes.axvline(border, color="0.35", linestyle="--", linewidth=0.9)
+    axes.axvspan(border, num_bins - 0.5, color="0.93", zorder=0)
+    axes.text(border + 0.08, 1.3 * MIN_SHARE, "memory only", fontsize=6, rotation=90, color="0.3")
+    axes.set_xlim(-0.5, num_bins - 0.5)
+
+
+X_LABELS = {
+    "document_position": "position of the target in its document, in tokens",
+    "segment_position": "position of the query in its segment, in tokens",
+    "token_frequency": "occurrences of the target's id",
+}
+"""By name of a table: the label of the x axis."""
+LABELLED = (
+    "checkpoint",
+    "split",
+    "tgt_len",
+    "mem_len",
+    "clamp_len",
+    "weights",
+    "same_length",
+)
+EVALUATION_INCHES = (7.0, 4.2)
+MAX_LINES_IN_LEGEND = 20
+
+
+def plot_table(name: str, scored: Sequence[Mapping[str, Any]]) -> Figure:
+    """Nats per token by bucket. Buckets with several values are drawn at their first one."""
+    figure = new_figure(EVALUATION_INCHES)
+    axes = figure.subplots()
+    for number, (each, label) in enumerate(zip(scored, _labels(scored, LABELLED), strict=True)):
+        rows = each["details"][f"by_{name}"]
+        axes.plot(
+            [row["from"] for row in rows],
+            [row["nats_per_token"] for row in rows],
+            label=label,
+            **_style(number, len(scored)),
+        )
+    if name != "segment_position":
+        axes.set_xscale("symlog", base=2, linthresh=1)
+    counted = {each["details"]["token_frequency_counted_on"] for each in scored}
+    suffix = f" in split {', '.join(sorted(counted))}" if name == "token_frequency" else ""
+    _finish(figure, X_LABELS[name] + suffix, "nats per token", len(scored))
+    return figure
+
+
+def plot_sweep(scored: Sequence[Mapping[str, Any]], swept: Sequence[str]) -> Figure:
+    """Perplexity on the first split against the option with most values; a line per other setting.
+
+    Values have equal distances on the x axis.
+    """
+    candidates = [each for each in scored if each["split"] == scored[0]["split"]]
+    option = max(swept, key=lambda name: len({each[name] for each in candidates}))
+    values = sorted({each[option] for each in candidates}, key=lambda value: value or 0)
+    names = ["checkpoint", *(name for name in swept if name != option)]
+    lines: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for each in candidates:
+        lines.setdefault(tuple(each[name] for name in names), []).append(each)
+    figure = new_figure(EVALUATION_INCHES)
+    axes = figure.subplots()
+    labels = _labels([line[0] for line in lines.values()], names)
+    for number, (line, label) in enumerate(zip(lines.values(), labels, strict=True)):
+        points = sorted((values.index(each[option]), each["perplexity"]) for each in line)
+        axes.plot(*zip(*points, strict=True), label=label, **_style(number, len(lines)))
+    selected = [each for each in candidates if each["selected"]]
+    axes.plot(
+        [values.index(each[option]) for each in selected],
+        [each["perplexity"] for each in selected],
+        linestyle="none",
+        marker="*",
+        markersize=12,
+        color="black",
+        label="selected",
+    )
+    axes.set_xticks(range(len(values)), [_show(value) for value in values])
+    y_label = f"perplexity on split {candidates[0]['split']}"
+    _finish(figure, f"{option} in tokens", y_label, len(lines))
+    return figure
+
+
+def _labels(scored: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """What differs between the objects, for each of them."""
+    differing = [name for name in names if len({str(each[name]) for each in scored}) > 1]
+    return [
+        ", ".join(
+            Path(str(each[name])).name if name == "checkpoint" else f"{name} {_show(each[name])}"
+            for name in differing or names[:1]
+        )
+        for each in scored
+    ]
+
+
+def _show(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _style(number: int, num_lines: int) -> dict[str, Any]:
+    colour = line_colours(num_lines)[number]
+    return {"color": colour, "marker": "osD^vP"[number % 6], "markersize": 3, "linewidth": 1.2}
+
+
+def _finish(figure: Figure, x_label: str, y_label: str, num_lines: int) -> None:
+    (axes,) = figure.axes
+    axes.set_xlabel(x_label, parse_math=False)
+    axes.set_ylabel(y_label, parse_math=False)
+    axes.grid(visible=True, linewidth=0.3, color="0.8")
+    if num_lines <= MAX_LINES_IN_LEGEND:
+        for text in axes.legend(fontsize=7).get_texts():
+            text.set_parse_math(False)
+
+
+MIN_GAIN = 1e-4
+"""The axis of gains is logarithmic and starts here; smaller gains are drawn at this value."""
+
+
+def plot_group(report: GroupReport) -> Figure:
+    """Left: mean loss by context, with intervals. Right: gains by context, if there are any."""
+    has_recl = bool(report.analysis.models[0].recl)
+    title = f"{report.group} on {report.split}: {report.num_positions:,} targets"
+    figure = new_figure((12 if has_recl else 6.5, 4.6), title=title)
+    panels = figure.subplots(1, 2 if has_recl else 1, squeeze=False)[0]
+    colours = line_colours(len(report.models))
+    _draw_curves(panels[0], report, colours)
+    if has_recl:
+        _draw_gains(panels[1], report, colours)
+    for axes in panels:
+        axes.set_xlabel("context c in tokens", fontsize=9)
+        axes.grid(visible=True, linewidth=0.3, color="0.8")
+        axes.tick_params(labelsize=8)
+        axes.legend(fontsize=8)
+    return figure
+
+
+def _draw_curves(axes: Axes, report: GroupReport, colours: np.ndarray) -> None:
+    for model, analysis, colour in zip(report.models, report.analysis.models, colours, strict=True):
+        columns = [(p.context, p.nats, p.low, p.high) for p in analysis.curve]
+        context, nats, low, high = (list(column) for column in zip(*columns, strict=True))
+        axes.plot(
+            context, nats, color=colour, marker="o", markersize=3, label=plain_label(model.name)
+        )
+        axes.fill_between(context, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_ylabel("nats per token after exactly c tokens", fontsize=9)
+
+
+def _draw_gains(axes: Axes, report: GroupReport, colours: np.ndarray) -> None:
+    """For the smallest r, which has the hardest targets."""
+    for model, analysis, colour in zip(report.models, report.analysis.models, colours, strict=True):
+        result = min(analysis.recl, key=lambda result: result.r)
+        gains = np.maximum(result.length.gains, MIN_GAIN)
+        sign = "≥ " if result.length.is_lower_bound else ""
+        label = f"{model.name}: RECL {sign}{result.length.recl:,}"
+        axes.plot(
+            report.contexts[:-1],
+            gains,
+            color=colour,
+            marker="o",
+            markersize=3,
+            label=plain_label(label),
+        )
+        axes.set_ylabel(
+            f"relative gain of {report.delta} more tokens, r = {result.r:g}", fontsize=9
+        )
+    axes.axhline(report.threshold, color="0.35", linestyle="--", linewidth=0.9, label="threshold")
+    axes.set_yscale("log")
+
+
+MAX_POINTS = 1000
+"""Longer series are drawn as means of this many parts."""
+CHART_INCHES = (8.0, 2.9)
+
+
+def draw_charts(run: RunRecord) -> Iterator[tuple[str, bytes]]:
+    """(title, SVG) of every chart that the run has values for."""
+    loss = ("loss", *((run.evaluated,) if run.evaluated else ()))
+    for title, names, log_scale in (
+        ("Loss in nats per token", loss, False),
+        ("Learning rate", ("lr",), False),
+        ("Gradient norm before clipping", ("gradient_norm",), True),
+        ("Tokens per second", ("tokens_per_second",), False),
+        ("Share of the memory that is filled", ("memory_valid",), False),
+    ):
+        series = {name: run.series(name) for name in names if run.series(name)}
+        if series:
+            yield title, svg_bytes(_by_step(series, log_scale=log_scale))
+    if run.goodput is not None and sum(run.goodput.seconds.values()) > 0:
+        yield "Wall time by cause", svg_bytes(_bars(run.goodput.seconds))
+
+
+def thin_out(series: Series, max_points: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of at most `max_points` points, without values that are not finite."""
+    finite = [(step, value) for step, value in series if math.isfinite(value)]
+    steps, values = np.array(finite, dtype=np.float64).reshape(-1, 2).T
+    if len(steps) <= max_points:
+        return steps, values
+    starts = np.arange(max_points) * len(steps) // max_points
+    sizes = np.diff(np.append(starts, len(steps)))
+    return (
+        np.add.reduceat(steps, starts) / sizes,
+        np.add.reduceat(values, starts) / sizes,
+    )
+
+
+def _by_step(series: dict[str, Series], *, log_scale: bool) -> Figure:
+    figure = new_figure(CHART_INCHES)
+    axes: Axes = figure.subplots()
+    for name, points in series.items():
+        steps, values = thin_out(points)
+        is_sparse = len(steps) < 60
+        axes.plot(steps, values, marker="." if is_sparse else "", linewidth=1.2, label=name)
+    if log_scale and min(thin_out(points)[1].min(initial=1.0) for points in series.values()) > 0:
+        axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    if len(series) > 1:
+        axes.legend(frameon=False)
+    return figure
+
+
+def _bars(seconds: dict[str, float]) -> Figure:
+    """One horizontal bar per cause, the longest at the top."""
+    figure = new_figure(CHART_INCHES)
+    axes: Axes = figure.subplots()
+    causes = sorted(seconds, key=lambda cause: seconds[cause])
+    total = sum(seconds.values())
+    bars = axes.barh(causes, [seconds[cause] for cause in causes])
+    axes.bar_label(bars, [f" {seconds[cause] / total:.1%}" for cause in causes])
+    axes.set_xlabel("seconds")
+    axes.margins(x=0.12)
+    return figure

@@ -1,0 +1,213 @@
+"""The loss of sampled targets after exactly c tokens: a model reads those c tokens, nothing else.
+
+A model that reads a longer text with `mem_len` = c sees more than c tokens: each layer's memory was
+computed from tokens before it. Here every window starts with an empty memory, so nothing older than
+c tokens can influence the loss.
+
+Inside its window the model works as in `txl eval`: it reads segments of `tgt_len` tokens with its
+memory of `mem_len` tokens. The last segment ends at the target's input, so that the target has the
+longest attention span of the model, mem_len + tgt_len; only the first segment may be shorter. If
+c > mem_len + tgt_len, older tokens of the window act through the memory of lower layers only. More
+context than `max_context` tokens cannot change a loss, and is not read.
+
+A model without memory reads one segment, and with absolute positions it is padded at the end to
+`tgt_len` (no earlier token sees the padding): after c tokens it predicts as in training, from
+position c of a segment.
+
+All models and all contexts are compared on the same targets, so each target needs the longest
+context before it. Models with `reset: document` never see past the start of a document: for them
+the whole context must be in the target's document. The end-of-document token, which opens the next
+document, is therefore never a target. The sample is stratified: the eligible targets are cut into N
+ranges of equal size, and a hash of the seed chooses one of each.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from data_pipeline.shards.shard_reader import TokenSource
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.streams.order import hash_ids
+from data_pipeline.streams.segments import Reset
+from txl_dist.config.run_config import Precision
+from txl_dist.errors import CheckpointError, DataError
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
+from txl_dist.model.transformer_xl import TransformerXL
+from txl_dist.sequence import SequenceReader
+
+# Shapes: N positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Positions:
+    """Sampled targets of one split, in corpus order."""
+
+    target_N: NDArray[np.int64]
+    """Position of the target token in the split."""
+    document_N: NDArray[np.int64]
+    """Number of its document in the split."""
+
+    def __len__(self) -> int:
+        return len(self.target_N)
+
+    @property
+    def num_documents(self) -> int:
+        return len(np.unique(self.document_N))
+
+
+def sample_positions(
+    source: TokenSource, *, context: int, num_positions: int, seed: int, reset: Reset
+) -> Positions:
+    """At most `num_positions` targets that have `context` tokens before them.
+
+    With reset `document`, these tokens are in the document of the target. Raises DataError if there
+    is no such target.
+    """
+    document_starts, num_tokens = _document_starts(source)
+    starts = document_starts if reset == "document" else np.zeros(1, np.int64)
+    lengths = np.diff(np.append(starts, num_tokens))
+    eligible = np.maximum(lengths - context, 0)
+    stops = np.cumsum(eligible)
+    total = int(stops[-1]) if len(stops) else 0
+    if total == 0:
+        longest = int(lengths.max(initial=0))
+        kind = "document" if reset == "document" else "split"
+        raise DataError(
+            f"no token has {context} tokens of context before it: the longest {kind} holds "
+            f"{longest} tokens. Take shorter contexts (--max-context {max(1, longest - 1)} or "
+            "less), or a split with longer documents"
+        )
+    number_N = _stratified(total, min(num_positions, total), seed)
+    text_N = np.searchsorted(stops, number_N, side="right")
+    target_N = starts[text_N] + context + number_N - (stops - eligible)[text_N]
+    document_N = np.searchsorted(document_starts, target_N, side="right") - 1
+    return Positions(target_N, document_N)
+
+
+def _document_starts(source: TokenSource) -> tuple[NDArray[np.int64], int]:
+    """Positions of all document starts in the split, and the tokens of the split."""
+    block_starts = np.cumsum(source.block_tokens) - source.block_tokens
+    starts = [
+        start + source.document_starts(block) for block, start in enumerate(block_starts.tolist())
+    ]
+    return np.concatenate([np.empty(0, np.int64), *starts]), int(source.block_tokens.sum())
+
+
+def _stratified(total: int, num_samples: int, seed: int) -> NDArray[np.int64]:
+    """One number of each of `num_samples` equal ranges of [0, total)."""
+    edges = np.array([total * k // num_samples for k in range(num_samples + 1)], np.int64)
+    sizes = np.diff(edges)
+    offset = hash_ids(seed, num_ids=num_samples) % sizes.astype(np.uint64)
+    return edges[:-1] + offset.astype(np.int64)
+
+
+# Shapes: B windows, N tokens of a window with its target, T segment tokens, X scored targets
+
+
+UNLIMITED = 2**31
+"""`max_context` of a memory that may depend on any earlier token."""
+
+
+def max_context(config: ModelConfig, tgt_len: int) -> int:
+    """Tokens before a target that can influence its loss, if the last segment ends before it."""
+    reach = memory_kind(config).receptive_tokens(tgt_len)
+    return UNLIMITED if reach is None else tgt_len + reach
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowScorer:
+    """Scores the last targets of windows with one model."""
+
+    model: TransformerXL
+    tgt_len: int
+    precision: Precision = "fp32"
+
+    @property
+    def max_context(self) -> int:
+        return max_context(self.model.config, self.tgt_len)
+
+    def last_nats(self, token_BN: Tensor, *, num_scored: int = 1) -> Tensor:
+        """Nats [B, num_scored] of the last tokens of each window, on the CPU.
+
+        The last token is scored after the N - 1 tokens before it, or after `max_context` of them.
+        Raises CheckpointError if a loss is not finite.
+        """
+        if not 0 < num_scored < token_BN.shape[1]:
+            raise ValueError(f"num_scored={num_scored} must be in 1 .. {token_BN.shape[1] - 1}")
+        # The last token reaches back `max_context` inputs, and the first one of an earlier segment
+        # as far from that segment's end.
+        earlier = -(-(num_scored - 1) // self.tgt_len) * self.tgt_len
+        input_BN = token_BN[:, :-1][:, -(self.max_context + earlier) :]
+        num_inputs = input_BN.shape[1]
+        # Keys that would be masked, because the window is shorter than the memory, are left out.
+        state = self.model.inference_state(len(token_BN), max_tokens=num_inputs - self.tgt_len)
+        reader = SequenceReader(
+            self.model, state=state, tgt_len=self.tgt_len, precision=self.precision
+        )
+        segments = reader.read_rows(input_BN.to(reader.device), whole_last_segment=True)
+        outputs = [
+            hidden_BTD for columns, hidden_BTD in segments if columns.stop > num_inputs - num_scored
+        ]
+        hidden_BXD = torch.cat(outputs, dim=1)[:, -num_scored:]
+        target_BX = token_BN[:, -num_scored:].to(reader.device)
+        nats_BX = reader.nats(hidden_BXD, target_BX).cpu()
+        if not nats_BX.isfinite().all():
+            raise CheckpointError(
+                f"the loss after {num_inputs} tokens is NaN or Inf: the weights are damaged, or "
+                "the model overflows on this text. Try an earlier checkpoint: txl checkpoint list "
+                "RUN"
+            )
+        return nats_BX
+
+
+def measure_losses(
+    scorer: WindowScorer,
+    source: TokenSource,
+    positions: Positions,
+    contexts: Sequence[int],
+    *,
+    batch_windows: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> NDArray[np.float64]:
+    """Nats [C, N] of every target after exactly c tokens, for rising `contexts`.
+
+    Contexts above the model's `max_context` have the loss of `max_context`. Calls
+    `on_progress(tokens read, tokens to read)`. Raises CheckpointError if a loss
+    is not finite.
+    """
+    useful = useful_contexts(contexts, scorer.max_context)
+    losses_CN = np.empty((len(useful), len(positions)))
+    done, total = 0, sum(useful) * len(positions)
+    for columns, token_BS in _batches(source, positions, contexts[-1], batch_windows):
+        for row, context in enumerate(useful):
+            nats_B1 = scorer.last_nats(token_BS[:, -context - 1 :])
+            losses_CN[row, columns] = nats_B1[:, 0].double().numpy()
+            done += context * len(token_BS)
+            on_progress(done, total)
+    repeated = [losses_CN[-1:]] * (len(contexts) - len(useful))
+    return np.concatenate([losses_CN, *repeated])
+
+
+def useful_contexts(contexts: Sequence[int], max_context: int) -> list[int]:
+    """The contexts that a model has to read: longer ones than its `max_context` change nothing."""
+    useful = [context for context in contexts if context <= max_context]
+    return useful if len(useful) == len(contexts) else [*useful, max_context]
+
+
+def _batches(
+    source: TokenSource, positions: Positions, context: int, batch_windows: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Which targets, and their windows of `context` tokens with the target, [B, S]."""
+    for start in range(0, len(positions), batch_windows):
+        columns = slice(start, start + batch_windows)
+        windows: list[NDArray[Any]] = []
+        for target in positions.target_N[columns].tolist():
+            token_S, _ = read_range(source, target - context, target + 1)
+            windows.append(token_S)
+        yield columns, torch.from_numpy(np.stack(windows))

@@ -1,0 +1,433 @@
+"""The copies of a run's checkpoints in object storage: names, upload, download, removal.
+
+    URL/checkpoints/step-NNNNNNNN.ID/   the files of one save; complete if manifest.json is there
+    URL/LATEST                          for people and scripts
+    URL/attempts/                       the attempts of the run; see `attempts.py`
+    URL/metrics.jsonl, tracking.json, goodput.json
+                                        of the run directory, at least up to the newest checkpoint
+
+The name of a copy contains the id of the save: an upload that was interrupted can never be
+completed with the files of another save of the same step.
+
+Every `CopyUploader.update` uploads the checkpoints that the URL lacks, newest first. So a failed
+upload needs no record: the next update repeats it, and storage that does not respond never stops
+training. Copies are removed by the rule for the run directory (`Retention`), not because they are
+missing there: a run that has moved to an empty disk keeps its older copies. Only rank 0 uploads;
+all ranks share the run directory. An attempt that was replaced elsewhere finds a newer one at the
+URL (`attempts.py`) and changes nothing there any more.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from data_pipeline.errors import printable
+from data_pipeline.system.files import write_file, write_synced
+from data_pipeline.system.remote_path import RemotePath
+from data_pipeline.system.workers import BackgroundQueue
+from txl_dist.checkpoint.attempts import FOLDER, Attempt
+from txl_dist.checkpoint.directory import CheckpointDirectory, Retention, reading
+from txl_dist.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointManifest,
+    FileEntry,
+    load_checkpoint_manifest,
+)
+from txl_dist.errors import CheckpointError, ConfigError, FencedError, StoreError
+from txl_dist.runtime.fault_injection import fault_point
+from txl_dist.tracking.tracker import STATE, TrackingState
+
+RUN_FILES = ("metrics.jsonl", STATE, "goodput.json")
+"""Files of the run directory that are copied: the metrics, which MLflow run has them, and how the
+time was spent."""
+CLOSE_SECONDS = 0.5
+_NAME = re.compile(r"step-(\d{8,})\.[0-9a-f]{8,64}")
+_BLOCK_BYTES = 8 * 2**20
+
+log = logging.getLogger(__name__)
+
+
+def copy_name(manifest: CheckpointManifest) -> str:
+    """Name of the copy of a checkpoint."""
+    return f"step-{manifest.step:08d}.{manifest.save_id}"
+
+
+def names_of(paths: Iterable[Path]) -> set[str]:
+    """Names of the copies of checkpoints, of those with a readable manifest."""
+    names = set()
+    for path in paths:
+        with suppress(CheckpointError):  # damaged or removed: its copy cannot be identified
+            names.add(copy_name(load_checkpoint_manifest(path)))
+    return names
+
+
+def step_of(name: str) -> int:
+    """The step in the name of a copy."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCopies:
+    """The copies below `url`. Methods raise OSError if the storage fails, after retries."""
+
+    url: RemotePath
+
+    @property
+    def attempts(self) -> RemotePath:
+        """The folder of attempts (`attempts.py`)."""
+        return self.url / FOLDER
+
+    def at(self, name: str) -> RemotePath:
+        """The folder of one copy."""
+        return self.url / "checkpoints" / name
+
+    def names(self) -> list[str]:
+        """Names of all copies, complete or not, in ascending order of steps."""
+        names = [name for name in (self.url / "checkpoints").folders() if _NAME.fullmatch(name)]
+        return sorted(names, key=step_of)
+
+    def complete(self) -> list[str]:
+        """Names of the complete copies, in ascending order of steps."""
+        names = [name for name in self.names() if (self.at(name) / MANIFEST_NAME).is_file()]
+        try:
+            latest = (self.url / "LATEST").read_bytes().decode(errors="replace").strip()
+        except FileNotFoundError:
+            latest = ""
+        # Two of one step are left by a kill after a step was trained again: LATEST is the new one.
+        return sorted(names, key=lambda name: (step_of(name), latest.endswith(name)))
+
+    def remove(self, name: str) -> None:
+        """Remove a copy, its manifest first, so that it never looks complete."""
+        (self.at(name) / MANIFEST_NAME).remove()
+        self.at(name).remove()
+
+    def newest_manifest(self, names: Sequence[str]) -> tuple[str, CheckpointManifest]:
+        """The last of `names` whose manifest is readable, and this manifest.
+
+        Raises CheckpointError if there is none.
+        """
+        damage = []
+        for name in reversed(names):
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    return name, self._download_manifest(name, Path(folder))
+            except CheckpointError as error:
+                damage.append(str(error))
+        raise self.all_damaged(damage)
+
+    def require_run(self, run_id: str) -> None:
+        """Raise ConfigError if the copies are those of another run, which would remove them.
+
+        Raises CheckpointError if no manifest says which run that is.
+        """
+        if not (names := self.complete()):
+            return
+        name, manifest = self.newest_manifest(names)
+        if manifest.run_id != run_id:
+            raise ConfigError(
+                f"training.checkpoint_url={self.url} has checkpoints of another run "
+                f"({name}). Use another URL for this run, or remove them with the tools of the "
+                "object storage"
+            )
+
+    def download(self, name: str, checkpoints: CheckpointDirectory) -> Path:
+        """Copy a complete checkpoint, the best one up to its step, and the files of the run to the
+        run's directory; returns the path of the first.
+
+        Each file is verified before the checkpoint gets its final name. Raises CheckpointError for
+        a damaged copy. A damaged copy of the best one is logged.
+        """
+        with _staged(name, checkpoints) as staging:
+            manifest = self._download_files(name, staging)
+            # Before the newer checkpoint is there: with it, the next start downloads nothing.
+            self._download_run_files(checkpoints.run)
+            self._download_best(manifest, checkpoints)
+            path = checkpoints.finish(_save_id(name), manifest.step)
+            checkpoints.set_pointer("LATEST", manifest.step)
+        return path
+
+    def _download_best(self, newer: CheckpointManifest, checkpoints: CheckpointDirectory) -> None:
+        step = newer.best_step
+        if step is None or step in (newer.step, *checkpoints.steps()):
+            return
+        for name in reversed([name for name in self.complete() if step_of(name) == step]):
+            try:
+                with _staged(name, checkpoints) as staging:
+                    self._download_files(name, staging)
+                    checkpoints.finish(_save_id(name), step)
+                return
+            except CheckpointError as error:
+                log.warning("%s. The checkpoint with the best score is not there", error)
+
+    def _download_files(self, name: str, staging: Path) -> CheckpointManifest:
+        manifest = self._download_manifest(name, staging)
+        for file_name, entry in manifest.files.items():
+            with _explain_missing(self.at(name) / file_name):
+                _download(self.at(name) / file_name, staging / file_name, entry)
+        return manifest
+
+    def _download_manifest(self, name: str, folder: Path) -> CheckpointManifest:
+        source = self.at(name) / MANIFEST_NAME
+        with _explain_missing(source):
+            write_synced(folder / MANIFEST_NAME, source.read_bytes())
+        manifest = load_checkpoint_manifest(folder)
+        if copy_name(manifest) != name:
+            raise CheckpointError(f"{self.at(name)} has the manifest of {copy_name(manifest)}")
+        return manifest
+
+    def _download_run_files(self, run: Path) -> None:
+        """Copy the metrics and the tracking state to the run directory, if there are copies."""
+        for name in RUN_FILES:
+            with suppress(FileNotFoundError):  # tracking may be off
+                content = (self.url / name).read_bytes()
+                if name == STATE and (state := TrackingState.from_json(content)):
+                    # The run continues here, with its MLflow run: older attempts are fenced.
+                    content = replace(state, directory=None).to_json().encode() + b"\n"
+                write_file(run / name, content)
+
+    def unreachable(self, error: OSError) -> StoreError:
+        """The error of an attempt that cannot read the URL of its checkpoints."""
+        return StoreError(
+            f"training.checkpoint_url={self.url} cannot be read: {error.strerror}. It may have "
+            "newer checkpoints than the run directory, so nothing is trained. Check the bucket, "
+            "the credentials and the network and run it again, or train without it: "
+            "training.checkpoint_url=null"
+        )
+
+    def all_damaged(self, damage: Iterable[str]) -> CheckpointError:
+        """The error of an attempt that finds only damaged copies, and would replace them."""
+        return CheckpointError(
+            f"all checkpoints at training.checkpoint_url={self.url} are damaged: "
+            f"{'; '.join(damage)}. Nothing was changed. Restore one from a backup; or begin again "
+            "with another URL, or with training.checkpoint_url=null"
+        )
+
+
+class CopyUploader:
+    """Uploads on rank 0, in a background thread."""
+
+    def __init__(
+        self,
+        url: str,
+        checkpoints: CheckpointDirectory,
+        *,
+        retention: Retention,
+        attempt: Attempt | None = None,
+    ) -> None:
+        self._copies, self._checkpoints = CheckpointCopies(RemotePath(url)), checkpoints
+        self._retention = retention
+        self._sent_manifests: dict[str, bytes] = {}
+        self._num_updates = 0
+        self._closing = threading.Event()
+        self.failure: str | None = None
+        """Why the last update has failed; None if it has not."""
+        self._attempt = attempt and replace(attempt, folder=self._copies.attempts)
+        self._is_added = False
+        """Whether the URL has the attempt."""
+        self._fenced: FencedError | None = None
+        self._queue = BackgroundQueue("upload")
+
+    def __str__(self) -> str:
+        return str(self._copies.url)
+
+    def open(self) -> None:
+        """Record this attempt, and remove the copies of superseded checkpoints.
+
+        Raises FencedError if a newer attempt uses the URL, StoreError if the storage fails; not at
+        a restart, for which the run directory has everything: the next update records the attempt.
+        """
+        try:
+            self._add_attempt()  # only now: an attempt that is refused must not stop that run
+            newest = max(self._checkpoints.steps(), default=0)
+            for name in self._copies.names():
+                if step_of(name) > newest:
+                    log.warning("removing %s | the run continues from step %d", name, newest)
+                    self._copies.remove(name)
+        except OSError as error:
+            if self._attempt is None or self._attempt.previous is None:
+                raise self._copies.unreachable(error) from error
+            log.warning("%s does not respond (%s). Copies are made later", self, error.strerror)
+
+    def update(self) -> None:
+        """Upload what is missing; returns immediately."""
+        self._num_updates += 1
+        self._queue.submit(partial(self._try_update, self._num_updates))
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the URL has a newer attempt; nothing is changed there any more."""
+        return self._fenced is not None
+
+    def require_newest_attempt(self) -> None:
+        """Raise the FencedError of the last update, if it had one. Without a request."""
+        if self._fenced is not None:
+            raise self._fenced
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait for the updates; returns whether all have ended."""
+        return self._queue.wait(timeout_seconds)
+
+    def close(self) -> None:
+        """End the thread. An upload in progress is not completed."""
+        self._closing.set()
+        self._queue.close(CLOSE_SECONDS)
+
+    # --- in the background thread ---------------------------------------------------------------
+
+    def _try_update(self, number: int) -> None:
+        # A later update copies everything: slow storage must not get a queue of updates.
+        if self._closing.is_set() or self.is_fenced or number < self._num_updates:
+            return
+        try:
+            self._update(number)
+            self.failure = None
+        except FencedError as error:
+            self._fenced = error
+        except Exception as error:  # every client library has its own error classes
+            if self._closing.is_set():
+                log.info("upload to %s | not completed: the same command continues it", self)
+                return
+            reason = getattr(error, "strerror", None) or str(error)
+            self.failure = f"{type(error).__name__}: {printable(reason)}"
+            log.warning(
+                "upload to %s | %s. Training continues, and the next checkpoint repeats the upload",
+                self,
+                self.failure,
+            )
+
+    def _update(self, number: int) -> None:
+        self._add_attempt()
+        present: dict[int, str | None] = {}
+        """Names of the copies by step; None: the checkpoint could not be read."""
+        for step in reversed(self._checkpoints.steps()):
+            if present and number < self._num_updates:
+                return  # a later update begins with a newer checkpoint
+            present[step] = None
+            try:
+                present[step] = self._upload(step)
+            except CheckpointError as error:
+                if self._checkpoints.at(step).exists():  # else it was removed meanwhile
+                    log.info("checkpoint at step %d | not copied: %s", step, error)
+        if not present:
+            return
+        self._check_attempt()
+        if newest := next((name for name in present.values() if name), None):
+            (self._copies.url / "LATEST").write_bytes(f"checkpoints/{newest}\n".encode())
+        self._upload_run_files()
+        self._prune(present)
+
+    def _add_attempt(self) -> None:
+        if self._attempt is not None and not self._is_added:
+            self._attempt.add()
+        self._is_added = True
+
+    def _check_attempt(self) -> None:
+        """Raise FencedError if another process has continued the run from the copies."""
+        if self._attempt is not None:
+            self._attempt.require_newest()
+
+    def _upload(self, step: int) -> str:
+        """Upload the files of a checkpoint, its manifest last; returns the name of the copy."""
+        path = self._checkpoints.at(step)
+        with reading(path):
+            manifest = load_checkpoint_manifest(path)
+            name = copy_name(manifest)
+            target = self._copies.at(name)
+            present = _sizes(target)
+            fault_point("upload")
+            for file, entry in manifest.files.items():
+                if self._closing.is_set():
+                    raise TimeoutError("the run has ended")
+                if present.get(file) != entry.bytes:
+                    (target / file).write_from(path / file)
+            content = (path / MANIFEST_NAME).read_bytes()
+            if self._sent_manifests.get(name) != content:
+                self._check_attempt()
+                # Before the manifest: a resume from this copy needs the metrics up to its step.
+                self._upload_run_files()
+                (target / MANIFEST_NAME).write_bytes(content)
+                self._sent_manifests[name] = content
+                log.info("checkpoint at step %d | copied to %s", step, target)
+        return name
+
+    def _upload_run_files(self) -> None:
+        for name in RUN_FILES:
+            if (path := self._checkpoints.run / name).is_file():
+                (self._copies.url / name).write_from(path)
+
+    def _prune(self, present: dict[int, str | None]) -> None:
+        """Remove copies, given those of the checkpoints in the run directory."""
+        superseded = names_of(self._checkpoints.superseded())
+        self._check_attempt()
+        names, newest = self._copies.names(), max(present)
+        steps = sorted({step_of(name) for name in names if step_of(name) <= newest})
+        obsolete = self._retention.removed(steps, kept={self._best_step()})
+        for name in names:
+            step = step_of(name)
+            # A checkpoint that cannot be read is no reason to remove its copy.
+            is_replaced = present.get(step) not in (None, name)
+            is_obsolete = step in obsolete and step not in present
+            if is_replaced or is_obsolete or name in superseded:
+                self._copies.remove(name)
+
+    def _best_step(self) -> int | None:
+        step = self._checkpoints.newest_step()
+        with suppress(CheckpointError):
+            if step is not None:
+                return load_checkpoint_manifest(self._checkpoints.at(step)).best_step
+        return None
+
+
+def _save_id(name: str) -> str:
+    return name.partition(".")[2]
+
+
+@contextmanager
+def _staged(name: str, checkpoints: CheckpointDirectory) -> Iterator[Path]:
+    """The staging directory of a download; removed if the download fails."""
+    try:
+        yield checkpoints.begin(_save_id(name))
+    except BaseException:
+        checkpoints.remove_staging(_save_id(name))
+        raise
+
+
+@contextmanager
+def _explain_missing(source: RemotePath) -> Iterator[None]:
+    """Raise CheckpointError if an object does not exist: other errors may end by themselves."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{source} is missing") from None
+
+
+def _download(source: RemotePath, target: Path, entry: FileEntry) -> None:
+    sha256, num_bytes = hashlib.sha256(), 0
+    with source.open() as stream, target.open("wb") as file:
+        while block := stream.read(_BLOCK_BYTES):
+            file.write(block)
+            sha256.update(block)
+            num_bytes += len(block)
+        file.flush()
+        os.fsync(file.fileno())
+    if num_bytes != entry.bytes:
+        raise CheckpointError(f"{source} has {num_bytes:,} bytes, expected {entry.bytes:,}")
+    if sha256.hexdigest() != entry.sha256:
+        raise CheckpointError(f"{source} has sha256 {sha256.hexdigest()}, expected {entry.sha256}")
+
+
+def _sizes(target: RemotePath) -> dict[str, int]:
+    try:
+        return target.sizes()
+    except FileNotFoundError:  # a folder of object storage exists once it contains a file
+        return {}

@@ -1,0 +1,310 @@
+"""The result of an evaluation: sums of all chunks, the scored text, and the protocol line.
+
+The protocol line has everything that a reader must know to compare a score:
+
+split test of wt103 (sha256 0f3c96a1b2d4), model wt103-base/step-00200000 (sha256 91d0a7c3e5f2),
+245,568 tokens scored, mode exact, tgt_len 64, mem_len 640, clamp_len 400, same_length true,
+reset stream, weights last, fp32, sdpa on cpu, word = ...
+
+The text is counted in units that do not depend on the tokenizer. The manifest has the counts of
+each split. The first token of a split has no loss, so its text is subtracted; in most datasets it
+is an end-of-document token, which has no text.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_pipeline.shards.manifest import ShardManifest, open_tokenizer
+from data_pipeline.shards.shard_reader import SplitReader, TokenSource
+from data_pipeline.shards.text_counts import TextCounts, count_text
+from data_pipeline.streams.cursor import read_range
+from data_pipeline.tokenizers.ids import IdTokenizer
+from data_pipeline.tokenizers.word import WordTokenizer
+from txl_dist.errors import DataError
+from txl_dist.evaluation.breakdown import ScoreDetails, in_range
+from txl_dist.evaluation.job import EvaluationSettings
+from txl_dist.evaluation.scores import LossSums, finish
+from txl_dist.evaluation.scoring import EvaluationChunk, Scorer, overhead, plan_chunks
+from txl_dist.model.config import ModelConfig
+from txl_dist.model.memory import memory_kind
+from txl_dist.runtime.world import World
+
+SHOWN_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a number depends on, a dataset or a model: its name and its digest."""
+
+    name: str
+    digest: str
+    """Hex sha256: of a dataset its manifest, of a model its architecture and weights."""
+
+    def __str__(self) -> str:
+        return f"{self.name} (sha256 {self.digest[:SHOWN_DIGITS]})"
+
+
+def model_name(checkpoint: Path) -> str:
+    """RUN/step-NNNNNNNN for a checkpoint of a run, else the name of the directory."""
+    if checkpoint.parent.name == "checkpoints":
+        return f"{checkpoint.parent.parent.name}/{checkpoint.name}"
+    return checkpoint.name
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """The counts of the scored text, or why there are none."""
+
+    counts: TextCounts | None = None
+    reason: str = "the text was not counted"
+    """Used if `counts` is None."""
+    document_ends: int = 0
+    """End-of-document tokens that were scored."""
+    is_word_model: bool = False
+    """Every token is a word, the mark of a line or the end of a document."""
+    num_bytes: int | None = None
+    """UTF-8 bytes of the text. A word model replaces unknown words, so its tokens have others."""
+
+    @property
+    def num_words(self) -> int | None:
+        """What a word model predicts: words, line ends (`<eos>`) and document ends."""
+        if self.counts is None:
+            return None
+        return self.counts.words + self.counts.line_ends + self.document_ends
+
+
+def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> ScoredText:
+    """The text of a split whose targets are all scored; unknown for a part of a split."""
+    manifest: ShardManifest = source.manifest
+    counts = source.entry.text_counts
+    tokenizer = open_tokenizer(source.directory, manifest)
+    is_word_model = isinstance(tokenizer, WordTokenizer)
+    reason = ""
+    if isinstance(tokenizer, IdTokenizer):
+        reason = "the dataset was prepared from token ids, which have no text"
+    elif max_tokens is not None and max_tokens < source.num_tokens:
+        reason = f"only the first {max_tokens:,} tokens of the split were scored"
+    elif counts is None:
+        reason = (
+            f"the manifest of {source.directory} has no word counts, because an older "
+            "version of txl prepared it; prepare the text again"
+        )
+    if counts is None or reason:
+        return ScoredText(reason=reason, is_word_model=is_word_model)
+    document_ends = source.entry.documents if tokenizer.opens_documents else 0
+    num_bytes = source.entry.text_bytes
+    first = source.read(0, 0, 1)
+    if int(first[0]) == manifest.end_of_document:
+        document_ends -= 1
+    else:
+        text = tokenizer.decode(first)
+        counts -= count_text(text)
+        num_bytes -= len(text.encode())
+    return ScoredText(
+        counts,
+        document_ends=document_ends,
+        is_word_model=is_word_model,
+        num_bytes=num_bytes,
+    )
+
+
+def protocol_line(
+    settings: EvaluationSettings,
+    sums: LossSums,
+    text: ScoredText,
+    *,
+    data: Subject | None,
+    model: Subject | None,
+    weights: str,
+    kernels: Sequence[str],
+) -> str:
+    """One line to quote next to the score. Data and model are None for weights that are not stored:
+    those of a run that trains."""
+    clamp_len = "none" if settings.clamp_len is None else settings.clamp_len
+    parts = [
+        f"split {settings.split}{f' of {data}' if data else ''}",
+        *([f"model {model}"] if model else []),
+        f"{sums.num_tokens:,} tokens scored",
+        f"mode {settings.mode}",
+        f"tgt_len {settings.tgt_len}",
+        f"mem_len {settings.mem_len}",
+        f"clamp_len {clamp_len}",
+        f"same_length {str(settings.same_length).lower()}",
+        f"reset {settings.reset}",
+        f"weights {weights}",
+        settings.precision,
+        " and ".join(kernels) or "attention not recorded",
+        _words(text),
+    ]
+    return ", ".join(parts)
+
+
+def _words(text: ScoredText) -> str:
+    if text.is_word_model:
+        return "word = token of the model: a word, the mark of a line or a document end"
+    if text.counts is None:
+        return f"words not counted ({text.reason})"
+    return (
+        f"word = whitespace-separated word ({text.counts.words:,}), line end "
+        f"({text.counts.line_ends:,}) or document end ({text.document_ends:,}) of the text as "
+        "prepared, not detokenized"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult:
+    """A score and the settings that reproduce it."""
+
+    sums: LossSums
+    settings: EvaluationSettings
+    num_chunks: int
+    overhead: float
+    """Context tokens as a fraction of the scored tokens."""
+    text: ScoredText = field(default_factory=ScoredText)
+    weights: str = "last"
+    data: Subject | None = field(default=None, compare=False)
+    model: Subject | None = field(default=None, compare=False)
+    """None for the weights of a run that trains."""
+    kernels: tuple[str, ...] = field(default=(), compare=False)
+    """Attention functions and devices that computed the scores. They change the last digits only,
+    and are not part of the score."""
+    details: ScoreDetails | None = field(default=None, compare=False)
+
+    @property
+    def protocol(self) -> str:
+        """One line to quote next to the score."""
+        return protocol_line(
+            self.settings,
+            self.sums,
+            self.text,
+            data=self.data,
+            model=self.model,
+            weights=self.weights,
+            kernels=self.kernels,
+        )
+
+    @property
+    def named_sums(self) -> dict[str, float]:
+        """The sums of the whole text; those that are not known are missing."""
+        text, sums = self.text, self.sums.named
+        known: dict[str, float | None] = {
+            **sums,
+            # A word model replaces unknown words, so its tokens have other bytes than the text.
+            "bytes": text.num_bytes if text.is_word_model else sums["bytes"],
+            "characters": text.counts.characters if text.counts else None,
+            "words": sums["tokens"] if text.is_word_model else text.num_words,
+        }
+        return {name: size for name, size in known.items() if size is not None}
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """All registered scores (scores.py); None for those whose sums are not known."""
+        return finish(self.named_sums)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `txl eval --json` prints; a number too large for a float is null."""
+        named = self.named_sums
+        # The tokens of a word model have other bytes than the text, also by document.
+        known = {"tokens"} if self.text.is_word_model else {"tokens", "bytes"}
+        return {
+            "nats": named["nats"],
+            "tokens_scored": named["tokens"],
+            "bytes_scored": named.get("bytes"),
+            **{name: in_range(value) for name, value in finish(named).items()},
+            **(
+                {"not_counted": self.text.reason}
+                if self.text.counts is None
+                else {f"{name}_scored": count for name, count in self.text.counts}
+            ),
+            **asdict(self.settings),
+            "num_chunks": self.num_chunks,
+            "context_overhead": self.overhead,
+            "data_sha256": self.data and self.data.digest,
+            "model_sha256": self.model and self.model.digest,
+            "protocol": self.protocol,
+            **({"details": self.details.to_json(known)} if self.details else {}),
+        }
+
+
+def plan_evaluation(
+    source: TokenSource, settings: EvaluationSettings, model: ModelConfig
+) -> list[EvaluationChunk]:
+    """The chunks of a split for this model. Raises DataError if the split has no target.
+
+    Mode `fast` has the context of a model of one layer, and is not exact.
+    """
+    num_tokens = int(source.block_tokens.sum())
+    num_targets = min(num_tokens, settings.max_tokens or num_tokens) - 1
+    if num_targets < 1:
+        raise DataError(
+            f"split {settings.split} holds {num_tokens} tokens; scoring needs at least 2. Prepare "
+            f"more text, or give it a larger share: txl prepare ... --split {settings.split}=0.1"
+        )
+
+    # Called once per chunk, so that the ages of the whole split are never in memory.
+    def document_start(position: int) -> int:
+        _, age = read_range(source, position, position + 1)
+        return position - int(age[0])
+
+    reaching = replace(
+        model,
+        n_layer=model.n_layer if settings.mode == "exact" else 1,
+        mem_len=settings.mem_len,
+        same_length=settings.same_length,
+    )
+    return plan_chunks(
+        num_targets=num_targets,
+        tgt_len=settings.tgt_len,
+        context_tokens=memory_kind(reaching).receptive_tokens(settings.tgt_len),
+        document_start=document_start if settings.reset == "document" else None,
+    )
+
+
+def summarise(
+    scores: Iterable[LossSums],
+    chunks: list[EvaluationChunk],
+    settings: EvaluationSettings,
+    **facts: Any,
+) -> EvaluationResult:
+    """Add the sums of all chunks, which must be in the order of the chunks.
+
+    `facts`: the fields of EvaluationResult that have defaults.
+    """
+    return EvaluationResult(
+        sums=sum(scores, LossSums()),
+        settings=settings,
+        num_chunks=len(chunks),
+        overhead=overhead(chunks),
+        **facts,
+    )
+
+
+def evaluate_on_ranks(
+    scorer: Scorer,
+    chunks: list[EvaluationChunk],
+    settings: EvaluationSettings,
+    *,
+    world: World,
+    stop: object = False,
+) -> EvaluationResult | None:
+    """Collective: every rank scores its chunks, and every rank returns the whole result.
+
+    If `stop` becomes true on any rank, that rank stops scoring and all ranks return None.
+    """
+    indices = range(world.rank, len(chunks), world.num_ranks)
+    scored = list(scorer.scores([chunks[i] for i in indices], stop=stop))
+    # One all-reduce: each chunk has its own row, so adding zeros keeps every sum bit for bit. The
+    # last row counts the chunks that a stop left unscored.
+    table = torch.zeros(len(chunks) + 1, 3, dtype=torch.float64)
+    for index, sums in zip(indices, scored, strict=False):
+        table[index] = torch.tensor([sums.nats, sums.num_tokens, sums.num_bytes], dtype=table.dtype)
+    table[-1, 0] = len(indices) - len(scored)
+    *rows, (num_unscored, _, _) = world.all_reduce_sum(table).tolist()
+    if num_unscored:
+        return None
+    scores = [LossSums(nats, int(tokens), int(size)) for nats, tokens, size in rows]
+    return summarise(scores, chunks, settings)

@@ -1,0 +1,153 @@
+"""Loss sums, and the scores that are computed from sums.
+
+A mean of batch means would give a short last batch the weight of a full one. So `LossSums` are
+added over lanes, micro-batches, ranks and chunks, and every score divides them once, at the end.
+
+A score is a function of named sums, registered with those that it divides by:
+
+    @score(needs="bytes")
+    def bits_per_byte(sums: NamedSums) -> float:
+        return sums["nats"] / (sums["bytes"] * math.log(2))
+
+Everything that shows scores of a split shows all that are registered: `txl eval` with its JSON,
+files, intervals and MLflow runs. So a new score is one function.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+from txl_dist.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NamedSums: TypeAlias = Mapping[str, float]
+"""`nats`, and the units of the scored text that are known: `tokens`, `bytes` (UTF-8), `characters`,
+`words` (what a word model predicts: words, line ends and document ends)."""
+
+Finisher: TypeAlias = Callable[[NamedSums], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a score is computed and shown."""
+
+    finish: Finisher
+    needs: str
+    """The sum without which there is no score."""
+    label: str
+
+
+SCORES: dict[str, Score] = {}
+"""By name, in the order in which they are shown."""
+
+
+def score(*, needs: str, label: str = "") -> Callable[[Finisher], Finisher]:
+    """Register a function as a score with its name. `label`: for people; default: the name."""
+
+    def register(finish: Finisher) -> Finisher:
+        SCORES[finish.__name__] = Score(finish, needs, label or finish.__name__.replace("_", " "))
+        return finish
+
+    return register
+
+
+def finish(sums: NamedSums) -> dict[str, float | None]:
+    """All scores; None for one whose sum is not known, or is 0."""
+    return {
+        name: score.finish(sums) if sums.get(score.needs) else None
+        for name, score in SCORES.items()
+    }
+
+
+@score(needs="tokens")
+def nats_per_token(sums: NamedSums) -> float:
+    """The mean loss."""
+    return sums["nats"] / sums["tokens"]
+
+
+@score(needs="tokens")
+def perplexity(sums: NamedSums) -> float:
+    """exp(nats per token)."""
+    return _exp(nats_per_token(sums))
+
+
+@score(needs="tokens")
+def bits_per_token(sums: NamedSums) -> float:
+    return nats_per_token(sums) / math.log(2)
+
+
+@score(needs="bytes")
+def bits_per_byte(sums: NamedSums) -> float:
+    """Comparable across tokenizers. End-of-document tokens add nats and no bytes."""
+    return sums["nats"] / (sums["bytes"] * math.log(2))
+
+
+@score(needs="characters", label="bits per char")
+def bits_per_character(sums: NamedSums) -> float:
+    """Comparable across tokenizers."""
+    return sums["nats"] / sums["characters"] / math.log(2)
+
+
+@score(needs="words")
+def word_perplexity(sums: NamedSums) -> float:
+    """exp(nats per word). Comparable across tokenizers."""
+    return _exp(sums["nats"] / sums["words"])
+
+
+def _exp(nats: float) -> float:
+    """Infinity if it exceeds the range of a float: math.exp raises OverflowError from 709.8 on."""
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class LossSums:
+    """Sums over scored targets; `num_bytes` counts the UTF-8 bytes of their text."""
+
+    nats: float = 0.0
+    num_tokens: float = 0
+    num_bytes: float = 0
+
+    def __add__(self, other: "LossSums") -> "LossSums":
+        return LossSums(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(LossSums)))
+
+    @classmethod
+    def of(cls, nats_BT: "Tensor", target_BT: "Tensor", byte_counts_V: "Tensor") -> Self:
+        """Sums over the positions whose target is not negative.
+
+        Shapes: B lanes, T segment tokens, V vocabulary. Nats are added in float64, because a
+        float32 sum of a long split keeps only about 7 digits.
+        """
+        scored = target_BT[target_BT >= 0]
+        return cls(
+            nats=nats_BT.detach().double().sum().item(),
+            num_tokens=scored.numel(),
+            num_bytes=int(byte_counts_V[scored].sum()),
+        )
+
+    @property
+    def named(self) -> dict[str, float]:
+        return {"nats": self.nats, "tokens": self.num_tokens, "bytes": self.num_bytes}
+
+    @property
+    def nats_per_token(self) -> float:
+        """Raises DataError without targets."""
+        if self.num_tokens <= 0:
+            raise DataError("no target was scored, so there is no mean loss; use a longer split")
+        return nats_per_token(self.named)
+
+    @property
+    def perplexity(self) -> float:
+        """Raises DataError without targets."""
+        return _exp(self.nats_per_token)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Raises DataError without bytes."""
+        if self.num_bytes <= 0:
+            raise DataError(
+                "the scored targets have no bytes of text, so there are no bits per byte"
+            )
+        return bits_per_byte(self.named)

@@ -1,0 +1,277 @@
+"""MlflowTracker: runs in MLflow. The only module that imports mlflow.
+
+A parameter of MLflow cannot change: a value that differs after a resume becomes a tag
+`txl.changed.*`. MLflow cannot delete points: the run with steps that a rollback has given up ends,
+and becomes a child of the run that supersedes it (decision 13).
+"""
+
+import contextlib
+import logging
+import math
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+# Before the import, because mlflow reads these variables only once. Its own retries are off: a
+# refused connection would block a call for 246 s, and a retry after a lost response records a point
+# twice. `sender.py` retries instead, after a comparison with the points that the server has.
+os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from txl_dist.config.redaction import redact
+from txl_dist.tracking.tracker import (
+    Point,
+    Recorded,
+    RefusedError,
+    RunGoneError,
+    TrackedRun,
+    UnavailableError,
+)
+
+# The limits of MLflow's REST API for one request, one parameter and one name.
+MAX_ITEMS = 100
+MAX_PARAM_LENGTH = 6000
+MAX_KEY_LENGTH = 250
+
+_STATUSES = {
+    "running": "RUNNING",
+    "finished": "FINISHED",
+    "preempted": "KILLED",
+    "interrupted": "KILLED",
+    "diverged": "FAILED",
+    "failed": "FAILED",
+}
+"""Our status of a run (tag `txl.status`) -> MLflow's, which has no word for a preemption."""
+_REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST"}
+_GONE = {"RESOURCE_DOES_NOT_EXIST"}
+_ILLEGAL_IN_KEY = re.compile(r"[^\w.\- :/]")
+_SQLITE = "sqlite:///"
+
+log = logging.getLogger(__name__)
+
+for _name in ("alembic", "mlflow", "urllib3"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (RefusedError, RunGoneError, UnavailableError):
+        raise
+    except Exception as error:  # requests, sqlalchemy and the operating system have other classes
+        code = error.error_code if isinstance(error, MlflowException) else ""
+        # The first line only: the rest is a stack trace. It may contain the URI and its password.
+        text = redact(str(error).partition("\n")[0])[:300]
+        if code in _REFUSED:
+            raise RefusedError(text) from None
+        if code in _GONE:
+            raise RunGoneError(text) from None
+        raise UnavailableError(text if code else f"{type(error).__name__}: {text}") from None
+
+
+class MlflowTracker:
+    """One tracking server or database: a `Tracker`."""
+
+    @_translated()
+    def __init__(self, server: str | None, run_dir: Path) -> None:
+        """Without a `server`: the SQLite file mlflow.db in the parent of the run directory."""
+        server = server or f"{_SQLITE}{run_dir.resolve().parent / 'mlflow.db'}"
+        self._artifact_location: str | None = None  # the server decides
+        if server.startswith(_SQLITE):
+            database = Path(server.removeprefix(_SQLITE).split("?")[0])
+            self._artifact_location = (database.resolve().parent / "mlartifacts").as_uri()
+            _create_database(database)
+        self._client = MlflowClient(tracking_uri=server)
+        self._key = self._run_id = ""
+        self._created = ""
+        """Id of the run that this process has created, while the server has no other points of it
+        than those that it has confirmed: then there is nothing to query."""
+        self._to_describe: list[Callable[[], None]] = []
+        self._files: Mapping[str, Path] = {}
+        self._not_finite: set[str] = set()
+
+    def start(self, run: TrackedRun) -> str:
+        if self._key != run.key:
+            self._run_id = self._find_or_create(run)
+            self._to_describe = self._description(run, self._run_id)
+            self._key, self._files, self._not_finite = run.key, run.files, set()
+        elif not self._to_describe:
+            self._created = ""  # the journal was replaced
+        while self._to_describe:  # one call at a time: a failure repeats only that one
+            try:
+                with _translated():
+                    self._to_describe[0]()
+            except RefusedError as error:
+                log.warning("tags or parameters not recorded: %s", error)
+            del self._to_describe[0]
+        return self._run_id
+
+    @_translated()
+    def recorded(self, run_id: str, metric: str) -> Recorded:
+        if run_id == self._created:
+            return set()
+        history = self._client.get_metric_history(run_id, clean_key(metric))
+        return {(point.step, point.timestamp) for point in history}
+
+    def log(self, run_id: str, points: Sequence[Point]) -> None:
+        # MLflow would store infinity as 1.8e308: the first such step of a metric becomes a tag.
+        tags: dict[str, str] = {}
+        for point in points:
+            if not math.isfinite(point.value) and point.metric not in self._not_finite:
+                tags.setdefault(point.metric, f"first at step {point.step}")
+        metrics = [
+            Metric(clean_key(p.metric), p.value, p.milliseconds, p.step)
+            for p in points
+            if math.isfinite(p.value)
+        ]
+        try:
+            with _translated():
+                self._client.log_batch(run_id, metrics=metrics)
+        except RefusedError as error:
+            # MLflow reports a deleted run in a batch as an invalid parameter.
+            if not self._is_active(run_id):
+                raise RunGoneError(str(error)) from error
+            raise
+        except UnavailableError:  # the server may have executed the call
+            self._created = ""
+            raise
+        self._set_tags(run_id, {f"txl.not_finite.{name}": text for name, text in tags.items()})
+        self._not_finite |= tags.keys()
+        self._log_files(run_id)  # after the metrics, which must not wait for them
+
+    def end(self, run_id: str, status: str) -> None:
+        self._created = ""  # the sender verifies the points
+        self._set_tags(run_id, {"txl.status": status})
+        self._set_status(run_id, status)
+        self._log_files(run_id)
+
+    @_translated()
+    def _find_or_create(self, run: TrackedRun) -> str:
+        if run.parent is not None:
+            experiment_id = self._client.get_run(run.parent).info.experiment_id
+        else:
+            experiment_id = self._experiment(run.experiment)
+        for found in self._client.search_runs([experiment_id], f"tags.`txl.key` = '{run.key}'"):
+            return str(found.info.run_id)
+        tags = {"txl.key": run.key}
+        if run.previous:
+            tags["txl.parent"] = run.previous
+        if run.parent:
+            tags["mlflow.parentRunId"] = run.parent
+        created = self._client.create_run(experiment_id, tags=tags, run_name=run.name)
+        self._created = str(created.info.run_id)
+        return self._created
+
+    def _experiment(self, name: str) -> str:
+        """The id of the experiment `name`; creates or restores it if necessary."""
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            try:
+                return str(self._client.create_experiment(name, self._artifact_location))
+            except MlflowException:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:  # else another run has created it in the meantime
+                    raise
+        if experiment.lifecycle_stage == "deleted":
+            self._client.restore_experiment(experiment.experiment_id)
+        return str(experiment.experiment_id)
+
+    def _description(self, run: TrackedRun, run_id: str) -> list[Callable[[], None]]:
+        return [
+            lambda: self._set_status(run_id, "running"),
+            lambda: self._set_tags(run_id, {"txl.status": "running", **run.tags}),
+            lambda: self._log_params(run_id, run.params),
+            lambda: self._adopt(run_id, run.supersedes),
+        ]
+
+    def _adopt(self, run_id: str, superseded: str | None) -> None:
+        if superseded is not None and self._is_active(superseded):
+            tags = {"mlflow.parentRunId": run_id, "txl.status": "superseded"}
+            self._set_tags(superseded, tags)
+            self._set_status(superseded, "interrupted")
+
+    def _is_active(self, run_id: str) -> bool:
+        """False for a run that was deleted, also if it can still be restored."""
+        try:
+            with _translated():
+                return bool(self._client.get_run(run_id).info.lifecycle_stage == "active")
+        except RunGoneError:
+            return False
+
+    @_translated()
+    def _set_status(self, run_id: str, status: str) -> None:
+        if status == "running":
+            self._client.update_run(run_id, status=_STATUSES[status])
+        else:  # records the end time too, which update_run does not
+            self._client.set_terminated(run_id, status=_STATUSES[status])
+
+    @_translated()
+    def _set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        items = [RunTag(clean_key(key), value) for key, value in tags.items()]
+        for start in range(0, len(items), MAX_ITEMS):
+            self._client.log_batch(run_id, tags=items[start : start + MAX_ITEMS])
+
+    @_translated()
+    def _log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+        wanted = dict(_split_long(params))
+        present = self._client.get_run(run_id).data.params
+        new = [Param(key, value) for key, value in wanted.items() if key not in present]
+        for start in range(0, len(new), MAX_ITEMS):
+            self._client.log_batch(run_id, params=new[start : start + MAX_ITEMS])
+        changed = {key: value for key, value in wanted.items() if present.get(key, value) != value}
+        self._set_tags(run_id, {f"txl.changed.{key}": value for key, value in changed.items()})
+
+    def _log_files(self, run_id: str) -> None:
+        files, self._files = self._files, {}
+        for name, path in files.items():
+            try:
+                with _translated():
+                    self._client.log_text(run_id, redact(path.read_text(encoding="utf-8")), name)
+            except (UnavailableError, RefusedError) as error:
+                # Not tried again: artifacts may be in a store that this host cannot reach at all.
+                log.warning("artifact %s not recorded: %s", name, error)
+
+
+def clean_key(key: str) -> str:
+    """`key` with the characters that MLflow allows, and without `.` and `..` as path components."""
+    parts = [part for part in _ILLEGAL_IN_KEY.sub("_", key).split("/") if part.strip(".")]
+    return "/".join(parts)[:MAX_KEY_LENGTH].rstrip("/") or "_"
+
+
+def _split_long(params: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Values longer than MAX_PARAM_LENGTH become several parameters: x, x.part2, ..."""
+    for key, value in params.items():
+        yield clean_key(key), value[:MAX_PARAM_LENGTH]
+        for start in range(MAX_PARAM_LENGTH, len(value), MAX_PARAM_LENGTH):
+            part = f"{key}.part{start // MAX_PARAM_LENGTH + 1}"
+            yield clean_key(part), value[start : start + MAX_PARAM_LENGTH]
+
+
+def _create_database(path: Path) -> None:
+    """Create the SQLite file and its tables under a temporary name, then link it to `path`.
+
+    A kill during the creation would leave a database that MLflow cannot open.
+    """
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        MlflowClient(tracking_uri=f"{_SQLITE}{temporary}").search_experiments(max_results=1)
+        # The link covers only the main file, so move the write-ahead log into it first.
+        with contextlib.closing(sqlite3.connect(temporary)) as database:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with contextlib.suppress(FileExistsError):  # another run has created it in the meantime
+            path.hardlink_to(temporary)
+    finally:
+        for leftover in path.parent.glob(f"{temporary.name}*"):
+            leftover.unlink(missing_ok=True)

@@ -1,0 +1,447 @@
+"""The two ends of the pipe between training and the sender, and the processes of tracking.
+
+Rank 0 starts `sender.py` and writes to its standard input: one line with the request as JSON, later
+`end STATUS`. If the pipe closes, or the sender's parent process changes, training has ended, also
+by SIGKILL. On its standard output the sender writes at most one line, for the training log.
+
+Nothing here raises or waits for a server: metrics go to the journal (`journal.py`), and the sender
+sends them. The training log gets one warning for each kind of failure. Once the ranks have ended,
+the launcher waits for the sender (`wait_for_delivery`): in a container the sender ends with the
+launcher. No rank, restart or stop request waits for it.
+
+`txl eval` calls `log_evaluations`, which starts a short process: a server that does not respond
+costs a bounded time, and `txl eval` does not import mlflow.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from data_pipeline.system.files import try_lock
+from data_pipeline.system.signals import StopSignals
+from txl_dist.config.redaction import redact
+from txl_dist.errors import DivergedError, FencedError, PreemptedError
+from txl_dist.tracking.tracker import (
+    LOCK,
+    LOG,
+    REQUEST,
+    STATE,
+    TrackingRequest,
+    TrackingState,
+    as_text,
+    child_environment,
+)
+
+if TYPE_CHECKING:
+    from txl_dist.config.run_config import RunConfig
+
+SENDER = "txl_dist.tracking.sender"
+EXIT_UNDELIVERED = 75
+FLUSH_SECONDS = 30.0
+"""How long a sender may run after the end of training to deliver the rest, at least; with `--sync`,
+from the end of the import of mlflow."""
+WATCHDOG_SECONDS = 5.0
+"""This long after the deadline, the sender ends even in the middle of a call."""
+CLOSE_SECONDS = 1.5
+"""How long rank 0 waits at its end for the sender, which then continues without it. A server that
+has everything but the last lines takes less; a database that does not exist yet takes more."""
+START_SECONDS = 2.0
+"""How long the launcher waits for a sender that has not begun."""
+POLL_SECONDS = 1.0
+WAIT_POLL_SECONDS = 0.1
+MAX_STARTS = 4
+"""The sender is started at most this often: the first time, and again whenever it dies."""
+EVALUATION_SECONDS = 30.0
+"""For one result; each further result of a table has RESULT_SECONDS more."""
+RESULT_SECONDS = 2.0
+
+log = logging.getLogger("txl_dist.tracking")
+
+Scored = tuple[Path, Mapping[str, Any]]
+"""A run directory, and the result of an evaluation of one of its checkpoints."""
+
+
+def sync_command(run_dir: Path) -> str:
+    return f"txl track sync {run_dir}"
+
+
+class TrackingProcess:
+    """In rank 0: the sender of one run. A context manager; its exit sends it the final status.
+
+    Start it after `MetricsJournal.truncate_after`, so that it does not send lines that a resume
+    removes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        request: TrackingRequest | None,
+        *,
+        flush_seconds: float = FLUSH_SECONDS,
+    ) -> None:
+        self._run_dir = run_dir
+        self._request = request
+        self._flush_seconds = flush_seconds
+        self._lock = threading.Lock()
+        """Guards `_process` and `_status`: `close` may run while a sender is being restarted."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._status: str | None = None
+        self._thread = threading.Thread(target=self._supervise, name="tracking", daemon=True)
+
+    @classmethod
+    def start(
+        cls,
+        run_dir: Path,
+        config: "RunConfig",
+        *,
+        data_manifest: Path | None = None,
+        tags: Mapping[str, str] | None = None,
+        new_run: bool = False,
+    ) -> Self:
+        """Start to send RUN/metrics.jsonl in the background. Returns immediately; never raises.
+
+        `tags` are recorded as `txl.<name>`. A run directory that was tracked before continues its
+        run on the server; with `new_run` (training without a checkpoint) it gets a new one.
+        """
+        try:
+            request = None
+            if config.tracking.enabled:
+                request = _request(run_dir, config, data_manifest, tags or {}, new_run=new_run)
+            flush_seconds = max(FLUSH_SECONDS, config.tracking.end_timeout_seconds)
+            tracker = cls(run_dir, request, flush_seconds=flush_seconds)
+            if request is not None:
+                tracker._thread.start()
+        except Exception as error:
+            log.warning("tracking is off: %s: %s", type(error).__name__, error)
+            return cls(run_dir, None)
+        return tracker
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run on the server; None until the sender has created it."""
+        state = TrackingState.load(self._run_dir / STATE) if self._request else None
+        return state.run_id if state else None
+
+    def close(self, status: str, *, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Report how the run ended: finished, preempted, diverged, failed or interrupted; running
+        if another process continues it.
+
+        Waits at most `timeout_seconds` for the delivery; after that the sender continues for a
+        bounded time. Never raises. Only the first call has an effect.
+        """
+        with self._lock:
+            if self._status is not None or self._request is None:
+                return
+            self._status = status
+            self._send_status()
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            log.info("tracking: the rest is sent in the background")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(_status_of(error))
+
+    # --- in the background thread ---------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        try:
+            for _ in range(MAX_STARTS):
+                code = self._run_sender()
+                if code == EXIT_UNDELIVERED:
+                    log.warning(
+                        "tracking: not everything was delivered; it is in metrics.jsonl. "
+                        "To send it later: %s",
+                        sync_command(self._run_dir),
+                    )
+                if code in (0, EXIT_UNDELIVERED):
+                    return
+            log.warning("tracking: the sender failed %d times; see %s", MAX_STARTS, LOG)
+        except Exception as error:
+            log.warning("tracking is off: %s: %s", type(error).__name__, error)
+
+    def _run_sender(self) -> int:
+        """Start a sender and wait for its end. Its notices go to the training log."""
+        assert self._request is not None
+        # Two threads write to the pipe. `close` writes only after `_process` is set, so the request
+        # is always the first line.
+        with _start_sender(self._run_dir, self._flush_seconds) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(self._request.to_json().encode() + b"\n")
+            except OSError:
+                log.debug("the sender died early")
+            with self._lock:
+                self._process = process
+                if self._status is not None:
+                    self._send_status()
+            for line in process.stdout:
+                log.warning("tracking: %s", line.decode(errors="replace").strip())
+            return process.wait()
+
+    def _send_status(self) -> None:
+        """Called with the lock held."""
+        if self._process is None or self._process.stdin is None:
+            return  # it is being started; _run_sender calls this again
+        try:
+            self._process.stdin.write(f"end {self._status}\n".encode())
+            self._process.stdin.close()
+        except (OSError, ValueError):  # it died; ValueError: and its pipe was closed
+            log.debug("the sender died before the end; the next one gets the status")
+
+
+def wait_for_delivery(
+    run_dir: Path,
+    config: "RunConfig",
+    signals: StopSignals,
+    print_line: Callable[[str], None],
+) -> None:
+    """Wait until the sender has ended, then print if something is undelivered. Never raises.
+
+    Called by the launcher after the ranks have ended. Waits `tracking.end_timeout_seconds` at most,
+    and after a stop request no longer than `training.grace_seconds` since then. A stop request
+    during the wait ends it.
+    """
+    if not config.tracking.enabled or not (run_dir / REQUEST).exists():
+        return
+    seconds, was_stopped = config.tracking.end_timeout_seconds, bool(signals)
+    if was_stopped:
+        seconds = min(seconds, config.training.grace_seconds - signals.seconds_since_request)
+    begin, has_printed = time.monotonic(), False
+    while is_sending := _is_sending(run_dir, time.monotonic() - begin):
+        waited = time.monotonic() - begin
+        if waited >= seconds or (signals and not was_stopped):
+            break
+        if waited >= START_SECONDS and not has_printed:
+            has_printed = True
+            print_line(
+                f"waiting up to {seconds:.0f} s for MLflow to receive the last metrics "
+                "(tracking.end_timeout_seconds); Ctrl-C ends the wait"
+            )
+        time.sleep(WAIT_POLL_SECONDS)
+    state = TrackingState.load(run_dir / STATE)
+    if is_sending or state is None or not state.delivered:
+        print_line(
+            "tracking: MLflow does not have everything yet; metrics.jsonl has. The next start of "
+            f"this run delivers the rest, or: {sync_command(run_dir)}"
+        )
+
+
+def _is_sending(run_dir: Path, waited_seconds: float) -> bool:
+    """Whether the sender runs, or may still begin."""
+    state = TrackingState.load(run_dir / STATE)
+    is_delivered = state is not None and state.delivered
+    try:
+        descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        has_ended = True
+    else:
+        # A file system without locks: only the state tells.
+        has_ended = try_lock(descriptor, if_unsupported=is_delivered)
+        os.close(descriptor)
+    return not has_ended or (not is_delivered and waited_seconds < START_SECONDS)
+
+
+def _start_sender(run_dir: Path, flush_seconds: float) -> subprocess.Popen[bytes]:
+    log_path = run_dir / LOG
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", SENDER, str(run_dir)]
+    with log_path.open("ab") as log_file:
+        return subprocess.Popen(
+            [*command, "--flush-seconds", str(flush_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            bufsize=0,
+            env=child_environment(),
+            start_new_session=True,  # Ctrl-C and a job's SIGTERM must reach only training
+        )
+
+
+def _request(
+    run_dir: Path,
+    config: "RunConfig",
+    data_manifest: Path | None,
+    tags: Mapping[str, str],
+    *,
+    new_run: bool,
+) -> TrackingRequest:
+    from txl_dist.config.config_file import flatten_config
+
+    return TrackingRequest(
+        server=config.tracking.uri,
+        experiment=config.tracking.experiment,
+        params={name: as_text(value) for name, value in flatten_config(config).items()},
+        tags={
+            "txl.version": metadata.version("txl-dist"),
+            "txl.run_directory": str(run_dir),
+            **{f"txl.{name}": value for name, value in tags.items()},
+        },
+        data_manifest=str(data_manifest.resolve()) if data_manifest else None,
+        new_run_key=uuid.uuid4().hex if new_run else None,
+    )
+
+
+def _status_of(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    if isinstance(error, PreemptedError):
+        return "preempted"
+    if isinstance(error, DivergedError):
+        return "diverged"
+    if isinstance(error, FencedError):
+        return "running"  # the newer attempt continues the same run
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+class TrainingEnd:
+    """In the sender: the request of the training process, and how and when that has ended."""
+
+    def __init__(self, *, flush_seconds: float) -> None:
+        self._notices = os.dup(1)
+        os.dup2(2, 1)  # what libraries print must not reach the training log
+        self._has_noticed = False
+        self.request: TrackingRequest | None = None
+        self.has_request = threading.Event()
+        """Set when `request` is there or will never come."""
+        self.status = "interrupted"
+        self.has_ended = threading.Event()
+        self.deadline = float("inf")
+        """On the monotonic clock; finite once `has_ended` is set."""
+        self._flush_seconds = flush_seconds
+        self._pid = os.getppid()
+
+    def listen(self) -> None:
+        """Read standard input in a thread: a call to the server can block for minutes."""
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def notice(self, text: str) -> None:
+        """Write one line to the training log; only the first call does."""
+        if not self._has_noticed:
+            self._has_noticed = True
+            with contextlib.suppress(OSError):  # training has ended
+                os.write(self._notices, text.replace("\n", " ").encode() + b"\n")
+
+    def end(self) -> None:
+        """Note that training has ended: the remaining time is now bounded."""
+        if self.has_ended.is_set():
+            return
+        self.deadline = time.monotonic() + self._flush_seconds
+        watchdog_seconds = self._flush_seconds + WATCHDOG_SECONDS
+        watchdog = threading.Timer(watchdog_seconds, os._exit, [EXIT_UNDELIVERED])
+        watchdog.daemon = True
+        watchdog.start()
+        self.has_ended.set()
+        self.has_request.set()
+
+    def _listen(self) -> None:
+        # Not system/signals.py: it ends the process immediately, and this one must deliver first.
+        # Not sys.stdin: the blocked thread would hold its lock while the interpreter shuts down.
+        rest = b""
+        try:
+            while True:
+                if select.select([0], [], [], POLL_SECONDS)[0]:
+                    data = os.read(0, 1 << 16)
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        self._receive(line.decode())
+                    if not data:
+                        return
+                elif os.getppid() != self._pid:
+                    return  # killed, while a child that it forked still holds the pipe open
+        finally:
+            self.end()
+
+    def _receive(self, line: str) -> None:
+        word, _, status = line.partition(" ")
+        if word == "end":
+            self.status = status
+            self.end()
+        else:
+            self.request = TrackingRequest.from_json(line)
+            self.has_request.set()
+
+
+def log_evaluations(scored: Sequence[Scored], *, timeout_seconds: float | None = None) -> bool:
+    """Record results as runs below the runs of their run directories.
+
+    Numbers become metrics, the protocol the tag `txl.protocol`, the rest parameters. Confidence
+    intervals become metrics such as `perplexity_low`; the tables of `details` are left out.
+    Returns whether all were recorded: False if a run has no tracking, and, with a warning, for any
+    failure and after the time limit, EVALUATION_SECONDS for one result. Never raises.
+    """
+    states = [TrackingState.load(run_dir / STATE) for run_dir, _ in scored]
+    tracked = [
+        (str(run_dir), _recorded_parts(result))
+        for (run_dir, result), state in zip(scored, states, strict=True)
+        if state is not None and state.run_id is not None
+    ]
+    if not tracked:
+        return False
+    if timeout_seconds is None:
+        timeout_seconds = EVALUATION_SECONDS + RESULT_SECONDS * (len(tracked) - 1)
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", SENDER, "--evaluations"],
+            input=json.dumps(tracked),
+            capture_output=True,
+            text=True,
+            errors="replace",  # native code may write other bytes to standard error
+            timeout=timeout_seconds,
+            check=False,
+            env=child_environment(),
+        )
+    except subprocess.TimeoutExpired:
+        failure = f"no response within {timeout_seconds:g} s"
+    except OSError as error:
+        failure = str(error)
+    else:
+        if process.returncode == 0:
+            return len(tracked) == len(scored)
+        failure = process.stderr.strip().rpartition("\n")[2]
+    log.warning("the evaluation was not recorded in MLflow: %s", redact(failure))
+    return False
+
+
+def _recorded_parts(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What is recorded of a result, without secrets."""
+    scalars = {key: value for key, value in result.items() if key not in ("details", "protocol")}
+    numbers = {key: value for key, value in scalars.items() if type(value) in (int, float)}
+    texts = redact({key: value for key, value in scalars.items() if key not in numbers})
+    numbers |= _interval(result.get("details") or {})
+    protocol = result.get("protocol")
+    return {
+        "name": f"evaluation {result.get('split', '')}".strip(),
+        "metrics": {key: float(value) for key, value in numbers.items() if math.isfinite(value)},
+        "params": {key: as_text(value) for key, value in texts.items()},
+        "tags": {"txl.protocol": redact(str(protocol))} if protocol is not None else {},
+    }
+
+
+def _interval(details: Mapping[str, Any]) -> dict[str, float]:
+    """The bounds of every score that has an interval, such as perplexity_low."""
+    bounds = [
+        (name, value)
+        for name, value in (details.get("interval") or {}).items()
+        if isinstance(value, list)
+    ]
+    return {
+        f"{name}_{end}": bound
+        for name, value in bounds
+        for end, bound in zip(("low", "high"), value, strict=True)
+    }

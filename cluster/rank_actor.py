@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from cluster.nodes import num_threads, use_interface_of
+from cluster.private_ray import LOOPBACK
 from txl_dist.errors import PreemptedError, TxlError
 
 
@@ -125,9 +126,16 @@ class RankActor:
                     job,
                     world,
                     report_stop=partial(files.write_error, world.rank),
-                    # An actor scores checkpoints: with a CPU, or a GPU if the ranks have GPUs.
-                    evaluate_on=ray.get_runtime_context().gcs_address,
+                    evaluate_on=_where_to_evaluate(ray.get_runtime_context().gcs_address),
                 )
             except TxlError as error:
                 return error
         return None
+
+
+def _where_to_evaluate(address: str) -> str:
+    """`--on` of `txl eval --watch`: an actor of the cluster, or a process with a private Ray.
+
+    A private Ray listens on loopback, where no other command can connect to it.
+    """
+    return "processes" if address.startswith(LOOPBACK) else address

@@ -158,7 +158,8 @@ def test_lanes_with_a_memory_without_limit_cannot_be_given_to_other_lanes(
     settings = (*SETTINGS, "model.memory=running_mean", "training.num_steps=4")
     assert ranks(1).run(train, tiny_job(dataset, tmp_path, *settings)) == [0]
     changed = (*SETTINGS, "model.memory=running_mean", "data.num_lanes=6")
-    job = tiny_job(dataset, tmp_path, *changed, allow_change=("data.num_lanes",))
+    allowed = ("data.num_lanes", "training.num_steps")
+    job = tiny_job(dataset, tmp_path, *changed, allow_change=allowed)
     assert ranks(1).run(train, job) == [ConfigError.exit_code]
     assert "model.memory=running_mean may depend on any earlier token" in refusal(tmp_path)
 

@@ -48,7 +48,7 @@ def is_title(line: bytes) -> bool:
 def read_wikitext(source: Source) -> Iterator[Record | Reject]:
     document: DocumentBuilder | None = None
     is_blank = True  # the lines of `document`
-    # Then the first article belongs to the first range, where its blank lines begin.
+    # After blank lines only, the next article begins with them, so it belongs to the first range.
     skips_article = source.start > 0 and _is_blank(source, source.start)
     # Past `stop`, because the last article of a range ends at a title of a later range.
     for chunk in read_line_chunks(source, past_stop=True):

@@ -90,8 +90,11 @@ def test_killed_and_hung_ranks_are_restarted_with_the_same_losses(
 def test_a_checkpoint_that_has_all_files_is_completed_although_a_rank_was_killed(
     dataset: Path, straight: Path, tmp_path: Path
 ) -> None:
-    """In every start: rank 1 is killed 3 steps after the second save, which rank 0 delays."""
-    fault = "save/manifest:sleep=3:2,step:kill:43:1"
+    """In every start: rank 1 is killed 3 steps after the second save, which rank 0 delays.
+
+    Rank 1 waits before, so that its files are complete also on a busy machine.
+    """
+    fault = "save/manifest:sleep=3:2,step:sleep=1:42:1,step:kill:43:1"
     process = start(dataset, tmp_path, "--max-restarts", 1, TXL_FAULT=fault)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output

@@ -16,6 +16,7 @@ from data_pipeline.readers.columns import read_arrow, read_csv, read_parquet
 from data_pipeline.readers.ids import IdRules, read_id_json
 from data_pipeline.readers.lines import (
     read_binary,
+    read_blank_lines,
     read_jsonl,
     read_lines,
     read_text,
@@ -32,6 +33,7 @@ from data_pipeline.readers.records import (
 )
 from data_pipeline.readers.source import CHUNK_BYTES, Source
 from data_pipeline.readers.tar import read_tar
+from data_pipeline.readers.warc import read_warc
 from data_pipeline.readers.wikitext import (
     read_wikitext,
     read_wikitext_rows,
@@ -93,6 +95,7 @@ def _read_later(module: str, function: str) -> Callable[[Source], Iterator[Recor
 FORMATS: dict[Kind, FileFormat] = {
     "text": FileFormat(read=read_text, read_again=_decode_raw),
     "lines": FileFormat(read=read_lines, read_again=_decode_raw, by_range=True),
+    "blank_lines": FileFormat(read=read_blank_lines, read_again=_decode_raw, by_range=True),
     "jsonl": FileFormat(
         read=read_jsonl,
         suffixes=(".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".json"),
@@ -105,6 +108,7 @@ FORMATS: dict[Kind, FileFormat] = {
     "tar": FileFormat(read=read_tar, suffixes=(".tar",), in_folders=False),
     "arrow": FileFormat(read=read_arrow, suffixes=(".arrow",)),
     "csv": FileFormat(read=read_csv, suffixes=(".csv", ".tsv", ".tab"), in_folders=False),
+    "warc": FileFormat(read=read_warc, suffixes=(".wet", ".warc", ".wat")),
     "binary": FileFormat(read=read_binary),
 }
 ID_FORMATS: dict[Kind, FileFormat] = {
@@ -198,7 +202,7 @@ class InputFile:
     @property
     def has_keys(self) -> bool:
         """Whether its documents have names instead of line numbers (`Record.key`)."""
-        return self.kind == "tar"
+        return self.kind in ("tar", "warc")
 
     @property
     def _lacks_dtype(self) -> bool:

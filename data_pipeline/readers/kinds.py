@@ -2,20 +2,21 @@
 
 `--format auto` ignores a suffix of compression (.gz, .gzip, .zst, .zstd) and then decides:
 
-- .jsonl, .ndjson, .jsonlines, .ldjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow (the
-  `suffixes` of `FORMATS`)
+- .jsonl, .ndjson, .jsonlines, .ldjson, .json: jsonl; .parquet, .pq: parquet; .arrow: arrow; .wet,
+  .warc, .wat: warc (the `suffixes` of `FORMATS`)
 - .tar, .tgz: tar; .csv, .tsv, .tab: csv; only if given by name or pattern. In folders, archives are
   ignored, and the others are text.
 - of .parquet and .arrow files with "wiki" in their path, or with a recipe of WikiText:
   wikitext_rows if every row is one line, and one of the first rows is ` = Title = `
-- all other files by their first bytes: jsonl if the first line that is not blank is a JSON object
-  with the key `--text-key`, or if the first two are JSON objects; wikitext if the suffix is .tokens
-  or "wiki" is in the name, and that line is ` = Title = `; binary (`lines.py`); else text. Of files
-  at URLs, only those without suffix, with .jl or a name of WikiText are examined, because each
-  takes a request
+- all other files by their first bytes: warc if they begin a WARC record; jsonl if the first line
+  that is not blank is a JSON object with the key `--text-key`, or if the first two are JSON
+  objects; wikitext if the suffix is .tokens or "wiki" is in the name, and that line is
+  ` = Title = `; binary (`lines.py`); else text. Of files at URLs, only those without suffix, with
+  .jl or a name of WikiText are examined, because each takes a request
 
-The kind `lines` is never chosen automatically. In a folder or pattern, `--format jsonl` reads the
-files that auto would read as jsonl.
+The kind `lines` is never chosen automatically, and `blank_lines` only for the texts of OSCAR 21.09:
+CODE.txt, where CODE is a language of 2 or 3 letters, next to CODE_meta.jsonl. In a folder or
+pattern, `--format jsonl` reads the files that auto would read as jsonl.
 
 `--format ids` decides by the `suffixes` of `ID_FORMATS`. A .bin file with an .idx file is megatron,
 one with the header of llm.c is llm.c; an .npy file without a header, but with a .csv.gz file, is
@@ -28,6 +29,7 @@ with the command that converts it, because as text it would be raw JSON.
 import json
 import os
 import posixpath
+import re
 import shlex
 from codecs import BOM_UTF8
 from collections.abc import Iterator
@@ -69,6 +71,9 @@ _MAX_OBJECT_BYTES = 16 * 2**20
 """Bytes of a line that is examined to decide whether a file is JSON lines."""
 _UNTYPED = ("", ".jl")
 """Suffixes that say nothing about the content. .jl: JSON lines, or source code in Julia."""
+_OSCAR_TEXT = re.compile(
+    r"(?P<language>(.*/)?[a-z]{2,3})(?P<part>_part_\d+)?\.txt(\.gz)?", re.DOTALL
+)
 _MAX_LISTED = 3
 
 
@@ -122,16 +127,29 @@ def kind_of(
 
 
 def _kind_of_content(path: str, name: str, suffix: Suffix, text_key: str) -> Kind:
+    if is_oscar_text(path):
+        return "blank_lines"
     may_be_wikitext = suffix.name == ".tokens" or "wiki" in posixpath.basename(name).lower()
     if scheme_of(path) and not may_be_wikitext and suffix.name not in _UNTYPED:
         return "text"
     head = _head(path, suffix.compression)
+    if head.startswith(b"WARC/1."):
+        return "warc"
     if holds_json_lines(path, suffix.compression, text_key, head=head):
         return "jsonl"
     lines = head.removeprefix(BOM_UTF8).split(b"\n") if may_be_wikitext else []
     if is_title(next(filter(bytes.strip, lines), b"")):
         return "wikitext"
     return "binary" if is_binary(head) else "text"
+
+
+def is_oscar_text(path: str) -> bool:
+    """Whether a local file is a text of OSCAR 21.09: its metadata is in the same folder."""
+    text = _OSCAR_TEXT.fullmatch(path)
+    if not text or scheme_of(path):
+        return False
+    meta = f"{text['language']}_meta{text['part'] or ''}.jsonl"
+    return any(os.path.exists(meta + packed) for packed in ("", ".gz"))  # noqa: PTH110 - faster
 
 
 def holds_json_lines(

@@ -1,7 +1,9 @@
-"""Documents of text files: text, lines and jsonl.
+"""Documents of text files: text, lines, blank_lines and jsonl.
 
 text: a file is one document, with its path as id. The text is not changed.
 lines: every line that is not empty is a document, without the LF or CR LF at its end.
+blank_lines: documents are separated by blank lines, as in OSCAR 21.09. A blank line is empty or
+whitespace. The lines of a document keep their ends.
 jsonl: every line is a JSON object with the document's text at the key `--text-key`, or with
 `--format ids` a list of token ids.
 binary: a file that is not text, which is rejected. A file is binary if its first bytes contain NUL,
@@ -105,6 +107,27 @@ def _read_block(source: Source, block: LineBlock) -> Iterator[RecordBlock | Reco
             document = DocumentBuilder(source, offset, line)
             document.add(text)
             yield document.build()
+
+
+def read_blank_lines(source: Source) -> Iterator[Record | Reject]:
+    document: DocumentBuilder | None = None
+    # A document belongs to the range with the last blank line before it.
+    is_ours = source.start == 0
+    for chunk in read_line_chunks(source, past_stop=True):
+        if chunk.starts_line and not chunk.raw.strip():
+            if document:
+                yield document.build()
+                document = None
+            if not chunk.in_range:
+                return
+            is_ours = True
+        elif document or is_ours:
+            document = document or DocumentBuilder(source, chunk.offset, chunk.line)
+            document.add(chunk.raw)
+        elif not chunk.in_range:
+            return
+    if document:
+        yield document.build()
 
 
 def read_jsonl(source: Source) -> Iterator[Record | Reject]:

@@ -21,10 +21,11 @@ train. If all files are in one split, nothing was separated, and the names have 
 `datasets.save_to_disk`, state.json (which names the data files), dataset_info.json,
 dataset_dict.json and the `cache-*.arrow` results of `map`; in the cache of `datasets` also locks
 and `*.incomplete` downloads; in the cache of `huggingface_hub` the blobs/ and refs/ to which its
-snapshots/ are links; and metadata.csv of PG-19.
+snapshots/ are links; metadata.csv of PG-19; and en_meta_part_1.jsonl.gz and en_sha256.txt next to
+en_part_1.txt.gz of OSCAR 21.09.
 
 Sources: datasets, `Dataset.save_to_disk`, `DatasetDict.save_to_disk` and `DatasetBuilder`;
-github.com/google-deepmind/pg19.
+github.com/google-deepmind/pg19; OSCAR, "OSCAR Schema v1.1".
 """
 
 import os
@@ -61,6 +62,9 @@ _MAX_LISTED = 3
 _MAX_STATE_BYTES = 16 * 2**20
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "metadata.csv", "metadata.tsv"}
 _CACHED_RESULT = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
+_OSCAR_META = re.compile(
+    r"(?P<language>(.*/)?[a-z]{2,3})_meta(?P<part>_part_\d+)?\.jsonl(\.gz)?", re.DOTALL
+)
 _HUB_CACHE = re.compile(r"((?:.*/)?)(snapshots|blobs)/.*", re.DOTALL)
 
 
@@ -283,6 +287,10 @@ def only_data_files(entries: list[E], ignored: Counter[str]) -> list[E]:
             dropped[entry.name] = suffix
         elif ".incomplete" in (posixpath.splitext(part)[1] for part in entry.name.split("/")):
             dropped[entry.name] = ".incomplete"
+        elif (meta := _OSCAR_META.fullmatch(entry.name)) and not scheme_of(entry.path):
+            text = f"{meta['language']}{meta['part'] or ''}.txt"
+            if text in by_name or f"{text}.gz" in by_name:
+                dropped[entry.name] = dropped[f"{meta['language']}_sha256.txt"] = "OSCAR metadata"
     ignored.update(kind for name, kind in dropped.items() if name in by_name)
     return [each for each in entries if each.name not in dropped]
 

@@ -1,6 +1,8 @@
 """Documents of text files: lines and JSON lines, in ranges of any size."""
 
 import json
+import re
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,34 @@ def test_lines_do_not_depend_on_the_size_of_chunks_and_ranges(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_pipeline.readers.source.CHUNK_BYTES", chunk_bytes)
         assert read(file, unit_bytes=unit_bytes) == expected
+
+
+BLOCK_LINE = st.sampled_from(["a", "word  ", "é", " ", "", "\t", "x" * 30])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lines=st.lists(BLOCK_LINE, max_size=20),
+    end=st.sampled_from(["\n", "\r\n"]),
+    has_last_end=st.booleans(),
+    unit_bytes=st.integers(1, 40),
+)
+def test_blank_lines_separate_documents_in_ranges_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[str],
+    end: str,
+    has_last_end: bool,
+    unit_bytes: int,
+) -> None:
+    content = end.join(lines) + end * has_last_end
+    numbered = enumerate(re.findall(r"[^\n]*\n|[^\n]+", content), start=1)
+    groups = groupby(numbered, key=lambda line: bool(line[1].strip()))
+    expected = [list(group) for is_text, group in groups if is_text]
+    path = tmp_path_factory.mktemp("blocks") / "in.txt"
+    path.write_bytes(BOM + content.encode())
+    records = read(one_file(path, "blank_lines"), unit_bytes=unit_bytes)
+    assert texts(records) == ["".join(text for _, text in group) for group in expected]
+    assert [record.line for record in records] == [group[0][0] for group in expected]
 
 
 def jsonl(*texts: str) -> bytes:

@@ -19,6 +19,8 @@ from txl_dist.cli.options import (
     TgtLen,
     checkpoint_path,
     local_path_parser,
+    open_workers,
+    stoppable,
 )
 
 if TYPE_CHECKING:
@@ -170,7 +172,6 @@ def evaluate(
     from data_pipeline.system.files import StagedDirectory, require_writable
     from txl_dist.cli.evaluation_output import RESULT_NAME, EvaluationOutput
     from txl_dist.cli.progress import TOKENS, running, work_progress
-    from txl_dist.cli.workers import open_workers, stoppable
     from txl_dist.errors import ConfigError
 
     if not checkpoints or data is None:
@@ -250,7 +251,6 @@ def _watch(run: Path, on: str, workers: int) -> None:
     from data_pipeline.system.signals import PARENT_VARIABLE, end_with_parent
     from data_pipeline.system.workers import ProcessWorkers
     from txl_dist.cli.progress import running
-    from txl_dist.cli.workers import open_workers, stoppable
 
     is_of_run = PARENT_VARIABLE in os.environ  # `evaluation.on: workers` has started it
     if is_of_run:

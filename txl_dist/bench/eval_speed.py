@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from txl_dist.bench.rounds import Times, one_thread, time_rounds
+from txl_dist.bench.rounds import one_thread, time_rounds
 from txl_dist.model.attention import SegmentContext, choose_implementation, heads_first
 from txl_dist.model.config import ModelConfig
 from txl_dist.model.encodings import DistanceTerms
@@ -89,11 +89,6 @@ class SpeedRow:
     share_of_flops_ratio: float
     limit: float
     holds: bool
-    spread_ms_window: tuple[float, ...]
-    """Smallest and largest time per token of the rounds."""
-    spread_ms_reuse: tuple[float, ...]
-    gflops_per_second_window: float
-    gflops_per_second_reuse: float
     rounds: int
     block_len: int
     """Setting of the window path: queries per block."""
@@ -153,8 +148,8 @@ def _row(
     window, reuse = _fastest(windows, clock), _fastest(reuses, clock)
     candidates = {"window": window.run, "reuse": reuse.run}
     times = time_rounds(candidates, rounds=rounds, warm_up_rounds=1, clock=clock)
-    window_ms, *spread_window = _milliseconds(times["window"], window)
-    reuse_ms, *spread_reuse = _milliseconds(times["reuse"], reuse)
+    window_ms = 1e3 * times["window"].median / window.num_tokens
+    reuse_ms = 1e3 * times["reuse"].median / reuse.num_tokens
     ratio, flops_ratio = window_ms / reuse_ms, window.flops / reuse.flops
     return SpeedRow(
         attention_length=length,
@@ -167,10 +162,6 @@ def _row(
         share_of_flops_ratio=ratio / flops_ratio,
         limit=LIMIT,
         holds=LIMIT <= ratio / flops_ratio <= MAX_SHARE,
-        spread_ms_window=tuple(spread_window),
-        spread_ms_reuse=tuple(spread_reuse),
-        gflops_per_second_window=window.flops / window_ms / 1e6,
-        gflops_per_second_reuse=reuse.flops / reuse_ms / 1e6,
         rounds=rounds,
         **window.setting,
         **reuse.setting,
@@ -238,12 +229,6 @@ def _fastest(paths: Sequence[_Path], clock: Callable[[], float]) -> _Path:
     )
     best = [min(times[str(number)].seconds) / path.num_tokens for number, path in enumerate(paths)]
     return paths[best.index(min(best))]
-
-
-def _milliseconds(times: Times, path: _Path) -> tuple[float, float, float]:
-    """Median, smallest and largest time per token."""
-    per_token = 1e3 / path.num_tokens
-    return times.median * per_token, min(times.seconds) * per_token, max(times.seconds) * per_token
 
 
 def _random_text(model: TransformerXL, num_tokens: int, generator: torch.Generator) -> Tensor:

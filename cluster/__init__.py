@@ -8,7 +8,7 @@ nodes.py         which nodes are alive and free, which of them ranks get, their 
 workers.py       the workers of evaluation and preparation, as actors
 doctor.py        checks all nodes before a run (txl doctor)
 jobs.py          the client of the Ray Jobs API, for `txl job`
-job_driver.py    runs the txl command of a job on the cluster (job_command.py)
+job_driver.py    runs the txl command of a job on the cluster
 drain_node.py    tells Ray that this host will be preempted
 deploy/          files for `ray up`, Kubernetes, Slurm and containers
 """

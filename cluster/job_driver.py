@@ -1,7 +1,8 @@
 """The driver of a job, on the cluster: `python -m cluster.job_driver --root DIR -- train ...`.
 
 Ray starts it in the unpacked working directory (cluster/jobs.py). It runs the txl command as a
-child process in the root directory, and
+child process in the root directory (this module again, without --root: `txl`, but it ends when the
+driver has ended), and
 
 1. copies the command's output to RUN/logs/driver.log: Ray keeps it on the node of the driver only;
 2. after a failure, prints the last lines of the logs of the ranks that the error names;
@@ -23,10 +24,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from data_pipeline.system.signals import StopSignals
+from data_pipeline.system.signals import StopSignals, end_with_parent
+from txl_dist.cli.job_request import COMMANDS, EXIT_LINE
 from txl_dist.config.redaction import redact
 from txl_dist.errors import ConfigError, PreemptedError, print_error
-from txl_dist.launch.jobs import EXIT_LINE
 
 NUM_RANK_LINES = 15
 """Printed of the log of each rank that failed."""
@@ -38,6 +39,12 @@ DRAIN_SECONDS = 5.0
 
 def main() -> int:
     """Run the command of this process's arguments; returns its exit code."""
+    if sys.argv[1] in COMMANDS:
+        from txl_dist.__main__ import main as run_command
+
+        end_with_parent(0)  # the driver holds the other end of standard input
+        run_command()
+        return 0
     parser = argparse.ArgumentParser(prog="cluster.job_driver")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--log", type=Path)
@@ -65,7 +72,7 @@ def run_job(words: list[str], *, root: Path, log: Path | None) -> int:
     if words[0] == "train":  # the config is a file of the package
         words = ["train", str(package / words[1]), *words[2:]]
     start = time.time()
-    command = [sys.executable, "-P", "-m", "cluster.job_command", *words]
+    command = [sys.executable, "-P", "-m", "cluster.job_driver", *words]
     with ExitStack() as stack:
         copy = _open_log(log, stack)
         if copy is not None:  # the file has the output of all attempts

@@ -30,9 +30,9 @@ from ray.job_submission import JobStatus, JobSubmissionClient, JobType
 
 from cluster.connection import check_cluster
 from data_pipeline.system.sources import shown
+from txl_dist.cli.job_request import EXIT_LINE, Job, JobExistsError, JobRequest, JobState
 from txl_dist.config.redaction import redact
 from txl_dist.errors import ConfigError, PreemptedError, TxlError
-from txl_dist.launch.jobs import EXIT_LINE, Job, JobExistsError, JobRequest, JobState, Package
 from txl_dist.runtime.process import PACKAGES
 
 REQUEST_SECONDS = 60.0
@@ -88,7 +88,7 @@ class RayJobs:
             )
 
     @staticmethod
-    def package(request: JobRequest) -> Package:
+    def package(request: JobRequest) -> dict[str, int]:
         root = request.working_dir.resolve()
         with TemporaryDirectory() as folder:
             sizes = _sizes(root, _excludes(request))
@@ -100,7 +100,7 @@ class RayJobs:
                 f"{root / request.config} would not be sent: a pattern of .gitignore, .rayignore "
                 "or --exclude matches it. Move the config, or change the pattern"
             )
-        return Package(sizes)
+        return sizes
 
     def submit(self, request: JobRequest, job_id: str) -> None:
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(request.stop_seconds), **request.environment}
@@ -139,24 +139,19 @@ class RayJobs:
         with self._explained(f"the output of job {job_id} cannot be read"):
             return str(self._client.get_job_logs(job_id))
 
-    def wait(self, job_id: str) -> Job:
-        while not (job := self._job_if_reachable(job_id)).is_ended:
-            time.sleep(POLL_SECONDS)
-        return job
-
-    def follow(self, job_id: str, write: Callable[[str], object]) -> Job:
+    def wait(self, job_id: str, write: Callable[[str], object] | None = None) -> Job:
         # Not Ray's `tail_job_logs`: it has no time limit, and starts again from the beginning.
         num_written = 0
         while True:
             job = self._job_if_reachable(job_id)  # before its output, which then is complete
-            with suppress(TxlError):  # the node of the driver is gone, with its log
-                text = self.logs(job_id)
-                if len(text) > num_written:
+            if write is not None:
+                with suppress(TxlError):  # the node of the driver is gone, with its log
+                    text = self.logs(job_id)
                     write(text[num_written:])
-                    num_written = len(text)
-            if job.is_ended:
-                if num_written == 0:  # the driver has not run
+                    num_written = max(num_written, len(text))
+                if job.is_ended and num_written == 0:  # the driver has not run
                     write(f"{job.message}\n")
+            if job.is_ended:
                 return job
             time.sleep(POLL_SECONDS)
 

@@ -18,8 +18,8 @@ from ray._private import ray_constants
 from ray.job_submission import JobDetails, JobStatus, JobType
 
 from cluster.jobs import RayJobs, _code, _job_of
+from txl_dist.cli.job_request import EXIT_LINE, MAX_BYTES, JobRequest, require_size
 from txl_dist.errors import ConfigError, TxlError
-from txl_dist.launch.jobs import EXIT_LINE, MAX_BYTES, JobRequest
 
 CODE = {"cluster", "data_pipeline", "txl_dist"} | {f"txl_dist-{version('txl-dist')}.dist-info"}
 LOGS = "step 9 | loss 1\nPreemptedError\n"
@@ -181,7 +181,7 @@ def names(project: Path, *excludes: str) -> set[str]:
     request = JobRequest(
         name="a", words=("eval",), root="/r", working_dir=project, excludes=excludes
     )
-    return {name for name in RayJobs.package(request).sizes if name.split("/")[0] not in CODE}
+    return {name for name in RayJobs.package(request) if name.split("/")[0] not in CODE}
 
 
 @pytest.mark.fault_row(44)
@@ -228,10 +228,10 @@ def test_a_package_that_is_too_large_is_refused_with_its_largest_entries(project
         (project / f"weights/{number}.bin").write_bytes(b"w" * 1_000_000)
     (project / "large.txt").write_bytes(b"t" * 2_000_000)
     request = JobRequest(name="a", words=("eval",), root="/r", working_dir=project)
-    package = RayJobs.package(request)
-    package.require_size()
+    sizes = RayJobs.package(request)
+    require_size(sizes)
     with pytest.raises(ConfigError, match=r"weights/ \(2\.9 MiB\), .*large.txt \(1\.9 MiB\)"):
-        package.require_size(1_000_000)
+        require_size(sizes, 1_000_000)
 
 
 @pytest.mark.slow

@@ -44,8 +44,13 @@ def documented_commands() -> Iterator[DocumentedCommand]:
 
 
 def mentioned_commands() -> Iterator[DocumentedCommand]:
-    """The commands in sentences, which may be incomplete: `txl job`, `txl eval --details`."""
+    """The commands in sentences, which may be incomplete: `txl job`, `txl eval --details`.
+
+    Not those of experiments.md and decisions/, which are dated: commands of that day.
+    """
     documents = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("c*/**/*.md")]
+    dated = (ROOT / "docs/experiments.md", *ROOT.glob("docs/decisions/*.md"))
+    documents = [path for path in documents if path not in dated]
     for package in ("data_pipeline", "txl_dist", "cluster"):
         documents += (ROOT / package).rglob("*.py")
     for path in documents:

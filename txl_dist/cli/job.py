@@ -5,8 +5,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -14,7 +15,7 @@ from txl_dist.cli.options import AsJson
 from txl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from txl_dist.launch.jobs import Job, JobClient, JobRequest
+    from txl_dist.cli.job_request import Job, JobClient, JobRequest
 
 INTERRUPTED_EXIT_CODE = 130
 """Ctrl-C while following a job, as in a shell: 128 + SIGINT. The job goes on."""
@@ -95,8 +96,7 @@ def submit(
 
     Example: txl job submit --follow -- train configs/quickstart.yaml --ranks 8
     """
-    from txl_dist.cli.job_request import plan_job
-    from txl_dist.launch.jobs import job_client
+    from txl_dist.cli.job_request import describe_package, job_client, plan_job, require_size
 
     request = plan_job(
         command,
@@ -106,9 +106,9 @@ def submit(
         python=python,
         exclude=exclude or (),
     )
-    package = job_client().package(request)
-    _note(f"package: {package}")
-    package.require_size()
+    sizes = job_client().package(request)
+    _note(f"package: {describe_package(sizes)}")
+    require_size(sizes)
     if dry_run:
         _print_plan(request, as_json=as_json)
         return
@@ -116,8 +116,7 @@ def submit(
     _note(f"upload to {client.url}, unless the files are there")
     job = _submit(client, request, attach=follow or wait)
     if follow or wait:
-        code = _wait(client, job.id, follow=follow, as_json=as_json)
-        sys.exit(code)
+        sys.exit(_wait(client, job.id, follow=follow, as_json=as_json))
     print(json.dumps(asdict(job)) if as_json else job.id)
     _note(_next_commands(client, job.id))
 
@@ -163,7 +162,7 @@ def logs(
         print(client.logs(found.id), end="")
         return
     try:
-        client.follow(found.id, _write)
+        client.wait(found.id, _write)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_EXIT_CODE)
 
@@ -207,7 +206,7 @@ def list_(address: Address = None, as_json: AsJson = False) -> None:
 
 
 def _connect(address: str | None) -> "JobClient":
-    from txl_dist.launch.jobs import job_client
+    from txl_dist.cli.job_request import job_client
 
     client = job_client()(None if address == "auto" else address)
     if not client.needs_token:
@@ -220,7 +219,7 @@ def _connect(address: str | None) -> "JobClient":
 
 def _submit(client: "JobClient", request: "JobRequest", *, attach: bool) -> "Job":
     """Start the next attempt, or attach to the one that is running."""
-    from txl_dist.launch.jobs import JobExistsError, attempts_of, next_attempt_id
+    from txl_dist.cli.job_request import JobExistsError, attempts_of, next_attempt_id
 
     attempts = attempts_of(request.name, client.jobs())
     running = next((job for job in reversed(attempts) if not job.is_ended), None)
@@ -249,11 +248,9 @@ def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> i
     try:
         if follow:
             _note(_next_commands(client, job_id))
-        job = (
-            client.follow(job_id, _note_part if as_json else _write)
-            if follow
-            else client.wait(job_id)
-        )
+        # With --json only the result goes to standard output.
+        write = partial(_write, file=sys.stderr) if as_json else _write
+        job = client.wait(job_id, write if follow else None)
     except KeyboardInterrupt:
         _note(f"\n{job_id} keeps running. {_next_commands(client, job_id)}")
         return INTERRUPTED_EXIT_CODE
@@ -267,7 +264,7 @@ def _wait(client: "JobClient", job_id: str, *, follow: bool, as_json: bool) -> i
 
 def _find(client: "JobClient", name: str) -> "Job":
     """The newest attempt of a run, or one attempt by its id."""
-    from txl_dist.launch.jobs import attempts_of, runs_named
+    from txl_dist.cli.job_request import attempts_of, runs_named
 
     jobs = client.jobs()
     runs = runs_named(name, jobs)
@@ -338,9 +335,5 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _note_part(text: str) -> None:
-    print(text, end="", file=sys.stderr, flush=True)
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
+def _write(text: str, *, file: TextIO | None = None) -> None:
+    print(text, end="", file=file, flush=True)

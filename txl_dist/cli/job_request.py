@@ -1,29 +1,40 @@
-"""From the words after `txl job submit --` to a JobRequest: checked before anything is uploaded.
+"""Jobs: what `txl job submit` sends to a Ray cluster, checked before, and the client of a cluster.
+
+    words after `--` -> plan_job -> JobRequest -> JobClient.submit -> cluster/job_driver.py -> txl
 
 The words are parsed by the command itself, so a wrong option is refused here, with its message. So
 is an invalid config, and everything that looks like a secret: the command and the environment of a
 job are readable by anyone with access to the cluster's dashboard.
+
+A job has a name that depends only on what it writes, and a number per attempt: NAME-1, NAME-2, ...
+So two submissions of the same run have the same name, and the second one finds the first.
+The client is found by name, because this package must not import `cluster`.
 """
 
 import hashlib
 import math
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import typer
-
-from txl_dist.cli.options import paths_of_another_machine
 from txl_dist.config.redaction import HIDDEN, redact, redact_field
 from txl_dist.errors import ConfigError
-from txl_dist.launch.jobs import COMMANDS, JobRequest
 
 if TYPE_CHECKING:
     from txl_dist.config.run_config import RunConfig
 
+COMMANDS = ("train", "prepare", "eval")
+"""The txl commands that can be jobs."""
+EXIT_LINE = "txl job: exit code "
+"""Last line of a job's log, followed by the code. Ray does not keep the code of a stopped job."""
+MAX_BYTES = 100 * 2**20
+"""Ray's limit for an upload to its Jobs API (`DASHBOARD_CLIENT_MAX_SIZE` of Ray 2.60)."""
 SHUTDOWN_SECONDS = 30
 """Beyond `training.grace_seconds`, for the end of the ranks and of the driver."""
 STOP_SECONDS = 60
@@ -35,6 +46,170 @@ _SECRETS_BELONG = (
 )
 # The only option of these commands whose name looks like that of a secret.
 _TEXT_KEY = "--text-key="
+JobState = Literal["pending", "running", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """A txl command to run on a cluster."""
+
+    name: str
+    """Identifies the run; the id of an attempt is this with a number."""
+    words: tuple[str, ...]
+    """The command without `txl`. The path of a run config is relative to the package."""
+    root: str
+    """Absolute path on the cluster, seen by all nodes; all other relative paths begin there."""
+    log: str | None = None
+    """File on the cluster for a copy of the driver's output; None: no copy."""
+    stop_seconds: int = STOP_SECONDS
+    """How long the command may take to end after a stop request; then Ray kills it."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of the command and of all its workers."""
+    python: str = "python"
+    """The Python interpreter on the cluster."""
+    working_dir: Path = Path()
+    """Its files are sent to the cluster, with the code of this project."""
+    excludes: tuple[str, ...] = ()
+    """Patterns of files that are not sent, as in .gitignore, relative to `working_dir`."""
+    config: str | None = None
+    """A file of `working_dir` that has to be sent."""
+
+    @property
+    def command(self) -> str:
+        """`txl ...`, for people and to compare requests."""
+        return shlex.join(("txl", *self.words))
+
+    @property
+    def entrypoint(self) -> str:
+        """The shell command that Ray runs in the unpacked package."""
+        log = ("--log", self.log) if self.log else ()
+        words = (self.python, "-P", "-m", "cluster.job_driver", "--root", self.root, *log)
+        # exec: otherwise a shell stays between Ray and the driver, and dies of the stop signal.
+        return f"exec {shlex.join((*words, '--', *self.words))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One attempt, as the cluster knows it."""
+
+    id: str
+    state: JobState
+    exit_code: int | None
+    """Exit code of the txl command; None while it runs; 1 if unknown, as after a lost node."""
+    message: str
+    """Why a failed job failed, with the last lines of its log."""
+    command: str
+    """`txl ...`, as it runs on the cluster."""
+    start_seconds: float | None
+    """Unix time."""
+    end_seconds: float | None
+    """Unix time; None while it runs."""
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state in ("done", "stopped", "failed")
+
+
+class JobExistsError(ConfigError):
+    """The id of a new job is taken: another client submitted the same run at the same time."""
+
+
+class JobClient(Protocol):
+    """The Jobs API of one cluster. Methods raise TxlError if the cluster does not respond."""
+
+    url: str
+    """Without credentials."""
+
+    def __init__(self, address: str | None) -> None:
+        """Connect to the URL of a dashboard, the address of a head, or None (automatic). Raises
+        ConfigError if nothing responds or the token is missing or wrong.
+        """
+
+    @staticmethod
+    def package(request: JobRequest) -> Mapping[str, int]:
+        """Name -> bytes of the files that `submit` would send. Contacts no cluster."""
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether the API refuses requests without a token."""
+
+    def submit(self, request: JobRequest, job_id: str) -> None:
+        """Upload the files, unless they are there, and start the job. Raises JobExistsError."""
+
+    def jobs(self) -> list[Job]:
+        """All txl jobs that the cluster knows, oldest first."""
+
+    def job(self, job_id: str) -> Job:
+        """Raises ConfigError if there is no such job."""
+
+    def logs(self, job_id: str) -> str:
+        """All output of the driver."""
+
+    def wait(self, job_id: str, write: Callable[[str], object] | None = None) -> Job:
+        """Return when the job has ended. `write` is called with all output, old and new."""
+
+    def stop(self, job_id: str) -> bool:
+        """Ask a job to stop; False if it has already ended."""
+
+
+def job_client() -> type[JobClient]:
+    """The client of Ray's clusters."""
+    client: type[JobClient] = resolve_name("cluster.jobs:RayJobs")
+    return client
+
+
+# --- attempts of a run ----------------------------------------------------------------------------
+
+
+def attempts_of(name: str, jobs: Iterable[Job]) -> list[Job]:
+    """The attempts of a run, oldest first; also if `name` is the id of one attempt."""
+    attempts = [job for job in jobs if job.id == name] or [
+        job for job in jobs if re.fullmatch(rf"{re.escape(name)}-\d+", job.id)
+    ]
+    return sorted(attempts, key=_attempt_number)
+
+
+def runs_named(name: str, jobs: Iterable[Job]) -> list[str]:
+    """The names of all runs that are `name` and a digest of what they write."""
+    form = re.compile(rf"({re.escape(name)}-[0-9a-f]{{8}})-\d+")
+    return sorted({match[1] for job in jobs if (match := form.fullmatch(job.id))})
+
+
+def next_attempt_id(name: str, attempts: Iterable[Job]) -> str:
+    """An unused id. Ray refuses ids that it has seen before."""
+    return f"{name}-{max(map(_attempt_number, attempts), default=0) + 1}"
+
+
+def _attempt_number(job: Job) -> int:
+    return int(job.id.rpartition("-")[2])
+
+
+def describe_package(sizes: Mapping[str, int]) -> str:
+    return f"{len(sizes):,} files, {_mib(sum(sizes.values()))} before compression"
+
+
+def require_size(sizes: Mapping[str, int], limit_bytes: int = MAX_BYTES) -> None:
+    """Raise ConfigError naming the largest entries if the files have more bytes than that."""
+    if sum(sizes.values()) <= limit_bytes:
+        return
+    entries: Counter[str] = Counter()
+    for name, size in sizes.items():
+        directory, separator, _ = name.partition("/")
+        entries[directory + separator] += size
+    listed = ", ".join(f"{name} ({_mib(size)})" for name, size in entries.most_common(5))
+    raise ConfigError(
+        f"the package has {describe_package(sizes)}, and Ray accepts at most "
+        f"{limit_bytes / 2**20:g} MiB. Largest: {listed}. Data does not belong into the package: "
+        "put it on storage that all nodes see. Leave files out with --exclude PATTERN, or with a "
+        "line in .gitignore or .rayignore"
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+# --- from words to a request ----------------------------------------------------------------------
 
 
 def plan_job(
@@ -55,86 +230,76 @@ def plan_job(
     _refuse_secrets(words, environment)
     if not posixpath.isabs(root):
         raise ConfigError(f"--root {root}: give an absolute path on the cluster")
-    parameters = _parse(words)
-    common: dict[str, Any] = {
-        "root": root,
-        "environment": environment,
-        "python": python,
-        "working_dir": working_dir,
-    }
+    parameters, directory = _parse(words), working_dir.resolve()
     if words[0] == "train":
-        return _plan_training(words, parameters, exclude, common)
-    # Preparations are the same job if they write the same dataset, evaluations if the words agree.
-    out = str(parameters.get("out") or "")
-    identity = [posixpath.normpath(posixpath.join(root, out))] if out else [root, *words[1:]]
+        details, local_paths = _plan_training(words, parameters, root, directory)
+    else:
+        # Preparations are the same job if they write the same dataset, evaluations if the words
+        # agree.
+        out = str(parameters.get("out") or "")
+        identity = [posixpath.normpath(posixpath.join(root, out))] if out else [root, *words[1:]]
+        local_paths = [out]
+        details = {
+            "name": _name(words[0], posixpath.basename(out), identity),
+            "words": (words[0], "--on", "auto", *words[1:]),
+        }
+    # Runs and datasets in the working directory are not sent.
+    paths = [(directory / path).resolve() for path in local_paths if path]
+    inside = [path for path in paths if path != directory and path.is_relative_to(directory)]
+    patterns = [f"/{path.relative_to(directory).as_posix()}" for path in inside]
     return JobRequest(
-        name=_name(words[0], posixpath.basename(out), identity),
-        words=(words[0], "--on", "auto", *words[1:]),
-        stop_seconds=STOP_SECONDS,
-        excludes=(*exclude, *_patterns([Path(out)] if out else [], working_dir)),
-        **common,
+        root=root,
+        environment=environment,
+        python=python,
+        working_dir=working_dir,
+        excludes=(*exclude, *patterns),
+        **details,
     )
 
 
 def _plan_training(
-    words: Sequence[str],
-    parameters: Mapping[str, Any],
-    exclude: Sequence[str],
-    common: Mapping[str, Any],
-) -> JobRequest:
+    words: Sequence[str], parameters: Mapping[str, Any], root: str, directory: Path
+) -> tuple[dict[str, Any], list[str | None]]:
+    """Fields of the request, and paths of the run and its data."""
     from txl_dist.config.config_file import load_run_config
 
-    path, working_dir = Path(parameters["config"]), Path(common["working_dir"])
+    path = Path(parameters["config"])
     config = load_run_config(path, parameters["overrides"] or [])
     _refuse_secrets_of(config)
-    if not path.resolve().is_relative_to(working_dir.resolve()):
+    if not path.resolve().is_relative_to(directory):
         raise ConfigError(
-            f"{path} is not in {working_dir.resolve()}, whose files are sent to the cluster; give "
-            "its directory with --working-dir"
+            f"{path} is not in {directory}, whose files are sent to the cluster; give its "
+            "directory with --working-dir"
         )
-    packed = path.resolve().relative_to(working_dir.resolve())
+    packed = path.resolve().relative_to(directory).as_posix()
     # The config becomes the first argument, where cluster/job_driver.py expects it.
     position = next(n for n, word in enumerate(words) if n and Path(word) == path)
     others = (word for n, word in enumerate(words) if n not in (0, position))
-    run = posixpath.normpath(posixpath.join(common["root"], config.directory))
-    return JobRequest(
-        name=_name("train", posixpath.basename(run), [run]),
-        words=("train", packed.as_posix(), "--on", "auto", *others),
-        log=f"{run}/logs/driver.log",
-        stop_seconds=math.ceil(config.training.grace_seconds) + SHUTDOWN_SECONDS,
-        excludes=(*exclude, *_patterns(_local_paths(config), working_dir)),
-        config=packed.as_posix(),
-        **common,
-    )
-
-
-def _patterns(paths: Sequence[Path], working_dir: Path) -> list[str]:
-    """Patterns of the paths that are in the working directory: runs and datasets are not sent."""
-    root = working_dir.resolve()
-    inside = [path for path in ((root / path).resolve() for path in paths) if path != root]
-    return [f"/{path.relative_to(root).as_posix()}" for path in inside if path.is_relative_to(root)]
+    run = posixpath.normpath(posixpath.join(root, config.directory))
+    details = {
+        "name": _name("train", posixpath.basename(run), [run]),
+        "words": ("train", packed, "--on", "auto", *others),
+        "log": f"{run}/logs/driver.log",
+        "stop_seconds": math.ceil(config.training.grace_seconds) + SHUTDOWN_SECONDS,
+        "config": packed,
+    }
+    corpora = [corpus.path for corpus in (config.data.mixture or {}).values()]
+    return details, [config.directory, config.data.path, config.evaluation.path, *corpora]
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     """The parameters of a txl command, parsed and validated by the command line itself."""
+    import typer
+
+    from txl_dist.cli.app import app
+    from txl_dist.cli.options import paths_of_another_machine
+
+    command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
     with paths_of_another_machine():
-        context = _command(words[0]).make_context(words[0], list(words[1:]))
+        context = command.make_context(words[0], list(words[1:]))
     if any(re.match(r"--on(=|$)", word) for word in words):
         raise ConfigError("--on is not an option of a job, which runs on the cluster it is sent to")
     return dict(context.params)
-
-
-@cache
-def _command(name: str) -> Any:
-    from txl_dist.cli.app import app
-
-    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
-
-
-def _local_paths(config: "RunConfig") -> list[Path]:
-    corpora = (corpus.path for corpus in (config.data.mixture or {}).values())
-    paths = (config.directory, config.data.path, config.evaluation.path, *corpora)
-    return [Path(path) for path in paths if path]
 
 
 def _name(command: str, stem: str, identity: Sequence[str]) -> str:

@@ -2,8 +2,8 @@
 
 There are three kinds of settings. Those that affect no number may differ freely. Those that change
 the trajectory, but for which weights and position stay valid, need `--allow-change KEY`; the memory
-is rebuilt if it does not fit (`replay.py`). All others define another model or another token order,
-for which the checkpoint's weights or position would be wrong; they cannot change.
+is rebuilt if it does not fit (`segment_source.py`). All others define another model or another
+token order, for which the checkpoint's weights or position would be wrong; they cannot change.
 """
 
 from collections.abc import Collection, Mapping

@@ -4,7 +4,7 @@ A new phase begins at the lane position of the change, with a new division of th
 
 If only the number of lanes changes, the new phase reads the unread remainder of the epoch first, so
 every token is still read once per epoch, except fewer than `num_lanes`. The memory of a new lane is
-rebuilt from the tokens before it (replay.py), and ages count from the first of these.
+rebuilt from the tokens before it (segment_source.py), and ages count from the first of these.
 
 If the corpora or weights change, ages restart at 0, as at the end of an epoch. Each corpus is read
 cyclically (data_pipeline/streams/mixture.py) and continues after the last epoch that was begun, so

@@ -15,8 +15,8 @@ from txl_dist.config.config_file import dump_run_config
 from txl_dist.tracking.journal import MetricsJournal, last_trained_step
 from txl_dist.training.begin import Beginning, RankContext
 from txl_dist.training.phases import phases_from
-from txl_dist.training.replay import context_segments, segments_to_replay
 from txl_dist.training.resume_point import ResumePoint
+from txl_dist.training.segment_source import context_segments, segments_to_replay
 from txl_dist.training.state import Phase, TrainState
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.commands import run_txl
 from tests.support.training_runs import TINY
-from tests.txl_dist.launch.test_jobs import job
-from txl_dist.launch import jobs as launch_jobs
-from txl_dist.launch.jobs import Job, JobExistsError, JobRequest, Package
+from tests.txl_dist.cli.test_job_request import job
+from txl_dist.cli import job_request
+from txl_dist.cli.job_request import Job, JobExistsError, JobRequest
 
 SUBMIT = ("job", "submit", "--root", "/shared", "--working-dir", TINY.parent)
 RUN = ("--", "train", TINY, "--ranks", 2)
@@ -30,8 +30,8 @@ class MemoryCluster:
         return self
 
     @staticmethod
-    def package(request: JobRequest) -> Package:
-        return Package({})
+    def package(request: JobRequest) -> dict[str, int]:
+        return {}
 
     def submit(self, request: JobRequest, job_id: str) -> None:
         if job_id in self.known:
@@ -47,11 +47,9 @@ class MemoryCluster:
     def logs(self, job_id: str) -> str:
         return f"output of {job_id}\n"
 
-    def follow(self, job_id: str, write: Callable[[str], object]) -> Job:
-        write(self.logs(job_id))
-        return self.wait(job_id)
-
-    def wait(self, job_id: str) -> Job:
+    def wait(self, job_id: str, write: Callable[[str], object] | None = None) -> Job:
+        if write is not None:
+            write(self.logs(job_id))
         end = self.ends_as
         self.known[job_id] = replace(
             self.known[job_id], state=end.state, exit_code=end.exit_code, message=end.message
@@ -65,7 +63,7 @@ class MemoryCluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> MemoryCluster:
     memory = MemoryCluster()
-    monkeypatch.setattr(launch_jobs, "job_client", lambda: memory)
+    monkeypatch.setattr(job_request, "job_client", lambda: memory)
     return memory
 
 
@@ -132,7 +130,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_stop_it(
     def interrupted(job_id: str, write: Callable[[str], object]) -> Job:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cluster, "follow", interrupted)
+    monkeypatch.setattr(cluster, "wait", interrupted)
     code, output = run_txl(*SUBMIT, "--follow", *RUN)
     (job_id,) = cluster.known
     assert code == 130

@@ -11,7 +11,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 from torch.utils.cpp_extension import get_default_build_root
 from triton import knobs
 
-from data_pipeline.shards.frame_cache import FrameCache
+from data_pipeline.shards.shard_files import FrameCache
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,7 +19,7 @@ from data_pipeline.preparation.finished_units import RECORDS
 from data_pipeline.preparation.input_index import TEXT_HASH_BYTES, InputIndex, document_id
 from data_pipeline.preparation.scan import spill_name
 from data_pipeline.readers import InputFile, read_text_chunks
-from data_pipeline.shards.document_table import DocumentIds
+from data_pipeline.shards.shard_index import DocumentIds
 from data_pipeline.system.progress import count_bytes
 from data_pipeline.system.sources import shown
 

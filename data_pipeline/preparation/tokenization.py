@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.shards.document_table import DocumentIds
+from data_pipeline.shards.shard_index import DocumentIds
 from data_pipeline.tokenizers import Tokenizer, load_tokenizer, token_dtype
 from data_pipeline.tokenizers.text_parts import MAX_PART_CHARS, text_parts
 

@@ -31,10 +31,9 @@ from data_pipeline.preparation.tokenization import (
     tokenize_document,
     tokenize_texts,
 )
-from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader
+from data_pipeline.shards.manifest import TOKENIZER_NAME, IndexHeader, TextCounter
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_writer import ShardWriter
-from data_pipeline.shards.text_counts import TextCounter
 from data_pipeline.system.files import explain_disk_errors, sha256_file, write_synced
 from data_pipeline.system.progress import count_bytes
 from data_pipeline.tokenizers import cuts_of

@@ -1,23 +1,26 @@
-"""Read parts of shard and index files, from a local path or a URL, and raise clear errors.
+"""Parts of shard and index files, from a local path or a URL, and the frame cache.
 
 Every error names the file, the place in it and the next command. A file that cannot be read at the
 moment (disk, network, permissions) and a damaged file are different errors: the first may be
 intact, the second must not be used.
 """
 
+import contextlib
 import errno
 import os
+import re
 import stat
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
-from data_pipeline.errors import DataError, UnreadableError
+from data_pipeline.errors import ConfigError, DataError, UnreadableError
 from data_pipeline.shards.frames import Frame, FrameError, decode_frame
 from data_pipeline.shards.manifest import ShardEntry
 from data_pipeline.system.remote_path import DatasetPath, RemotePath
-from data_pipeline.system.sources import is_read_failure
+from data_pipeline.system.sources import is_read_failure, is_url, shown
 
 _MAY_PASS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a disk or a network file system after which a second attempt may succeed."""
@@ -153,3 +156,120 @@ def damaged_file(path: DatasetPath, directory: DatasetPath, problem: str) -> Dat
         f"{path} {problem}. The file was cut short, damaged, or swapped with another after it was "
         f"written. To list everything that is wrong: txl data verify {directory}"
     )
+
+
+# --- the frame cache ------------------------------------------------------------------------------
+
+
+DEFAULT_CACHE_BYTES = 10 * 2**30
+DIRECTORY_VARIABLE, BYTES_VARIABLE = "TXL_CACHE_DIR", "TXL_CACHE_BYTES"
+
+_NAME = re.compile(r"txl-frame-[0-9a-f]{64}-\d{1,19}-\d{1,19}(\.\d{1,19}\.\d{1,19}\.tmp)?")
+# Listing the directory for every new entry would be slow. A process lists it after writing 1/32 of
+# the limit; an eviction reduces the cache to 28/32 of it. So up to four processes stay below the
+# limit, and more may exceed it by 1/32 each.
+_SLACK = 32
+_SHARE_AFTER_EVICTION = 7 / 8
+
+
+class FrameCache:
+    """Byte ranges of other files on disk, at most about `limit_bytes`. Thread- and process-safe.
+
+    A limit of 0 turns the cache off: nothing is written, and entries of earlier runs are not read.
+    Disk errors never stop a reader: an entry that cannot be stored is fetched again.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self.directory, self.limit_bytes = directory, limit_bytes
+        # Bytes written since the directory was last listed; None before the first listing.
+        self._unlisted_bytes: int | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_user(cls) -> Self:
+        """The cache of `TXL_CACHE_DIR` and `TXL_CACHE_BYTES`; default: in the user's cache folder.
+
+        Raises ConfigError for a URL, and for a size that is not a number of bytes.
+        """
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        directory = os.environ.get(DIRECTORY_VARIABLE) or f"{home}/txl/frames"
+        if is_url(directory):
+            raise ConfigError(
+                f"{DIRECTORY_VARIABLE}={shown(directory)} must be a local directory, not a URL."
+            )
+        limit = os.environ.get(BYTES_VARIABLE) or str(DEFAULT_CACHE_BYTES)
+        if not re.fullmatch(r"[0-9]{1,18}", limit):
+            raise ConfigError(
+                f"{BYTES_VARIABLE}={limit!r} must be a number of bytes, such as "
+                f"{DEFAULT_CACHE_BYTES} (10 GiB); 0 turns the cache off."
+            )
+        return cls(Path(directory).expanduser(), int(limit))
+
+    def get(self, sha256: str, first: int, size: int) -> bytes | None:
+        """The entry, marked as used now, or None. It may be damaged: check it, and `drop` it."""
+        path = self._path(sha256, first, size)
+        if not self.limit_bytes:
+            return None
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_size == size:
+                data = path.read_bytes()
+                with contextlib.suppress(OSError):  # another user's file: it may be evicted early
+                    os.utime(path)
+                return data
+        return None
+
+    def put(self, sha256: str, first: int, data: bytes) -> None:
+        """Store an entry. Readers see the complete file or none."""
+        if len(data) > self.limit_bytes:
+            return
+        path = self._path(sha256, first, len(data))
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)  # left by a killed process with the same ids
+            with temporary.open("xb") as file:  # "x": never writes through an existing link
+                file.write(data)
+            temporary.replace(path)  # no fsync: a damaged entry is only fetched again
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            return
+        self._limit_size(len(data))
+
+    def drop(self, sha256: str, first: int, size: int) -> None:
+        """Remove an entry."""
+        with contextlib.suppress(OSError):
+            self._path(sha256, first, size).unlink(missing_ok=True)
+
+    def _path(self, sha256: str, first: int, size: int) -> Path:
+        return self.directory / f"txl-frame-{sha256}-{first}-{size}"
+
+    def _limit_size(self, num_written: int) -> None:
+        with self._lock:
+            if self._unlisted_bytes is not None:
+                self._unlisted_bytes += num_written
+                if self._unlisted_bytes <= self.limit_bytes // _SLACK:
+                    return
+            self._unlisted_bytes = 0
+        with contextlib.suppress(OSError):
+            self._evict()
+
+    def _evict(self) -> None:
+        """Reduce the directory below the limit, least recently used entries first."""
+        cached = []
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another process evicts as well
+                    status = entry.stat(follow_symlinks=False)
+                    if _NAME.fullmatch(entry.name) and stat.S_ISREG(status.st_mode):
+                        cached.append((status.st_mtime_ns, status.st_size, entry.name))
+        total = sum(size for _, size, _ in cached)
+        if total <= self.limit_bytes * (1 - 1 / _SLACK):
+            return
+        for _, size, name in sorted(cached):
+            if total <= self.limit_bytes * _SHARE_AFTER_EVICTION:
+                break
+            with contextlib.suppress(OSError):
+                (self.directory / name).unlink(missing_ok=True)
+                total -= size

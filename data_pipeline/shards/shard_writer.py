@@ -29,11 +29,15 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from data_pipeline.errors import DataError, printable
-from data_pipeline.shards.document_table import DocumentIds, pack_document_ids
 from data_pipeline.shards.frames import FrameWriter
-from data_pipeline.shards.manifest import INDEX_SUFFIX, SHARD_SUFFIX, ShardEntry, shard_name
-from data_pipeline.shards.shard_index import index_bytes
-from data_pipeline.shards.text_counts import TextCounts
+from data_pipeline.shards.manifest import (
+    INDEX_SUFFIX,
+    SHARD_SUFFIX,
+    ShardEntry,
+    TextCounts,
+    shard_name,
+)
+from data_pipeline.shards.shard_index import DocumentIds, index_bytes, pack_documents
 from data_pipeline.system.files import write_synced
 
 MAX_DOCUMENT_BYTES = 8 * 2**30 - 2**20
@@ -135,11 +139,8 @@ class ShardWriter:
                 first += 1
         self._text_bytes += text_bytes
 
-    def close(self, text_counts: TextCounts | None = None) -> ShardEntry:
-        """Finish the shard, sync it and its index, and return its entry.
-
-        `text_counts`: of the text of all documents, None if they were not counted.
-        """
+    def close(self, text_counts: TextCounts) -> ShardEntry:
+        """Finish the shard, sync it and its index. `text_counts` are those of all documents."""
         self._flush()
         self._tar.close()
         self._frames.finish()
@@ -251,9 +252,9 @@ class ShardWriter:
         headers = _TAR_RECORD + sizes["npy"] - num_tokens * self._dtype.itemsize
         self._blocks.append((num_tokens, start + headers, 1))
 
-    def _index(self, text_counts: TextCounts | None) -> bytes:
+    def _index(self, text_counts: TextCounts) -> bytes:
         tokens, offsets, documents = zip(*self._blocks, strict=True)
-        table = pack_document_ids(np.concatenate(self._starts), self._ids)
+        table = pack_documents(np.concatenate(self._starts), self._ids)
         arrays: dict[str, np.ndarray] = {
             "frames": np.array(self._frames.frames, dtype=np.int64),
             "block_tokens": np.array(tokens, dtype=np.int64),

@@ -1,11 +1,13 @@
-"""`txl data verify`: compare every file of a dataset with the manifest and list all problems.
+"""`txl data verify` and `txl data inspect`: damage of a dataset, and what its documents are.
 
-A file whose sha256 matches the manifest has the bytes that `txl prepare` wrote, so nothing inside
-it is checked again. Damaged, missing and extra files are problems. Files that could not be read at
-the moment (disk, network, permissions) are listed separately: they may be intact.
+`verify` compares every file with the manifest. A file whose sha256 matches the manifest has the
+bytes that `txl prepare` wrote, so nothing inside it is checked again. Damaged, missing and extra
+files are problems. Files that could not be read at the moment (disk, network, permissions) are
+listed separately: they may be intact.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from data_pipeline.shards.manifest import (
     open_tokenizer,
 )
 from data_pipeline.shards.shard_files import what_to_check
+from data_pipeline.shards.shard_index import read_index
+from data_pipeline.shards.shard_reader import SplitReader, open_split
 from data_pipeline.system.files import sha256_file
 from data_pipeline.system.progress import Progress
 from data_pipeline.system.remote_path import DatasetPath
@@ -72,12 +76,21 @@ def verify_dataset(
     local = directory.absolute() if isinstance(directory, Path) else directory
     checks = [_ShardCheck(local, shard, fast) for shard in manifest.shards]
     names = {sha256: name for name, (_, sha256) in manifest.shard_files.items()}
-    for problem in _in_order(checks, workers or InProcess(), progress):
-        if isinstance(problem, _Unread):
-            unread.append(problem.message)
-        else:
-            problems.append(problem.explain(names) if isinstance(problem, _Mismatch) else problem)
-    return Verified(manifest, problems, unread, sum(check.num_bytes for check in checks))
+    done, total = 0, sum(check.num_bytes for check in checks)
+    progress("verifying", done, total)
+    found: dict[int, list[_Problem]] = {}
+    for number, shard_problems in (workers or InProcess()).map(_check_shard, checks):
+        found[number] = shard_problems
+        done += checks[number].num_bytes
+        progress("verifying", done, total)
+    for number in sorted(found):  # workers finish in any order
+        for problem in found[number]:
+            message = problem.message
+            if problem.sha256 in names:
+                other = names[problem.sha256]
+                message = f"holds the content of {other}: the two were swapped or renamed"
+            (unread if problem.is_unread else problems).append(f"{problem.name}: {message}")
+    return Verified(manifest, problems, unread, total)
 
 
 # --- shards and indexes -------------------------------------------------------------------------
@@ -100,52 +113,15 @@ class _ShardCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mismatch:
-    """A file whose size or sha256 is not the manifest's."""
+class _Problem:
+    """What is wrong with one file."""
 
     name: str
-    size: int
-    sha256: str
-    expected_size: int
-    expected_sha256: str
-
-    def explain(self, names: dict[str, str]) -> str:
-        """The problem in words; `names` maps the sha256 of every listed file to its name."""
-        if self.sha256 in names:
-            problem = f"holds the content of {names[self.sha256]}: the two were swapped or renamed"
-        elif self.size != self.expected_size:
-            problem = (
-                f"is {self.size:,} bytes, expected {self.expected_size:,}: cut short or overwritten"
-            )
-        else:
-            problem = (
-                f"has sha256 {self.sha256}, expected {self.expected_sha256}: damaged or overwritten"
-            )
-        return f"{self.name}: {problem}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """A file that could not be read at the moment."""
-
     message: str
-
-
-_Problem = str | _Mismatch | _Unread
-
-
-def _in_order(
-    checks: list[_ShardCheck], workers: Workers, progress: Progress
-) -> Iterable[_Problem]:
-    """The problems of all shards in the manifest's order; workers finish in any order."""
-    done, total = 0, sum(check.num_bytes for check in checks)
-    progress("verifying", done, total)
-    problems: dict[int, list[_Problem]] = {}
-    for number, shard_problems in workers.map(_check_shard, checks):
-        problems[number] = shard_problems
-        done += checks[number].num_bytes
-        progress("verifying", done, total)
-    return [problem for number in sorted(problems) for problem in problems[number]]
+    is_unread: bool = False
+    """The file could not be read at the moment."""
+    sha256: str = ""
+    """Of a file with another content than the manifest has."""
 
 
 def _check_shard(check: _ShardCheck) -> list[_Problem]:
@@ -161,18 +137,22 @@ def _check_shard(check: _ShardCheck) -> list[_Problem]:
 def _file_problem(path: DatasetPath, size: int, sha256: str, *, size_only: bool) -> _Problem | None:
     try:
         if not path.is_file():
-            return f"{path.name}: missing, or not a regular file"
+            return _Problem(path.name, "missing, or not a regular file")
         found_size = path.stat().st_size
         if size_only and found_size == size:
             return None
         # Hashed even if the size is wrong: the sha256 identifies a file with a wrong name.
         found_sha256 = sha256_file(path)
     except OSError as error:
-        problem = f"{path.name}: cannot be read: {error.strerror}"
-        return _Unread(problem) if is_read_failure(error) else problem
+        message = f"cannot be read: {error.strerror}"
+        return _Problem(path.name, message, is_unread=is_read_failure(error))
     if (found_size, found_sha256) == (size, sha256):
         return None
-    return _Mismatch(path.name, found_size, found_sha256, size, sha256)
+    if found_size != size:
+        message = f"is {found_size:,} bytes, expected {size:,}: cut short or overwritten"
+    else:
+        message = f"has sha256 {found_sha256}, expected {sha256}: damaged or overwritten"
+    return _Problem(path.name, message, sha256=found_sha256)
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -204,3 +184,48 @@ def _name_problems(directory: DatasetPath, manifest: ShardManifest) -> list[str]
             problem = "extra: not a file name that txl writes; move it elsewhere"
         problems.append(f"{printable(path.name)}: {problem}")
     return problems
+
+
+# --- the beginnings of documents ------------------------------------------------------------------
+
+
+EXCERPT_TOKENS = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """The beginning of one document."""
+
+    split: str
+    document_id: str
+    tokens: int
+    """Tokens of the whole document, including its first, the end-of-document token."""
+    text: str
+
+
+def excerpts(directory: DatasetPath, *, documents: int) -> list[Excerpt]:
+    """The beginnings of the first `documents` documents of every split, safe to print."""
+    manifest = load_manifest(directory)
+    tokenizer = open_tokenizer(directory, manifest)
+    result = []
+    for split, _ in manifest.train_first():
+        source = open_split(directory, split, manifest=manifest, cache_frames=1)
+        for block, start, stop, document_id in itertools.islice(_documents(source), documents):
+            ids = source.read(block, start, min(stop, start + 1 + EXCERPT_TOKENS))
+            # errors="ignore": the excerpt may end inside a character.
+            text = tokenizer.decode_bytes(ids).decode("utf-8", errors="ignore")
+            result.append(Excerpt(split, printable(document_id), stop - start, printable(text)))
+    return result
+
+
+def _documents(source: SplitReader) -> Iterator[tuple[int, int, int, str]]:
+    """(block, start, stop, id) of every document of a split, read as far as it is iterated."""
+    blocks = itertools.count()
+    for entry in source.entry.shards:
+        index = read_index(source.directory, entry, source.dtype.itemsize)
+        ids = map(index.document_id, itertools.count())
+        for block in itertools.islice(blocks, entry.blocks):
+            starts = source.document_starts(block).tolist()
+            stops = [*starts[1:], int(source.block_tokens[block])]
+            for start, stop in zip(starts, stops, strict=True):
+                yield block, start, stop, next(ids)

@@ -3,7 +3,7 @@
 Code that reads a manifest, an index or a frame takes a `DatasetPath` and works with local and
 remote datasets. Requests go through fsspec with retries (`urls.py`). A request that still fails is
 an OSError with a readable text. `str(path)` contains no credentials. Nothing is cached here;
-`shards/frame_cache.py` caches frames.
+`shards/shard_files.py` caches frames.
 """
 
 import contextlib

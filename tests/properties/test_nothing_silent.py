@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as save_arrays
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards.document_table import pack_documents, unpack_documents
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
+from data_pipeline.shards.shard_index import DocumentIds, pack_documents, unpack_documents
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.verify import verify_dataset
 from tests.data_pipeline.conftest import corpus, dataset, txl  # noqa: F401 - fixtures
@@ -164,7 +164,7 @@ def test_document_starts_outside_the_block_are_refused_despite_a_valid_sha256(
         table = unpack_documents(arrays["documents"].tobytes(), num_documents=count)
         starts, ids = table.starts.copy(), [table.document_id(n) for n in range(count)]
         starts[document] = start
-        arrays["documents"] = np.frombuffer(pack_documents(starts, ids), np.uint8)
+        arrays["documents"] = np.frombuffer(pack_documents(starts, [DocumentIds.of(ids)]), np.uint8)
 
     rewrite_index(dataset[0], change)
     with pytest.raises(DataError, match=r"contradicts the manifest or itself: document starts"):

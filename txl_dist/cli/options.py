@@ -62,7 +62,7 @@ def dataset_address(text: str) -> str:
     """A `parser=` for typer: a directory with a manifest, or a URL. Raises DataError, before a
     command imports numpy.
     """
-    from data_pipeline.shards.missing_manifest import require_manifest
+    from data_pipeline.shards import require_manifest
 
     if not _are_elsewhere.get():
         require_manifest(text)

@@ -119,7 +119,7 @@ def _launch(
     quiet: bool,
 ) -> None:
     """Open the data to find errors early, then let a launcher start the ranks."""
-    from data_pipeline.shards.missing_manifest import require_manifest
+    from data_pipeline.shards import require_manifest
 
     for corpus in job.config.data.corpora.values():
         require_manifest(corpus.path)  # before numpy is imported: the most common mistake

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from data_pipeline.shards.manifest import ShardManifest, open_tokenizer
+from data_pipeline.shards.manifest import ShardManifest, TextCounts, count_text, open_tokenizer
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource
-from data_pipeline.shards.text_counts import TextCounts, count_text
 from data_pipeline.streams.cursor import read_range
 from data_pipeline.tokenizers.ids import IdTokenizer
 from data_pipeline.tokenizers.word import WordTokenizer
@@ -80,7 +79,6 @@ class ScoredText:
 def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> ScoredText:
     """The text of a split whose targets are all scored; unknown for a part of a split."""
     manifest: ShardManifest = source.manifest
-    counts = source.entry.text_counts
     tokenizer = open_tokenizer(source.directory, manifest)
     is_word_model = isinstance(tokenizer, WordTokenizer)
     reason = ""
@@ -88,15 +86,10 @@ def scored_text(source: SplitReader, *, max_tokens: int | None = None) -> Scored
         reason = "the dataset was prepared from token ids, which have no text"
     elif max_tokens is not None and max_tokens < source.num_tokens:
         reason = f"only the first {max_tokens:,} tokens of the split were scored"
-    elif counts is None:
-        reason = (
-            f"the manifest of {source.directory} has no word counts, because an older "
-            "version of txl prepared it; prepare the text again"
-        )
-    if counts is None or reason:
+    if reason:
         return ScoredText(reason=reason, is_word_model=is_word_model)
     document_ends = source.entry.documents if tokenizer.opens_documents else 0
-    num_bytes = source.entry.text_bytes
+    counts, num_bytes = source.entry.text_counts, source.entry.text_bytes
     first = source.read(0, 0, 1)
     if int(first[0]) == manifest.end_of_document:
         document_ends -= 1

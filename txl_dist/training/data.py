@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.manifest import (
     TOKENIZER_NAME,
     ShardManifest,
     load_manifest,
     open_tokenizer,
 )
+from data_pipeline.shards.shard_files import FrameCache
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.streams.lanes import LanePlan
 from data_pipeline.streams.mixture import CyclicCorpus, MixedSource

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.inspection import excerpts
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.verify import excerpts
 from tests.data_pipeline.preparation.preparing import ids_of
 
 

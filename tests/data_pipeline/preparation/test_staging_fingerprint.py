@@ -6,9 +6,9 @@ import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.preparation.finished_units import FINGERPRINT, RECORDS
-from data_pipeline.shards.inspection import excerpts
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.prepare_settings import PrepareSettings
+from data_pipeline.shards.verify import excerpts
 from data_pipeline.system.files import STAGING
 from data_pipeline.tokenizers import load_tokenizer, train_tokenizer
 from tests.data_pipeline.preparation.preparing import (

@@ -1,4 +1,4 @@
-"""Manifests: loaded unchanged, and refused with the cause if edited or damaged."""
+"""Manifests: loaded unchanged, refused with the cause if edited or damaged; counts of the text."""
 
 import errno
 import json
@@ -6,9 +6,20 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError, UnreadableError
-from data_pipeline.shards.manifest import ShardManifest, load_manifest
+from data_pipeline.preparation.prepare import prepare_dataset
+from data_pipeline.shards.manifest import (
+    NO_TEXT,
+    ShardManifest,
+    TextCounter,
+    TextCounts,
+    count_text,
+    load_manifest,
+)
+from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.tokenizers import load_tokenizer
 
 Dataset = tuple[Path, ShardManifest]
@@ -102,3 +113,49 @@ def test_totals_that_differ_from_the_sum_of_their_shards_are_refused(dataset: Da
 def test_a_missing_split_is_refused_with_a_list_of_the_existing_ones(dataset: Dataset) -> None:
     with pytest.raises(DataError, match="it has train, valid"):
         dataset[1].split("dev", dataset[0])
+
+
+TEXT = "One two,\tthree\u00a0four\n\nfünf \u3000sechs\x85 \n sieben"
+
+texts = st.text(alphabet=st.sampled_from("ab é\n\t\u00a0\u3000\x1c\x85"), max_size=12)
+
+
+@given(fragments=st.lists(texts, max_size=5))
+def test_the_counts_are_those_of_str_split_however_the_text_is_cut(fragments: list[str]) -> None:
+    text = "".join(fragments)
+    counter = TextCounter()
+    assert list(counter.document(fragments)) == fragments
+    assert counter.counts == TextCounts(
+        characters=len(text), words=len(text.split()), line_ends=text.count("\n")
+    )
+    assert counter.counts == count_text(text)
+
+
+def test_a_word_does_not_continue_in_the_next_document() -> None:
+    counter = TextCounter()
+    for text in ("one", "two"):
+        list(counter.document([text]))
+    assert counter.counts.words == 2
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> ShardManifest:
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(TEXT * (number + 1), encoding="utf-8")
+    out = tmp_path_factory.mktemp("data") / "out"
+    settings = PrepareSettings(split={"valid": 0.4}, shard_bytes=150, block_bytes=512)
+    prepare_dataset([folder], out, settings)
+    return load_manifest(out)
+
+
+def test_preparation_counts_the_text_of_every_split(manifest: ShardManifest) -> None:
+    splits = list(manifest.splits.values())
+    assert len(splits[0].shards) > 1
+    total = NO_TEXT
+    for split in splits:
+        total += split.text_counts
+    expected = NO_TEXT
+    for number in range(6):
+        expected += count_text(TEXT * (number + 1))
+    assert total == expected

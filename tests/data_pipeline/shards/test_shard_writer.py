@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.shards.document_table import DocumentIds
-from data_pipeline.shards.manifest import ShardManifest
-from data_pipeline.shards.shard_index import read_index
+from data_pipeline.shards.manifest import NO_TEXT, ShardManifest
+from data_pipeline.shards.shard_index import DocumentIds, read_index
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.shards.shard_writer import ShardWriter
 from tests.data_pipeline.shards.written_split import documents_of, some_documents, write_split
@@ -171,7 +170,7 @@ def test_documents_added_in_batches_give_the_same_bytes(
                 if part := documents[rows]:
                     tokens, counts = np.concatenate(part), np.array([len(each) for each in part])
                     writer.add_batch(ids[rows], tokens, counts, text_bytes=len(tokens))
-            writer.close()
+            writer.close(NO_TEXT)
             files = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
             written.append(files)
     assert written[0] == written[1]

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data_pipeline.shards.manifest import InputSummary, ShardEntry, ShardManifest, SplitEntry
+from data_pipeline.shards.manifest import (
+    NO_TEXT,
+    InputSummary,
+    ShardEntry,
+    ShardManifest,
+    SplitEntry,
+)
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import SplitReader
 from data_pipeline.shards.shard_writer import ShardWriter
@@ -37,7 +43,7 @@ def write_split(
             chunks = np.array_split(tokens, num_chunks)
             writer.add(f"d/{number}", chunks, text_bytes=len(tokens) - 1)
             size += len(tokens)
-        entries.append(writer.close())
+        entries.append(writer.close(NO_TEXT))
     summary = InputSummary(digest="0" * 64, files=1, documents=1, empty=0, rejected=0, duplicates=0)
     return ShardManifest(
         tokenizer_digest=ByteTokenizer().digest,

@@ -22,10 +22,10 @@ from moto.server import ThreadedMotoServer
 
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.frame_cache import FrameCache
 from data_pipeline.shards.manifest import ShardManifest, load_manifest, open_tokenizer
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.push import push_dataset
+from data_pipeline.shards.shard_files import FrameCache
 from data_pipeline.shards.shard_index import read_index
 from data_pipeline.shards.shard_reader import SplitReader, TokenSource, open_split
 from data_pipeline.shards.verify import verify_dataset

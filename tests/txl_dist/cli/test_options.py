@@ -64,7 +64,7 @@ def test_prepare_names_the_command_that_uploads_a_dataset(
 
 def test_the_cache_directory_cannot_be_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     from data_pipeline.errors import ConfigError
-    from data_pipeline.shards.frame_cache import FrameCache
+    from data_pipeline.shards.shard_files import FrameCache
 
     monkeypatch.setenv("TXL_CACHE_DIR", URL)
     with pytest.raises(ConfigError, match="TXL_CACHE_DIR=s3://bucket/x must be a local directory"):

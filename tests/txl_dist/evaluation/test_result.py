@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.preparation.prepare import prepare_dataset
-from data_pipeline.shards.manifest import load_manifest
+from data_pipeline.shards.manifest import TextCounts
 from data_pipeline.shards.prepare_settings import PrepareSettings
 from data_pipeline.shards.shard_reader import open_split
-from data_pipeline.shards.text_counts import TextCounts
 from txl_dist.evaluation.job import EvaluationSettings
 from txl_dist.evaluation.result import EvaluationResult, ScoredText, Subject, scored_text
 from txl_dist.evaluation.scores import LossSums
@@ -109,13 +108,8 @@ def test_a_number_outside_the_range_of_a_float_is_null_in_json() -> None:
 
 def test_without_counts_the_scores_are_absent_and_the_reason_is_named(tmp_path: Path) -> None:
     data = prepare(tmp_path, TEXTS)
-    manifest = load_manifest(data)
-    older = manifest.splits["train"].model_copy(update={"text_counts": None})
-    source = open_split(
-        data, "train", manifest=manifest.model_copy(update={"splits": {"train": older}})
-    )
     for text, reason in (
-        (scored_text(source), "prepare the text again"),
+        (ScoredText(), "the text was not counted"),
         (scored_text(open_split(data, "train"), max_tokens=5), "only the first 5 tokens"),
     ):
         score = result(text, nats=60.0, num_tokens=41)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.shards.frame_cache import FrameCache
+from data_pipeline.shards.shard_files import FrameCache
 
 SHARD = "ab" * 32
 
@@ -92,7 +92,7 @@ def test_processes_share_one_directory(tmp_path: Path) -> None:
     """Three write, read and evict at the same time; every entry that is read is complete."""
     code = f"""
 from pathlib import Path
-from data_pipeline.shards.frame_cache import FrameCache
+from data_pipeline.shards.shard_files import FrameCache
 cache = FrameCache(Path({str(tmp_path)!r}), 40_000)
 for turn in range(400):
     first = turn * 7 % 50

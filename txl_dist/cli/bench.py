@@ -330,7 +330,7 @@ def gpu(
     """
     import torch
 
-    from txl_dist.bench.gpu import MODELS, Settings, data_sheet_flops
+    from txl_dist.bench.gpu import MODELS, Settings, data_sheet_flops, load_model
     from txl_dist.model.config import ATTENTION_IMPLEMENTATIONS
 
     chosen_models = _chosen("models", models, [*MODELS])
@@ -348,7 +348,8 @@ def gpu(
         compile=compiled,
         data_sheet_flops=sheet,
     )
-    run_gpu({name: MODELS[name] for name in chosen_models}, chosen, settings, as_json=as_json)
+    loaded = {name: load_model(name) for name in chosen_models}
+    run_gpu(loaded, chosen, settings, as_json=as_json)
 
 
 def run_gpu(

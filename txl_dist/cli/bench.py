@@ -37,8 +37,8 @@ def model(
 
     Example: txl bench model --rounds 20
     """
+    from txl_dist.bench import print_figures
     from txl_dist.bench.model import bench_model
-    from txl_dist.bench.rounds import print_figures
 
     print_figures(bench_model(rounds=rounds), as_json=as_json)
 
@@ -56,8 +56,8 @@ def data(
 
     Example: txl bench data --megabytes 200
     """
+    from txl_dist.bench import print_figures
     from txl_dist.bench.data import bench_data
-    from txl_dist.bench.rounds import print_figures
 
     print_figures(bench_data(megabytes=megabytes), as_json=as_json)
 

@@ -28,7 +28,7 @@ from txl_dist.cli.options import (
 if TYPE_CHECKING:
     from data_pipeline.system.files import StagedDirectory
     from txl_dist.analysis.attention import AttentionByDistance
-    from txl_dist.analysis.recl_report import ReclRequest
+    from txl_dist.analysis.recl import ReclRequest
     from txl_dist.evaluation.job import EvaluationJob
     from txl_dist.evaluation.scoring import Scorer
 
@@ -95,7 +95,7 @@ def recl(
     Example: txl recl runs/memory runs/no_memory data/stdlib --max-context 512 --delta 32
     """
     from data_pipeline.system.files import StagedDirectory, require_writable
-    from txl_dist.analysis.recl_report import (
+    from txl_dist.analysis.recl import (
         JSON_NAME,
         ReclRequest,
         check_group,

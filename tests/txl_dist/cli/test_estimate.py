@@ -75,7 +75,7 @@ def test_an_unknown_vocabulary_is_refused() -> None:
 
 def test_importing_the_command_imports_nothing_heavy() -> None:
     code = (
-        "import sys, txl_dist.cli.config;"
+        "import sys, txl_dist.cli.preflight;"
         "print(*{'torch', 'pydantic', 'ruamel', 'mlflow', 'numpy'} & set(sys.modules))"
     )
     result = subprocess.run(

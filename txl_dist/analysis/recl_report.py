@@ -30,7 +30,7 @@ import numpy as np
 from data_pipeline.shards.manifest import load_manifest
 from data_pipeline.shards.shard_reader import open_split
 from data_pipeline.streams.segments import Reset
-from data_pipeline.tokenizers.comparison import differences
+from data_pipeline.tokenizers.loading import differences
 from txl_dist.analysis.recl import GroupAnalysis, ModelAnalysis, analyse_group, check_contexts
 from txl_dist.analysis.windows import (
     WindowScorer,
